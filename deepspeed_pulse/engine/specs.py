@@ -1,0 +1,107 @@
+"""How users declare layers: DeepSpeed's specs plus the names a layer stashes and pops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import module as upstream
+
+from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.ir.graph import Layer
+
+Names = str | Sequence[str]
+
+
+def _names(names: Names) -> tuple[str, ...]:
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if any(not isinstance(name, str) or not name for name in found):
+        raise GraphError(f"stash and pop take a non-empty name or a sequence of names, found {names!r}")
+    return found
+
+
+class LayerSpec(upstream.LayerSpec):
+    """DeepSpeed's ``LayerSpec`` with ``stash``, ``pop`` and ``layer_name``; all else goes to the module.
+
+    A layer that pops is called ``forward(hidden, *popped)``; one that stashes returns
+    ``(hidden, *stashed)``, both in the order declared.
+    """
+
+    def __init__(
+        self,
+        typename: type[torch.nn.Module],
+        *module_args: Any,
+        stash: Names = (),
+        pop: Names = (),
+        layer_name: str | None = None,
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.stash, self.pop, self.layer_name = _names(stash), _names(pop), layer_name
+
+
+class TiedLayerSpec(upstream.TiedLayerSpec):
+    """DeepSpeed's ``TiedLayerSpec`` with ``stash``, ``pop`` and ``layer_name``.
+
+    With ``forward_fn`` the layer is called ``forward_fn(module, hidden, *popped)``.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[torch.nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        tied_weight_attr: str | list[str] = "weight",
+        stash: Names = (),
+        pop: Names = (),
+        layer_name: str | None = None,
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            key, typename, *module_args, forward_fn=forward_fn, tied_weight_attr=tied_weight_attr, **module_kwargs
+        )
+        self.stash, self.pop, self.layer_name = _names(stash), _names(pop), layer_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A module or function together with its names; made by :func:`spec`."""
+
+    layer: torch.nn.Module | Callable[..., Any]
+    stash: tuple[str, ...]
+    pop: tuple[str, ...]
+    name: str | None
+
+
+def spec(
+    layer: torch.nn.Module | Callable[..., Any], *, stash: Names = (), pop: Names = (), name: str | None = None
+) -> Declared:
+    """Declare the names that a plain ``nn.Module`` or function stashes and pops."""
+    if not callable(layer):
+        raise GraphError(f"spec() takes a module or a function, found {layer!r}")
+    return Declared(layer=layer, stash=_names(stash), pop=_names(pop), name=name)
+
+
+def unwrap(layer: Any) -> Any:
+    """What upstream's ``PipelineModule`` is given for a layer of the list."""
+    return layer.layer if isinstance(layer, Declared) else layer
+
+
+def describe(index: int, layer: Any) -> Layer:
+    """Name, stash and pop of a layer of the list; the name falls back to ``INDEX.ClassName``."""
+    bare = unwrap(layer)
+    given = layer.name if isinstance(layer, Declared) else getattr(layer, "layer_name", None)
+    if isinstance(bare, upstream.LayerSpec):
+        kind = bare.typename.__name__
+    elif isinstance(bare, torch.nn.Module):
+        kind = type(bare).__name__
+    else:
+        kind = getattr(bare, "__name__", type(bare).__name__)
+    return Layer(
+        name=given or f"{index}.{kind}",
+        stash=getattr(layer, "stash", ()) if not isinstance(layer, torch.nn.Module) else (),
+        pop=getattr(layer, "pop", ()) if not isinstance(layer, torch.nn.Module) else (),
+    )

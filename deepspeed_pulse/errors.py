@@ -1,0 +1,57 @@
+"""Errors a user can meet.
+
+    PulseError
+    ├── ConfigError       an argument or a key of the "pulse" block
+    ├── GraphError        the layer list: names stashed and popped
+    ├── FileError         a profile, cluster or plan file that cannot be read
+    ├── PlanError         a plan that does not fit the model, or cannot run
+    ├── InfeasibleError   no plan exists under the given limits
+    ├── BatchError        data that does not fit the model, or differs between ranks
+    └── RunError          something failed while a step ran; names rank, stage, microbatch, action
+
+Every message says what was expected, what was found, where, and which knob to turn.
+``assert`` is kept for invariants that no user can break.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PulseError(Exception):
+    """Base of all errors that deepspeed_pulse raises for a user's mistake or a failed run."""
+
+
+class ConfigError(PulseError):
+    """An argument or a key of the ``"pulse"`` block is unusable."""
+
+
+class GraphError(PulseError):
+    """The layer list declares named values that do not fit together."""
+
+
+class FileError(PulseError):
+    """A profile, cluster or plan file is malformed; names file and field."""
+
+
+class PlanError(PulseError):
+    """A plan does not fit the model, the profile or itself."""
+
+
+class InfeasibleError(PulseError):
+    """No plan exists under the given limits; says what would be needed."""
+
+
+class BatchError(PulseError):
+    """A batch does not fit the model, or differs between ranks."""
+
+
+class RunError(PulseError):
+    """A step failed; names rank, stage, microbatch and action."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean "x"?)`` when ``word`` is close to one of ``known``, else an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f' (did you mean "{close[0]}"?)' if close else ""

@@ -1,0 +1,92 @@
+"""The machines: link speeds and memory (file format ``pulse-cluster/1``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+
+FORMAT = "pulse-cluster/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A directed pair of ranks: GB (1e9 bytes) per second and microseconds."""
+
+    bandwidth_gb_per_s: float
+    latency_us: float
+
+    def transfer_ms(self, num_bytes: int) -> float:
+        """Time the bytes occupy the link, latency excluded."""
+        return num_bytes / (self.bandwidth_gb_per_s * 1e6)
+
+    @property
+    def latency_ms(self) -> float:
+        return self.latency_us / 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """``nodes`` x ``ranks_per_node`` ranks; global ranks fill nodes in order."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    memory_bytes: int
+    intra_node: Link
+    inter_node: Link
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def link(self, source: int, target: int) -> Link:
+        """The link between two global ranks."""
+        same_node = source // self.ranks_per_node == target // self.ranks_per_node
+        return self.intra_node if same_node else self.inter_node
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "nodes": self.nodes,
+            "ranks_per_node": self.ranks_per_node,
+            "memory_bytes": self.memory_bytes,
+            "intra_node": _link_dict(self.intra_node),
+            "inter_node": _link_dict(self.inter_node),
+        }
+
+    def to_json(self) -> str:
+        return write_json(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "cluster") -> Cluster:
+        """Read a cluster; a ``FileError`` names ``where`` and the field that is wrong."""
+        fields = read_json(text, where, FORMAT)
+        fields.done(("format", "name", "nodes", "ranks_per_node", "memory_bytes", "intra_node", "inter_node"))
+        return cls(
+            name=fields.text("name"),
+            nodes=fields.integer("nodes", minimum=1),
+            ranks_per_node=fields.integer("ranks_per_node", minimum=1),
+            memory_bytes=fields.integer("memory_bytes", minimum=1),
+            intra_node=_read_link(fields.object("intra_node")),
+            inter_node=_read_link(fields.object("inter_node")),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        return cls.from_json(read_file(path), str(path))
+
+
+def _link_dict(link: Link) -> dict[str, float]:
+    return {"bandwidth_gb_per_s": link.bandwidth_gb_per_s, "latency_us": link.latency_us}
+
+
+def _read_link(fields: Fields) -> Link:
+    fields.done(("bandwidth_gb_per_s", "latency_us"))
+    return Link(
+        bandwidth_gb_per_s=fields.number("bandwidth_gb_per_s", above=0.0),
+        latency_us=fields.number("latency_us"),
+    )

@@ -1,0 +1,129 @@
+"""What a Plan makes each rank do: every compute action with the messages before and after it.
+
+This is the one lowering shared by the simulator, the validator and the runtime, so that what is
+scored and checked is what runs.
+
+* ``sFm`` needs the hidden state from stage s-1 (a message when that stage is on another rank) and
+  the named values that a route brings to stage s; it sends on to s+1 and along the routes' hops
+  that leave from s.
+* ``sBm`` runs the same edges backwards: gradients come from where F sent to, and go to where F
+  received from. All consumers of a value on a rank have run their backward by then, because the
+  hop arrived for the first of them. Whether a value's gradient is sent at all (``requires_grad``)
+  is agreed on by both ends when the value first travels.
+
+A *channel* is a directed pair of ranks and a direction (forward or backward); its messages are in
+the order in which the sender produces them, at both ends (NCCL and HCCL ignore tags).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from dataclasses import dataclass
+
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.schedule import Action, Op
+
+HIDDEN = ""
+"""Name of the hidden state in messages; named values have a name of their own."""
+
+
+class Direction(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """An ordered stream of messages from one pipeline rank to another."""
+
+    source_rank: int
+    target_rank: int
+    direction: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One tensor group on its way: from the end of ``source_stage``'s action to ``target_stage``'s.
+
+    ``name`` is :data:`HIDDEN` or a named value's; a backward message carries its gradient.
+    """
+
+    name: str
+    direction: Direction
+    source_stage: int
+    target_stage: int
+    microbatch: int
+
+    @property
+    def label(self) -> str:
+        """``hidden``, ``hidden_grad``, ``value:NAME`` or ``value_grad:NAME``."""
+        suffix = "" if self.direction is Direction.FORWARD else "_grad"
+        return f"hidden{suffix}" if self.name == HIDDEN else f"value{suffix}:{self.name}"
+
+    @property
+    def forward_edge(self) -> tuple[str, int, int]:
+        """Name and stages (from, to) of the edge in forward direction, the same for value and gradient."""
+        if self.direction is Direction.FORWARD:
+            return (self.name, self.source_stage, self.target_stage)
+        return (self.name, self.target_stage, self.source_stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action of a rank, the messages it waits for and the messages that leave when it ends."""
+
+    action: Action
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+
+
+Program = tuple[tuple[Step, ...], ...]
+"""Per rank, its steps in order."""
+
+
+class Lowering:
+    """Messages of a plan's stages; :meth:`steps` turns an action order into steps.
+
+    Args:
+        placement: rank of each stage.
+        hops: per (from_stage, to_stage) order of the plan's routes: (name, from, to).
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._placement = plan.placement
+        self._in: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        self._out: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for stage in range(1, plan.num_stages):
+            if plan.placement[stage - 1] != plan.placement[stage]:
+                self._edge(HIDDEN, stage - 1, stage)
+        for route in plan.routes:
+            for source, target in route.hops:
+                self._edge(route.name, source, target)
+
+    def _edge(self, name: str, source: int, target: int) -> None:
+        self._out[source].append((name, target))
+        self._in[target].append((name, source))
+
+    def step(self, action: Action) -> Step:
+        stage, m = action.stage, action.microbatch
+        if action.op is Op.WEIGHT_GRAD:
+            return Step(action, (), ())
+        if action.op is Op.FORWARD:
+            way, before, after = Direction.FORWARD, self._in[stage], self._out[stage]
+        else:
+            way, before, after = Direction.BACKWARD, self._out[stage], self._in[stage]
+        return Step(
+            action,
+            tuple(Message(name, way, other, stage, m) for name, other in before),
+            tuple(Message(name, way, stage, other, m) for name, other in after),
+        )
+
+    def channel(self, message: Message) -> Channel:
+        return Channel(self._placement[message.source_stage], self._placement[message.target_stage], message.direction)
+
+
+def lower(plan: Plan) -> Program:
+    """Steps of every rank of a plan."""
+    lowering = Lowering(plan)
+    return tuple(tuple(lowering.step(action) for action in row) for row in plan.schedule)

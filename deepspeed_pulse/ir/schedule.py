@@ -1,0 +1,65 @@
+"""Actions and their order: the small language shared by plans, errors, logs, tests and pictures.
+
+An action is text ``<stage><op><microbatch>``, for example ``2F0``: stage 2, forward, microbatch 0.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from deepspeed_pulse.errors import FileError
+
+_ACTION = re.compile(r"(0|[1-9][0-9]{0,8})([FBIW])(0|[1-9][0-9]{0,8})")
+
+
+class Op(enum.Enum):
+    """What an action computes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One op of one stage on one microbatch."""
+
+    stage: int
+    op: Op
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Inverse of ``str``: ``Action.parse(str(a)) == a`` and ``str(Action.parse(t)) == t``."""
+        match = _ACTION.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise FileError(f"expected an action such as '2F0' (stage, one of F B I W, microbatch), found {text!r}")
+        return cls(int(match[1]), Op(match[2]), int(match[3]))
+
+
+def forward(stage: int, microbatch: int) -> Action:
+    return Action(stage, Op.FORWARD, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Action:
+    return Action(stage, Op.BACKWARD, microbatch)
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""Per rank, its compute actions in order."""
+
+
+def parse_schedule(rows: tuple[tuple[str, ...], ...]) -> Schedule:
+    """One text per action, one row per rank."""
+    return tuple(tuple(Action.parse(text) for text in row) for row in rows)
+
+
+def format_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
+    """Inverse of :func:`parse_schedule`."""
+    return tuple(tuple(str(action) for action in row) for row in schedule)
