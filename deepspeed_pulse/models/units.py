@@ -1,0 +1,71 @@
+"""Layers that borrow the submodules of a model, weights and names included.
+
+A :class:`Unit` registers submodules of the model under the path they have there, so the unit's
+parameters are the model's own and its state-dict keys are the model's keys: the state dicts of all
+units together are the state dict of the model, which is what :mod:`.export` writes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from deepspeed_pulse.errors import GraphError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where units come from; every unit knows it, so that any rank can write the model's config."""
+
+    model_class: type[nn.Module]
+    config_json: str = field(repr=False)
+    state_keys: tuple[str, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: Any) -> Origin:
+        """The origin of the units of a diffusers ``ModelMixin``."""
+        return cls(model_class=type(model), config_json=model.to_json_string(), state_keys=tuple(model.state_dict()))
+
+
+class Unit(nn.Module):
+    """A layer whose children are submodules of ``model``, each under its path in the model."""
+
+    def __init__(self, model: nn.Module, origin: Origin, *paths: str) -> None:
+        super().__init__()
+        self.origin = origin
+        self.paths = paths
+        for path in paths:
+            _register(self, path, model.get_submodule(path))
+
+    def part(self, path: str | None = None) -> nn.Module:
+        """The submodule at ``path``; without one, the only submodule the unit was made of."""
+        if path is None:
+            (path,) = self.paths
+        return self.get_submodule(path)
+
+    def extra_repr(self) -> str:
+        return ", ".join(self.paths)
+
+
+def check_cover(units: Iterable[Unit], origin: Origin) -> None:
+    """Every entry of the model's state dict belongs to exactly one unit; else a :class:`GraphError`."""
+    held = Counter(key for unit in units for key in unit.state_dict())
+    problems = [f"{key} belongs to {held[key]} layers, expected one" for key in origin.state_keys if held[key] != 1]
+    if problems:
+        raise GraphError(
+            f"the layers do not make up the {origin.model_class.__name__}; it has parts this module does not know:\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _register(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    root.add_module(last, module)

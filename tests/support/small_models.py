@@ -1,0 +1,110 @@
+"""Small diffusers models with the structure of the published ones, and a plain interpreter for layer lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel, UNet2DModel
+from torch import Tensor, nn
+
+Entries = dict[str, Tensor]
+
+
+def small_sd_unet(**overrides: Any) -> UNet2DConditionModel:
+    """Stable Diffusion's 46 layers and 12 skips, 16x16 latents, under 4 M parameters."""
+    config = {
+        "sample_size": 16,
+        "block_out_channels": (32, 64, 64, 64),
+        "layers_per_block": 2,
+        "norm_num_groups": 8,
+        "cross_attention_dim": 32,
+        "attention_head_dim": 4,
+    }
+    return prepared(UNet2DConditionModel, {**config, **overrides})
+
+
+def small_sdxl_unet(**overrides: Any) -> UNet2DConditionModel:
+    """SDXL's three levels, uneven transformer depths and added text and size conditions."""
+    config = {
+        "sample_size": 16,
+        "block_out_channels": (32, 64, 64),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 3),
+        "norm_num_groups": 8,
+        "cross_attention_dim": 32,
+        "attention_head_dim": (2, 4, 4),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 8 + 32,
+    }
+    return prepared(UNet2DConditionModel, {**config, **overrides})
+
+
+def small_unet(**overrides: Any) -> UNet2DModel:
+    """A class-conditional pixel U-Net with attention at the inner two of three levels."""
+    config = {
+        "sample_size": 16,
+        "block_out_channels": (32, 32, 64),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "attention_head_dim": 16,
+        "num_class_embeds": 5,
+    }
+    return prepared(UNet2DModel, {**config, **overrides})
+
+
+def prepared(kind: type[nn.Module], config: dict[str, Any]) -> Any:
+    """A model with seeded weights, none of them all zero: a zero parameter hides wrong wiring."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = kind(**config)
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.any():
+                nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def sd_entries(*, size: tuple[int, int] = (16, 16), batch_size: int = 2) -> Entries:
+    """Batch entries of :func:`small_sd_unet`."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "sample": torch.randn(batch_size, 4, *size, generator=generator),
+        "timestep": torch.randint(1000, (batch_size,), generator=generator),
+        "encoder_hidden_states": torch.randn(batch_size, 7, 32, generator=generator),
+    }
+
+
+def sdxl_entries(*, batch_size: int = 2) -> Entries:
+    """Batch entries of :func:`small_sdxl_unet`; the added conditions are flat."""
+    generator = torch.Generator().manual_seed(2)
+    added = {
+        "text_embeds": torch.randn(batch_size, 32, generator=generator),
+        "time_ids": torch.randint(512, (batch_size, 6), generator=generator).float(),
+    }
+    return {**sd_entries(batch_size=batch_size), **added}
+
+
+def pixel_entries(*, batch_size: int = 2) -> Entries:
+    """Batch entries of :func:`small_unet`."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "sample": torch.randn(batch_size, 3, 16, 16, generator=generator),
+        "timestep": torch.randint(1000, (batch_size,), generator=generator),
+        "class_labels": torch.randint(5, (batch_size,), generator=generator),
+    }
+
+
+def interpret(layers: list[Any], entries: Entries) -> Tensor:
+    """Run a layer list in order with a dictionary of named values: what any engine has to reproduce."""
+    values = {name: value for name, value in entries.items() if name != "sample"}
+    hidden = entries["sample"]
+    for declared in layers:
+        output = declared.layer(hidden, *(values[name] for name in declared.pop))
+        hidden, *stashed = output if declared.stash else (output,)
+        values.update(zip(declared.stash, stashed, strict=True))
+    return hidden
