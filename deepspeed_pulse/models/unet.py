@@ -17,7 +17,6 @@ by the first layer and popped by every resnet.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +28,7 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets import unet_2d_blocks as blocks
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import BatchError, GraphError
@@ -68,6 +68,9 @@ def to_layers(
     downsampling: the down path then also stashes the size that each upsampler has to produce (two
     integers a level). The default takes it from ``model.config.sample_size``.
 
+    When ``model.enable_gradient_checkpointing()`` was called before, the layers recompute in backward
+    what the model would.
+
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     if not isinstance(model, SUPPORTED):
@@ -83,12 +86,6 @@ def to_layers(
     problems = list(_problems(model, tuple(name for name, wanted in asked.items() if wanted)))
     if problems:
         raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(problems))
-    if getattr(model, "is_gradient_checkpointing", False):
-        warnings.warn(
-            "gradient checkpointing of the model's blocks has no effect on a layer list; "
-            "use PipelineModule(activation_checkpoint_interval=...) instead",
-            stacklevel=2,
-        )
     walk = _Walk(model=model, masks=tuple(name for name, wanted in entries.items() if wanted))
     return walk.layers(timestep_cond=timestep_cond, upsample_size=upsample_size)
 
@@ -161,11 +158,19 @@ class Stem(_Producer):
 class Resnet(_Producer):
     """A resnet on the way down or in the middle, or a resampler that is a resnet."""
 
+    recompute = False
+
     def forward(self, hidden: Tensor, temb: Tensor) -> Any:
-        return self.leave(self.part()(hidden, temb))
+        return self.leave(self.resnet(hidden, temb))
+
+    def resnet(self, hidden: Tensor, temb: Tensor) -> Tensor:
+        """The resnet itself; with ``recompute`` its activations are not kept for backward."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.part(), hidden, temb, use_reentrant=False)
+        return self.part()(hidden, temb)
 
 
-class SkipResnet(_Producer):
+class SkipResnet(Resnet):
     """A resnet on the way up: reads the hidden state joined with its skip."""
 
     def forward(self, hidden: Tensor, skip: Tensor, temb: Tensor) -> Any:
@@ -175,7 +180,7 @@ class SkipResnet(_Producer):
                 "or width is not divisible by the model's total downsampling; "
                 "make the list with to_layers(model, upsample_size=True)"
             )
-        return self.leave(self.part()(torch.cat([hidden, skip], dim=1), temb))
+        return self.leave(self.resnet(torch.cat([hidden, skip], dim=1), temb))
 
 
 class SelfAttention(_Producer):
@@ -235,6 +240,7 @@ class _Walk:
         self.masks = masks
         self.origin = Origin.of(model)
         self.projects_text = getattr(model, "encoder_hid_proj", None) is not None
+        self.recompute = bool(getattr(model, "is_gradient_checkpointing", False))
         self.text = "text_states" if self.projects_text else "encoder_hidden_states"
         self.declared: list[Declared] = []
         self.waiting: list[str] = []  # skips stashed and not popped yet
@@ -292,6 +298,7 @@ class _Walk:
     def _up(self, path: str, block: nn.Module, *, size: str | None) -> None:
         for index in range(len(block.resnets)):
             unit = SkipResnet(self.model, self.origin, f"{path}.resnets.{index}")
+            unit.recompute = self.recompute
             self._add(unit, pop=(self.waiting.pop(), "temb"))
             if len(getattr(block, "attentions", ())):
                 self._attention(f"{path}.attentions.{index}")
@@ -303,7 +310,9 @@ class _Walk:
                 self._add(Upsample(self.model, self.origin, at), pop=(size,) if size else ())
 
     def _resnet(self, path: str, *, skip: bool = False) -> None:
-        self._add(Resnet(self.model, self.origin, path), pop=("temb",), skip=skip)
+        unit = Resnet(self.model, self.origin, path)
+        unit.recompute = self.recompute and ".resnets." in path
+        self._add(unit, pop=("temb",), skip=skip)
 
     def _attention(self, path: str, *, skip: bool = False) -> None:
         if not isinstance(self.model.get_submodule(path), Transformer2DModel):

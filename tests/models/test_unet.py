@@ -12,7 +12,6 @@ from diffusers import UNet2DConditionModel, UNet2DModel
 from support.small_models import (
     interpret,
     pixel_entries,
-    prepared,
     sd_entries,
     sdxl_entries,
     small_sd_unet,
@@ -220,6 +219,29 @@ def test_repr_names_the_parts():
     assert "mid_block.attentions.0" in repr(layers["mid_block.attentions.0"])
 
 
+def test_gradient_checkpointing_of_the_model_is_kept():
+    model = small_sd_unet()
+    kept = saved_bytes(to_layers(model))
+    model.enable_gradient_checkpointing()
+    assert saved_bytes(assert_same(model, sd_entries())) < 0.5 * kept
+
+
+def saved_bytes(layers: list[Any]) -> int:
+    """Bytes of activations that a forward keeps for backward."""
+    parameters = {parameter.data_ptr() for layer in layers for parameter in layer.layer.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = interpret(layers, sd_entries())
+    assert output.requires_grad
+    return sum(saved.values())
+
+
 # ------------------------------------------------------------------------------------------ refusals
 
 
@@ -297,11 +319,4 @@ def test_a_part_that_no_layer_holds():
     model = small_unet()
     model.extra = nn.Linear(2, 2)
     with pytest.raises(GraphError, match=r"extra\.weight belongs to 0 layers, expected one"):
-        to_layers(model)
-
-
-def test_gradient_checkpointing_of_blocks_warns():
-    model = prepared(UNet2DModel, dict(small_unet().config))
-    model.enable_gradient_checkpointing()
-    with pytest.warns(UserWarning, match="activation_checkpoint_interval"):
         to_layers(model)
