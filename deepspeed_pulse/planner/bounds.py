@@ -1,0 +1,107 @@
+"""A makespan that no schedule can beat, for given cuts, placement and routes.
+
+The largest of (all with messages, queueing only between messages of one action):
+
+* one microbatch on its way through all stages and back;
+* per rank: earliest start of its first action + M * all its work + shortest tail after its last action;
+* per directed link: the same with the bytes it carries.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from deepspeed_pulse.ir.program import Message
+from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.order import Key
+
+
+class CriticalPaths:
+    """Longest paths of one microbatch: ``head_ms`` before each action starts, ``tail_ms`` after it ends."""
+
+    def __init__(self, instance: Instance, *, split: bool = False) -> None:
+        self.instance = instance
+        self.actions = _one_microbatch(instance.num_stages, split)
+        self.delays = _message_delays(instance, self.actions)
+        self.head_ms: dict[Key, float] = {}
+        self.tail_ms: dict[Key, float] = dict.fromkeys((instance.key(a) for a in self.actions), 0.0)
+        self._edges = {instance.key(a): self._incoming(a) for a in self.actions}
+        duration = {instance.key(a): instance.duration_ms(a) for a in self.actions}
+        for key, edges in self._edges.items():
+            self.head_ms[key] = max((self.head_ms[k] + duration[k] + delay for k, delay in edges), default=0.0)
+        for key, edges in reversed(self._edges.items()):
+            for before, delay in edges:
+                self.tail_ms[before] = max(self.tail_ms[before], delay + duration[key] + self.tail_ms[key])
+
+    def _incoming(self, action: Action) -> list[tuple[Key, float]]:
+        """What the action waits for, with the ms from there to arrival (0 on its own rank)."""
+        kind = self.instance.key(action)[1]
+        delay: dict[Key, float] = dict.fromkeys(self.instance.needs(action), 0.0)
+        for message in self.instance.step(action).receives:
+            key = (message.source_stage, kind, 0)
+            delay[key] = max(delay[key], self.delays[message])
+        return list(delay.items())
+
+    def path_ms(self) -> float:
+        """The one-microbatch path."""
+        return max(
+            self.head_ms[key] + self.instance.duration_ms(a) + self.tail_ms[key]
+            for a in self.actions
+            for key in (self.instance.key(a),)
+        )
+
+
+def _one_microbatch(num_stages: int, split: bool) -> list[Action]:
+    stages = range(num_stages)
+    back = Op.INPUT_GRAD if split else Op.BACKWARD
+    actions = [Action(s, Op.FORWARD, 0) for s in stages] + [Action(s, back, 0) for s in reversed(stages)]
+    return actions + [Action(s, Op.WEIGHT_GRAD, 0) for s in stages if split]
+
+
+def _message_delays(instance: Instance, actions: list[Action]) -> dict[Message, float]:
+    """ms from the producer's end to arrival; messages of one action on one link follow one another."""
+    delays: dict[Message, float] = {}
+    for action in actions:
+        queued: dict[tuple[int, int], float] = defaultdict(float)
+        for message in instance.step(action).sends:
+            pair, delay = instance.link_of(message), instance.delay(message)
+            queued[pair] += delay.transfer_ms
+            delays[message] = queued[pair] + delay.latency_ms
+    return delays
+
+
+def lower_bound_ms(instance: Instance, microbatches: int, *, split: bool = False) -> float:
+    """Largest of the path, rank and link bounds, in ms. ``split``: backward may run as ``I`` and ``W``."""
+    paths = CriticalPaths(instance, split=split)
+    return max(paths.path_ms(), *_rank_bounds(paths, microbatches), *_link_bounds(paths, microbatches))
+
+
+def _rank_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
+    instance, bounds = paths.instance, []
+    for rank in range(instance.num_ranks):
+        mine = [a for a in paths.actions if instance.placement[a.stage] == rank]
+        work = sum(instance.duration_ms(a) for a in mine)
+        first = min(paths.head_ms[instance.key(a)] for a in mine)
+        last = min(paths.tail_ms[instance.key(a)] for a in mine)
+        bounds.append(first + microbatches * work + last)
+    return bounds
+
+
+def _link_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
+    instance = paths.instance
+    work: dict[tuple[int, int], float] = defaultdict(float)
+    first: dict[tuple[int, int], float] = {}
+    last: dict[tuple[int, int], float] = {}
+    for action in paths.actions:
+        key = instance.key(action)
+        end = paths.head_ms[key] + instance.duration_ms(action)
+        for message in instance.step(action).sends:
+            pair, delay = instance.link_of(message), instance.delay(message)
+            target = (message.target_stage, key[1], 0)
+            consumer = instance.duration_ms(Action(message.target_stage, action.op, 0))
+            after = delay.latency_ms + consumer + paths.tail_ms[target]
+            work[pair] += delay.transfer_ms
+            first[pair] = min(first.get(pair, end), end)
+            last[pair] = min(last.get(pair, after), after)
+    return [first[pair] + microbatches * work[pair] + last[pair] for pair in work]

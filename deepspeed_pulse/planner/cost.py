@@ -1,0 +1,96 @@
+"""Costs of stages and links, summed from a profile's layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import LayerCost, Profile
+
+NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
+"""What is assumed of a link nobody measured: one PCIe 4.0 x16 or 200 Gbit/s port."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Per stage and microbatch: times in ms, sizes in bytes.
+
+    ``weight_grad_ms`` is the part of ``backward_ms`` that a ``W`` action does (half of it where the profile
+    does not say); ``output_bytes`` is the hidden state that leaves the stage's last layer.
+    """
+
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    weight_grad_ms: tuple[float, ...]
+    param_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, profile: Profile, boundaries: Sequence[int]) -> StageCosts:
+        """Sum the layers between consecutive boundaries."""
+        stages = [profile.layers[a:b] for a, b in itertools.pairwise(boundaries)]
+        return cls(
+            forward_ms=tuple(sum(x.forward_ms for x in stage) for stage in stages),
+            backward_ms=tuple(sum(x.backward_ms for x in stage) for stage in stages),
+            weight_grad_ms=tuple(sum(weight_grad_ms(x) for x in stage) for stage in stages),
+            param_bytes=tuple(sum(x.param_bytes for x in stage) for stage in stages),
+            activation_bytes=tuple(sum(x.activation_bytes for x in stage) for stage in stages),
+            output_bytes=tuple(stage[-1].output_bytes if stage else 0 for stage in stages),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_ms)
+
+    def work_ms(self, stage: int) -> float:
+        """Forward and backward of one microbatch."""
+        return self.forward_ms[stage] + self.backward_ms[stage]
+
+
+def weight_grad_ms(layer: LayerCost) -> float:
+    """The layer's ``weight_grad_ms``, or half of its backward where the profile does not say."""
+    return layer.backward_ms / 2 if layer.weight_grad_ms is None else layer.weight_grad_ms
+
+
+def rank_link(cluster: Cluster, source: int, target: int, data_parallel: int = 1) -> Link:
+    """Link between pipeline ranks of data index 0: global rank = pipeline rank * data_parallel (pipe-major)."""
+    return cluster.link(source * data_parallel, target * data_parallel)
+
+
+def link(cluster: Cluster, plan: Plan, source: int, target: int) -> Link:
+    """Link between two pipeline ranks of a plan, at data index 0."""
+    return rank_link(cluster, source, target, plan.data_parallel)
+
+
+def data_parallel_link(cluster: Cluster, rank: int, data_parallel: int) -> Link:
+    """Slowest link of the ring of a pipeline rank's data-parallel peers (neighbours in global rank)."""
+    first = rank * data_parallel
+    ring = [first + d for d in range(data_parallel)]
+    links = [cluster.link(a, b) for a, b in zip(ring, ring[1:] + ring[:1], strict=True)]
+    return min(links, key=lambda x: (x.bandwidth_gb_per_s, -x.latency_us))
+
+
+def default_cluster(num_ranks: int, memory_bytes: int) -> Cluster:
+    """One node with nominal links, for ``"cluster": "auto"``; ``memory_bytes`` is a rank's."""
+    return Cluster(
+        name="nominal",
+        nodes=1,
+        ranks_per_node=num_ranks,
+        memory_bytes=memory_bytes,
+        intra_node=NOMINAL_LINK,
+        inter_node=NOMINAL_LINK,
+    )
+
+
+def state_bytes(profile: Profile, param_bytes: int, *, shards: int = 1) -> int:
+    """Weights, gradients and optimizer state of ``param_bytes`` of parameters.
+
+    ``shards`` > 1: the optimizer part (fp32 master weights and two Adam moments) is divided by it, as ZeRO-1 does;
+    weights and gradients are not.
+    """
+    factor = profile.state_factor
+    return 2 * param_bytes + -(-(factor - 2) * param_bytes // shards)

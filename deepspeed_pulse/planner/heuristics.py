@@ -1,0 +1,162 @@
+"""Known schedules as generators: an instance and a number of microbatches give an order per rank.
+
+=======  ==================  ==============================================================
+name     placement           source
+=======  ==================  ==============================================================
+gpipe    any                 all forwards, then all backwards (GPipe, arXiv 1811.06965)
+1f1b     linear              warm-up, then one forward, one backward (PipeDream-flush)
+wave     any                 earliest start first (PULSE, arXiv 2606.19163; Hanayo)
+=======  ==================  ==============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from deepspeed_pulse.errors import ConfigError, did_you_mean
+from deepspeed_pulse.ir.placement import describe_placement
+from deepspeed_pulse.ir.schedule import Action, Schedule, backward, forward
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.listing import Cap, Prefer, list_schedule
+
+Caps = tuple[Cap | None, ...]
+
+_MANY_ACTIONS = 1500
+"""Above so many forwards, fewer orders are tried: planning stays within seconds."""
+
+
+def gpipe(instance: Instance, microbatches: int) -> Schedule:
+    """All forwards of a rank, then all its backwards; any placement."""
+    return list_schedule(instance, microbatches, prefer=Prefer.ALL_FORWARDS)
+
+
+def wave(instance: Instance, microbatches: int, cap: Cap | None = None) -> Schedule:
+    """Earliest start first, forward before backward among equals, latest stage first; any placement.
+
+    Reaches 6M + 3(P-1) half-stages (forward 1, backward 2) on uniform stages in a V for M >= 1.5 P.
+    """
+    return list_schedule(instance, microbatches, prefer=Prefer.FORWARD, cap=cap)
+
+
+def memory_frugal(instance: Instance, microbatches: int, half_stages: int | None = None) -> Schedule:
+    """The wave with at most ``half_stages`` in flight on a rank, and so about 1F1B's memory.
+
+    The default is all stages of a rank times the number of ranks: 2 P in a V.
+    """
+    held = _stages_a_rank(instance)
+    limit = half_stages if half_stages is not None else instance.num_ranks * held
+    return wave(instance, microbatches, count_cap(instance, max(limit, held)))
+
+
+def one_f_one_b(instance: Instance, microbatches: int) -> Schedule:
+    """Rank r runs P-1-r forwards ahead, then one forward, one backward in turn; linear placement."""
+    ranks = instance.num_ranks
+    rows = []
+    for rank in range(ranks):
+        ahead = min(microbatches, ranks - 1 - rank)
+        row = [forward(rank, m) for m in range(ahead)]
+        for m in range(ahead, microbatches):
+            row += [forward(rank, m), backward(rank, m - ahead)]
+        row += [backward(rank, m) for m in range(microbatches - ahead, microbatches)]
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
+    """Forwards for evaluation, any placement: by ``stage + microbatch``, later stages first.
+
+    Every action follows what it waits for in this one global order, so no rank can deadlock.
+    """
+    order = sorted(
+        (Action(stage, forward(0, 0).op, m) for stage in range(len(placement)) for m in range(microbatches)),
+        key=lambda action: (action.stage + action.microbatch, -action.stage),
+    )
+    ranks = max(placement) + 1
+    return tuple(tuple(a for a in order if placement[a.stage] == rank) for rank in range(ranks))
+
+
+def count_cap(instance: Instance, half_stages: int) -> Cap:
+    """At most so many (stage, microbatch) pairs in flight on a rank."""
+    return Cap(
+        weights=(1.0,) * instance.num_stages,
+        limits=(float(half_stages),) * instance.num_ranks,
+        unit="stages in flight",
+    )
+
+
+def byte_cap(instance: Instance, limits: tuple[float, ...]) -> Cap:
+    """At most so many bytes of activations and received named values on each rank."""
+    weights = [instance.costs.activation_bytes[s] + instance.received_bytes(s) for s in range(instance.num_stages)]
+    return Cap(weights=tuple(map(float, weights)), limits=limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """A named schedule: where it fits, and the orders it offers under memory caps to try, most frugal first."""
+
+    fits: Callable[[tuple[int, ...]], bool]
+    orders: Callable[[Instance, int, Caps], Iterator[Callable[[], Schedule]]]
+
+
+def _gpipe_orders(instance: Instance, microbatches: int, caps: Caps) -> Iterator[Callable[[], Schedule]]:
+    yield lambda: gpipe(instance, microbatches)
+
+
+def _1f1b_orders(instance: Instance, microbatches: int, caps: Caps) -> Iterator[Callable[[], Schedule]]:
+    yield lambda: one_f_one_b(instance, microbatches)
+
+
+def _wave_orders(instance: Instance, microbatches: int, caps: Caps) -> Iterator[Callable[[], Schedule]]:
+    """Counts in flight from half of 1F1B's upwards, with both preferences; then the memory caps."""
+    held = _stages_a_rank(instance)
+    eighths = (4, 6, 8, 9, 10, 12, 16) if instance.num_stages * microbatches <= _MANY_ACTIONS else (8, 12)
+    counts = sorted({max(held, instance.num_ranks * held * n // 8) for n in eighths})
+    for count in (c for c in counts if c < microbatches * held):
+        for prefer in (Prefer.BACKWARD, Prefer.FORWARD):
+            yield _listed(instance, microbatches, prefer, count_cap(instance, count))
+    for cap in caps:
+        for prefer in (Prefer.BACKWARD, Prefer.FORWARD):
+            yield _listed(instance, microbatches, prefer, cap)
+
+
+def _stages_a_rank(instance: Instance) -> int:
+    return max(len(instance.plan.stages_of(rank)) for rank in range(instance.num_ranks))
+
+
+def _listed(instance: Instance, microbatches: int, prefer: Prefer, cap: Cap | None) -> Callable[[], Schedule]:
+    return lambda: list_schedule(instance, microbatches, prefer=prefer, cap=cap)
+
+
+def _is_linear(placement: tuple[int, ...]) -> bool:
+    return describe_placement(placement) == "linear"
+
+
+GENERATORS: dict[str, Generator] = {
+    "1f1b": Generator(fits=_is_linear, orders=_1f1b_orders),
+    "wave": Generator(fits=lambda placement: True, orders=_wave_orders),
+    "gpipe": Generator(fits=lambda placement: True, orders=_gpipe_orders),
+}
+
+
+def generators_for(schedule: str, placement: tuple[int, ...]) -> dict[str, Generator]:
+    """The generators that ``schedule`` ("auto" or a name) allows on a placement.
+
+    Raises:
+        ConfigError: the name is not available or does not fit; lists those that do.
+    """
+    fitting = {name: g for name, g in GENERATORS.items() if g.fits(placement)}
+    if schedule == "auto":
+        return fitting
+    if schedule not in GENERATORS:
+        raise ConfigError(
+            f"schedule {schedule!r} is not available{did_you_mean(schedule, GENERATORS)}; "
+            f'available: "auto", {", ".join(GENERATORS)}; those that fit {_name(placement)}: {", ".join(fitting)}'
+        )
+    if schedule not in fitting:
+        raise ConfigError(f"schedule {schedule!r} does not fit {_name(placement)}; those that do: {', '.join(fitting)}")
+    return {schedule: GENERATORS[schedule]}
+
+
+def _name(placement: tuple[int, ...]) -> str:
+    return f"placement {describe_placement(placement)} of {max(placement) + 1} ranks"

@@ -1,0 +1,135 @@
+"""What planning and simulating share: a plan's stages with times, sizes, messages and dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deepspeed_pulse.errors import PlanError, did_you_mean
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile, Skip
+from deepspeed_pulse.ir.program import HIDDEN, Direction, Lowering, Message, Program, Step
+from deepspeed_pulse.ir.schedule import Action, Op, Schedule
+from deepspeed_pulse.planner.cost import StageCosts, link
+from deepspeed_pulse.planner.order import Key, key_of, needs
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """Of one message: ms it occupies its directed link, and the latency after that."""
+
+    transfer_ms: float
+    latency_ms: float
+
+
+class Instance:
+    """A plan's cuts, placement and routes with the costs of a profile on a cluster; its schedule is not looked at."""
+
+    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
+        _check_fit(plan, profile)
+        self.plan, self.profile, self.cluster = plan, profile, cluster
+        self.costs = StageCosts.of(profile, plan.boundaries)
+        self._values: dict[str, Skip] = {}
+        for skip in profile.skips:
+            self._values.setdefault(skip.name, skip)
+        self._lowering = Lowering(plan)
+        self._steps: dict[Action, Step] = {}
+        self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._links: dict[tuple[int, int], Link] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.plan.pipeline_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.plan.num_stages
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        return self.plan.placement
+
+    def duration_ms(self, action: Action) -> float:
+        """Time of an action; ``I`` and ``W`` share the backward."""
+        costs, stage = self.costs, action.stage
+        if action.op is Op.FORWARD:
+            return costs.forward_ms[stage]
+        if action.op is Op.BACKWARD:
+            return costs.backward_ms[stage]
+        weight = costs.weight_grad_ms[stage]
+        return weight if action.op is Op.WEIGHT_GRAD else costs.backward_ms[stage] - weight
+
+    def num_bytes(self, message: Message) -> int:
+        """Size of a message: a gradient has the size of its value."""
+        name, source, _ = message.forward_edge
+        return self.costs.output_bytes[source] if name == HIDDEN else self._values[name].bytes
+
+    def link_of(self, message: Message) -> tuple[int, int]:
+        """Directed pair of pipeline ranks that a message crosses."""
+        return self.placement[message.source_stage], self.placement[message.target_stage]
+
+    def delay(self, message: Message) -> Delay:
+        pair = self.link_of(message)
+        found = self._links.get(pair)
+        if found is None:
+            found = self._links[pair] = link(self.cluster, self.plan, *pair)
+        return Delay(found.transfer_ms(self.num_bytes(message)), found.latency_ms)
+
+    def step(self, action: Action) -> Step:
+        """The action with its messages; values without gradient send nothing back."""
+        found = self._steps.get(action)
+        if found is None:
+            raw = self._lowering.step(action)
+            found = self._steps[action] = Step(action, self._sent(raw.receives), self._sent(raw.sends))
+        return found
+
+    def _sent(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+        return tuple(m for m in messages if m.direction is Direction.FORWARD or self._returns_gradient(m.name))
+
+    def _returns_gradient(self, name: str) -> bool:
+        return name == HIDDEN or self._values[name].gradient
+
+    def lower(self, schedule: Schedule) -> Program:
+        """Steps of every rank."""
+        return tuple(tuple(self.step(action) for action in row) for row in schedule)
+
+    def needs(self, action: Action) -> tuple[Key, ...]:
+        """Keys of the actions that must have run before this one."""
+        return needs(self.step(action), self.placement)
+
+    def key(self, action: Action) -> Key:
+        return key_of(action)
+
+    def received_bytes(self, stage: int) -> int:
+        """Named values of one microbatch that a route brings to this stage's rank at this stage."""
+        return sum(self._values[r.name].bytes for r in self.plan.routes for _, to in r.hops if to == stage)
+
+    def consumer_stages(self, name: str, rank: int) -> tuple[int, ...]:
+        """Stages of a rank that read a named value, ascending."""
+        found = self._readers.get((name, rank))
+        if found is None:
+            stages = {self.plan.stage_of(skip.target) for skip in self.profile.skips if skip.name == name}
+            found = tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
+            self._readers[name, rank] = found
+        return found
+
+
+def _check_fit(plan: Plan, profile: Profile) -> None:
+    if plan.num_layers != profile.num_layers:
+        raise PlanError(
+            f"the plan cuts {plan.num_layers} layers, the profile {profile.name!r} has {profile.num_layers}: "
+            "the plan was made for another model; plan it anew from this profile"
+        )
+    known = {skip.name for skip in profile.skips}
+    for route in plan.routes:
+        if route.name not in known:
+            raise PlanError(
+                f"the plan routes a value {route.name!r} that the profile {profile.name!r} does not have"
+                f"{did_you_mean(route.name, known)}; plan it anew from this profile"
+            )
+        if any(not 0 <= stage < plan.num_stages for hop in route.hops for stage in hop):
+            raise PlanError(f"the route of {route.name!r} names a stage outside 0..{plan.num_stages - 1}")
+    stages = [action.stage for row in plan.schedule for action in row]
+    if stages and max(stages) >= plan.num_stages:
+        raise PlanError(f"the schedule names stage {max(stages)}; the plan has stages 0..{plan.num_stages - 1}")

@@ -1,0 +1,170 @@
+"""List scheduling: build an order by letting, again and again, the earliest possible action start."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.schedule import Action, Op, Schedule
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.order import Key
+
+_SLACK = 1e-9
+
+
+class Prefer(enum.Enum):
+    """Which of two actions of a rank goes first when both can start at one time."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    ALL_FORWARDS = "all forwards before any backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cap:
+    """A limit on what each rank keeps for backward: ``weights`` per stage and microbatch, ``limits`` per rank.
+
+    Units are the caller's: bytes, or 1 per stage to count half-stages in flight.
+    """
+
+    weights: tuple[float, ...]
+    limits: tuple[float, ...]
+    unit: str = "bytes"
+
+
+def list_schedule(
+    instance: Instance, microbatches: int, *, prefer: Prefer = Prefer.FORWARD, cap: Cap | None = None
+) -> Schedule:
+    """Earliest start first; among equals as ``prefer`` says, then the latest stage. Microbatches stay in order.
+
+    Under a cap a forward starts only if the rank's later stages still fit one microbatch each beside what is live.
+    So the furthest microbatch can always go on, and no cap that lets one microbatch through deadlocks.
+
+    Raises:
+        InfeasibleError: the cap does not let a single microbatch through.
+    """
+    board = _Board(instance, microbatches, prefer, cap)
+    best = [board.candidate(rank) for rank in range(instance.num_ranks)]
+    rows: list[list[Action]] = [[] for _ in best]
+    while True:
+        start, rank = min((choice.start_ms, r) if choice else (float("inf"), r) for r, choice in enumerate(best))
+        chosen = best[rank]
+        if chosen is None:
+            break
+        rows[rank].append(chosen.action)
+        for touched in board.commit(rank, chosen.action, start):
+            best[touched] = board.candidate(touched)
+    assert sum(map(len, rows)) == 2 * instance.num_stages * microbatches
+    return tuple(tuple(row) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    action: Action
+    start_ms: float
+
+
+class _Board:
+    """What has run, what has arrived and what each rank could run next."""
+
+    def __init__(self, instance: Instance, microbatches: int, prefer: Prefer, cap: Cap | None) -> None:
+        self._instance, self._microbatches = instance, microbatches
+        self._prefer, self._cap = prefer, cap
+        self._next = {(stage, op): 0 for stage in range(instance.num_stages) for op in (Op.FORWARD, Op.BACKWARD)}
+        self._rank_free = [0.0] * instance.num_ranks
+        self._link_free: dict[tuple[int, int], float] = defaultdict(float)
+        self._live = [0.0] * instance.num_ranks
+        self._ready: dict[Key, float] = defaultdict(float)
+        self._missing: dict[Key, int] = {}
+        self._reserve = _reserves(instance.placement, cap) if cap else ()
+
+    def candidate(self, rank: int) -> _Choice | None:
+        """The rank's best next action, with its earliest start; None when nothing can run yet."""
+        best: tuple[float, int, int] | None = None
+        choice: _Choice | None = None
+        for stage in self._instance.plan.stages_of(rank):
+            for op in (Op.FORWARD, Op.BACKWARD):
+                action = Action(stage, op, self._next[stage, op])
+                if not self._can_run(rank, action):
+                    continue
+                start = max(self._rank_free[rank], self._ready[self._instance.key(action)])
+                key = (start, int((op is Op.FORWARD) == (self._prefer is Prefer.BACKWARD)), -stage)
+                if best is None or key < best:
+                    best, choice = key, _Choice(action, start)
+        return choice
+
+    def _can_run(self, rank: int, action: Action) -> bool:
+        if action.microbatch >= self._microbatches or self._waits(action):
+            return False
+        if action.op is Op.FORWARD:
+            return self._cap is None or (
+                self._live[rank] + self._reserve[action.stage] <= self._cap.limits[rank] * (1 + _SLACK) + _SLACK
+            )
+        return self._prefer is not Prefer.ALL_FORWARDS or self._forwards_done(rank)
+
+    def _waits(self, action: Action) -> bool:
+        key = self._instance.key(action)
+        if key not in self._missing:
+            self._missing[key] = len(self._instance.needs(action))
+        return self._missing[key] > 0
+
+    def _forwards_done(self, rank: int) -> bool:
+        return all(self._next[s, Op.FORWARD] == self._microbatches for s in self._instance.plan.stages_of(rank))
+
+    def commit(self, rank: int, action: Action, start: float) -> set[int]:
+        """Run the action; returns the ranks whose choices may have changed."""
+        end = start + self._instance.duration_ms(action)
+        self._rank_free[rank] = end
+        self._next[action.stage, action.op] += 1
+        if self._cap:
+            weight = self._cap.weights[action.stage]
+            self._live[rank] += weight if action.op is Op.FORWARD else -weight
+        return {rank} | self._hand_over(action, end)
+
+    def _hand_over(self, action: Action, end: float) -> set[int]:
+        """Arrival times at every action that waits for this one."""
+        instance = self._instance
+        arrivals = dict.fromkeys(_local_successors(instance, action), end)
+        for message in instance.step(action).sends:
+            pair, delay = instance.link_of(message), instance.delay(message)
+            self._link_free[pair] = max(end, self._link_free[pair]) + delay.transfer_ms
+            target = Action(message.target_stage, action.op, action.microbatch)
+            arrivals[target] = self._link_free[pair] + delay.latency_ms
+        for target, time in arrivals.items():
+            key = instance.key(target)
+            self._waits(target)
+            self._missing[key] -= 1
+            self._ready[key] = max(self._ready[key], time)
+        return {instance.placement[target.stage] for target in arrivals}
+
+
+def _local_successors(instance: Instance, action: Action) -> list[Action]:
+    stage, m, placement = action.stage, action.microbatch, instance.placement
+    if action.op is Op.FORWARD:
+        found = [Action(stage, Op.BACKWARD, m)]
+        if stage + 1 < len(placement) and placement[stage + 1] == placement[stage]:
+            found.append(Action(stage + 1, Op.FORWARD, m))
+        return found
+    if stage > 0 and placement[stage - 1] == placement[stage]:
+        return [Action(stage - 1, Op.BACKWARD, m)]
+    return []
+
+
+def _reserves(placement: Sequence[int], cap: Cap) -> tuple[float, ...]:
+    """Per stage: its weight and those of its rank's later stages. Each rank's first must fit its limit."""
+    after = [0.0] * len(cap.limits)
+    reserve = [0.0] * len(placement)
+    for stage in reversed(range(len(placement))):
+        after[placement[stage]] += cap.weights[stage]
+        reserve[stage] = after[placement[stage]]
+    lacking = [r for r, need in enumerate(after) if need > cap.limits[r] * (1 + _SLACK) + _SLACK]
+    if lacking:
+        lines = [f"rank {r} needs {after[r]:,.0f} {cap.unit}, its limit is {cap.limits[r]:,.0f}" for r in lacking]
+        raise InfeasibleError(
+            "not even one microbatch in flight fits:\n  " + "\n  ".join(lines) + "\n"
+            "use a smaller microbatch, more pipeline ranks, activation checkpointing, or raise the memory limit"
+        )
+    return tuple(reserve)

@@ -1,0 +1,225 @@
+"""The front door: a Plan from a profile. Used by the engine and the command line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.schedule import Schedule
+from deepspeed_pulse.planner.heuristics import GENERATORS, forward_only, generators_for
+from deepspeed_pulse.planner.partition import partition, require_layers
+from deepspeed_pulse.planner.routes import make_routes, named_values
+from deepspeed_pulse.planner.synthesize import synthesize
+
+Placement = tuple[int, ...]
+PLACEMENTS = ("auto", "wave", "linear")
+
+
+def make_plan(
+    profile: Profile,
+    *,
+    cluster: Cluster,
+    pipeline_ranks: int,
+    microbatches: int,
+    data_parallel: int = 1,
+    placement: str = "auto",
+    waves: int = 1,
+    boundaries: Sequence[int] | None = None,
+    schedule: str = "auto",
+    memory_bytes: int | None = None,
+    solver_seconds: float = 30.0,
+    seed: int = 0,
+) -> Plan:
+    """Cuts, order, routes and estimate for a model on ``pipeline_ranks`` x ``data_parallel`` ranks of a cluster.
+
+    Args:
+        placement: "wave", "linear", or "auto": the one that is faster in simulation, the wave among equals.
+        boundaries: explicit cuts, 0 and the layer count included; "auto" placement then follows from their number.
+        schedule: "auto" or a generator's name.
+        memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's ``memory_bytes``.
+
+    Raises:
+        ConfigError: an argument is unusable.
+        InfeasibleError: too few layers or too little memory; says what would be needed.
+    """
+    _check_counts(pipeline_ranks=pipeline_ranks, microbatches=microbatches, data_parallel=data_parallel, waves=waves)
+    _check_cluster(cluster, pipeline_ranks * data_parallel)
+    places = _placements(profile, placement, pipeline_ranks, waves, boundaries, schedule)
+    request = _Request(
+        profile=profile,
+        cluster=cluster,
+        pipeline_ranks=pipeline_ranks,
+        microbatches=microbatches,
+        data_parallel=data_parallel,
+        waves=waves,
+        boundaries=None if boundaries is None else tuple(boundaries),
+        schedule=schedule,
+        memory_bytes=cluster.memory_bytes if memory_bytes is None else memory_bytes,
+        solver_seconds=solver_seconds / len(places),
+        seed=seed,
+    )
+    return _fastest(request, places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """The arguments of :func:`make_plan`, placement apart."""
+
+    profile: Profile
+    cluster: Cluster
+    pipeline_ranks: int
+    microbatches: int
+    data_parallel: int
+    waves: int
+    boundaries: tuple[int, ...] | None
+    schedule: str
+    memory_bytes: int
+    solver_seconds: float
+    seed: int
+
+    def plan(self, placement: Placement) -> Plan:
+        return synthesize(
+            self._without_schedule(placement),
+            self.profile,
+            cluster=self.cluster,
+            schedule=self.schedule,
+            memory_bytes=self.memory_bytes,
+            solver_seconds=self.solver_seconds,
+            seed=self.seed,
+        )
+
+    def _without_schedule(self, placement: Placement) -> Plan:
+        cuts = self.boundaries or partition(
+            self.profile,
+            placement,
+            cluster=self.cluster,
+            microbatches=self.microbatches,
+            memory_bytes=self.memory_bytes,
+            data_parallel=self.data_parallel,
+        )
+        return Plan(
+            pipeline_ranks=self.pipeline_ranks,
+            data_parallel=self.data_parallel,
+            microbatches=self.microbatches,
+            microbatch_size=self.profile.microbatch_size,
+            waves=0 if describe_placement(placement) == "linear" else self.waves,
+            boundaries=cuts,
+            placement=placement,
+            schedule=((),) * self.pipeline_ranks,
+            routes=make_routes(cuts, placement, named_values(self.profile)),
+        )
+
+
+def _fastest(request: _Request, places: Sequence[Placement]) -> Plan:
+    """The plan with the shortest step, the first among equals; an error only when no placement is feasible."""
+    best: Plan | None = None
+    problems: list[str] = []
+    for place in places:
+        try:
+            plan = request.plan(place)
+        except InfeasibleError as problem:
+            problems.append(f"{describe_placement(place)} placement: {problem}")
+            continue
+        if best is None or _step_ms(plan) < _step_ms(best) * (1 - 1e-9):
+            best = plan
+    if best is None:
+        raise InfeasibleError("\n".join(problems))
+    return best
+
+
+def _step_ms(plan: Plan) -> float:
+    assert plan.estimate is not None
+    return plan.estimate.step_ms
+
+
+def reorder(
+    plan: Plan,
+    profile: Profile,
+    *,
+    cluster: Cluster,
+    microbatches: int,
+    schedule: str = "auto",
+    memory_bytes: int | None = None,
+    solver_seconds: float = 30.0,
+    seed: int = 0,
+) -> Plan:
+    """The same cuts, placement and routes with another number of microbatches."""
+    _check_counts(microbatches=microbatches)
+    return synthesize(
+        replace(plan, microbatches=microbatches),
+        profile,
+        cluster=cluster,
+        schedule=schedule,
+        memory_bytes=cluster.memory_bytes if memory_bytes is None else memory_bytes,
+        solver_seconds=solver_seconds,
+        seed=seed,
+    )
+
+
+def forward_schedule(plan: Plan, microbatches: int) -> Schedule:
+    """Forwards only, for evaluation; deadlock-free on any placement."""
+    _check_counts(microbatches=microbatches)
+    return forward_only(plan.placement, microbatches)
+
+
+def _placements(
+    profile: Profile, placement: str, ranks: int, waves: int, boundaries: Sequence[int] | None, schedule: str
+) -> list[Placement]:
+    """What to try, the preferred first. Raises when nothing can work."""
+    if placement not in PLACEMENTS:
+        expected = ", ".join(PLACEMENTS)
+        raise ConfigError(
+            f"placement: expected one of {expected}, found {placement!r}{did_you_mean(placement, PLACEMENTS)}"
+        )
+    wave, linear = wave_placement(ranks, waves), linear_placement(ranks)
+    places = {"wave": [wave], "linear": [linear], "auto": [wave, linear]}[placement]
+    if boundaries is not None:
+        places = _that_fit_boundaries(profile, places, boundaries)
+    if placement == "auto":
+        places = _that_fit_schedule(places, schedule)
+        enough = [place for place in places if profile.num_layers >= len(place)]
+        places = enough or places[-1:]
+    for place in places:
+        require_layers(profile, place)
+        generators_for(schedule, place)
+    return places
+
+
+def _that_fit_schedule(places: list[Placement], schedule: str) -> list[Placement]:
+    if schedule not in GENERATORS:
+        return places
+    return [place for place in places if GENERATORS[schedule].fits(place)] or places
+
+
+def _that_fit_boundaries(profile: Profile, places: list[Placement], boundaries: Sequence[int]) -> list[Placement]:
+    cuts = list(boundaries)
+    if not cuts or cuts[0] != 0 or cuts[-1] != profile.num_layers or any(a >= b for a, b in itertools.pairwise(cuts)):
+        raise ConfigError(
+            f"boundaries: expected strictly increasing layer indices from 0 to the layer count {profile.num_layers}, "
+            f"found {cuts}"
+        )
+    fitting = [place for place in places if len(place) == len(cuts) - 1]
+    if not fitting:
+        expected = " or ".join(f"{len(place) - 1} ({describe_placement(place)} placement)" for place in places)
+        raise ConfigError(f"boundaries: expected {expected} inner cuts, found {len(cuts) - 2}: {cuts[1:-1]}")
+    return fitting
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name}: expected an integer >= 1, found {count!r}")
+
+
+def _check_cluster(cluster: Cluster, num_ranks: int) -> None:
+    if num_ranks > cluster.num_ranks:
+        raise ConfigError(
+            f"pipeline ranks x data-parallel = {num_ranks} ranks, the cluster {cluster.name!r} has {cluster.num_ranks} "
+            f"({cluster.nodes} nodes of {cluster.ranks_per_node}); use fewer ranks or another cluster file"
+        )

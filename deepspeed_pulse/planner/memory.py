@@ -1,0 +1,74 @@
+"""What is live on each rank over time: activations and received tensors, state apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from deepspeed_pulse.ir.program import HIDDEN, Direction
+from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.timeline import Span, Transfer
+from deepspeed_pulse.planner.instance import Instance
+
+Interval = tuple[float, float, int]
+"""From ms, until ms, bytes."""
+
+Curve = tuple[tuple[float, int], ...]
+
+
+def memory_over_time(instance: Instance, spans: Sequence[Span], transfers: Sequence[Transfer]) -> tuple[Curve, ...]:
+    """Per rank, (ms, bytes) at every change.
+
+    * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split); they
+      include what it stashes, so a value that stays on its rank adds nothing.
+    * A received hidden state lives from arrival until its ``F`` starts.
+    * A received named value lives from arrival to the end of its last consumer's backward on the rank.
+
+    Without a backward (forward only) things live until their last reader's ``F`` ends.
+    """
+    life = _Life(instance, spans)
+    intervals: list[list[Interval]] = [[] for _ in range(instance.num_ranks)]
+    for span in spans:
+        if span.action.op is Op.FORWARD:
+            stage, m = span.action.stage, span.action.microbatch
+            intervals[span.rank].append((span.start_ms, life.end(stage, m), instance.costs.activation_bytes[stage]))
+    for transfer in transfers:
+        if transfer.message.direction is Direction.FORWARD:
+            until = life.received_until(transfer)
+            intervals[transfer.target_rank].append((transfer.arrive_ms, until, transfer.num_bytes))
+    return tuple(_curve(row) for row in intervals)
+
+
+class _Life:
+    """When the activations of a stage and microbatch are freed."""
+
+    def __init__(self, instance: Instance, spans: Sequence[Span]) -> None:
+        self._instance = instance
+        self._start: dict[Action, float] = {span.action: span.start_ms for span in spans}
+        self._end: dict[tuple[int, int], float] = {}
+        for span in spans:
+            key = (span.action.stage, span.action.microbatch)
+            self._end[key] = max(self._end.get(key, 0.0), span.end_ms)
+
+    def end(self, stage: int, microbatch: int) -> float:
+        return self._end[stage, microbatch]
+
+    def received_until(self, transfer: Transfer) -> float:
+        message = transfer.message
+        if message.name == HIDDEN:
+            return self._start[Action(message.target_stage, Op.FORWARD, message.microbatch)]
+        readers = self._instance.consumer_stages(message.name, transfer.target_rank) or (message.target_stage,)
+        return max(self.end(stage, message.microbatch) for stage in readers)
+
+
+def _curve(intervals: Iterable[Interval]) -> Curve:
+    """Sum of intervals at every change; at one time what ends goes before what begins."""
+    changes: dict[float, list[int]] = {}
+    for start, end, size in intervals:
+        if size and end > start:
+            changes.setdefault(start, []).append(size)
+            changes.setdefault(end, []).append(-size)
+    live, curve = 0, []
+    for time in sorted(changes):
+        live += sum(changes[time])
+        curve.append((time, live))
+    return tuple(curve)

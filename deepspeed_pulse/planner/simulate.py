@@ -1,0 +1,162 @@
+"""The one discrete-event simulator: every plan's times and memory come from here.
+
+An action starts when its rank is free and its messages have arrived. A message leaves when its producer ends,
+occupies its directed link for bytes/bandwidth after the messages before it, and arrives latency later; transfers
+do not occupy the ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from deepspeed_pulse.errors import PlanError
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.plan import Estimate, Plan
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.program import Message, Step
+from deepspeed_pulse.ir.schedule import Op, Schedule
+from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
+from deepspeed_pulse.planner.bounds import lower_bound_ms
+from deepspeed_pulse.planner.cost import data_parallel_link, state_bytes
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.memory import memory_over_time
+from deepspeed_pulse.planner.order import Key, Stuck, execution_order
+
+
+def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
+    """Times (ms) of a plan's actions and messages, and live bytes per rank.
+
+    Raises:
+        PlanError: the plan is another model's, or its order deadlocks; says per rank where it is stuck.
+    """
+    return run(Instance(plan, profile, cluster), plan.schedule)
+
+
+def estimate(plan: Plan, profile: Profile, cluster: Cluster, *, shard_optimizer: bool = False) -> Estimate:
+    """All figures of a plan. The optimizer step counts as 0 ms; gradient reduction is what is not hidden.
+
+    ``peak_bytes`` includes weights, gradients and optimizer state; ``shard_optimizer`` divides the optimizer part
+    by the data-parallel degree (ZeRO-1).
+    """
+    instance = Instance(plan, profile, cluster)
+    return summarize(instance, run(instance, plan.schedule), shard_optimizer=shard_optimizer)
+
+
+def run(instance: Instance, schedule: Schedule) -> Timeline:
+    """Simulate an order on an instance, whatever schedule its plan has."""
+    order, stuck = execution_order(instance.lower(schedule), instance.placement)
+    if stuck:
+        raise PlanError(deadlock_text(stuck, instance.placement))
+    clock = _Clock(instance)
+    for rank, step in order:
+        clock.run(rank, step)
+    spans, transfers = tuple(clock.spans), tuple(clock.transfers)
+    memory = memory_over_time(instance, spans, transfers)
+    return Timeline(num_ranks=instance.num_ranks, spans=spans, transfers=transfers, memory=memory)
+
+
+def deadlock_text(stuck: tuple[Stuck, ...], placement: tuple[int, ...]) -> str:
+    """One line a rank."""
+    lines = [entry.describe(placement) for entry in stuck]
+    return "the order of actions deadlocks:\n  " + "\n  ".join(lines)
+
+
+class _Clock:
+    """Times of steps that come in a feasible order."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.spans: list[Span] = []
+        self.transfers: list[Transfer] = []
+        self._rank_free = [0.0] * instance.num_ranks
+        self._link_free: dict[tuple[int, int], float] = defaultdict(float)
+        self._ended: dict[Key, float] = {}
+        self._arrived: dict[Message, float] = {}
+
+    def run(self, rank: int, step: Step) -> None:
+        start = self._rank_free[rank]
+        for message in step.receives:
+            start = max(start, self._arrived[message])
+        end = start + self.instance.duration_ms(step.action)
+        self._rank_free[rank] = end
+        self.spans.append(Span(rank=rank, action=step.action, start_ms=start, end_ms=end))
+        for message in step.sends:
+            self._send(message, end)
+
+    def _send(self, message: Message, ready: float) -> None:
+        pair, delay = self.instance.link_of(message), self.instance.delay(message)
+        leave = max(ready, self._link_free[pair])
+        self._link_free[pair] = leave + delay.transfer_ms
+        arrive = self._arrived[message] = leave + delay.transfer_ms + delay.latency_ms
+        self.transfers.append(
+            Transfer(
+                message=message,
+                source_rank=pair[0],
+                target_rank=pair[1],
+                leave_ms=leave,
+                arrive_ms=arrive,
+                num_bytes=self.instance.num_bytes(message),
+            )
+        )
+
+
+def summarize(instance: Instance, timeline: Timeline, *, shard_optimizer: bool = False) -> Estimate:
+    """The figures of a simulated step."""
+    plan = instance.plan
+    makespan = timeline.makespan_ms
+    microbatches = 1 + max(span.action.microbatch for span in timeline.spans)
+    split = any(span.action.op is Op.WEIGHT_GRAD for span in timeline.spans)
+    bound = lower_bound_ms(instance, microbatches, split=split)
+    step_ms = max(makespan, _reduction_end_ms(instance, timeline))
+    samples = plan.microbatch_size * microbatches * plan.data_parallel
+    return Estimate(
+        makespan_ms=makespan,
+        step_ms=step_ms,
+        lower_bound_ms=bound,
+        gap=_gap(makespan, bound),
+        bubble_ratio=timeline.bubble_ratio,
+        peak_bytes=peak_bytes(instance, timeline, shard_optimizer=shard_optimizer),
+        p2p_bytes_per_microbatch=sum(t.num_bytes for t in timeline.transfers if t.message.microbatch == 0),
+        samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
+    )
+
+
+def _gap(makespan: float, bound: float) -> float:
+    gap = makespan / bound - 1.0 if bound > 0 else 0.0
+    return 0.0 if abs(gap) < 1e-12 else gap
+
+
+def peak_bytes(instance: Instance, timeline: Timeline, *, shard_optimizer: bool = False) -> tuple[int, ...]:
+    """Per rank: state and the largest sum of what is live at one time."""
+    peaks = [max((live for _, live in row), default=0) for row in timeline.memory]
+    shards = instance.plan.data_parallel if shard_optimizer else 1
+    return tuple(peak + rank_state_bytes(instance, rank, shards=shards) for rank, peak in enumerate(peaks))
+
+
+def rank_state_bytes(instance: Instance, rank: int, *, shards: int = 1) -> int:
+    """Weights, gradients and optimizer state of a rank's stages."""
+    params = sum(instance.costs.param_bytes[stage] for stage in instance.plan.stages_of(rank))
+    return state_bytes(instance.profile, params, shards=shards)
+
+
+def _reduction_end_ms(instance: Instance, timeline: Timeline) -> float:
+    """When the last gradient is reduced over the data-parallel peers.
+
+    Ring all-reduce of a stage's gradients: 2 (G-1) rounds of bytes/G. It starts when the stage's last backward
+    ends; the stages of one rank follow one another.
+    """
+    group = instance.plan.data_parallel
+    if group == 1:
+        return 0.0
+    ready: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.action.op is not Op.FORWARD:
+            ready[span.action.stage] = max(ready.get(span.action.stage, 0.0), span.end_ms)
+    free = [0.0] * instance.num_ranks
+    for stage in sorted(ready, key=lambda s: (ready[s], s)):
+        rank = instance.placement[stage]
+        link = data_parallel_link(instance.cluster, rank, group)
+        num_bytes = instance.costs.param_bytes[stage]
+        duration = 2 * (group - 1) * (link.transfer_ms(num_bytes) / group + link.latency_ms) if num_bytes else 0.0
+        free[rank] = max(free[rank], ready[stage]) + duration
+    return max(free)
