@@ -1,0 +1,59 @@
+# Needs Python 3.11, make and git; everything else lands in .venv.
+#
+#   make test                     lint, types, tests
+#   make train                    the example on 4 ranks; STEPS= DATA= SIZE= RANKS= CONFIG= change it
+#   make soak bench pictures      long runs and the pictures of docs/
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+RANKS ?= 4
+CONFIG ?= examples/unet/ds_config.json
+TRAIN_FLAGS = $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if $(SIZE),--size $(SIZE))
+
+# A rank is one process with one thread, and tests never depend on the accelerator at hand.
+TEST_ENV = OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=1
+
+.PHONY: all .venv test lint types train soak bench pictures clean
+all: test
+
+.venv: .venv/.stamp
+
+# DeepSpeed is built from source: its setup imports torch, so torch goes first and the build is not
+# isolated. DS_BUILD_OPS=0 keeps it from compiling kernels; none is needed here.
+.venv/.stamp: setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel ninja torch
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	touch $@
+
+lint: .venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv
+	$(BIN)/mypy
+
+test: lint types
+	$(TEST_ENV) $(BIN)/python -m pytest $(TESTS)
+
+# With fewer accelerators than ranks, the ranks are processes on the CPU.
+train: .venv
+	@count=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count())'); \
+	if [ "$$count" -lt $(RANKS) ]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; fi; \
+	set -x; PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) \
+	    examples/unet/train.py --deepspeed_config $(CONFIG) $(TRAIN_FLAGS)
+
+# The same training for long, to see that loss, memory and step time stay where they are.
+soak: STEPS = 2000
+soak: train
+
+bench: .venv
+	@set -e; for script in benchmarks/*/run.py; do \
+	    test -e "$$script" || { echo "no benchmarks/*/run.py yet"; exit 0; }; \
+	    echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python "$$script"; done
+
+pictures: .venv
+	$(BIN)/python docs/draw_wave.py
+
+clean:
+	rm -rf .venv build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
