@@ -1,0 +1,281 @@
+"""``ds_pulse``: plans without a training run. Needs neither torch nor deepspeed.
+
+Exit status: 0, 1 for a failed check, 2 for unusable input (one line on stderr, nothing written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from deepspeed_pulse import __version__
+from deepspeed_pulse.errors import ConfigError, FileError, PlanError, PulseError
+
+if TYPE_CHECKING:
+    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.ir.timeline import Timeline
+
+OK, FAILED_CHECK, UNUSABLE = 0, 1, 2
+_SUFFIXES = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    try:
+        arguments = _parser().parse_args(argv)
+        command: Callable[[argparse.Namespace], int] = arguments.command
+        return command(arguments)
+    except PulseError as problem:
+        return _complain(str(problem))
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        return _complain("interrupted")
+
+
+def _complain(message: str) -> int:
+    """The message on one line of stderr."""
+    print("ds_pulse: error: " + " ".join(message.split()), file=sys.stderr)
+    return UNUSABLE
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains through :class:`ConfigError`, so that every error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="ds_pulse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"ds_pulse {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_plan(commands)
+    _add_show(commands)
+    return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    plan = commands.add_parser("plan", help="partition and schedule a profile")
+    plan.set_defaults(command=_plan)
+    plan.add_argument("profile", metavar="PROFILE", help="layer costs (pulse-profile/1)")
+    plan.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
+    plan.add_argument("--pipeline-ranks", required=True, type=_count, metavar="P")
+    plan.add_argument("--microbatches", required=True, type=_count, metavar="M", help="of one step and pipeline")
+    plan.add_argument("--data-parallel", default=1, type=_count, metavar="G", help="pipelines side by side")
+    plan.add_argument("--placement", default="auto", choices=("auto", "wave", "linear"))
+    plan.add_argument("--waves", default=1, type=_count, metavar="W", help="stages = 2 * P * W")
+    plan.add_argument("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
+    plan.add_argument("--schedule", default="auto", metavar="S", help='"auto" or a schedule\'s name')
+    plan.add_argument("--solver-seconds", default=30.0, type=_seconds, metavar="T")
+    plan.add_argument("--out", required=True, metavar="PLAN", help="the plan that is written")
+
+
+def _add_show(commands: argparse._SubParsersAction[_Parser]) -> None:
+    show = commands.add_parser("show", help="a plan as grid, picture, trace or table")
+    show.set_defaults(command=_show)
+    show.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/1)")
+    show.add_argument("--profile", help="real times; without it a forward takes 1 ms, a backward 2 ms")
+    show.add_argument("--cluster", help="goes with --profile")
+    show.add_argument("--memory", action="store_true", help="draw each rank's live bytes too (needs --profile)")
+    show.add_argument(
+        "--out",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="picture (.png .svg .pdf), page (.html), Perfetto trace (.json), torch's action table (.csv); repeatable",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    number = _number(text)
+    if not 0.0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number > 0, found {text!r}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = _number(text)
+    if not 0.0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds >= 0, found {text!r}")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.planner.make import make_plan
+    from deepspeed_pulse.report.tables import plan_table
+
+    profile, cluster = Profile.load(arguments.profile), Cluster.load(arguments.cluster)
+    with _replacing(arguments.out) as out:
+        plan = make_plan(
+            profile,
+            cluster=cluster,
+            pipeline_ranks=arguments.pipeline_ranks,
+            microbatches=arguments.microbatches,
+            data_parallel=arguments.data_parallel,
+            placement=arguments.placement,
+            waves=arguments.waves,
+            schedule=arguments.schedule,
+            memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
+            solver_seconds=arguments.solver_seconds,
+        )
+        out.write_text(plan.to_json(), encoding="utf-8")
+    _print(plan_table(plan, profile=profile))
+    return OK
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.report.grid import schedule_grid
+    from deepspeed_pulse.report.tables import plan_table
+
+    for path in arguments.out:
+        if Path(path).suffix not in _SUFFIXES:
+            raise ConfigError(f"--out {path}: expected a name ending in one of {', '.join(_SUFFIXES)}")
+    plan = Plan.load(arguments.plan)
+    runnable, profile, cluster = _costs(arguments, plan)
+    timeline = _simulate(arguments.plan, runnable, profile, cluster)
+    with contextlib.ExitStack() as files:
+        for path in arguments.out:
+            _write(files.enter_context(_replacing(path)), plan, timeline, memory=arguments.memory)
+    _print(plan_table(plan, profile=profile if arguments.profile else None, costs=_costs_note(arguments)))
+    _print(schedule_grid(timeline, plan.placement, width=_width()))
+    return OK
+
+
+def _costs(arguments: argparse.Namespace, plan: Plan) -> tuple[Plan, Profile, Cluster]:
+    """The plan with the costs it is drawn with."""
+    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.report.units import with_unit_costs
+
+    if (arguments.profile is None) != (arguments.cluster is None):
+        raise ConfigError("--profile and --cluster go together: give both, or none for unit times")
+    if arguments.profile is None:
+        if arguments.memory:
+            raise ConfigError("--memory needs --profile and --cluster: unit times say nothing about bytes")
+        return with_unit_costs(plan)
+    profile = Profile.load(arguments.profile)
+    if plan.profile_fingerprint not in (None, profile.fingerprint):
+        raise PlanError(
+            f"{arguments.plan} was made from another profile than {arguments.profile}: expected fingerprint "
+            f"{plan.profile_fingerprint}, found {profile.fingerprint}; give the profile it was made from"
+        )
+    return plan, profile, Cluster.load(arguments.cluster)
+
+
+def _costs_note(arguments: argparse.Namespace) -> str | None:
+    return None if arguments.profile else "unit times below: a forward takes 1 ms, a backward 2 ms, a message nothing"
+
+
+def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
+    """The timeline of a plan that can run; a :class:`PlanError` that lists what is wrong with any other."""
+    from deepspeed_pulse.ir.graph import NamedValue
+    from deepspeed_pulse.planner.simulate import simulate
+    from deepspeed_pulse.planner.validate import violations
+
+    targets: dict[tuple[str, int], list[int]] = {}
+    for skip in profile.skips:
+        targets.setdefault((skip.name, skip.source), []).append(skip.target)
+    values = [NamedValue(name=name, source=source, targets=tuple(to)) for (name, source), to in targets.items()]
+    found = violations(plan, num_layers=profile.num_layers, values=values)
+    if found:
+        raise PlanError(f"{path}: the plan cannot run: {'; '.join(found)}")
+    return simulate(plan, profile, cluster)
+
+
+def _write(path: Path, plan: Plan, timeline: Timeline, *, memory: bool) -> None:
+    """What the suffix asks for."""
+    rows = [(_title(plan), timeline)]
+    if path.suffix == ".json":
+        from deepspeed_pulse.report.trace import write_trace
+
+        write_trace(path, [("planned", timeline)], plan.placement)
+    elif path.suffix == ".csv":
+        from deepspeed_pulse.report.actions import to_csv
+
+        path.write_text(to_csv(plan), encoding="utf-8")
+    elif path.suffix == ".html":
+        from deepspeed_pulse.report.html import write_page
+
+        write_page(path, rows, plan.placement)
+    else:
+        from deepspeed_pulse.report.timeline import draw_timelines
+
+        draw_timelines(rows, plan.placement, path, memory=memory)
+
+
+def _title(plan: Plan) -> str:
+    return "planned" if plan.solver is None else plan.solver.name
+
+
+@contextlib.contextmanager
+def _replacing(name: str) -> Iterator[Path]:
+    """A file beside ``name`` that takes its place when the block ends well, and is removed otherwise.
+
+    What is there and is no regular file (a device, a pipe) is written to as it is.
+    """
+    target = Path(os.path.realpath(name))
+    if target.exists() and not target.is_file() and not target.is_dir():
+        yield target
+        return
+    beside = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        if target.is_dir():
+            raise IsADirectoryError("it is a directory")
+        beside.touch()
+        try:
+            yield beside
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as problem:
+        raise FileError(f"cannot write {name}: {problem.strerror or problem}") from None
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def _print(content: object) -> None:
+    """Coloured where stdout is a terminal. One write, so that a closed pipe is one error."""
+    from rich.console import Console
+
+    console = Console(width=_width(), highlight=False)
+    with console.capture() as capture:
+        console.print(content)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout.write(capture.get())
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A timeline as a coloured grid in the terminal: one lane a rank, time to the right.
+
+Each action is as wide as it is long and begins with its text (``2F0``, or what fits of it). The
+rest of it is filled with ``>`` for forward and ``<`` for backward, ``(`` and ``~`` for its input and
+weight halves, so that it reads without colour; a dot is idle time. Long timelines continue in
+further bands below::
+
+    rank 0  0F0>0F1>0F2>............3F0>....3B0<<<<<0B0<<<<<
+    rank 1  ....1F0>1F1>2F0>2F1>2B0<<<<<1B0<<<<<............
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.report.words import summary
+
+IDLE = "."
+_FILL = {Op.FORWARD: ">", Op.BACKWARD: "<", Op.INPUT_GRAD: "(", Op.WEIGHT_GRAD: "~"}
+_STYLES = {
+    Op.FORWARD: ("black on bright_cyan", "black on cyan"),
+    Op.BACKWARD: ("bright_white on dark_orange3", "bright_white on dark_red"),
+    Op.INPUT_GRAD: ("bright_white on dark_orange3", "bright_white on dark_red"),
+    Op.WEIGHT_GRAD: ("black on green", "black on dark_sea_green"),
+}
+_IDLE_STYLE = "dim"
+_MAX_LINES = 70
+_CELL_WIDTHS = (5, 4, 3, 2, 1)
+"""Columns of a short action, widest first; the first that needs few enough bands is taken."""
+
+
+def schedule_grid(timeline: Timeline, placement: Sequence[int], *, width: int = 100) -> Text:
+    """The grid as something rich prints; ``str()`` of it is the plain form.
+
+    Args:
+        placement: rank of each stage; a rank's first and second stage get different shades.
+        width: columns there are.
+    """
+    lines = [Text(summary(timeline)), *_bands(timeline, tuple(placement), width), _legend(timeline)]
+    return Text("\n", no_wrap=True, overflow="crop").join(lines)
+
+
+def grid_text(timeline: Timeline, placement: Sequence[int], *, width: int = 100) -> str:
+    """The grid without colour."""
+    return schedule_grid(timeline, placement, width=width).plain
+
+
+def _bands(timeline: Timeline, placement: tuple[int, ...], width: int) -> Iterator[Text]:
+    labels = [f"rank {rank}" for rank in range(timeline.num_ranks)]
+    margin = max(len(label) for label in labels) + 2
+    room = max(width - margin, 20)
+    start = min(span.start_ms for span in timeline.spans)
+    ms_per_column = _ms_per_column(timeline, room)
+    columns = math.ceil(round(timeline.makespan_ms / ms_per_column, 6))
+    lanes = [_lane(timeline, placement, rank, start, ms_per_column, columns) for rank in range(timeline.num_ranks)]
+    for left in range(0, columns, room):
+        right = min(left + room, columns)
+        yield Text(" " * margin + _axis(left, right, ms_per_column), style="dim")
+        for label, lane in zip(labels, lanes, strict=True):
+            yield Text(label.ljust(margin)) + lane[left:right]
+
+
+def _ms_per_column(timeline: Timeline, room: int) -> float:
+    """As fine as fits into a screen or two: a short action gets 5 columns, or 4, 3, 2, 1."""
+    max_columns = max(_MAX_LINES // (timeline.num_ranks + 1), 1) * room
+    durations = sorted(span.end_ms - span.start_ms for span in timeline.spans if span.end_ms > span.start_ms)
+    if not durations:
+        return 1.0
+    short = durations[len(durations) // 10]
+    for cell in _CELL_WIDTHS:
+        if timeline.makespan_ms * cell / short <= max_columns:
+            return short / cell
+    return timeline.makespan_ms / max_columns
+
+
+def _lane(
+    timeline: Timeline, placement: tuple[int, ...], rank: int, start: float, ms_per_column: float, columns: int
+) -> Text:
+    """All columns of one rank."""
+    shades = {stage: index % 2 for index, stage in enumerate(stages_of(placement, rank))}
+    lane, at = Text(), 0
+    for span in timeline.spans_of(rank):
+        left, right = (_column(ms - start, ms_per_column) for ms in (span.start_ms, span.end_ms))
+        left = max(left, at)
+        if right <= left:
+            continue
+        lane.append(IDLE * (left - at), style=_IDLE_STYLE)
+        lane.append(_cell(span, right - left), style=_STYLES[span.action.op][shades[span.action.stage]])
+        at = right
+    lane.append(IDLE * (columns - at), style=_IDLE_STYLE)
+    return lane
+
+
+def _column(ms: float, ms_per_column: float) -> int:
+    return round(ms / ms_per_column)
+
+
+def _cell(span: Span, width: int) -> str:
+    """The action's text where it leaves room for a fill, else less of it, else without a fill."""
+    labels = _labels(span.action)
+    fitting = [text for room in (width - 1, width) for text in labels if len(text) <= room]
+    return fitting[0].ljust(width, _FILL[span.action.op])
+
+
+def _labels(action: Action) -> tuple[str, ...]:
+    return (str(action), f"{action.op.value}{action.microbatch}", action.op.value)
+
+
+def _axis(left: int, right: int, ms_per_column: float) -> str:
+    """Times every 20 columns."""
+    marks = (f"|{ms:.4g} ms" for ms in (column * ms_per_column for column in range(left, right, 20)))
+    return "".join(mark.ljust(20) for mark in marks)[: max(right - left, 12)].rstrip()
+
+
+def _legend(timeline: Timeline) -> Text:
+    words = {
+        Op.FORWARD: "forward",
+        Op.BACKWARD: "backward",
+        Op.INPUT_GRAD: "input gradient",
+        Op.WEIGHT_GRAD: "weight gradient",
+    }
+    used = {span.action.op for span in timeline.spans}
+    legend = Text("STAGE OP MICROBATCH: ", style="dim")
+    for op in Op:
+        if op in used:
+            legend.append(f"{op.value}{_FILL[op]}", style=_STYLES[op][0]).append(f" {words[op]}  ")
+    return legend.append(f"{IDLE} idle")

@@ -1,0 +1,141 @@
+"""A timeline as one self-contained page: wheel zooms in time, dragging moves, hovering names the action.
+
+Nothing is loaded from elsewhere, so the file can be sent and opened anywhere.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.report.words import summary
+
+
+def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Sequence[int]) -> None:
+    """Write named timelines above each other, on one time axis."""
+    data = [_row(title, timeline, tuple(placement)) for title, timeline in rows]
+    title = "; ".join(title for title, _ in rows if title) or "timeline"
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = _PAGE.replace("@TITLE@", html.escape(title)).replace("@DATA@", text)
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def _row(title: str, timeline: Timeline, placement: tuple[int, ...]) -> dict[str, Any]:
+    """``spans``: rank, op, second stage or not, start, end, text; ``messages``: ranks, leave, arrive."""
+    start = min(span.start_ms for span in timeline.spans)
+    return {
+        "title": f"{title}: {summary(timeline)}" if title else summary(timeline),
+        "ranks": timeline.num_ranks,
+        "end": timeline.makespan_ms,
+        "spans": [
+            [
+                span.rank,
+                span.action.op.value,
+                stages_of(placement, span.rank).index(span.action.stage) % 2,
+                round(span.start_ms - start, 4),
+                round(span.end_ms - start, 4),
+                str(span.action),
+            ]
+            for span in timeline.spans
+        ],
+        "messages": [
+            [t.source_rank, t.target_rank, round(t.leave_ms - start, 4), round(t.arrive_ms - start, 4)]
+            for t in timeline.transfers
+        ],
+    }
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>@TITLE@</title>
+<style>
+body { font: 13px sans-serif; margin: 12px; color: #222; background: #fff }
+canvas { display: block; width: 100%; cursor: grab } canvas:active { cursor: grabbing }
+#tip { height: 1.4em; color: #555 } b { padding: 0 .5em; margin-right: .3em }
+</style>
+<div id="tip"></div><canvas></canvas>
+<p><b style="background:#cfe3f7">F</b>forward, first stage of the rank
+<b style="background:#bfe8d2">F</b>forward, second
+<b style="background:#2f6db0;color:#fff">B</b>backward, first
+<b style="background:#1f7f4f;color:#fff">B</b>backward, second.
+Wheel: zoom. Drag: move. Double click: all of it.</p>
+<script>
+"use strict";
+const rows = @DATA@, LANE = 26, TITLE = 24, LEFT = 56, GAP = 14;
+const DARK = ["#2f6db0", "#1f7f4f"], FACE = {F: ["#cfe3f7", "#bfe8d2"], B: DARK, I: DARK, W: ["#8d8d8d", "#6f6f6f"]};
+const canvas = document.querySelector("canvas"), tip = document.querySelector("#tip"), pen = canvas.getContext("2d");
+const end = Math.max(...rows.map(r => r.end)) || 1;
+const tall = rows.reduce((y, r) => y + TITLE + r.ranks * LANE + GAP, 20);
+let from = 0, to = end, drag = null;
+const wide = () => canvas.clientWidth - LEFT;
+const x = ms => LEFT + (ms - from) / (to - from) * wide();
+function draw() {
+  const scale = window.devicePixelRatio || 1;
+  canvas.style.height = tall + "px";
+  canvas.width = canvas.clientWidth * scale; canvas.height = tall * scale;
+  pen.setTransform(scale, 0, 0, scale, 0, 0);
+  pen.font = "11px sans-serif"; pen.textBaseline = "middle";
+  let top = 0;
+  for (const row of rows) {
+    pen.fillStyle = "#222"; pen.textAlign = "left"; pen.fillText(row.title, 0, top + TITLE / 2);
+    for (let r = 0; r < row.ranks; r++) pen.fillText("rank " + r, 0, top + TITLE + (r + .5) * LANE);
+    pen.save(); pen.beginPath(); pen.rect(LEFT, top + TITLE, wide(), row.ranks * LANE); pen.clip();
+    for (const [rank, op, way, a, b, text] of row.spans) if (b >= from && a <= to) {
+      const left = x(a), w = x(b) - left, y = top + TITLE + rank * LANE + 2;
+      pen.fillStyle = FACE[op][way]; pen.fillRect(left, y, Math.max(w - .8, .3), LANE - 4);
+      const label = w > 34 ? text : text.replace(/^\\d+[A-Z]/, "");
+      if (w > 7 * label.length) {
+        pen.fillStyle = op === "F" ? "#10304d" : "#fff"; pen.textAlign = "center";
+        pen.fillText(label, left + w / 2, y + LANE / 2 - 2);
+      }
+    }
+    pen.strokeStyle = "#c2452d"; pen.lineWidth = .8; pen.beginPath();
+    if (row.messages.filter(m => m[3] >= from && m[2] <= to).length < 600)
+      for (const [s, t, a, b] of row.messages) {
+        const d = t > s ? 1 : -1, y = top + TITLE + LANE / 2;
+        pen.moveTo(x(a), y + s * LANE + d * (LANE / 2 - 3)); pen.lineTo(x(b), y + t * LANE - d * (LANE / 2 - 3));
+      }
+    pen.stroke(); pen.restore();
+    top += TITLE + row.ranks * LANE + GAP;
+  }
+  pen.fillStyle = "#555"; pen.textAlign = "center";
+  const step = 10 ** Math.floor(Math.log10((to - from) / 4)), every = (to - from) / step > 16 ? 5 * step : step;
+  for (let k = Math.ceil(from / every); k * every <= to; k++)
+    pen.fillText(+(k * every).toPrecision(6) + " ms", x(k * every), top);
+}
+function limit() {
+  const span = Math.min(to - from, end);
+  from = Math.min(Math.max(from, 0), end - span); to = from + span; draw();
+}
+canvas.onwheel = e => {
+  e.preventDefault();
+  const at = from + (e.offsetX - LEFT) / wide() * (to - from), by = Math.exp(e.deltaY * .0015);
+  if ((to - from) * by < end / 1e5) return;
+  from = at - (at - from) * by; to = at + (to - at) * by; limit();
+};
+canvas.onmousedown = e => drag = e.offsetX;
+window.onmouseup = () => drag = null;
+canvas.onmousemove = e => {
+  if (drag !== null) {
+    const by = (drag - e.offsetX) / wide() * (to - from); drag = e.offsetX; from += by; to += by; limit();
+  }
+  let top = TITLE; tip.textContent = "";
+  const ms = from + (e.offsetX - LEFT) / wide() * (to - from);
+  for (const row of rows) {
+    const rank = Math.floor((e.offsetY - top) / LANE);
+    const hit = row.spans.find(s => s[0] === rank && s[3] <= ms && ms <= s[4]);
+    if (hit) {
+      const long = +(hit[4] - hit[3]).toPrecision(4);
+      tip.textContent = `${hit[5]} on rank ${rank}: ${hit[3]} to ${hit[4]} ms (${long} ms)`;
+    }
+    top += TITLE + row.ranks * LANE + GAP;
+  }
+};
+canvas.ondblclick = () => { from = 0; to = end; draw(); };
+window.onresize = draw; draw();
+</script></html>
+"""

@@ -1,0 +1,119 @@
+"""The start-up table of a plan, and what was measured beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from deepspeed_pulse.ir.placement import describe_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.report import words
+
+UNKNOWN = "-"
+
+
+def plan_table(
+    plan: Plan,
+    *,
+    profile: Profile | None = None,
+    layer_names: Sequence[str] | None = None,
+    param_counts: Sequence[int] | None = None,
+    costs: str | None = None,
+) -> Group:
+    """Rank, stages, layers, parameters and predicted GB, with the prediction below.
+
+    Args:
+        profile: gives names and parameter counts where they are not given.
+        layer_names, param_counts: one per layer.
+        costs: where the layer costs came from, for example ``measured at start``.
+    """
+    if profile is not None:
+        layer_names = layer_names or [layer.name for layer in profile.layers]
+        param_counts = param_counts or words.param_counts(profile)
+        costs = costs or f"profile {profile.name} ({profile.device}, {profile.dtype})"
+    table = _table(("rank", "stages", "layers", "parameters", "predicted GB"))
+    for rank in range(plan.pipeline_ranks):
+        table.add_row(
+            str(rank),
+            "\n".join(str(stage) for stage in plan.stages_of(rank)),
+            words.layer_ranges(plan, rank, layer_names),
+            UNKNOWN if param_counts is None else words.count(sum(param_counts[i] for i in plan.layers_of(rank))),
+            UNKNOWN if plan.estimate is None else words.gigabytes(plan.estimate.peak_bytes[rank]),
+        )
+    return Group(Text(_title(plan), style="bold"), table, *_caption(plan, costs))
+
+
+def measured_table(
+    plan: Plan,
+    *,
+    step_ms: float,
+    bubble_ratio: float | None = None,
+    peak_bytes: Sequence[int] | None = None,
+    idle_ms: Sequence[float] | None = None,
+) -> Group:
+    """Measured figures beside the predicted ones: a row for the step and one for each rank's memory.
+
+    Args:
+        step_ms: duration of a whole ``train_batch``.
+        bubble_ratio: 1 - busy / (ranks * makespan), measured.
+        peak_bytes, idle_ms: per rank.
+    """
+    estimate = plan.estimate
+    table = _table(("", "predicted", "measured", "difference"))
+    _compare(table, "step", estimate and estimate.step_ms, step_ms, words.milliseconds)
+    if bubble_ratio is not None:
+        table.add_row(
+            "bubble", words.percent(estimate.bubble_ratio) if estimate else UNKNOWN, words.percent(bubble_ratio)
+        )
+    for rank in range(plan.pipeline_ranks):
+        if peak_bytes is not None:
+            predicted = estimate and estimate.peak_bytes[rank]
+            _compare(table, f"rank {rank} GB", predicted, peak_bytes[rank], words.gigabytes)
+        if idle_ms is not None:
+            table.add_row(f"rank {rank} idle", UNKNOWN, words.milliseconds(idle_ms[rank]))
+    return Group(Text("pulse: measured beside predicted", style="bold"), table)
+
+
+def _table(columns: Sequence[str]) -> Table:
+    table = Table()
+    for name in columns:
+        text = name in ("", "rank", "stages", "layers")
+        table.add_column(name, justify="left" if text else "right", overflow="fold")
+    return table
+
+
+def _compare(table: Table, name: str, predicted: float | None, measured: float, form: Callable[[float], str]) -> None:
+    if predicted is None:
+        table.add_row(name, UNKNOWN, form(measured))
+        return
+    difference = f"{100 * (measured / predicted - 1):+.1f} %" if predicted else UNKNOWN
+    table.add_row(name, form(predicted), form(measured), difference)
+
+
+def _title(plan: Plan) -> str:
+    solver = "" if plan.solver is None else f", schedule {plan.solver.name}"
+    parallel = "" if plan.data_parallel == 1 else f" x {plan.data_parallel} data parallel"
+    return (
+        f"pulse: {plan.pipeline_ranks} ranks{parallel}, {describe_placement(plan.placement)} placement, "
+        f"{plan.num_stages} stages, {plan.microbatches} microbatches of {plan.microbatch_size}{solver}"
+    )
+
+
+def _caption(plan: Plan, costs: str | None) -> Iterator[Text]:
+    estimate = plan.estimate
+    if estimate is not None:
+        yield Text(
+            f"predicted: bubble {words.percent(estimate.bubble_ratio)}, step {words.milliseconds(estimate.step_ms)}, "
+            f"{estimate.samples_per_second:.4g} samples/s"
+        )
+        optimal = " (proven optimal)" if plan.solver is not None and plan.solver.optimal else ""
+        yield Text(
+            f"{words.percent(estimate.gap)} above the lower bound of these cuts{optimal}, "
+            f"{estimate.p2p_bytes_per_microbatch / 1e6:.4g} MB sent per microbatch"
+        )
+    if costs is not None:
+        yield Text(f"costs: {costs}")

@@ -1,0 +1,206 @@
+"""Timelines as a picture: a lane a rank, time to the right, several timelines above each other.
+
+Forward is light, backward is dark and hatched, so the picture reads in black and white too. A rank's
+second stage (on the way up the V) has another hue than its first, and a bar at the foot of its boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.report.words import summary
+
+_LANE = 0.84
+_FOOT = 0.10
+_MAX_MESSAGES = 400
+_FONT_POINTS = 7.0
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Colours of one kind of box."""
+
+    face: str
+    ink: str
+    edge: str
+    hatch: str = ""
+    foot: str = ""
+
+
+_LOOKS = {
+    (Op.FORWARD, 0): _Look("#cfe3f7", "#10304d", "#7fa3c4"),
+    (Op.FORWARD, 1): _Look("#bfe8d2", "#0f3d26", "#74b392", foot="#0f3d26"),
+    (Op.BACKWARD, 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "////"),
+    (Op.BACKWARD, 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
+    (Op.INPUT_GRAD, 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "////"),
+    (Op.INPUT_GRAD, 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
+    (Op.WEIGHT_GRAD, 0): _Look("#8d8d8d", "#ffffff", "#b5b5b5", "...."),
+    (Op.WEIGHT_GRAD, 1): _Look("#6f6f6f", "#ffffff", "#9a9a9a", "....", "#dddddd"),
+}
+_WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.INPUT_GRAD: "input gradient",
+    Op.WEIGHT_GRAD: "weight gradient",
+}
+_MESSAGE_INK = "#c2452d"
+
+
+def draw_timelines(
+    rows: Sequence[tuple[str, Timeline]],
+    placement: Sequence[int],
+    path: str | Path,
+    *,
+    memory: bool = False,
+) -> None:
+    """Write one picture of several timelines that share the time axis, for example planned above measured.
+
+    Args:
+        rows: title and timeline of each.
+        placement: rank of each stage, for all rows.
+        path: ``.png``, ``.svg`` or ``.pdf``, by its suffix.
+        memory: draw each rank's live bytes under the timelines that have them.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = timelines_figure(rows, placement, memory=memory)
+        figure.savefig(path, dpi=110)
+
+
+def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Sequence[int], *, memory: bool = False) -> Figure:
+    """The picture of :func:`draw_timelines`, not yet written."""
+    width, heights = _size(rows, memory)
+    figure = Figure(figsize=(width, sum(heights) + 0.75), layout="constrained")
+    all_axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    end = max(timeline.makespan_ms for _, timeline in rows)
+    remaining = iter(all_axes)
+    for title, timeline in rows:
+        axes = next(remaining)
+        axes.set_title(f"{title}: {summary(timeline)}" if title else summary(timeline), loc="left", fontsize=10)
+        _draw_lanes(axes, timeline, tuple(placement), points_per_ms=72 * (width - 1.2) / end)
+        if memory and timeline.memory:
+            _draw_memory(next(remaining), timeline)
+    all_axes[-1].set_xlabel("ms")
+    all_axes[-1].set_xlim(-0.003 * end, 1.003 * end)
+    figure.legend(
+        handles=_legend([timeline for _, timeline in rows], tuple(placement)),
+        loc="outside lower right",
+        ncols=6,
+        frameon=False,
+        fontsize=8,
+    )
+    return figure
+
+
+def _size(rows: Sequence[tuple[str, Timeline]], memory: bool) -> tuple[float, list[float]]:
+    """Width, and the height of each part, in inches: as wide as the busiest timeline needs for its numbers."""
+    actions = max(len(timeline.spans_of(rank)) for _, timeline in rows for rank in range(timeline.num_ranks))
+    heights = []
+    for _, timeline in rows:
+        heights.append(0.4 * timeline.num_ranks + 0.35)
+        if memory and timeline.memory:
+            heights.append(1.4)
+    return min(max(11.0, 0.24 * actions + 3), 26.0), heights
+
+
+def _draw_lanes(axes: Axes, timeline: Timeline, placement: tuple[int, ...], *, points_per_ms: float) -> None:
+    start = min(span.start_ms for span in timeline.spans)
+    groups: dict[tuple[Op, int], list[Span]] = {}
+    for span in timeline.spans:
+        groups.setdefault((span.action.op, _way(placement, span)), []).append(span)
+    for key, spans in groups.items():
+        _draw_boxes(axes, spans, key, start)
+        for span in spans:
+            _draw_number(axes, span, _LOOKS[key].ink, start, points_per_ms)
+    if len(timeline.transfers) <= _MAX_MESSAGES:
+        _draw_messages(axes, timeline, start)
+    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _way(placement: tuple[int, ...], span: Span) -> int:
+    """0 for a rank's first, third, ... stage (down the V), 1 for its second (up)."""
+    return stages_of(placement, span.rank).index(span.action.stage) % 2
+
+
+def _draw_boxes(axes: Axes, spans: Sequence[Span], key: tuple[Op, int], start: float) -> None:
+    look = _LOOKS[key]
+    boxes = [
+        Rectangle((span.start_ms - start, span.rank - _LANE / 2), span.end_ms - span.start_ms, _LANE) for span in spans
+    ]
+    axes.add_collection(
+        PatchCollection(boxes, facecolor=look.face, edgecolor=look.edge, hatch=look.hatch or None, linewidth=0.4)
+    )
+    axes.add_collection(PatchCollection(boxes, facecolor="none", edgecolor="#ffffff", linewidth=0.9))
+    if look.foot:
+        feet = [Rectangle((b.get_x(), b.get_y() + _LANE - _FOOT), b.get_width(), _FOOT) for b in boxes]
+        axes.add_collection(PatchCollection(feet, facecolor=look.foot, linewidth=0))
+
+
+def _draw_number(axes: Axes, span: Span, ink: str, start: float, points_per_ms: float) -> None:
+    text = str(span.action.microbatch)
+    room = (span.end_ms - span.start_ms) * points_per_ms - 1
+    size = min(_FONT_POINTS, room / (0.66 * len(text)))
+    if size >= 4:
+        middle = (span.start_ms + span.end_ms) / 2 - start
+        axes.text(middle, span.rank, text, ha="center", va="center", color=ink, fontsize=size, clip_on=True)
+
+
+def _draw_messages(axes: Axes, timeline: Timeline, start: float) -> None:
+    """A thin line from the sender's lane when the message leaves to the receiver's when it arrives."""
+    lines = []
+    for transfer in timeline.transfers:
+        down = math.copysign(_LANE / 2, transfer.target_rank - transfer.source_rank)
+        lines.append(
+            [
+                (transfer.leave_ms - start, transfer.source_rank + down),
+                (transfer.arrive_ms - start, transfer.target_rank - down),
+            ]
+        )
+    axes.add_collection(LineCollection(lines, colors=_MESSAGE_INK, linewidths=0.8, zorder=3))
+
+
+def _draw_memory(axes: Axes, timeline: Timeline) -> None:
+    colours = matplotlib.colormaps["viridis"]
+    for rank, changes in enumerate(timeline.memory):
+        shade = colours(0.9 * rank / max(timeline.num_ranks - 1, 1))
+        times, sizes = [ms for ms, _ in changes], [num_bytes / 1e9 for _, num_bytes in changes]
+        axes.step(times, sizes, where="post", color=shade, linewidth=1, label=f"rank {rank}")
+    axes.set_ylabel("live GB")
+    axes.set_ylim(bottom=0)
+    axes.legend(ncols=1, fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _legend(timelines: Sequence[Timeline], placement: tuple[int, ...]) -> list[Patch]:
+    used = {(s.action.op, _way(placement, s)) for timeline in timelines for s in timeline.spans}
+    two_ways = any(way == 1 for _, way in used)
+    handles = []
+    for key, look in _LOOKS.items():
+        if key in used:
+            way = f", {'second' if key[1] else 'first'} stage of the rank" if two_ways else ""
+            hatch = look.hatch or None
+            handles.append(Patch(facecolor=look.face, edgecolor=look.edge, hatch=hatch, label=_WORDS[key[0]] + way))
+    if any(0 < len(timeline.transfers) <= _MAX_MESSAGES for timeline in timelines):
+        handles.append(Patch(facecolor=_MESSAGE_INK, label="message"))
+    return handles

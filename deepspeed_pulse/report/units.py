@@ -1,0 +1,53 @@
+"""Unit costs, to draw a plan without its profile: a stage's forward takes 1 ms, its backward 2 ms."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+
+
+def with_unit_costs(plan: Plan) -> tuple[Plan, Profile, Cluster]:
+    """The plan with a made-up profile and cluster that fit it; messages take no time and no bytes.
+
+    Values that stay on their rank do not show in a timeline, so the plan comes without them, and
+    without the fingerprint of its real profile.
+    """
+    sent = tuple(route for route in plan.routes if route.hops)
+    skips = tuple(
+        Skip(name=route.name, source=plan.boundaries[route.source_stage], target=plan.boundaries[stage], bytes=0)
+        for route in sent
+        for stage in sorted({to for _, to in route.hops})
+    )
+    profile = Profile(
+        name="unit times",
+        device="none",
+        dtype="float32",
+        microbatch_size=plan.microbatch_size,
+        layers=tuple(_layer(plan, index) for index in range(plan.num_layers)),
+        skips=skips,
+    )
+    return dataclasses.replace(plan, routes=sent, profile_fingerprint=None), profile, _cluster(plan)
+
+
+def _layer(plan: Plan, index: int) -> LayerCost:
+    share = 1.0 / len(plan.stage_layers(plan.stage_of(index)))
+    return LayerCost(
+        name=str(index),
+        forward_ms=share,
+        backward_ms=2 * share,
+        weight_grad_ms=share,
+        param_bytes=0,
+        activation_bytes=0,
+        output_bytes=0,
+    )
+
+
+def _cluster(plan: Plan) -> Cluster:
+    instant = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
+    ranks = plan.pipeline_ranks * plan.data_parallel
+    return Cluster(
+        name="unit times", nodes=1, ranks_per_node=ranks, memory_bytes=1, intra_node=instant, inter_node=instant
+    )
