@@ -64,6 +64,10 @@ class Graph:
         """True when any layer stashes or pops."""
         return any(layer.stash or layer.pop for layer in self.layers)
 
+    def values_source(self, name: str) -> str:
+        """Name of the layer that stashes ``name``."""
+        return next(layer.name for layer in self.layers if name in layer.stash)
+
     def index_of(self, name: str) -> int:
         """Index of the layer called ``name``; a :class:`GraphError` when there is none or more than one."""
         found = [i for i, layer in enumerate(self.layers) if layer.name == name]

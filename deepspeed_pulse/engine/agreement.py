@@ -1,0 +1,92 @@
+"""What all ranks must agree on: the config block, the first batch, the data itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_pulse.config import PulseConfig, parse_pulse
+from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
+
+
+def check_same_block(module: Any, config: Any) -> None:
+    """The block that ``deepspeed.initialize`` brings must be the one the module was planned with."""
+    block = config.get("pulse") if isinstance(config, dict) else None
+    brought = parse_pulse(block)
+    if module.ds_config is None and brought is None:
+        return
+    if brought != module.pulse:
+        raise ConfigError(
+            'deepspeed.initialize brings another "pulse" block than PipelineModule was planned with: expected '
+            f"{_show(module.pulse)}, found {_show(brought)}; pass config= to PipelineModule, the same as to initialize"
+        )
+
+
+def _show(pulse: PulseConfig | None) -> str:
+    return "none" if pulse is None else str(pulse.model_dump(exclude_defaults=True) or "defaults")
+
+
+def check_zero_stage(stage: int) -> None:
+    """Refuse ZeRO stages that cut gradients or weights."""
+    if stage >= 2:
+        raise ConfigError(
+            f"zero_optimization.stage: expected 0 or 1, found {stage}: ZeRO-2 and ZeRO-3 cut gradients and weights "
+            "after every backward, while a pipeline accumulates gradients over its microbatches; use stage 1"
+        )
+
+
+def raise_everywhere(problem: PulseError | None, group_size: int) -> None:
+    """Raise the first error any rank of the world has, on every rank."""
+    if group_size > 1:
+        found: list[Any] = [None] * group_size
+        dist.all_gather_object(found, problem)
+        problem = next((p for p in found if p is not None), None)
+    if problem is not None:
+        raise problem
+
+
+def who_has_data(has_iterator: bool, first_rank: int, group: Any, size: int) -> tuple[bool, ...]:
+    """Which ranks of the pipeline were given an iterator."""
+    found: list[Any] = [has_iterator]
+    if size > 1:
+        found = [None] * size
+        dist.all_gather_object(found, has_iterator, group=group)
+    if not found[first_rank]:
+        raise BatchError(
+            "the first pipeline rank was given no data: pass data_iter to train_batch (or training_data to "
+            "deepspeed.initialize) on every rank, or at least on the first"
+        )
+    return tuple(found)
+
+
+def check_same_data(
+    names: Sequence[str],
+    checksums: Sequence[int | None],
+    *,
+    first_rank: int,
+    group: Any,
+    size: int,
+    device: torch.device,
+    step: int,
+) -> None:
+    """Every rank that read its own data must have read what the first rank read.
+
+    Args:
+        names: batch entries in one order everywhere.
+        checksums: this rank's checksum of each; None where it read none of its own.
+    """
+    mine = torch.tensor([-1 if c is None else c for c in checksums], dtype=torch.int64, device=device)
+    found = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(found, mine, group=group)
+    first = found[first_rank].tolist()
+    for rank, others in enumerate(found):
+        for name, expected, value in zip(names, first, others.tolist(), strict=True):
+            if value not in (-1, expected):
+                raise BatchError(
+                    f"step {step}: batch entry {name!r} differs between the first pipeline rank and pipeline rank "
+                    f"{rank}; every rank of a pipeline must draw the same batches: seed noise, timesteps and "
+                    "shuffling by step and data-parallel index, or give data_iter to the first rank only"
+                )

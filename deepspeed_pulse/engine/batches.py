@@ -1,0 +1,205 @@
+"""The data of one step: drawn from this rank's iterator, split by name, checked."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.ir.graph import Graph
+
+Draw = Callable[[], Any]
+
+LABELS = "<labels>"
+"""Name under which labels travel to a loss rank that was given no iterator."""
+
+
+class SplitBatch:
+    """One microbatch: the first layer's input, the named entries and the labels."""
+
+    def __init__(self, batch: Any, graph: Graph, input_name: str) -> None:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise BatchError(f"expected a batch (inputs, labels), found {_kind(batch)}")
+        inputs, self.labels = batch
+        self.entries: Mapping[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            if not inputs:
+                raise BatchError("expected inputs with at least one entry, found an empty dict")
+            first = input_name if input_name in inputs else next(iter(inputs))
+            self.entries = {name: value for name, value in inputs.items() if name != first}
+            inputs = inputs[first]
+            self._check_names(graph, first)
+        elif graph.batch_entries:
+            self._complain(graph, f"the inputs are {_kind(inputs)}, not a dict with named entries")
+        self.inputs = _tensors(inputs)
+
+    def _check_names(self, graph: Graph, first: str) -> None:
+        stashed = {name for layer in graph.layers for name in layer.stash}
+        for name in self.entries:
+            if name in stashed:
+                raise BatchError(
+                    f"the batch has an entry {name!r}, and layer {graph.values_source(name)} stashes a value of that "
+                    "name; rename one of them"
+                )
+        missing = [v for v in graph.batch_entries if v.name not in self.entries]
+        if missing:
+            have = ", ".join(sorted(self.entries)) or "none"
+            self._complain(graph, f"the batch's entries are: {have} (and {first!r}, the first layer's input)", missing)
+
+    @staticmethod
+    def _complain(graph: Graph, found: str, missing: Sequence[Any] | None = None) -> None:
+        value = (missing or graph.batch_entries)[0]
+        layer = graph.layers[value.targets[0]].name
+        raise BatchError(
+            f"layer {layer} pops {value.name!r}, which no layer stashes, so the batch must have it; {found}. "
+            "Stash it in an earlier layer, add it to the batch, or correct the name"
+        )
+
+    def shapes(self) -> dict[str, str]:
+        """Readable shape and dtype of everything in the batch."""
+        found = {"inputs": _shape(self.inputs), "labels": _shape(self.labels)}
+        found.update({f"entry {name!r}": _shape(value) for name, value in self.entries.items()})
+        return found
+
+
+class StepBatches:
+    """Microbatches of one step, drawn when first asked for and freed when released.
+
+    Args:
+        draw: next batch of this rank's iterator, or None when the rank was given none.
+        num_microbatches: how many are drawn in all, read or not.
+        split: makes a :class:`SplitBatch` and checks its shapes.
+        device: where tensors are moved when they are read.
+        entry_names: batch entries that layers pop.
+        checked_entries: those whose checksum is taken.
+    """
+
+    def __init__(
+        self,
+        draw: Draw | None,
+        num_microbatches: int,
+        split: Callable[[Any], SplitBatch],
+        device: torch.device,
+        entry_names: Sequence[str],
+        checked_entries: Sequence[str] = (),
+    ) -> None:
+        self._draw, self._num, self._split, self._device = draw, num_microbatches, split, device
+        self._entry_names, self._checked_entries = (*entry_names, LABELS), checked_entries
+        self._held: dict[int, SplitBatch] = {}
+        self._drawn = 0
+        self.checksums = dict.fromkeys(checked_entries, 0)
+
+    def _get(self, microbatch: int) -> SplitBatch:
+        while self._drawn <= microbatch:
+            self._next()
+        return self._held[microbatch]
+
+    def _next(self) -> SplitBatch:
+        assert self._draw is not None
+        try:
+            drawn = self._draw()
+        except StopIteration:
+            if self._drawn == 0:
+                raise
+            raise BatchError(
+                f"the data iterator ended after {self._drawn} of {self._num} microbatches; wrap the loader in "
+                "deepspeed.utils.RepeatingLoader, or stop before the incomplete step"
+            ) from None
+        batch = self._held[self._drawn] = self._split(drawn)
+        self._drawn += 1
+        for name in self._checked_entries:
+            value = batch.labels if name == LABELS else batch.entries[name]
+            self.checksums[name] = _checksum(value, self.checksums[name])
+        return batch
+
+    def first(self) -> SplitBatch | None:
+        """The first microbatch, drawn if need be; None without an iterator."""
+        return None if self._draw is None else self._get(0)
+
+    def inputs(self, microbatch: int) -> Any:
+        return self._move(self._get(microbatch).inputs)
+
+    def entry(self, name: str, microbatch: int) -> Any:
+        batch = self._get(microbatch)
+        return self._move(batch.labels if name == LABELS else batch.entries[name])
+
+    def has_entry(self, name: str) -> bool:
+        return self._draw is not None and name in self._entry_names
+
+    def release(self, microbatch: int) -> None:
+        self._held.pop(microbatch, None)
+
+    def finish(self) -> None:
+        """Draw what this rank did not read, so that all iterators advance alike."""
+        while self._draw is not None and self._drawn < self._num:
+            self._next()
+            self._held.pop(self._drawn - 1)
+
+    def _move(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(self._device)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._move(item) for item in value)
+        if isinstance(value, Mapping):
+            return {name: self._move(item) for name, item in value.items()}
+        return value
+
+
+class ShapeKeeper:
+    """Remembers the first batch's shapes and refuses others (shapes are agreed on once)."""
+
+    def __init__(self, graph: Graph, input_name: str) -> None:
+        self._graph, self._input_name = graph, input_name
+        self._shapes: dict[str, str] | None = None
+
+    def split(self, batch: Any) -> SplitBatch:
+        found = SplitBatch(batch, self._graph, self._input_name)
+        shapes = found.shapes()
+        if self._shapes is None:
+            self._shapes = shapes
+        if shapes != self._shapes:
+            name = next(n for n in {**self._shapes, **shapes} if self._shapes.get(n) != shapes.get(n))
+            raise BatchError(
+                f"batch {name}: expected {self._shapes.get(name, 'nothing')} as in the first batch, found "
+                f"{shapes.get(name, 'nothing')}; shapes that change from step to step are not supported under pulse "
+                'yet: use drop_last=True, or set "pulse": {"enabled": false} with dynamic_shape=True'
+            )
+        return found
+
+
+def _tensors(inputs: Any) -> Any:
+    if isinstance(inputs, torch.Tensor):
+        return inputs
+    if isinstance(inputs, (tuple, list)) and inputs and all(isinstance(t, torch.Tensor) for t in inputs):
+        return tuple(inputs)
+    raise BatchError(f"expected the first layer's input to be a tensor or a tuple of tensors, found {_kind(inputs)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(_shape(item) for item in value) + ")"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_shape(item)}" for name, item in value.items()) + "}"
+    return type(value).__name__
+
+
+def _checksum(value: Any, start: int) -> int:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return zlib.crc32(flat.view(torch.uint8).numpy().data, start) if flat.numel() else start
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            start = _checksum(item, start)
+        return start
+    return zlib.crc32(repr(value).encode(), start)

@@ -1,0 +1,120 @@
+"""DeepSpeed's messages and devices as the runtime's two protocols."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.ir.program import Channel, Direction
+
+_HOST_BACKENDS = ("gloo", "mpi")
+"""Backends that keep messages apart by tag, and that cannot send device memory."""
+
+
+class _Sent:
+    """A handle; ``copy_to`` brings a staged message to the device it is for."""
+
+    def __init__(self, work: Any, buffer: torch.Tensor, copy_to: torch.Tensor | None = None) -> None:
+        self._work, self._buffer, self._copy_to = work, buffer, copy_to
+
+    def wait(self, timeout_seconds: float) -> None:
+        work, self._work = self._work, None  # waiting twice on one gloo work blocks for ever
+        work.wait(timedelta(seconds=timeout_seconds))
+        if self._copy_to is not None:
+            self._copy_to.copy_(self._buffer)
+
+
+class PipelineCommunicator:
+    """Point-to-point messages inside one pipeline.
+
+    A backend that keeps tags (gloo) carries all channels in the pipeline's group, one tag each. NCCL
+    and HCCL ignore tags and order messages per communicator, so there every channel has a group of
+    its own: a rank that sends down while its peer sends up cannot block it.
+
+    Args:
+        global_ranks: global rank of each pipeline rank of this pipeline.
+        group: the pipeline's process group.
+        device: where tensors live.
+    """
+
+    def __init__(self, global_ranks: Sequence[int], group: Any, device: torch.device) -> None:
+        self._global_ranks = tuple(global_ranks)
+        self._group = group
+        self._backend = torch.distributed.get_backend(group)
+        self._tagged = self._backend in _HOST_BACKENDS
+        self._staged = self._tagged and device.type != "cpu"
+        self._groups: dict[Channel, Any] = {}
+
+    def open(self, channels: Sequence[Channel], pipelines: Sequence[Sequence[int]], mine: int) -> None:
+        """Make what the channels need; called by every rank of the world with the same arguments but ``mine``.
+
+        Args:
+            channels: all channels of the plan, in one order everywhere.
+            pipelines: global ranks of every pipeline (every rank of the world makes every group).
+            mine: index of this rank's pipeline.
+        """
+        if self._tagged:
+            return
+        for channel in channels:
+            if channel in self._groups:
+                continue
+            for index, ranks in enumerate(pipelines):
+                pair = sorted((ranks[channel.source_rank], ranks[channel.target_rank]))
+                group = dist.new_group(pair)
+                if index == mine:
+                    self._groups[channel] = group
+
+    def isend(self, tensor: torch.Tensor, channel: Channel) -> _Sent:
+        buffer = tensor.cpu().pin_memory() if self._staged else tensor
+        peer = self._global_ranks[channel.target_rank]
+        return _Sent(dist.isend(buffer, peer, group=self._of(channel), tag=_tag(channel)), buffer)
+
+    def irecv(self, tensor: torch.Tensor, channel: Channel) -> _Sent:
+        peer = self._global_ranks[channel.source_rank]
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if self._staged else tensor
+        work = dist.irecv(buffer, peer, group=self._of(channel), tag=_tag(channel))
+        return _Sent(work, buffer, tensor if self._staged else None)
+
+    def _of(self, channel: Channel) -> Any:
+        return self._group if self._tagged else self._groups[channel]
+
+
+def _tag(channel: Channel) -> int:
+    return 1 + (channel.direction is Direction.BACKWARD)
+
+
+class EngineDevice:
+    """The accelerator of this rank, with the engine's backward.
+
+    Args:
+        device: where tensors live.
+        backward: runs autograd under the engine's prologue and epilogue.
+        scale_loss: divides by the accumulation steps and applies loss scaling.
+        exact_times: wait for the device before reading the clock (costs overlap; for traces).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        backward: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None],
+        scale_loss: Callable[[torch.Tensor], torch.Tensor],
+        exact_times: bool,
+    ) -> None:
+        self._device = device
+        self.backward = backward
+        self.scale_loss = scale_loss
+        self._synchronize = exact_times and device.type != "cpu"
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def now_ms(self) -> float:
+        if self._synchronize:
+            get_accelerator().synchronize()
+        return time.perf_counter() * 1e3

@@ -1,0 +1,498 @@
+"""The engine that runs a plan inside DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from deepspeed_pulse.engine import planning
+from deepspeed_pulse.engine.agreement import (
+    check_same_block,
+    check_same_data,
+    check_zero_stage,
+    raise_everywhere,
+    who_has_data,
+)
+from deepspeed_pulse.engine.batches import LABELS, ShapeKeeper, StepBatches
+from deepspeed_pulse.engine.clipping import clip_over_pipeline
+from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
+from deepspeed_pulse.engine.instructions import (
+    CompleteTiedGrads,
+    ComputeAction,
+    FinishStep,
+    ReceiveMessages,
+    SendMessages,
+)
+from deepspeed_pulse.engine.schedule import PulseSchedule
+from deepspeed_pulse.engine.watchdog import Watchdog
+from deepspeed_pulse.errors import BatchError, ConfigError, PlanError, PulseError
+from deepspeed_pulse.ir.channels import Traffic, make_traffic
+from deepspeed_pulse.ir.graph import NamedValue
+from deepspeed_pulse.ir.plan import Plan, Route
+from deepspeed_pulse.ir.program import Step
+from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.runtime.rank import RankRuntime
+from deepspeed_pulse.runtime.usage import Usage
+
+CHECKED_STEPS, CHECK_EVERY = 3, 100
+"""Data is compared between ranks in the first steps, then now and then."""
+
+REPORT_STEP = 3
+"""Measured figures are printed after this many steps (the first ones warm up)."""
+
+PLAN_FILE = "pulse_plan.json"
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A plan for one number of microbatches and one way of getting the data, ready to run."""
+
+    plan: Plan
+    traffic: Traffic
+    usage: Usage
+
+
+class PulseEngine(PipelineEngine):
+    """``PipelineEngine`` whose schedule, placement and messages come from the module's plan."""
+
+    _started = False
+    """False while upstream's ``__init__`` runs: there "first" and "last" mean the topology."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        module, config = kwargs["model"], kwargs["config_class"]
+        check_same_block(module, kwargs.get("config"))
+        _check_supported(config)
+        super().__init__(*args, **kwargs)
+        self._pulse = module.pulse
+        self._plan: Plan = module.plan
+        self._names = [value.name for value in module.graph.batch_entries]
+        self._lowered: dict[Any, _Lowered] = {}
+        self._readers: dict[str, tuple[bool, ...]] = {}
+        self._shapes = {mode: ShapeKeeper(module.graph, module.input_name) for mode in ("train", "eval")}
+        self._steps = {"train": 0, "eval": 0}
+        self._watchdog = Watchdog(self.global_rank, self._pulse.timeout_seconds)
+        self._pipelines = self.grid.topology().get_axis_comm_lists("pipe")
+        self._communicator = PipelineCommunicator(
+            self.grid.pp_group, self.grid.get_pipe_parallel_group(), torch.device(self.device)
+        )
+        self._engine_device = EngineDevice(
+            torch.device(self.device), self._run_backward, self._scale_loss, exact_times=self._pulse.trace is not None
+        )
+        lowered = self._lower(self.micro_batches, "train", (True,) * self.num_stages)
+        self._runtime = RankRuntime(
+            rank=self.stage_id,
+            stages=module.stages(lowered.usage),
+            communicator=self._communicator,
+            device=self._engine_device,
+            finish=self._finish_microbatch,
+            parameters=tuple(module.parameters()),
+            state_bytes=self._state_bytes(),
+            timeout_seconds=self._pulse.timeout_seconds,
+        )
+        self._started = True
+        self._print_plan()
+
+    # -- seams of upstream -------------------------------------------------------------------
+
+    def is_first_stage(self) -> bool:
+        """True on the rank that holds the first stage."""
+        return self.stage_id == self._plan.placement[0] if self._started else super().is_first_stage()
+
+    def is_last_stage(self) -> bool:
+        """True on the rank that computes the loss."""
+        return self.stage_id == self._plan.placement[-1] if self._started else super().is_last_stage()
+
+    def _loss_stage_global_rank(self) -> int:
+        return int(self.grid.stage_to_global(self._plan.placement[-1]))
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Every rank reads its own data."""
+        self.training_dataloader = loader
+        self.data_iterator = iter(loader)
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """Every rank that is given an iterator draws from it."""
+        self.training_dataloader = None
+        self.data_iterator = iterator
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As upstream; another number of microbatches plans the order anew."""
+        super().set_train_batch_size(train_batch_size)
+        self._lower(self.micro_batches, "train", self._readers.get("train", (True,) * self.num_stages))
+
+    def _train_schedule(self) -> PulseSchedule:
+        return self._begin(self.micro_batches, "train")
+
+    def _inference_schedule(self, micro_batches: int) -> PulseSchedule:
+        return self._begin(micro_batches, "eval")
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """As upstream: one step over the global batch; returns the mean loss."""
+        with _watching(self._watchdog, "the start of train_batch"):
+            loss = super().train_batch(data_iter)
+        if self._steps["train"] in (1, REPORT_STEP):
+            self._report()
+        return loss
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, forward only."""
+        with _watching(self._watchdog, "the start of eval_batch"):
+            return super().eval_batch(*args, **kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over all pipeline ranks, tied weights once."""
+        self._global_grad_norm = clip_over_pipeline(
+            self.module.parameters(), self.gradient_clipping(), self.grid.get_pipe_parallel_group()
+        )
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _begin(self, micro_batches: int, mode: str) -> PulseSchedule:
+        training = mode == "train"
+        checking = training and (self._steps[mode] < CHECKED_STEPS or self._steps[mode] % CHECK_EVERY == 0)
+        self._batches = StepBatches(
+            None if self.data_iterator is None else self._next_batch,
+            micro_batches,
+            self._shapes[mode].split,
+            torch.device(self.device),
+            self._names,
+            self._entries_to_check() if checking and self.data_iterator is not None else (),
+        )
+        readers = self._agree_on_data(mode)
+        lowered = self._lower(micro_batches, mode, readers)
+        self._checking = checking
+        self._runtime.begin(lowered.plan, lowered.traffic, lowered.usage, self._batches, training=training)
+        return PulseSchedule(
+            lowered.traffic.program[self.stage_id],
+            training=training,
+            micro_batches=micro_batches,
+            stages=self.num_stages,
+            stage_id=self.stage_id,
+        )
+
+    def _agree_on_data(self, mode: str) -> tuple[bool, ...]:
+        """Once per mode: all ranks look at their first batch, and learn who reads data."""
+        has_data = self.data_iterator is not None
+        if mode in self._readers:
+            if self._readers[mode][self.stage_id] != has_data:
+                before, now = ("one", "none") if not has_data else ("none", "one")
+                raise BatchError(
+                    f"pipeline rank {self.stage_id} was given {before} data iterator in the first step and {now} now; "
+                    "give each rank the same kind of argument in every step"
+                )
+            self._batches.first()
+            return self._readers[mode]
+        problem: PulseError | None = None
+        try:
+            self._batches.first()
+        except PulseError as found:
+            problem = found
+        raise_everywhere(problem, dist.get_world_size())
+        self._readers[mode] = who_has_data(
+            has_data, self._plan.placement[0], self.grid.get_pipe_parallel_group(), self.num_stages
+        )
+        return self._readers[mode]
+
+    def _lower(self, micro_batches: int, mode: str, readers: tuple[bool, ...]) -> _Lowered:
+        key = (micro_batches, mode, readers)
+        if key not in self._lowered:
+            plan = self._plan_for(micro_batches)
+            if mode == "eval":
+                schedule = planning.forward_schedule(plan, micro_batches)
+                plan = planning.with_schedule(plan, schedule, micro_batches)
+            graph = self.module.graph
+            entries = [*graph.batch_entries, _labels(graph)]
+            plan = replace(plan, routes=(*plan.routes, *_entry_routes(plan, entries, readers)))
+            traffic = make_traffic(plan)
+            self._communicator.open(list(traffic.channels), self._pipelines, self._pipelines.index(self.grid.pp_group))
+            usage = Usage(plan, [*graph.values, *entries], self.stage_id)
+            self._lowered[key] = _Lowered(plan, traffic, usage)
+        return self._lowered[key]
+
+    def _plan_for(self, micro_batches: int) -> Plan:
+        if micro_batches == self._plan.microbatches:
+            return self._plan
+        plan: Plan = planning.agree(lambda: planning.reorder(self.module.planned, self._pulse, micro_batches))
+        return plan
+
+    def _exec_receive_messages(self, step: Step) -> None:
+        self._watchdog.enter(f"action {step.action} (stage {step.action.stage}, microbatch {step.action.microbatch})")
+        self._runtime.receive(step)
+
+    def _exec_compute_action(self, step: Step) -> None:
+        self._runtime.compute(step)
+
+    def _exec_send_messages(self, step: Step) -> None:
+        self._runtime.send(step)
+
+    def _exec_finish_step(self) -> None:
+        self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")
+        self._batches.finish()
+        self._runtime.finish()
+        mode = "train" if self.module.training else "eval"
+        if self._checking and self.num_stages > 1:
+            names = self._all_checked()
+            mine = self._batches.checksums
+            check_same_data(
+                names,
+                [mine.get(name) for name in names],
+                first_rank=self._plan.placement[0],
+                group=self.grid.get_pipe_parallel_group(),
+                size=self.num_stages,
+                device=torch.device(self.device),
+                step=self._steps[mode] + 1,
+            )
+        self._steps[mode] += 1
+
+    def _exec_complete_tied_grads(self) -> None:
+        for weight, _ in self.module.get_tied_weights_and_groups():
+            if weight.requires_grad and weight.grad is None and not self.using_bf16_optimizer:
+                weight.grad = torch.zeros_like(weight)
+
+    def _all_checked(self) -> list[str]:
+        return [*self._names, LABELS]
+
+    def _entries_to_check(self) -> list[str]:
+        """What this rank reads of the batch: everything on the first rank."""
+        if self.is_first_stage():
+            return self._all_checked()
+        mine = set(self.module._local_layers)
+        read = [v.name for v in self.module.graph.batch_entries if mine & set(v.targets)]
+        return [*read, LABELS] if self.is_last_stage() else read
+
+    # -- loss and backward -------------------------------------------------------------------
+
+    def _finish_microbatch(self, output: Any, microbatch: int) -> Any:
+        loss_fn = self.module.loss_fn
+        if self._compute_loss and loss_fn is not None:
+            loss = loss_fn(output, self._runtime.named(LABELS, microbatch))
+        else:
+            loss = output
+        if torch.is_grad_enabled():
+            self._check_loss(loss, loss_fn)
+        if self.eval_return_logits:
+            self.outputs = output
+        self.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else [part.detach() for part in loss])
+        self.total_loss = _added(self.total_loss, loss)
+        self._add_additional_losses()
+        return loss
+
+    @staticmethod
+    def _check_loss(loss: Any, loss_fn: Any) -> None:
+        source = "the last layer (there is no loss_fn)" if loss_fn is None else "loss_fn"
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"{source}: expected a scalar loss, found {found}; pass loss_fn= to PipelineModule or return the loss "
+                "from the last layer"
+            )
+        if not loss.requires_grad:
+            raise ConfigError(f"{source}: the loss depends on no trainable parameter; unfreeze some layer")
+
+    def _add_additional_losses(self) -> None:
+        additional = self.module.get_additional_losses()
+        if additional is not None:
+            if self.total_additional_losses is None:
+                self.total_additional_losses = OrderedDict()
+            for name, loss in additional.items():
+                self.total_additional_losses[name] = _added(self.total_additional_losses.get(name), loss)
+
+    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        loss = loss / self.gradient_accumulation_steps()
+        if isinstance(self.optimizer, ZeROOptimizer):
+            return self.optimizer.scale_if_loss(loss)
+        return loss
+
+    def _run_backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()
+        # The flag tells upstream's hooks that prologue and epilogue are called here.
+        self._running_engine_backward = True
+        try:
+            self._backward_prologue()
+            torch.autograd.backward(roots, gradients)
+            self._backward_epilogue()
+        finally:
+            self._running_engine_backward = False
+
+    # -- figures -----------------------------------------------------------------------------
+
+    def pulse_stats(self) -> dict[str, Any]:
+        """What this rank counted in the last step; local, no communication.
+
+        ``p2p_bytes`` by channel (``hidden``, ``hidden_grad``, ``value:NAME``, ``value_grad:NAME``),
+        ``local_value_bytes``, ``peak_live_bytes``, ``idle_ms``, ``metadata_bytes``.
+        """
+        return asdict(self._runtime.stats)
+
+    def pulse_timeline(self) -> Timeline | None:
+        """The last step as it ran on this pipeline, on its first rank; None on the others. Collective."""
+        gathered = self.module.gather_to_first(self._runtime.spans)
+        if gathered is None:
+            return None
+        spans = [span for row in gathered for span in row]
+        start = min(span.start_ms for span in spans)
+        moved = tuple(
+            Span(rank=s.rank, action=s.action, start_ms=s.start_ms - start, end_ms=s.end_ms - start) for s in spans
+        )
+        return Timeline(num_ranks=self.num_stages, spans=moved)
+
+    def _state_bytes(self) -> int:
+        """Weights, gradients, master copy and two moments, as the planner counts them."""
+        parameters = list(self.module.parameters())
+        factor = 8 if parameters and parameters[0].element_size() == 2 else 4
+        return factor * sum(p.numel() * p.element_size() for p in parameters)
+
+    def _print_plan(self) -> None:
+        if self.global_rank != 0:
+            return
+        from rich.console import Console
+
+        from deepspeed_pulse.report.tables import plan_table
+
+        layers = self.module.layer_list
+        table = plan_table(
+            self._plan,
+            layer_names=[layer.name for layer in self.module.graph.layers],
+            param_counts=planning.parameter_counts(layers),
+            costs=self.module.planned.costs,
+        )
+        Console().print(table)
+
+    def _report(self) -> None:
+        timeline = self.pulse_timeline()
+        figures = self.module.gather_to_first(self._runtime.stats)
+        if timeline is None or figures is None or self.global_rank != 0:
+            return
+        if self._steps["train"] == REPORT_STEP and self.module.planned.measured:
+            from rich.console import Console
+
+            from deepspeed_pulse.report.tables import measured_table
+
+            table = measured_table(
+                self._plan,
+                step_ms=timeline.makespan_ms,
+                bubble_ratio=timeline.bubble_ratio,
+                peak_bytes=[stats.peak_live_bytes for stats in figures],
+                idle_ms=[stats.idle_ms for stats in figures],
+            )
+            Console().print(table)
+        if self._pulse.trace is not None:
+            from deepspeed_pulse.report.trace import write_trace
+
+            write_trace(self._pulse.trace, [("measured", timeline)], self._plan.placement)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, and the plan beside it."""
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        saved = super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        if self.global_rank == 0:
+            path = Path(save_dir) / tag / PLAN_FILE
+            beside = path.with_suffix(".tmp")
+            beside.write_text(self._plan.to_json(), encoding="utf-8")
+            os.replace(beside, path)
+        return saved
+
+    def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As upstream. Optimizer state is kept per rank, so another placement is refused.
+
+        Raises:
+            PlanError: the checkpoint was written under other cuts or another placement.
+        """
+        weights_only = kwargs.get("load_module_only", False) or kwargs.get("load_optimizer_states", True) is False
+        if not weights_only:
+            planning.agree(lambda: self._check_checkpoint(load_dir, tag))
+        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+
+    def _check_checkpoint(self, load_dir: str, tag: Any) -> None:
+        latest = Path(load_dir) / "latest"
+        if tag is None and latest.is_file():
+            tag = latest.read_text(encoding="utf-8").strip()
+        path = Path(load_dir) / str(tag) / PLAN_FILE
+        if tag is None or not path.parent.is_dir():
+            return
+        if not path.is_file():
+            raise PlanError(
+                f"{path.parent}: written without a plan, so its optimizer state belongs to other ranks; load weights "
+                "only (load_optimizer_states=False) or resume with pulse off"
+            )
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        mine = self._plan.to_dict()
+        for name in ("pipeline_ranks", "data_parallel", "placement", "boundaries"):
+            if saved.get(name) != mine[name]:
+                raise PlanError(
+                    f"{path}: {name}: the checkpoint was written with {saved.get(name)}, this job runs {mine[name]}; "
+                    'resuming under another plan is not supported yet: set "plan" in the "pulse" block to that file, '
+                    "or load weights only (load_optimizer_states=False)"
+                )
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        ReceiveMessages: _exec_receive_messages,
+        ComputeAction: _exec_compute_action,
+        SendMessages: _exec_send_messages,
+        FinishStep: _exec_finish_step,
+        CompleteTiedGrads: _exec_complete_tied_grads,
+    }
+
+
+class _watching:
+    """The watchdog runs while inside."""
+
+    def __init__(self, watchdog: Watchdog, doing: str) -> None:
+        self._watchdog, self._doing = watchdog, doing
+
+    def __enter__(self) -> None:
+        self._watchdog.enter(self._doing)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._watchdog.leave()
+
+
+def _check_supported(config: Any) -> None:
+    check_zero_stage(int(config.zero_optimization_stage))
+    if config.float16_config.enabled:
+        raise ConfigError("fp16 is not supported under pulse yet; use bf16 or fp32")
+    if config.pipeline["activation_checkpoint_interval"]:
+        raise ConfigError(
+            "pipeline.activation_checkpoint_interval is not supported under pulse yet: set it to 0, and call "
+            "torch.utils.checkpoint inside your layers"
+        )
+
+
+def _labels(graph: Any) -> NamedValue:
+    return NamedValue(name=LABELS, source=None, targets=(len(graph.layers) - 1,))
+
+
+def _entry_routes(plan: Plan, entries: Sequence[NamedValue], readers: tuple[bool, ...]) -> list[Route]:
+    """Batch entries travel from the first rank, once to each rank that reads them and was given no data."""
+    routes = []
+    for entry in entries:
+        first_read: dict[int, int] = {}
+        for layer in entry.targets:
+            stage = plan.stage_of(layer)
+            first_read.setdefault(plan.placement[stage], stage)
+        hops = tuple((0, stage) for rank, stage in first_read.items() if not readers[rank])
+        if hops:
+            routes.append(Route(name=entry.name, source_stage=0, hops=hops))
+    return routes
+
+
+def _added(total: Any, loss: Any) -> Any:
+    if isinstance(loss, torch.Tensor):
+        return loss.detach().clone() if total is None else total + loss.detach()
+    if total is None:
+        return [part.detach().clone() for part in loss]
+    return [before + part.detach() for before, part in zip(total, loss, strict=True)]

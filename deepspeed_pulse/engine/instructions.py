@@ -1,0 +1,25 @@
+"""Instructions of the pulse schedule; each names the step of the plan's program it belongs to."""
+
+from __future__ import annotations
+
+from deepspeed.runtime.pipe.schedule import PipeInstruction
+
+
+class ReceiveMessages(PipeInstruction):
+    """Wait for the messages that a step needs."""
+
+
+class ComputeAction(PipeInstruction):
+    """Run a step's forward or backward."""
+
+
+class SendMessages(PipeInstruction):
+    """Start the messages that leave when a step ends."""
+
+
+class FinishStep(PipeInstruction):
+    """Wait for all sends, check that every buffer is empty and that all ranks saw the same data."""
+
+
+class CompleteTiedGrads(PipeInstruction):
+    """Give tied weights without a gradient a zero one, so that all their ranks take part in the reduction."""

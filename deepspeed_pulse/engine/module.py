@@ -1,0 +1,353 @@
+"""``PipelineModule``: DeepSpeed's, with named values and a plan."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import module as upstream
+
+from deepspeed_pulse.config import PulseConfig, parse_pulse
+from deepspeed_pulse.engine import hook, planning
+from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.planning import PlanRequest, TiedCall
+from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
+from deepspeed_pulse.engine.specs import describe, unwrap
+from deepspeed_pulse.engine.upstream import check_version
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.runtime.stage import BoundLayer, Stage
+from deepspeed_pulse.runtime.usage import Usage
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+
+
+class PipelineModule(upstream.PipelineModule):
+    """DeepSpeed's ``PipelineModule`` for layers that stash and pop named values.
+
+    Takes every argument of upstream's, and:
+
+    Args:
+        num_stages: number of pipeline ranks, as upstream.
+        partition_method: ``"profile"`` (the default under pulse), upstream's values, or a list of inner
+            cuts: the first layer of each stage but the first, by index or by name.
+        config: what ``deepspeed.initialize`` takes (path or dict); left out, the file named by
+            ``--deepspeed_config`` on the command line.
+        example_batch: one batch ``(inputs, labels)``; layer costs are measured on it at start.
+        input: name of the first layer's input when a batch's inputs are a dict.
+
+    Raises:
+        PulseError: anything known to be wrong before the first step, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Any = None,
+        seed_layers: bool = False,
+        seed_fn: Any = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int | str] | None = None,
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Any = upstream.checkpointing.checkpoint,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        config: Config | None = None,
+        example_batch: Any = None,
+        input: str = "hidden",
+    ) -> None:
+        check_version()
+        self.layer_list = list(layers)
+        self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(self.layer_list)))
+        self.input_name = input
+        self.ds_config = _load_config(config)
+        self.pulse = self._resolve_pulse()
+        self.plan: Plan | None = None
+        self._relay: list[RelayLayer] | None = None
+        self._example = None if example_batch is None else SplitBatch(example_batch, self.graph, input)
+        self._partition_method = partition_method
+        if self.pulse_enabled:
+            self._refuse_unsupported(num_stages, topology, activation_checkpoint_interval, dynamic_shape)
+        elif num_stages == "auto":
+            raise ConfigError('num_stages="auto" needs pulse: add a "pulse" block to the config')
+        _init_distributed(self.pulse.timeout_seconds if self.pulse else None)
+        hook.install()
+        super().__init__(
+            layers=[unwrap(layer) for layer in self.layer_list],
+            num_stages=num_stages,
+            topology=topology,
+            loss_fn=loss_fn,
+            seed_layers=seed_layers,
+            seed_fn=seed_fn,
+            base_seed=base_seed,
+            partition_method=partition_method if isinstance(partition_method, str) else "parameters",
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            activation_checkpoint_func=activation_checkpoint_func,
+            checkpointable_layers=checkpointable_layers,
+            dynamic_shape=dynamic_shape,
+        )
+
+    # -- configuration -----------------------------------------------------------------------
+
+    @property
+    def pulse_enabled(self) -> bool:
+        """True when the layers run by a plan; False when they run the upstream way."""
+        return self.pulse is not None and self.pulse.enabled
+
+    def engine_class(self) -> type[deepspeed.PipelineEngine]:
+        """The engine that ``deepspeed.initialize`` builds for this module."""
+        from deepspeed_pulse.engine.engine import PulseEngine
+        from deepspeed_pulse.engine.relay_engine import RelayEngine
+
+        return PulseEngine if self.pulse_enabled else RelayEngine
+
+    def _resolve_pulse(self) -> PulseConfig | None:
+        if self.ds_config is None:
+            return PulseConfig() if self.graph.uses_names else None
+        return parse_pulse(self.ds_config.get("pulse"))
+
+    def _refuse_unsupported(self, num_stages: Any, topology: Any, checkpoint_interval: int, dynamic: bool) -> None:
+        if num_stages == "auto":
+            raise ConfigError('num_stages="auto": choosing the number of ranks is not there yet; give a number')
+        if num_stages is not None and (
+            isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1
+        ):
+            raise ConfigError(
+                f"num_stages: expected the number of pipeline ranks, an integer >= 1, found {num_stages!r}"
+            )
+        if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
+            raise ConfigError(
+                "topology: tensor-parallel ('model') dimensions are not supported under pulse; use pipe x data"
+            )
+        if dynamic:
+            raise ConfigError(
+                'dynamic_shape=True is not supported under pulse yet; set "pulse": {"enabled": false} to run it '
+                "upstream's way"
+            )
+        if checkpoint_interval:
+            raise ConfigError(
+                "activation_checkpoint_interval is not supported under pulse yet: set it to 0, and call "
+                "torch.utils.checkpoint inside your layers"
+            )
+        if not self.layer_list:
+            raise ConfigError("layers: expected at least one layer, found none")
+
+    # -- plan and layers ---------------------------------------------------------------------
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self._check_divides()
+        if self.pulse_enabled:
+            self.planned = planning.agree(lambda: planning.make_planned(self._request()))
+            self.plan = self.planned.plan
+            self.parts = list(self.plan.boundaries)
+            self._local_layers = list(self.plan.layers_of(self.stage_id))
+            self._set_bounds(start=0, stop=len(self._local_layers))
+            return
+        if self._partition_method is None or isinstance(self._partition_method, str):
+            super()._partition_layers(method)
+        else:
+            self.parts = self._explicit_parts(self._partition_method)
+        # numpy integers break random.seed under seed_layers
+        self.parts = [int(part) for part in self.parts]
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+        self._local_layers = list(range(self._local_start, self._local_stop))
+
+    def _check_divides(self) -> None:
+        if self.num_stages > self._num_layers:
+            raise ConfigError(
+                f"{self.num_stages} pipeline ranks for {self._num_layers} layers: expected at least one layer a rank; "
+                "use fewer ranks (num_stages) or finer layers"
+            )
+
+    def _explicit_parts(self, cuts: Sequence[int | str]) -> list[int]:
+        indices = [cut if isinstance(cut, int) else self.graph.index_of(cut) for cut in cuts]
+        parts = [0, *indices, self._num_layers]
+        if len(parts) != self.num_stages + 1 or any(a >= b for a, b in itertools.pairwise(parts)):
+            raise ConfigError(
+                f"partition_method: expected {self.num_stages - 1} increasing cuts inside the {self._num_layers} "
+                f"layers, found {list(cuts)}"
+            )
+        return parts
+
+    def _request(self) -> PlanRequest:
+        assert self.pulse is not None
+        parsed = None
+        if self.ds_config is not None:
+            parsed = deepspeed.DeepSpeedConfig(deepcopy(self.ds_config), self._grid)
+        example = None if self._example is None else (self._example.inputs, dict(self._example.entries))
+        return PlanRequest(
+            graph=self.graph,
+            layers=self.layer_list,
+            pulse=self.pulse,
+            pipeline_ranks=self.num_stages,
+            data_parallel=self._grid.data_parallel_size,
+            microbatches=1 if parsed is None else int(parsed.gradient_accumulation_steps),
+            microbatch_size=1 if parsed is None else int(parsed.train_micro_batch_size_per_gpu),
+            partition_method=self._partition_method or "profile",
+            example=example,
+            device=torch.device(get_accelerator().device_name(self.local_rank)),
+        )
+
+    def _build(self) -> None:
+        if not self.pulse_enabled:
+            super()._build()
+            self._adopt_tied_calls()
+            return
+        assert self.plan is not None
+        for stage in self.plan.stages_of(self.stage_id):
+            self._set_bounds(start=self.plan.boundaries[stage], stop=self.plan.boundaries[stage + 1])
+            self._build_tied()
+            super()._build()
+        self._set_bounds(start=0, stop=len(self.forward_funcs))
+        self._adopt_tied_calls()
+        if not any(p.requires_grad for p in self.parameters()):
+            # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
+            self.register_parameter("pulse_placeholder", torch.nn.Parameter(torch.zeros(1)))
+
+    def _build_tied(self) -> None:
+        """Build tied modules as their first layer would be, so that initial weights do not depend on the plan."""
+        for layer in self._layer_specs[self._local_start : self._local_stop]:
+            if not isinstance(layer, upstream.TiedLayerSpec) or layer.key in self.tied_modules:
+                continue
+            first = next(
+                i
+                for i, other in enumerate(self._layer_specs)
+                if isinstance(other, upstream.TiedLayerSpec) and other.key == layer.key
+            )
+            if self.seed_layers:
+                (self.seed_fn or upstream.ds_utils.set_random_seed)(self.base_seed + first)
+            self.tied_modules[layer.key] = module = self._layer_specs[first].build()
+            # The layers share the module, so every parameter of it is tied.
+            self.tied_weight_attrs[layer.key] = [name for name, _ in module.named_parameters()]
+
+    def _adopt_tied_calls(self) -> None:
+        """A tied layer with a ``forward_fn`` saves and loads its module's state too."""
+        for position, function in enumerate(self.forward_funcs):
+            if isinstance(function, partial) and function.func is not None and len(function.args) == 1:
+                module = function.args[0]
+                if any(module is tied for tied in self.tied_modules.values()):
+                    self.forward_funcs[position] = TiedCall(module, function.func)
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Pipeline rank that holds a layer."""
+        return super().stage_owner(layer_idx) if self.plan is None else self.plan.rank_of_layer(layer_idx)
+
+    def local_layers(self) -> list[tuple[int, Any]]:
+        """(layer index, built module or function) of every layer on this rank, in forward order."""
+        return list(zip(self._local_layers, self.forward_funcs, strict=True))
+
+    def bound_layers(self) -> dict[int, BoundLayer]:
+        """Layers on this rank with their declarations, by layer index."""
+        return {index: BoundLayer(self.graph.layers[index], function) for index, function in self.local_layers()}
+
+    def stages(self, usage: Usage) -> dict[int, Stage]:
+        """The stages of this rank, ready to run."""
+        assert self.plan is not None
+        bound = self.bound_layers()
+        return {
+            stage: Stage([bound[i] for i in self.plan.stage_layers(stage)], usage.exports(stage))
+            for stage in self.plan.stages_of(self.stage_id)
+        }
+
+    # -- forward, checkpoints, gathering -----------------------------------------------------
+
+    def forward(self, forward_input: Any) -> Any:
+        """The layers of this rank, the upstream way; named values travel in the tuple."""
+        if not self.graph.uses_names:
+            return super().forward(forward_input)
+        if self._relay is None:
+            self._relay = relay_layers(self.graph, self.bound_layers())
+        functions, self.forward_funcs = self.forward_funcs, self._relay
+        try:
+            return super().forward(forward_input)
+        finally:
+            self.forward_funcs = functions
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """Upstream's file name of a layer, found by its index in the model."""
+        return str(super().ckpt_layer_path(ckpt_dir, self._local_layers[local_layer_idx] - self._local_start))
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        return list(super().ckpt_layer_path_list(ckpt_dir, self._local_layers[local_layer_idx] - self._local_start))
+
+    def gather_to_first(self, item: Any) -> list[Any] | None:
+        """``item`` of every rank of the pipeline, in order, on its first rank; None on the others."""
+        group = self._grid.get_pipe_parallel_group()
+        first = self.global_rank == self._grid.pp_group[0]
+        found: list[Any] | None = [None] * len(self._grid.pp_group) if first else None
+        torch.distributed.gather_object(item, found, dst=self._grid.pp_group[0], group=group)
+        return found
+
+
+def _load_config(config: Config | None) -> dict[str, Any] | None:
+    """The DeepSpeed config as a dict: given, or named on the command line, or None."""
+    if config is None:
+        config = _config_on_command_line()
+    if config is None or isinstance(config, dict):
+        return config
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not Path(config).is_file():
+        raise ConfigError(
+            f"config: expected a DeepSpeed configuration (a dict or a file), found no file {str(config)!r}"
+        )
+    try:
+        return dict(deepspeed.runtime.config_utils.load_ds_config(str(config)))
+    except ValueError as problem:
+        raise ConfigError(f"config {config}: not a JSON file: {problem}") from None
+
+
+def _config_on_command_line() -> str | None:
+    for position, word in enumerate(sys.argv):
+        if word == "--deepspeed_config" and position + 1 < len(sys.argv):
+            return sys.argv[position + 1]
+        if word.startswith("--deepspeed_config="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def _init_distributed(timeout_seconds: float | None) -> None:
+    """Start the process group when nobody has; alone on a machine no launcher is needed."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if "LOCAL_RANK" not in os.environ:
+        if not alone or (dist.is_initialized() and dist.get_world_size() > 1):
+            raise ConfigError(
+                "LOCAL_RANK is not set: start the script with the deepspeed launcher (deepspeed train.py) or set "
+                "LOCAL_RANK"
+            )
+        os.environ["LOCAL_RANK"] = "0"
+    if dist.is_initialized():
+        return
+    if alone and "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    if timeout_seconds is None:
+        deepspeed.init_distributed()
+    else:
+        deepspeed.init_distributed(timeout=timedelta(seconds=timeout_seconds))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,143 @@
+"""Named values the upstream way: relayed through every stage in the tuple. The baseline.
+
+Between layers the state is a tuple: the hidden tensors and live values that need a gradient first
+(upstream differentiates every floating tensor), then those that need none, as integers of the same
+width, then a header that says which tensor is what.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.runtime.payload import num_bytes, tensors_of
+from deepspeed_pulse.runtime.stage import BoundLayer, Stage
+
+HIDDEN = ""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool)
+
+
+def live_after(graph: Graph, layer: int) -> tuple[str, ...]:
+    """Names alive between ``layer`` and the next: stashed or in the batch, and popped later."""
+    names = [v.name for v in graph.batch_entries if v.targets[-1] > layer]
+    names += [v.name for v in graph.values if v.source is not None and v.source <= layer < v.targets[-1]]
+    return tuple(names)
+
+
+def relay_layers(graph: Graph, bound: Mapping[int, BoundLayer]) -> list[RelayLayer]:
+    """The layers of one rank (by layer index) as functions between relayed tuples."""
+    last = len(graph.layers) - 1
+    return [RelayLayer(graph, index, layer, index == last) for index, layer in bound.items()]
+
+
+class RelayLayer:
+    """One layer between relayed tuples."""
+
+    def __init__(self, graph: Graph, index: int, layer: BoundLayer, is_last: bool) -> None:
+        self._before = live_after(graph, index - 1)
+        self._after = live_after(graph, index)
+        self._stage = Stage([layer], layer.declared.stash)
+        self._is_first, self._is_last = index == 0, is_last
+        self._layer = layer
+
+    def parameters(self) -> Any:
+        function = self._layer.function
+        return function.parameters() if isinstance(function, torch.nn.Module) else iter(())
+
+    def __call__(self, state: Any) -> Any:
+        hidden, values = self._first(state) if self._is_first else unpack(state, self._before)
+        output, stashed = self._stage.run(hidden, lambda name: values[name])
+        if self._is_last:
+            return output
+        values.update(stashed)
+        return pack(output, {name: values[name] for name in self._after})
+
+    def _first(self, state: Any) -> tuple[Any, dict[str, Any]]:
+        names = self._before
+        if not names:
+            return state, {}
+        return state[0], dict(zip(names, state[1:], strict=True))
+
+
+def pack(hidden: Any, values: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The tuple that travels between two layers."""
+    graded: list[torch.Tensor] = []
+    plain: list[torch.Tensor] = []
+    header: list[int] = []
+    for value in (hidden, *values.values()):
+        tensors = tensors_of(value)
+        header += [int(not isinstance(value, torch.Tensor)), len(tensors)]
+        for tensor in tensors:
+            if tensor.requires_grad:
+                header.append(-1)
+                graded.append(tensor)
+            else:
+                header.append(_DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else len(_DTYPES))
+                plain.append(_as_integers(tensor))
+    device = tensors_of(hidden)[0].device
+    return (*graded, *plain, torch.tensor(header, dtype=torch.int64, device=device))
+
+
+def unpack(state: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Inverse of :func:`pack`."""
+    header = state[-1].tolist()
+    num_graded = _count_graded(header)
+    graded, plain = iter(state[:num_graded]), iter(state[num_graded:-1])
+    found: list[Any] = []
+    position = 0
+    while position < len(header):
+        is_tuple, count = header[position : position + 2]
+        codes = header[position + 2 : position + 2 + count]
+        tensors = tuple(next(graded) if code == -1 else _as_before(next(plain), code) for code in codes)
+        found.append(tensors if is_tuple else tensors[0])
+        position += 2 + count
+    hidden, *values = found
+    return hidden, dict(zip(names, values, strict=True))
+
+
+def _count_graded(header: Sequence[int]) -> int:
+    count, position = 0, 0
+    while position < len(header):
+        tensors = header[position + 1]
+        count += sum(1 for code in header[position + 2 : position + 2 + tensors] if code == -1)
+        position += 2 + tensors
+    return count
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.dtype in _DTYPES:
+        tensor = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+    return tensor
+
+
+def _as_before(tensor: torch.Tensor, code: int) -> torch.Tensor:
+    return tensor.view(_DTYPES[code]) if code < len(_DTYPES) else tensor
+
+
+def bytes_by_label(state: Any, names: Sequence[str], *, gradients: bool) -> Counter[str]:
+    """Bytes of a relayed tuple by channel (``hidden``, ``value:NAME``; with ``_grad`` for its gradients)."""
+    suffix = "_grad" if gradients else ""
+    count: Counter[str] = Counter()
+    if isinstance(state, torch.Tensor) or not names:
+        tensors = tensors_of(state)
+        count[f"hidden{suffix}"] = num_bytes([t for t in tensors if t.is_floating_point() or not gradients])
+        return count
+    header = state[-1].tolist()
+    num_graded = _count_graded(header)
+    graded, plain = iter(state[:num_graded]), iter(state[num_graded:-1])
+    position = 0
+    for name in (HIDDEN, *names):
+        label = f"value{suffix}:{name}" if name else f"hidden{suffix}"
+        codes = header[position + 2 : position + 2 + header[position + 1]]
+        for code in codes:
+            tensor = next(graded) if code == -1 else next(plain)
+            if code == -1 or not gradients:
+                count[label] += num_bytes([tensor])
+        position += 2 + len(codes)
+    return count

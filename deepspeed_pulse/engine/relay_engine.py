@@ -1,0 +1,85 @@
+"""The baseline engine: upstream's 1F1B with named values relayed in the tuple, and bytes counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.runtime.pipe import schedule as upstream_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from deepspeed_pulse.engine.agreement import check_same_block
+from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.clipping import clip_over_pipeline
+from deepspeed_pulse.engine.relay import bytes_by_label, live_after
+
+
+class RelayEngine(PipelineEngine):
+    """Upstream's engine for our module without a plan.
+
+    Without a ``"pulse"`` block clipping is upstream's; with ``"enabled": false`` it is over all ranks.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_same_block(kwargs["model"], kwargs.get("config"))
+        super().__init__(*args, **kwargs)
+        self._sent: Counter[str] = Counter()
+        graph = self.module.graph
+        self._names_in = live_after(graph, self.module._local_layers[0] - 1)
+        self._names_out = live_after(graph, self.module._local_layers[-1])
+        if self.global_rank == 0:
+            print("pulse is off: 1F1B, named values relayed through every stage in the tuple", flush=True)
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        self._sent.clear()
+        return super().train_batch(data_iter)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        # Without gradients the tuple looks different, so shapes are agreed on anew.
+        self.reset_activation_shape()
+        try:
+            return super().eval_batch(*args, **kwargs)
+        finally:
+            self.reset_activation_shape()
+
+    def pulse_stats(self) -> dict[str, Any]:
+        """Bytes this rank sent in the last ``train_batch``, by channel."""
+        return {"p2p_bytes": dict(self._sent)}
+
+    def clip_fp32_gradients(self) -> None:
+        if self.module.pulse is None:
+            super().clip_fp32_gradients()
+            return
+        self._global_grad_norm = clip_over_pipeline(
+            self.module.parameters(), self.gradient_clipping(), self.grid.get_pipe_parallel_group()
+        )
+
+    def _next_batch(self) -> Any:
+        batch = super()._next_batch()
+        graph = self.module.graph
+        if batch is None or not (graph.uses_names or isinstance(batch[0], dict)):
+            return batch
+        split = SplitBatch(batch, graph, self.module.input_name)
+        entries = tuple(split.entries[value.name] for value in graph.batch_entries)
+        return ((split.inputs, *entries) if entries else split.inputs), split.labels
+
+    def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        # Upstream's pool ignores the dtype; relayed tuples mix dtypes.
+        return self._allocate_buffer(shape, dtype=dtype, num_buffers=1)[0]
+
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        state = self.pipe_buffers["outputs"][buffer_id]
+        self._sent.update(bytes_by_label(state, self._names_out, gradients=False))
+        super()._exec_send_activations(buffer_id)
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        state = self.pipe_buffers["inputs"][buffer_id]
+        self._sent.update(bytes_by_label(state, self._names_in, gradients=True))
+        super()._exec_send_grads(buffer_id)
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        upstream_schedule.SendActivation: _exec_send_activations,
+        upstream_schedule.SendGrad: _exec_send_grads,
+    }

@@ -1,0 +1,86 @@
+"""Every name of DeepSpeed that this package relies on, in one place.
+
+A test checks that they exist in the installed version. The engine subclasses, overrides the small
+seams named here, and copies no upstream method.
+"""
+
+from __future__ import annotations
+
+import deepspeed
+
+from deepspeed_pulse.errors import ConfigError
+
+REQUIRED_VERSION = "0.19.8"
+
+RELIED_ON = {
+    "deepspeed": ("initialize", "PipelineEngine", "DeepSpeedConfig"),
+    "deepspeed.comm": (
+        "all_gather",
+        "all_gather_object",
+        "all_reduce",
+        "barrier",
+        "broadcast_object_list",
+        "init_distributed",
+        "irecv",
+        "is_initialized",
+        "isend",
+        "new_group",
+    ),
+    "deepspeed.runtime.pipe.module.PipelineModule": (
+        "_build",
+        "_index_tied_modules",
+        "_partition_layers",
+        "_set_bounds",
+        "ckpt_layer_path",
+        "ckpt_layer_path_list",
+        "forward",
+        "get_tied_weights_and_groups",
+        "stage_owner",
+    ),
+    "deepspeed.runtime.pipe.engine.PipelineEngine": (
+        "_INSTRUCTION_MAP",
+        "_aggregate_total_loss",
+        "_allocate_buffer",
+        "_allocate_or_extend_buffers",
+        "_exec_reduce_grads",
+        "_exec_reduce_tied_grads",
+        "_exec_schedule",
+        "_exec_send_activations",
+        "_exec_send_grads",
+        "_inference_schedule",
+        "_loss_stage_global_rank",
+        "_next_batch",
+        "_train_schedule",
+        "eval_batch",
+        "is_first_stage",
+        "is_last_stage",
+        "set_dataiterator",
+        "set_dataloader",
+        "set_train_batch_size",
+        "train_batch",
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine": (
+        "_backward_epilogue",
+        "_backward_prologue",
+        "clip_fp32_gradients",
+        "load_checkpoint",
+        "save_checkpoint",
+    ),
+    "deepspeed.runtime.pipe.schedule": (
+        "OptimizerStep",
+        "PipeInstruction",
+        "ReduceGrads",
+        "ReduceTiedGrads",
+        "TrainSchedule",
+    ),
+}
+"""Module or class to the attributes used."""
+
+
+def check_version() -> None:
+    """Raise a ConfigError when the installed DeepSpeed is another version than the one built on."""
+    if deepspeed.__version__.split("+")[0] != REQUIRED_VERSION:
+        raise ConfigError(
+            f"deepspeed_pulse needs deepspeed {REQUIRED_VERSION}, found {deepspeed.__version__}: "
+            f"pip install deepspeed=={REQUIRED_VERSION}"
+        )

@@ -1,0 +1,189 @@
+"""Messages seen from the channels: their order, how many buffers they need, when a send is over.
+
+Everything here follows from the program alone, so both ends of a channel agree without talking.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
+
+from deepspeed_pulse.errors import PlanError
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.program import Channel, Lowering, Message, Program, lower
+from deepspeed_pulse.ir.schedule import Op
+
+_UNIT_TIME = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRAD: 1, Op.WEIGHT_GRAD: 1}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages of a plan, by channel.
+
+    Attributes:
+        program: steps of every rank.
+        channels: messages of each channel in the order in which the sender produces them.
+        slots: receive buffers of each channel: as many as messages are under way or waiting at once
+            when an action takes its usual share of time (forward 1, backward 2), and at least enough
+            for messages that overtake each other between sender and receiver.
+        releases: per rank and step, the rank's own earlier sends that its peer must have received
+            once this step's messages are here (the peer sent one of them after consuming the send).
+    """
+
+    program: Program
+    channels: dict[Channel, tuple[Message, ...]]
+    slots: dict[Channel, int]
+    releases: tuple[tuple[tuple[Message, ...], ...], ...]
+
+
+def make_traffic(plan: Plan) -> Traffic:
+    """Analyse a plan's messages. Raises PlanError when the order of actions deadlocks."""
+    program = lower(plan)
+    channel_of = Lowering(plan).channel
+    sent_at = {m: (rank, i) for rank, row in enumerate(program) for i, step in enumerate(row) for m in step.sends}
+    used_at = {m: (rank, i) for rank, row in enumerate(program) for i, step in enumerate(row) for m in step.receives}
+    if sent_at.keys() != used_at.keys():
+        odd = next(iter(sent_at.keys() ^ used_at.keys()))
+        raise PlanError(
+            f"the schedule lacks an action: {odd.label} of microbatch {odd.microbatch} from stage "
+            f"{odd.source_stage} to stage {odd.target_stage} has only one end"
+        )
+    channels: dict[Channel, list[Message]] = defaultdict(list)
+    for row in program:
+        for step in row:
+            for message in step.sends:
+                channels[channel_of(message)].append(message)
+    starts = unit_clock(plan, program)
+    ordered = {channel: tuple(messages) for channel, messages in channels.items()}
+    return Traffic(
+        program=program,
+        channels=ordered,
+        slots={c: _slots(messages, program, starts, sent_at, used_at) for c, messages in ordered.items()},
+        releases=tuple(_releases(rank, program, sent_at, used_at) for rank in range(len(program))),
+    )
+
+
+def unit_clock(plan: Plan, program: Program) -> list[list[int]]:
+    """Start of every step when forward takes 1, backward 2 and messages nothing.
+
+    Raises:
+        PlanError: the order deadlocks; shows the action every rank is stuck at and what it waits for.
+    """
+    arrived: dict[Message, int] = {}
+    finished: dict[tuple[int, Op, int], int] = {}
+    starts: list[list[int]] = [[] for _ in program]
+    free = [0] * len(program)
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(program):
+            while len(starts[rank]) < len(row):
+                step = row[len(starts[rank])]
+                waits = [arrived.get(m) for m in step.receives] + [
+                    finished.get(key)
+                    for key in local_needs(plan, step.action.stage, step.action.op, step.action.microbatch)
+                ]
+                if any(time is None for time in waits):
+                    break
+                start = max([free[rank], *(time for time in waits if time is not None)])
+                free[rank] = start + _UNIT_TIME[step.action.op]
+                starts[rank].append(start)
+                finished[step.action.stage, step.action.op, step.action.microbatch] = free[rank]
+                arrived.update(dict.fromkeys(step.sends, free[rank]))
+                progress = True
+    stuck = [rank for rank, row in enumerate(program) if len(starts[rank]) < len(row)]
+    if stuck:
+        raise PlanError(_describe_deadlock(plan, program, starts, stuck, arrived, finished))
+    return starts
+
+
+def local_needs(plan: Plan, stage: int, op: Op, microbatch: int) -> list[tuple[int, Op, int]]:
+    """Actions on the same rank that must be over before this one, as (stage, op, microbatch)."""
+    place = plan.placement
+    needs: list[tuple[int, Op, int]] = []
+    if op is Op.FORWARD:
+        if stage > 0 and place[stage - 1] == place[stage]:
+            needs.append((stage - 1, Op.FORWARD, microbatch))
+        return needs
+    if op is Op.WEIGHT_GRAD:
+        return [(stage, Op.INPUT_GRAD, microbatch)]
+    needs.append((stage, Op.FORWARD, microbatch))
+    if stage + 1 < plan.num_stages and place[stage + 1] == place[stage]:
+        split = any(a.op is Op.INPUT_GRAD and a.stage == stage + 1 for a in plan.schedule[place[stage]])
+        needs.append((stage + 1, Op.INPUT_GRAD if split else Op.BACKWARD, microbatch))
+    return needs
+
+
+def _describe_deadlock(
+    plan: Plan,
+    program: Program,
+    starts: list[list[int]],
+    stuck: list[int],
+    arrived: dict[Message, int],
+    finished: dict[tuple[int, Op, int], int],
+) -> str:
+    lines = []
+    for rank in stuck:
+        step = program[rank][len(starts[rank])]
+        action = step.action
+        waits = [f"{m.label} from stage {m.source_stage}" for m in step.receives if m not in arrived]
+        waits += [
+            f"{s}{op.value}{m}"
+            for s, op, m in local_needs(plan, action.stage, action.op, action.microbatch)
+            if (s, op, m) not in finished
+        ]
+        lines.append(f"rank {rank} is stuck at {action}, its action {len(starts[rank])}: waits for {', '.join(waits)}")
+    return "the order of actions deadlocks; reorder the schedule:\n  " + "\n  ".join(lines)
+
+
+def _slots(
+    messages: tuple[Message, ...],
+    program: Program,
+    starts: list[list[int]],
+    sent_at: dict[Message, tuple[int, int]],
+    used_at: dict[Message, tuple[int, int]],
+) -> int:
+    """Most messages sent but not consumed at once, in unit time and in the order of the channel."""
+    events = []
+    for message in messages:
+        rank, i = sent_at[message]
+        sent = starts[rank][i] + _UNIT_TIME[program[rank][i].action.op]
+        target, j = used_at[message]
+        events += [(sent, 1), (starts[target][j] + 1, -1)]
+    live = most = 0
+    for _, change in sorted(events):
+        live += change
+        most = max(most, live)
+    order = [used_at[message][1] for message in messages]
+    overtaken = max(sum(1 for earlier in order[:k] if earlier >= used) + 1 for k, used in enumerate(order))
+    return max(2, most, overtaken)
+
+
+def _releases(
+    rank: int,
+    program: Program,
+    sent_at: dict[Message, tuple[int, int]],
+    used_at: dict[Message, tuple[int, int]],
+) -> tuple[tuple[Message, ...], ...]:
+    found: list[list[Message]] = [[] for _ in program[rank]]
+    arrivals: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for i, step in enumerate(program[rank]):
+        for message in step.receives:
+            peer, sent = sent_at[message]
+            arrivals[peer].append((sent, i))
+    earliest: dict[int, tuple[list[int], list[int]]] = {}
+    for peer, pairs in arrivals.items():
+        pairs.sort()
+        best = [i for _, i in pairs]
+        for k in range(len(best) - 2, -1, -1):
+            best[k] = min(best[k], best[k + 1])
+        earliest[peer] = ([sent for sent, _ in pairs], best)
+    for step in program[rank]:
+        for message in step.sends:
+            peer, used = used_at[message]
+            sent_positions, best = earliest.get(peer, ([], []))
+            k = bisect_left(sent_positions, used)
+            if k < len(best):
+                found[best[k]].append(message)
+    return tuple(tuple(messages) for messages in found)

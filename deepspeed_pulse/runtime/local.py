@@ -1,0 +1,163 @@
+"""All ranks of a plan in one process: the whole runtime, without processes or DeepSpeed.
+
+Messages go through mailboxes that keep the order of their channel, as every real backend does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_pulse.ir.channels import make_traffic, unit_clock
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.program import Channel
+from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.runtime.rank import RankRuntime, Stats
+from deepspeed_pulse.runtime.stage import BoundLayer, Stage
+from deepspeed_pulse.runtime.usage import Usage
+
+
+class Mailboxes:
+    """A communicator for all ranks of one process; a receive waits only for what was sent already."""
+
+    def __init__(self) -> None:
+        self._mail: dict[Channel, deque[torch.Tensor]] = defaultdict(deque)
+        self._posted: dict[Channel, deque[torch.Tensor]] = defaultdict(deque)
+
+    def isend(self, tensor: torch.Tensor, channel: Channel) -> _Done:
+        self._mail[channel].append(tensor.clone())
+        self._match(channel)
+        return _Done()
+
+    def irecv(self, tensor: torch.Tensor, channel: Channel) -> _Arrival:
+        self._posted[channel].append(tensor)
+        self._match(channel)
+        return _Arrival(self._posted[channel], tensor, channel)
+
+    def _match(self, channel: Channel) -> None:
+        mail, posted = self._mail[channel], self._posted[channel]
+        while mail and posted:
+            posted.popleft().copy_(mail.popleft())
+
+
+class _Done:
+    def wait(self, timeout_seconds: float) -> None:
+        """Mailboxes copy: the buffer is free at once."""
+
+
+class _Arrival:
+    def __init__(self, posted: deque[torch.Tensor], tensor: torch.Tensor, channel: Channel) -> None:
+        self._posted, self._tensor, self._channel = posted, tensor, channel
+
+    def wait(self, timeout_seconds: float) -> None:
+        assert all(t is not self._tensor for t in self._posted), f"nothing was sent on {self._channel}"
+
+
+class LocalDevice:
+    """The CPU, with the loss divided by the number of microbatches."""
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def now_ms(self) -> float:
+        return time.perf_counter() * 1e3
+
+    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        torch.autograd.backward(roots, gradients)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss / self._microbatches
+
+
+class ListedBatches:
+    """Batches that lie in a list: (inputs, entries) per microbatch."""
+
+    def __init__(self, batches: Sequence[tuple[Any, Mapping[str, Any]]], reads_entries: bool = True) -> None:
+        self._batches = batches
+        self._reads_entries = reads_entries
+
+    def inputs(self, microbatch: int) -> Any:
+        return self._batches[microbatch][0]
+
+    def entry(self, name: str, microbatch: int) -> Any:
+        return self._batches[microbatch][1][name]
+
+    def has_entry(self, name: str) -> bool:
+        return self._reads_entries and name in self._batches[0][1]
+
+    def release(self, microbatch: int) -> None:
+        """A list keeps its items."""
+
+
+class LocalWorld:
+    """Runs steps of a plan with all its ranks in this process.
+
+    Args:
+        plan: what to run.
+        graph: the layer list's declarations.
+        functions: one callable per layer.
+        loss_fn: ``loss_fn(output, microbatch)``.
+    """
+
+    def __init__(
+        self, plan: Plan, graph: Graph, functions: Sequence[Callable[..., Any]], loss_fn: Callable[[Any, int], Any]
+    ) -> None:
+        self._plan = plan
+        self._traffic = make_traffic(plan)
+        self.losses: dict[int, torch.Tensor] = {}
+        mail, device = Mailboxes(), LocalDevice(plan.microbatches)
+        values = (*graph.values, *graph.batch_entries)
+        self._usages = [Usage(plan, values, rank) for rank in range(plan.pipeline_ranks)]
+
+        def finish(output: Any, microbatch: int) -> Any:
+            self.losses[microbatch] = loss = loss_fn(output, microbatch)
+            return loss
+
+        def stage(rank: int, index: int) -> Stage:
+            layers = [BoundLayer(graph.layers[i], functions[i]) for i in plan.stage_layers(index)]
+            return Stage(layers, self._usages[rank].exports(index))
+
+        self._ranks = [
+            RankRuntime(
+                rank=rank,
+                stages={s: stage(rank, s) for s in plan.stages_of(rank)},
+                communicator=mail,
+                device=device,
+                finish=finish,
+            )
+            for rank in range(plan.pipeline_ranks)
+        ]
+
+    def step(self, batches: Sequence[tuple[Any, Mapping[str, Any]]], *, training: bool = True) -> list[Stats]:
+        """Run every action of the plan once; gradients accumulate in the layers' parameters."""
+        first = self._plan.placement[0]
+        for runtime, usage in zip(self._ranks, self._usages, strict=True):
+            routed = {route.name for route in self._plan.routes if route.hops}
+            reads = runtime.rank == first or not routed & batches[0][1].keys()
+            source = ListedBatches(batches, reads_entries=reads)
+            runtime.begin(self._plan, self._traffic, usage, source, training=training)
+        for rank, index in self._order():
+            step = self._traffic.program[rank][index]
+            self._ranks[rank].receive(step)
+            self._ranks[rank].compute(step)
+            self._ranks[rank].send(step)
+        return [runtime.finish() for runtime in self._ranks]
+
+    def timeline(self) -> Timeline:
+        """What the last step ran, with times."""
+        spans = tuple(span for runtime in self._ranks for span in runtime.spans)
+        return Timeline(num_ranks=len(self._ranks), spans=spans)
+
+    def _order(self) -> list[tuple[int, int]]:
+        """An order of (rank, step) in which everything a step needs was sent before."""
+        starts = unit_clock(self._plan, self._traffic.program)
+        timed = [(start, rank, i) for rank, row in enumerate(starts) for i, start in enumerate(row)]
+        return [(rank, i) for _, rank, i in sorted(timed)]

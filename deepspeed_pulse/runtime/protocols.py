@@ -1,0 +1,59 @@
+"""The two things the runtime is given: a communicator and a device.
+
+The engine brings DeepSpeed's; :mod:`deepspeed_pulse.runtime.local` brings mailboxes in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed_pulse.ir.program import Channel
+
+
+class Handle(Protocol):
+    """A send or receive under way. ``wait`` is called exactly once."""
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Return when the buffer may be used again; raise when the peer is silent for too long."""
+
+
+class Communicator(Protocol):
+    """Asynchronous messages between pipeline ranks; one channel keeps its order."""
+
+    def isend(self, tensor: torch.Tensor, channel: Channel) -> Handle: ...
+
+    def irecv(self, tensor: torch.Tensor, channel: Channel) -> Handle: ...
+
+
+class Device(Protocol):
+    """Where tensors live and backward runs."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def now_ms(self) -> float:
+        """Milliseconds on a clock that all ranks share closely enough to draw them together."""
+
+    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Accumulate gradients of all leaves below ``roots`` in one traversal."""
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as backward needs it: divided by the number of microbatches, and loss-scaled."""
+
+
+class Batches(Protocol):
+    """The data of one step, by microbatch."""
+
+    def inputs(self, microbatch: int) -> Any:
+        """The first layer's input: a tensor or a tuple of tensors."""
+
+    def entry(self, name: str, microbatch: int) -> Any:
+        """A batch entry."""
+
+    def has_entry(self, name: str) -> bool:
+        """True when this rank reads the entry itself, False when it comes as a message."""
+
+    def release(self, microbatch: int) -> None:
+        """The microbatch's data is needed no more on this rank."""

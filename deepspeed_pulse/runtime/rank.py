@@ -1,0 +1,299 @@
+"""Everything one pipeline rank does in a step: its stages, its values, its messages.
+
+A step is driven from outside, action by action: ``receive``, ``compute``, ``send``. The engine does
+it through DeepSpeed's instructions, :mod:`deepspeed_pulse.runtime.local` for all ranks in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed_pulse.errors import PulseError, RunError
+from deepspeed_pulse.ir.channels import Traffic
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
+from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.timeline import Span
+from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_of
+from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device
+from deepspeed_pulse.runtime.stage import SavedBytes, Stage
+from deepspeed_pulse.runtime.transport import Transport
+from deepspeed_pulse.runtime.usage import Usage
+from deepspeed_pulse.runtime.values import ValueBuffer
+
+Finish = Callable[[Any, int], Any]
+"""``finish(output of the last layer, microbatch)`` returns the loss to run backward from."""
+
+
+@dataclass
+class _Run:
+    """One stage's forward of one microbatch, kept until its backward."""
+
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    exported: dict[str, tuple[torch.Tensor, ...]]
+    is_loss: bool
+
+
+@dataclass
+class Stats:
+    """What one rank counted in one step. Bytes; ms."""
+
+    p2p_bytes: dict[str, int] = field(default_factory=dict)
+    metadata_bytes: int = 0
+    local_value_bytes: int = 0
+    peak_live_bytes: int = 0
+    idle_ms: float = 0.0
+
+
+class RankRuntime:
+    """Runs one rank's part of a plan.
+
+    Args:
+        rank: pipeline rank.
+        stages: the rank's stages by index.
+        communicator, device: see :mod:`deepspeed_pulse.runtime.protocols`.
+        finish: turns the last layer's output into the loss.
+        state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``.
+        timeout_seconds: silence of a peer after which a wait raises.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        stages: Mapping[int, Stage],
+        communicator: Communicator,
+        device: Device,
+        finish: Finish,
+        parameters: tuple[torch.Tensor, ...] = (),
+        state_bytes: int = 0,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.rank = rank
+        self._stages = stages
+        self._device = device
+        self._finish = finish
+        self._parameters = parameters
+        self._state_bytes = state_bytes
+        self._transport = Transport(rank, communicator, device, timeout_seconds)
+        self._values = ValueBuffer()
+        self._hidden: dict[tuple[int, int], Payload] = {}
+        self._hidden_grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self._runs: dict[tuple[int, int], _Run] = {}
+        self._activation_bytes: dict[int, int] = {}
+        self._live_bytes = 0
+        self.stats = Stats()
+        self.spans: list[Span] = []
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def begin(self, plan: Plan, traffic: Traffic, usage: Usage, batches: Batches, *, training: bool) -> None:
+        """Get ready for one step of ``plan``, whose messages are ``traffic``."""
+        self._plan, self._batches, self._training, self._usage = plan, batches, training, usage
+        self._releases = traffic.releases[self.rank]
+        self._top_stage = max(plan.stages_of(self.rank))
+        self._position = 0
+        self.stats, self.spans = Stats(), []
+        self._live_bytes = self._state_bytes
+        mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
+        self._transport.begin(mine, traffic.slots, "train" if training else "eval")
+
+    def receive(self, step: Step) -> None:
+        """Wait for the messages that ``step`` needs."""
+        with self._naming(step):
+            start = self._device.now_ms()
+            for message in step.receives:
+                self._take(message)
+            self.stats.idle_ms += self._device.now_ms() - start
+            self._transport.release(self._releases[self._position])
+
+    def compute(self, step: Step) -> None:
+        """Run the step's action."""
+        start = self._device.now_ms()
+        with self._naming(step):
+            if step.action.op is Op.FORWARD:
+                self._forward(step.action.stage, step.action.microbatch)
+            else:
+                self._backward(step.action.stage, step.action.microbatch)
+        self.spans.append(Span(rank=self.rank, action=step.action, start_ms=start, end_ms=self._device.now_ms()))
+
+    def send(self, step: Step) -> None:
+        """Start the messages that leave when ``step`` ends, and drop what is needed no more."""
+        stage, m = step.action.stage, step.action.microbatch
+        with self._naming(step):
+            for message in step.sends:
+                self._give(message)
+            self._drop_values(step)
+            if step.action.op is Op.FORWARD and stage == self._top_stage:
+                self._batches.release(m)
+        self._position += 1
+
+    def finish(self) -> Stats:
+        """End the step: all sends are over and every buffer is empty."""
+        self._transport.drain()
+        assert not (self._runs or self._hidden or self._hidden_grads or self._values.live), (
+            self._runs.keys(),
+            self._hidden.keys(),
+            self._hidden_grads.keys(),
+            self._values.live,
+        )
+        self.stats.p2p_bytes = dict(self._transport.sent_bytes)
+        self.stats.metadata_bytes = self._transport.metadata_bytes
+        return self.stats
+
+    def named(self, name: str, microbatch: int) -> Any:
+        """A named value or batch entry that this rank reads."""
+        if self._batches.has_entry(name):
+            return self._batches.entry(name, microbatch)
+        return self._values.get(name, microbatch)
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def _forward(self, stage: int, m: int) -> None:
+        hidden = self._batches.inputs(m) if stage == 0 else self._hidden.pop((stage, m))
+        leaves = self._leaves(hidden)
+        entry = leaves if isinstance(hidden, tuple) else leaves[0] if leaves else hidden
+
+        def lookup(name: str) -> Any:
+            return self.named(name, m)
+
+        if self._training and stage not in self._activation_bytes:
+            with SavedBytes(self._parameters) as saved:
+                output, exported = self._stages[stage].run(entry, lookup)
+            self._activation_bytes[stage] = saved.bytes
+        else:
+            output, exported = self._stages[stage].run(entry, lookup)
+        self._keep(stage, m, leaves, output, exported)
+
+    def _leaves(self, hidden: Any) -> tuple[torch.Tensor, ...]:
+        """The input cut off from the graph that made it; backward leaves its gradient here."""
+        tensors = tensors_of(hidden) if isinstance(hidden, (torch.Tensor, tuple)) else ()
+        if not self._training:
+            return tensors
+        return tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+
+    def _keep(
+        self, stage: int, m: int, leaves: tuple[torch.Tensor, ...], output: Any, exported: dict[str, Any]
+    ) -> None:
+        last = stage == self._plan.num_stages - 1
+        values = {name: as_payload(value, f"named value {name!r}") for name, value in exported.items()}
+        for name, value in values.items():
+            self._values.put(name, m, value)
+            if self._usage.stays(name):
+                self.stats.local_value_bytes += self._values.bytes_of(name, m)
+        if last:
+            loss = self._finish(output, m)
+            outputs: tuple[torch.Tensor, ...] = (loss,) if self._training else ()
+        else:
+            payload = as_payload(output, "the hidden state at the end of the stage")
+            self._hidden[stage + 1, m] = payload
+            outputs = tensors_of(payload)
+        if self._training:
+            self._runs[stage, m] = _Run(
+                inputs=leaves,
+                outputs=outputs,
+                exported={name: tensors_of(value) for name, value in values.items()},
+                is_loss=last,
+            )
+            self._count(self._activation_bytes[stage])
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def _backward(self, stage: int, m: int) -> None:
+        run = self._runs.pop((stage, m))
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor | None] = []
+        if run.is_loss:
+            roots.append(self._device.scale_loss(run.outputs[0]))
+            gradients.append(None)
+        else:
+            received = self._hidden_grads.pop((stage + 1, m), None) or [None] * len(run.outputs)
+            _pair(run.outputs, received, roots, gradients)
+        for name, tensors in run.exported.items():
+            _pair(tensors, self._values.gradients(name, m), roots, gradients)
+        if roots:
+            self._device.backward(roots, gradients)
+        if stage > 0:
+            self._hidden_grads[stage, m] = [_gradient_of(leaf) for leaf in run.inputs]
+        self._count(-self._activation_bytes[stage])
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        content = self._transport.receive(message)
+        stage, m = message.target_stage, message.microbatch
+        if message.direction is Direction.FORWARD:
+            if message.name == HIDDEN:
+                self._hidden[stage, m] = content  # type: ignore[assignment]
+            else:
+                self._values.put(message.name, m, content)  # type: ignore[arg-type]
+                self._count(self._values.bytes_of(message.name, m))
+        elif content is not None and message.name == HIDDEN:
+            self._hidden_grads[message.source_stage, m] = content  # type: ignore[assignment]
+        elif content is not None:
+            self._values.add_gradients(message.name, m, content)  # type: ignore[arg-type]
+
+    def _give(self, message: Message) -> None:
+        m = message.microbatch
+        if message.direction is Direction.FORWARD:
+            if message.name == HIDDEN:
+                self._transport.send(message, self._hidden.pop((message.target_stage, m)))
+            elif self._batches.has_entry(message.name):
+                self._transport.send(message, as_payload(self._batches.entry(message.name, m), message.label))
+            else:
+                self._transport.send(message, self._values.get(message.name, m))
+        elif message.name == HIDDEN:
+            self._transport.send_gradient(message, self._hidden_grads.pop((message.source_stage, m)))
+        else:
+            values = self._values.get(message.name, m)
+            self._transport.send_gradient(message, [_gradient_of(leaf) for leaf in tensors_of(values)])
+
+    def _drop_values(self, step: Step) -> None:
+        m = step.action.microbatch
+        for name in self._usage.dropped(step.action, training=self._training):
+            if self._usage.arrived(name):
+                self._count(-self._values.bytes_of(name, m))
+            self._values.drop(name, m)
+
+    # -- bookkeeping -------------------------------------------------------------------------
+
+    def _count(self, change: int) -> None:
+        self._live_bytes += change
+        live = self._live_bytes + self._transport.buffer_bytes
+        self.stats.peak_live_bytes = max(self.stats.peak_live_bytes, live)
+
+    @contextmanager
+    def _naming(self, step: Step) -> Iterator[None]:
+        """Say where an exception happened: rank, stage, microbatch, action."""
+        action = step.action
+        where = f"pipeline rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        try:
+            yield
+        except PulseError as problem:
+            raise type(problem)(f"{where}: {problem}") from problem.__cause__
+        except Exception as problem:
+            raise RunError(f"{where}: {type(problem).__name__}: {problem}") from problem
+
+
+def _pair(
+    tensors: tuple[torch.Tensor, ...],
+    found: list[torch.Tensor | None],
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+) -> None:
+    for tensor, gradient in zip(tensors, found, strict=True):
+        if tensor.requires_grad and gradient is not None:
+            roots.append(tensor)
+            gradients.append(gradient)
+
+
+def _gradient_of(leaf: torch.Tensor) -> torch.Tensor | None:
+    if not leaf.requires_grad:
+        return None
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

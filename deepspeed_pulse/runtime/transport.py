@@ -1,0 +1,196 @@
+"""Messages of one rank: receives posted ahead, sends not waited for until the peer has them.
+
+Every boundary (an edge between two stages for the hidden state or one named value) agrees once on
+shapes, dtypes and wanted gradients: its first message is preceded by a metadata message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_pulse.errors import BatchError, RunError
+from deepspeed_pulse.ir.program import Channel, Direction, Message
+from deepspeed_pulse.runtime.payload import METADATA_INTS, Payload, Signature, num_bytes, tensors_of
+from deepspeed_pulse.runtime.protocols import Communicator, Device, Handle
+
+Edge = tuple[str, int, int]
+
+
+@dataclass
+class _Inbox:
+    """A channel's messages still to be posted, and those posted but not consumed."""
+
+    waiting: deque[Message]
+    slots: int
+    posted: dict[Message, list[tuple[torch.Tensor, Handle]]]
+
+
+class Transport:
+    """Sends and receives the messages of one rank's program.
+
+    Args:
+        rank: pipeline rank.
+        communicator: carries tensors.
+        device: allocates receive buffers.
+        timeout_seconds: silence of a peer after which a wait raises.
+    """
+
+    def __init__(self, rank: int, communicator: Communicator, device: Device, timeout_seconds: float) -> None:
+        self._rank = rank
+        self._communicator = communicator
+        self._device = device
+        self._timeout_seconds = timeout_seconds
+        self._signatures: dict[str, dict[Edge, Signature]] = {}
+        self._agreed: dict[Edge, Signature] = {}
+        self._inboxes: dict[Channel, _Inbox] = {}
+        self._channel_of: dict[Message, Channel] = {}
+        self._in_flight: dict[Message, list[tuple[torch.Tensor, Handle]]] = {}
+        self.sent_bytes: Counter[str] = Counter()
+        self.metadata_bytes = 0
+        self.buffer_bytes = 0
+
+    def begin(self, channels: Mapping[Channel, Sequence[Message]], slots: Mapping[Channel, int], mode: str) -> None:
+        """Start a step: reset counters and post the first receives.
+
+        Args:
+            channels: all channels that touch this rank, messages in the sender's order.
+            slots: receive buffers per channel.
+            mode: boundaries agree once per mode (training and evaluation may differ in shape).
+        """
+        self._agreed = self._signatures.setdefault(mode, {})
+        self._channel_of = {m: c for c, messages in channels.items() for m in messages}
+        self._inboxes = {
+            c: _Inbox(deque(messages), slots[c], {}) for c, messages in channels.items() if c.target_rank == self._rank
+        }
+        self.sent_bytes.clear()
+        self.metadata_bytes = 0
+        for channel, inbox in self._inboxes.items():
+            self._post_ahead(channel, inbox)
+
+    def wants_gradient(self, edge: Edge) -> bool:
+        """True when the payload of this edge (agreed on by its first message) has a gradient to send back."""
+        return self._agreed[edge].wants_gradient
+
+    def receive(self, message: Message) -> Payload | list[torch.Tensor | None] | None:
+        """Wait for a message.
+
+        Returns:
+            Forward: the payload, with ``requires_grad`` set where a gradient is wanted. Backward: one
+            gradient or None per tensor of the edge's payload; None when the edge wants no gradient.
+        """
+        channel = self._channel_of[message]
+        inbox = self._inboxes[channel]
+        if message.direction is Direction.BACKWARD and not self.wants_gradient(message.forward_edge):
+            self._skip_unwanted(inbox)
+            return None
+        while message not in inbox.posted:
+            self._post_next(channel, inbox)
+        tensors = [self._arrived(tensor, handle, message) for tensor, handle in inbox.posted.pop(message)]
+        self.buffer_bytes -= num_bytes(tensors)
+        self._post_ahead(channel, inbox)
+        signature = self._agreed[message.forward_edge]
+        if message.direction is Direction.FORWARD:
+            for tensor, meta in zip(tensors, signature.tensors, strict=True):
+                tensor.requires_grad_(meta.requires_grad)
+            return signature.pack(tensors)
+        gradients = iter(tensors)
+        return [next(gradients) if meta.requires_grad else None for meta in signature.tensors]
+
+    def send(self, message: Message, payload: Payload) -> None:
+        """Start a forward message. The payload is kept until the peer has it."""
+        channel, edge = self._channel_of[message], message.forward_edge
+        signature = Signature.of(payload)
+        known = self._agreed.get(edge)
+        if known is None:
+            self._agreed[edge] = signature
+            encoded = signature.encode()
+            buffer = self._device.empty(encoded.shape, encoded.dtype).copy_(encoded)
+            # Not waited for: the receiver may post this receive only after later actions of this rank.
+            self._in_flight[message] = [(buffer, self._communicator.isend(buffer, channel))]
+            self.metadata_bytes += num_bytes([buffer])
+        elif known != signature:
+            raise BatchError(
+                f"{message.label} from stage {message.source_stage} to stage {message.target_stage}, microbatch "
+                f"{message.microbatch}: expected {known} as in the first step, found {signature}; shapes that change "
+                "from step to step are not supported under pulse yet: drop the last incomplete batch "
+                '(drop_last=True) or set "pulse": {"enabled": false} with dynamic_shape=True'
+            )
+        self._start(message, channel, tensors_of(payload))
+
+    def send_gradient(self, message: Message, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Start a backward message: one gradient per tensor of the edge's payload, None where not wanted."""
+        metas = self._agreed[message.forward_edge].tensors
+        wanted = [g for g, meta in zip(gradients, metas, strict=True) if meta.requires_grad]
+        assert all(g is not None for g in wanted), message
+        if wanted:
+            self._start(message, self._channel_of[message], [g for g in wanted if g is not None])
+
+    def release(self, messages: Sequence[Message]) -> None:
+        """Drop the buffers of sends that the peer must have received by now; returns at once."""
+        for message in messages:
+            for _, handle in self._in_flight.pop(message, ()):
+                handle.wait(self._timeout_seconds)
+
+    def drain(self) -> None:
+        """Wait for all sends; afterwards nothing is under way."""
+        self.release(list(self._in_flight))
+        left = [m for inbox in self._inboxes.values() for m in (*inbox.posted, *inbox.waiting) if self._counts(m)]
+        assert not left, f"messages never consumed: {left}"
+
+    def _counts(self, message: Message) -> bool:
+        return message.direction is Direction.FORWARD or self.wants_gradient(message.forward_edge)
+
+    def _start(self, message: Message, channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
+        kept = self._in_flight.setdefault(message, [])
+        for tensor in tensors:
+            buffer = tensor.detach().contiguous()
+            kept.append((buffer, self._communicator.isend(buffer, channel)))
+        self.sent_bytes[message.label] += num_bytes(tensors)
+
+    def _post_ahead(self, channel: Channel, inbox: _Inbox) -> None:
+        while len(inbox.posted) < inbox.slots:
+            self._skip_unwanted(inbox)
+            if not inbox.waiting or inbox.waiting[0].forward_edge not in self._agreed:
+                return
+            self._post_next(channel, inbox)
+
+    def _skip_unwanted(self, inbox: _Inbox) -> None:
+        """Drop gradients at the head of the queue that their edge does not want."""
+        while inbox.waiting:
+            head = inbox.waiting[0]
+            signature = self._agreed.get(head.forward_edge)
+            if head.direction is Direction.FORWARD or signature is None or signature.wants_gradient:
+                return
+            inbox.waiting.popleft()
+
+    def _post_next(self, channel: Channel, inbox: _Inbox) -> None:
+        self._skip_unwanted(inbox)
+        message = inbox.waiting.popleft()
+        signature = self._agreed.get(message.forward_edge)
+        if signature is None:
+            signature = self._agreed[message.forward_edge] = self._receive_signature(channel, message)
+        forward = message.direction is Direction.FORWARD
+        buffers = [self._device.empty(m.shape, m.dtype) for m in signature.tensors if forward or m.requires_grad]
+        self.buffer_bytes += num_bytes(buffers)
+        inbox.posted[message] = [(buffer, self._communicator.irecv(buffer, channel)) for buffer in buffers]
+
+    def _receive_signature(self, channel: Channel, message: Message) -> Signature:
+        buffer = self._device.empty((METADATA_INTS,), torch.int64)
+        return Signature.decode(self._arrived(buffer, self._communicator.irecv(buffer, channel), message))
+
+    def _arrived(self, tensor: torch.Tensor, handle: Handle, message: Message) -> torch.Tensor:
+        try:
+            handle.wait(self._timeout_seconds)
+        except RuntimeError as problem:
+            source = self._channel_of[message].source_rank
+            reason = str(problem).splitlines()[0]
+            raise RunError(
+                f"pipeline rank {source} did not send {message.label} of microbatch {message.microbatch} (stage "
+                f"{message.source_stage} to stage {message.target_stage}) within {self._timeout_seconds:g} s, or died: "
+                f'{reason}; see the other ranks\' errors, or raise "timeout_seconds" in the "pulse" block'
+            ) from problem
+        return tensor

@@ -1,0 +1,60 @@
+"""Named values of one rank: one entry per name and microbatch, from first use to last.
+
+An entry holds a leaf that all consumers on this rank read; autograd adds up their gradients in
+``leaf.grad``. Gradients that come back from other ranks are added to it. The producer's backward
+(or the message to the rank the value came from) takes the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_pulse.runtime.payload import Payload, num_bytes, tensors_of
+
+
+@dataclass
+class _Entry:
+    leaves: tuple[torch.Tensor, ...]
+    is_tuple: bool
+    bytes: int
+
+
+class ValueBuffer:
+    """Named values of one rank, by (name, microbatch)."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, int], _Entry] = {}
+
+    def put(self, name: str, microbatch: int, value: Payload) -> None:
+        """Keep a value; its consumers get a leaf that shares its memory, not its graph."""
+        tensors = tensors_of(value)
+        leaves = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        self._entries[name, microbatch] = _Entry(leaves, not isinstance(value, torch.Tensor), num_bytes(tensors))
+
+    def get(self, name: str, microbatch: int) -> Any:
+        entry = self._entries[name, microbatch]
+        return entry.leaves if entry.is_tuple else entry.leaves[0]
+
+    def gradients(self, name: str, microbatch: int) -> list[torch.Tensor | None]:
+        """Sum of all consumers' gradients so far, one per tensor; None where no consumer had one."""
+        return [leaf.grad for leaf in self._entries[name, microbatch].leaves]
+
+    def add_gradients(self, name: str, microbatch: int, gradients: list[torch.Tensor | None]) -> None:
+        """Add gradients that another rank's consumers sent back."""
+        for leaf, gradient in zip(self._entries[name, microbatch].leaves, gradients, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+    def drop(self, name: str, microbatch: int) -> None:
+        del self._entries[name, microbatch]
+
+    def bytes_of(self, name: str, microbatch: int) -> int:
+        return self._entries[name, microbatch].bytes
+
+    @property
+    def live(self) -> list[tuple[str, int]]:
+        """What is held now; empty after a step."""
+        return list(self._entries)

@@ -1,0 +1,145 @@
+"""Same loss, same gradients, same weights as the unpartitioned model: many cases in one launch of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from support.reference import Unpartitioned, error, train
+
+STEPS = 3
+TOLERANCE = 1e-5
+
+
+def share_groups() -> None:
+    """Reuse process groups of equal ranks over the cases of one launch: each costs sockets and threads."""
+    made: dict[tuple[int, ...], Any] = {}
+    make = torch.distributed.new_group
+
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        key = tuple(ranks) if ranks is not None else tuple(range(torch.distributed.get_world_size()))
+        if key not in made:
+            made[key] = make(ranks, *args, **kwargs)
+        return made[key]
+
+    torch.distributed.new_group = new_group
+
+
+class RecordingSGD(torch.optim.SGD):
+    """SGD with momentum that remembers the gradients it was given."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = {
+            id(p): p.grad.clone() for group in self.param_groups for p in group["params"] if p.grad is not None
+        }
+        return super().step(closure)
+
+
+def models(name: str) -> tuple[Any, Any, str]:
+    """(layer list factory, batch factory, name of the first input)."""
+    if name == "toy":
+        from support.toy import toy_batch, toy_layers
+
+        return toy_layers, toy_batch, "hidden"
+    from support.small_unet import unet_batch, unet_layers
+
+    return unet_layers, unet_batch, "sample"
+
+
+def mse(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(output, labels)
+
+
+def reference_run(model: str, microbatches: int, data_parallel: int, clip: float) -> Any:
+    """Losses, gradients of the last step and weights after it; cached in this process."""
+    key = (model, microbatches, data_parallel, clip)
+    if key not in _REFERENCES:
+        layers, batch, first = models(model)
+        unpartitioned = Unpartitioned(layers())
+        optimizer = torch.optim.SGD(unpartitioned.parameters(), lr=0.05, momentum=0.9)
+        losses, gradients = [], {}
+        for step in range(STEPS):
+            data = [batch(step, m, d) for d in range(data_parallel) for m in range(microbatches)]
+            loss, gradients = train(unpartitioned, optimizer, data, mse, clip, first)
+            losses.append(loss)
+        by_layer = {
+            index: {name: (p.detach().clone(), _gradient(unpartitioned, gradients, p)) for name, p in m.named_parameters()}
+            for index, m in unpartitioned.by_layer.items()
+        }
+        _REFERENCES[key] = (losses, by_layer)
+    return _REFERENCES[key]
+
+
+_REFERENCES: dict[Any, Any] = {}
+
+
+def _gradient(model: torch.nn.Module, gradients: dict[str, torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    return next(gradients[name] for name, p in model.named_parameters() if p is wanted)
+
+
+def run_case(case: dict[str, Any]) -> None:
+    """One case: every rank asserts on its own layers."""
+    import deepspeed
+
+    from deepspeed_pulse import PipelineModule
+
+    layers, batch, first = models(case["model"])
+    microbatches, clip = case["M"], case["clip"]
+    pulse = {"enabled": case["enabled"]}
+    if case["enabled"]:
+        pulse |= {"waves": case.get("W", 1), "solver_seconds": 0, "placement": case.get("placement", "wave")}
+    if "plan" in case:
+        pulse["plan"] = case["plan"]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": microbatches,
+        "gradient_clipping": clip,
+        "steps_per_print": 10**9,
+        "pulse": pulse,
+    }
+    module = PipelineModule(
+        layers=layers(), num_stages=case["P"], loss_fn=mse, seed_layers=True, config=config, input=first
+    )
+    optimizer = RecordingSGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    data_parallel, data_index = engine.grid.data_parallel_size, engine.grid.data_parallel_id
+    losses, expected = reference_run(case["model"], microbatches, data_parallel, clip)
+    feeds = not case.get("first_rank_only") or engine.is_first_stage() or engine.is_last_stage()
+    for step in range(STEPS):
+        data = (batch(step, m, data_index) for m in itertools.count())
+        loss = float(engine.train_batch(data_iter=data if feeds else None).detach())
+        assert abs(loss - losses[step]) <= TOLERANCE * abs(losses[step]), (case, step, loss, losses[step])
+    for index, function in module.local_layers():
+        owner = getattr(function, "module", function)
+        if not isinstance(owner, torch.nn.Module):
+            continue
+        for name, parameter in owner.named_parameters():
+            weight, gradient = expected[index][name]
+            seen = optimizer.seen.get(id(parameter), torch.zeros_like(parameter))
+            assert error(parameter, weight) <= TOLERANCE, (case, "weight", index, name, error(parameter, weight))
+            scale = max(float(g.norm()) for layer in expected.values() for _, g in layer.values())
+            if float(gradient.norm()) > 1e-6 * scale:
+                assert error(seen, gradient) <= TOLERANCE, (case, "gradient", index, name, error(seen, gradient))
+    if case["enabled"] and case.get("placement", "wave") == "wave":
+        check_bytes(engine, case)
+    engine.destroy()
+
+
+def check_bytes(engine: Any, case: dict[str, Any]) -> None:
+    """No skip on the wire; travelling values once per rank and way; hidden once per crossing."""
+    sent = engine.pulse_stats()["p2p_bytes"]
+    if case.get("first_rank_only") or "plan" in case:
+        return
+    skips = [name for name in sent if name.startswith("value") and not name.endswith(":temb")]
+    assert not skips, (case, sent)
+
+
+def run_cases(cases: list[dict[str, Any]]) -> None:
+    """Entry point of a rank."""
+    torch.set_num_threads(1)
+    share_groups()
+    for case in cases:
+        run_case(case)
+        print("PASSED", case, flush=True)

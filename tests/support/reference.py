@@ -1,0 +1,84 @@
+"""The unpartitioned model: the plain meaning of a layer list, in one process, without the package's runtime."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from deepspeed_pulse.engine.specs import describe, unwrap
+
+BASE_SEED = 1234
+
+
+class Unpartitioned(torch.nn.Module):
+    """All layers of a list, built as ``seed_layers=True`` builds them."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.declared = [describe(i, layer) for i, layer in enumerate(layers)]
+        self.functions: list[Callable[..., Any]] = []
+        self.by_layer: dict[int, torch.nn.Module] = {}
+        tied: dict[str, torch.nn.Module] = {}
+        for index, layer in enumerate(map(unwrap, layers)):
+            if not hasattr(layer, "build"):
+                module, function = layer, layer
+            else:
+                for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+                    seed(BASE_SEED + index)
+                key = getattr(layer, "key", None)
+                module = tied.setdefault(key, layer.build()) if key in tied or key is not None else layer.build()
+                forward_fn = getattr(layer, "forward_fn", None)
+                function = partial(forward_fn, module) if forward_fn else module
+            self.functions.append(function)
+            if isinstance(module, torch.nn.Module):
+                self.by_layer[index] = module
+                self.add_module(str(index), module)
+
+    def forward(self, inputs: Any, first: str = "hidden") -> Any:
+        if isinstance(inputs, dict):
+            values, hidden = dict(inputs), inputs[first]
+        else:
+            values, hidden = {}, inputs
+        for declared, function in zip(self.declared, self.functions, strict=True):
+            result = function(hidden, *[values[name] for name in declared.pop])
+            if declared.stash:
+                hidden, *stashed = result
+                values.update(zip(declared.stash, stashed, strict=True))
+            else:
+                hidden = result
+        return hidden
+
+
+def train(
+    model: Unpartitioned,
+    optimizer: torch.optim.Optimizer,
+    microbatches: Sequence[Any],
+    loss_fn: Callable[..., torch.Tensor],
+    clip: float,
+    first: str = "hidden",
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """One step over all microbatches; the mean loss and every gradient as the optimizer saw it."""
+    optimizer.zero_grad()
+    total = 0.0
+    for inputs, labels in microbatches:
+        loss = loss_fn(model(inputs, first), labels) / len(microbatches)
+        loss.backward()
+        total += float(loss)
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
+    optimizer.step()
+    return total, gradients
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """norm(a - b) / norm(b)."""
+    scale = float(expected.float().norm())
+    return float((found.float() - expected.float()).norm()) / (scale if scale > 0 else 1.0)
