@@ -197,15 +197,11 @@ def _costs_note(arguments: argparse.Namespace) -> str | None:
 
 def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     """The timeline of a plan that can run; a :class:`PlanError` that lists what is wrong with any other."""
-    from deepspeed_pulse.ir.graph import NamedValue
+    from deepspeed_pulse.planner.routes import named_values
     from deepspeed_pulse.planner.simulate import simulate
     from deepspeed_pulse.planner.validate import violations
 
-    targets: dict[tuple[str, int], list[int]] = {}
-    for skip in profile.skips:
-        targets.setdefault((skip.name, skip.source), []).append(skip.target)
-    values = [NamedValue(name=name, source=source, targets=tuple(to)) for (name, source), to in targets.items()]
-    found = violations(plan, num_layers=profile.num_layers, values=values)
+    found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))
     if found:
         raise PlanError(f"{path}: the plan cannot run: {'; '.join(found)}")
     return simulate(plan, profile, cluster)

@@ -92,7 +92,7 @@ def draw_wave(axes: Axes) -> None:
             text = "skips stay in a buffer of the rank: 0 bytes sent" if rank == 0 else ""
             axes.text((rank + up) / 2, -rank + 0.12, text, ha="center", fontsize=9.5, color=SKIP)
     low, up = (RANKS - 1 + 0.1, -RANKS + 1 - HALF_HEIGHT), (RANKS - 0.1, -RANKS + 1 - HALF_HEIGHT)
-    arrow(axes, low, up, SKIP, 2.4, bend=0.5)
+    arrow(axes, low, up, SKIP, 2.4, bend=0.4)
     title(axes, "deepspeed_pulse: the wave", "only the hidden state crosses ranks")
 
 
@@ -101,7 +101,7 @@ def draw_relay(axes: Axes) -> None:
     placement = linear_placement(RANKS)
     step = 2.0
     for stage, rank in enumerate(placement):
-        band(axes, -0.6, step * (RANKS - 1) + 0.9, -rank, rank)
+        band(axes, -0.75, step * (RANKS - 1) + 0.9, -rank, rank)
         layers = f"stages {2 * stage}-{2 * stage + 1}"
         box(axes, step * stage, -rank, layers, DOWN if 2 * stage < RANKS else UP, 0.62)
     for stage in range(RANKS - 1):

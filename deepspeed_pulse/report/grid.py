@@ -57,7 +57,7 @@ def _bands(timeline: Timeline, placement: tuple[int, ...], width: int) -> Iterat
     room = max(width - margin, 20)
     start = min(span.start_ms for span in timeline.spans)
     ms_per_column = _ms_per_column(timeline, room)
-    columns = math.ceil(round(timeline.makespan_ms / ms_per_column, 6))
+    columns = max(1, math.ceil(round(timeline.makespan_ms / ms_per_column, 6)))
     lanes = [_lane(timeline, placement, rank, start, ms_per_column, columns) for rank in range(timeline.num_ranks)]
     for left in range(0, columns, room):
         right = min(left + room, columns)

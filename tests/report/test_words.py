@@ -1,0 +1,29 @@
+"""Numbers as a person reads them."""
+
+import doctest
+
+import pytest
+
+from deepspeed_pulse.report import words
+
+
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(words).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1000, "1k"), (999_600, "1M"), (1_000_000, "1M"), (52_345_678, "52.3M")],
+)
+def test_count(number: int, text: str) -> None:
+    assert words.count(number) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0.00"), (1_500_000, "0.0015"), (1.5e9, "1.50"), (80e9, "80.00")])
+def test_gigabytes(size: float, text: str) -> None:
+    assert words.gigabytes(size) == text
+
+
+@pytest.mark.parametrize(("ms", "text"), [(0.5, "0.5 ms"), (59.71, "59.7 ms"), (1320.0, "1.32 s"), (2.5e6, "2500 s")])
+def test_milliseconds(ms: float, text: str) -> None:
+    assert words.milliseconds(ms) == text

@@ -1,0 +1,179 @@
+"""``ds_pulse`` as a person uses it: exit status, one line for an error, files whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_pulse.cli import main
+from deepspeed_pulse.ir.plan import Plan
+
+LINK = {"bandwidth_gb_per_s": 10.0, "latency_us": 50.0}
+LAYER = {"forward_ms": 1.0, "backward_ms": 2.0, "param_bytes": 10**7, "activation_bytes": 10**6, "output_bytes": 10**5}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    layers = [{"name": f"block{i}", **LAYER} for i in range(8)]
+    skips = [{"name": f"skip{i}", "source": i, "target": 7 - i, "bytes": 10**5} for i in range(4)]
+    write("profile.json", "profile", device="cpu", dtype="float32", microbatch_size=1, layers=layers, skips=skips)
+    write("cluster.json", "cluster", nodes=1, ranks_per_node=4, memory_bytes=10**10, intra_node=LINK, inter_node=LINK)
+    return tmp_path
+
+
+def write(path: str, kind: str, **fields: Any) -> None:
+    Path(path).write_text(json.dumps({"format": f"pulse-{kind}/1", "name": "toy", **fields}))
+
+
+PLAN = "plan profile.json --cluster cluster.json --pipeline-ranks 2 --microbatches 4 --solver-seconds 0 --out plan.json"
+
+
+def run(line: str) -> int:
+    return main(line.split())
+
+
+@pytest.fixture
+def planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert run(PLAN) == 0
+    capsys.readouterr()
+    return folder
+
+
+def test_plan_writes_a_plan_and_prints_its_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLAN) == 0
+    plan = Plan.load("plan.json")
+    assert (plan.pipeline_ranks, plan.microbatches, plan.num_layers) == (2, 4, 8)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "predicted GB" in printed.out
+    assert "costs: profile toy" in printed.out
+    assert sorted(path.name for path in folder.iterdir()) == ["cluster.json", "plan.json", "profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("placement", "schedule", "stages"), [("wave", "auto", 4), ("linear", "1f1b", 2), ("auto", "gpipe", None)]
+)
+@pytest.mark.usefixtures("folder")
+def test_placement_and_schedule_are_passed_on(placement: str, schedule: str, stages: int | None) -> None:
+    assert run(f"{PLAN} --placement {placement} --schedule {schedule} --memory-gb 2") == 0
+    assert stages in (None, Plan.load("plan.json").num_stages)
+
+
+@pytest.mark.parametrize("profile", ["", " --profile profile.json --cluster cluster.json"])
+@pytest.mark.usefixtures("planned")
+def test_show_prints_the_grid(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("show plan.json" + profile) == 0
+    printed = capsys.readouterr().out
+    assert "rank 1  " in printed
+    assert "0F0>" in printed
+    assert ("unit times" in printed) is not bool(profile)
+
+
+@pytest.mark.usefixtures("planned")
+def test_show_writes_what_the_suffix_asks_for() -> None:
+    names = ["a.png", "a.svg", "a.html", "a.json", "a.csv"]
+    costs = "--profile profile.json --cluster cluster.json --memory"
+    assert run(f"show plan.json {costs} " + " ".join(f"--out {name}" for name in names)) == 0
+    starts = [b"\x89PNG", b"<?xml", b"<!doctype html>", b'{"traceEvents"', b"0F0,"]
+    for name, start in zip(names, starts, strict=True):
+        assert Path(name).read_bytes().startswith(start), name
+    assert not list(Path().glob(".*"))
+
+
+ERRORS = {
+    "show nowhere.json": "nowhere.json",
+    "show profile.json": "profile.json: field 'format': expected 'pulse-plan/1', found 'pulse-profile/1'",
+    "show plan.json --out a.gif": "--out a.gif: expected a name ending in one of .png, .svg",
+    "show plan.json --profile profile.json": "--profile and --cluster go together",
+    "show plan.json --memory": "--memory needs --profile and --cluster",
+    "show plan.json --out missing/a.png": "cannot write missing/a.png: No such file or directory",
+    "show plan.json --out a.json --out missing/a.png": "cannot write missing/a.png",
+    "show plan.json --profile other.json --cluster cluster.json": "made from another profile than other.json",
+    "shwo plan.json": "invalid choice: 'shwo'",
+    "": "required: COMMAND",
+    PLAN.replace("--pipeline-ranks 2", "--pipeline-ranks 0"): "--pipeline-ranks: expected an integer >= 1, found '0'",
+    PLAN.replace("--microbatches 4", "--microbatches x"): "--microbatches: expected an integer >= 1, found 'x'",
+    PLAN.replace("--pipeline-ranks 2", "--pipeline-ranks 9"): "the cluster 'toy' has 4",
+    PLAN.replace("--out plan.json", ""): "required: --out",
+    PLAN + " --memory-gb nan": "--memory-gb: expected a number > 0, found 'nan'",
+    PLAN + " --memory-gb 0.001": "memory",
+    PLAN + " --solver-seconds -1": "--solver-seconds: expected a number of seconds >= 0",
+    PLAN + " --schedule wav": "wav",
+    PLAN + " --placement wave --schedule 1f1b": "those that do:",
+    PLAN + " --placement loop": "--placement: invalid choice: 'loop'",
+    PLAN.replace("plan.json", "."): "cannot write .: it is a directory",
+    PLAN.replace("profile.json", "broken.json"): "broken.json: not a JSON file",
+}
+
+
+@pytest.mark.parametrize("line", ERRORS)
+def test_unusable_input_is_one_line_and_status_2(line: str, planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (planned / "broken.json").write_text("{")
+    (planned / "other.json").write_text((planned / "profile.json").read_text().replace("block0", "blockX"))
+    before = {path.name: path.read_bytes() for path in planned.iterdir()}
+    assert run(line) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("ds_pulse: error: ")
+    assert printed.err.count("\n") == 1
+    assert ERRORS[line] in printed.err
+    assert {path.name: path.read_bytes() for path in planned.iterdir()} == before
+
+
+def test_a_plan_that_cannot_run_says_what_is_wrong(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = json.loads((planned / "plan.json").read_text())
+    plan["schedule"][1].remove("1F2")
+    (planned / "plan.json").write_text(json.dumps(plan))
+    assert run("show plan.json --out a.png") == 2
+    assert "plan.json: the plan cannot run: schedule of rank 1: never runs: 1F2" in capsys.readouterr().err
+    assert not Path("a.png").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_failed_plan_leaves_the_old_one() -> None:
+    Path("plan.json").write_text("precious")
+    assert run(PLAN + " --memory-gb 0.001") == 2
+    assert Path("plan.json").read_text() == "precious"
+
+
+def test_version_and_help_are_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, text in (("--version", "ds_pulse 0.1.0"), ("--help", "commands"), ("plan --help", "--pipeline-ranks")):
+        with pytest.raises(SystemExit) as stopped:
+            run(line)
+        assert stopped.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+def process(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deepspeed_pulse.cli", *line.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+@pytest.mark.usefixtures("planned")
+def test_starts_in_well_under_a_second() -> None:
+    started = time.perf_counter()
+    result = process("show plan.json")
+    assert result.returncode == 0, result.stderr
+    assert time.perf_counter() - started < 2.0, "0.2 s alone; the limit leaves room for a busy machine"
+
+
+@pytest.mark.usefixtures("planned")
+def test_reader_that_stops_early_and_plain_encodings_are_no_errors() -> None:
+    assert process("show plan.json", PYTHONIOENCODING="ascii").returncode == 0
+    line = f"{sys.executable} -m deepspeed_pulse.cli show plan.json | head -c 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
