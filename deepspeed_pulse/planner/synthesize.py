@@ -138,8 +138,8 @@ def _too_little_memory(instance: Instance, memory_bytes: int | None, smallest: i
     needed = f"{smallest / 1e9:.3f} GB" if smallest is not None else "more"
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "
-        f"fullest rank, of which weights, gradients and optimizer state are up to {max(states) / 1e9:.3f} GB; use more pipeline "
-        "ranks, a smaller microbatch, activation checkpointing, or raise the memory limit"
+        f"fullest rank, of which weights, gradients and optimizer state are up to {max(states) / 1e9:.3f} GB; use more "
+        "pipeline ranks, a smaller microbatch, activation checkpointing, or raise the memory limit"
     )
 
 

@@ -1,0 +1,131 @@
+"""The front door: what it chooses and what it refuses."""
+
+import random
+
+import pytest
+from toys import cluster, layer, profile, random_profile, skip, uniform
+
+from deepspeed_pulse.errors import ConfigError, InfeasibleError
+from deepspeed_pulse.ir.cluster import Link
+from deepspeed_pulse.ir.placement import describe_placement, wave_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.planner.cost import default_cluster, link
+from deepspeed_pulse.planner.make import forward_schedule, make_plan, reorder
+from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.validate import check
+
+
+def made(costs, ranks, microbatches, **options):
+    options.setdefault("cluster", cluster())
+    options.setdefault("solver_seconds", 0)
+    found = make_plan(costs, pipeline_ranks=ranks, microbatches=microbatches, **options)
+    check(found, num_layers=costs.num_layers, values=named_values(costs))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_are_sound_complete_and_survive_their_file(seed):
+    rng = random.Random(seed)
+    costs = random_profile(rng, rng.randrange(6, 20), temb=True, strict=False)
+    options = {"data_parallel": rng.choice([1, 2]), "waves": rng.choice([1, 2])}
+    found = made(costs, rng.choice([1, 2, 3]), rng.randrange(1, 6), **options)
+    assert Plan.from_json(found.to_json()) == found
+    assert found.profile_fingerprint == costs.fingerprint
+    assert estimate(found, costs, cluster()) == found.estimate
+    assert {route.name for route in found.routes} == {s.name for s in costs.skips}
+
+
+def test_auto_takes_the_wave_for_uniform_layers():
+    found = made(uniform(8), 4, 8, placement="auto")
+    assert (describe_placement(found.placement), found.waves) == ("wave", 1)
+    assert found.estimate.makespan_ms == pytest.approx(57)
+
+
+def test_auto_takes_linear_where_it_is_faster():
+    """One layer has three quarters of the work and cannot be cut: the V gives its rank a second stage on top."""
+    costs = profile([layer(output_bytes=10**6)] * 3 + [layer(30, 60, output_bytes=10**6)] * 1)
+    slow = cluster(Link(bandwidth_gb_per_s=0.01, latency_us=10))
+    assert describe_placement(made(costs, 2, 4, cluster=slow).placement) == "linear"
+
+
+def test_auto_takes_linear_when_there_are_too_few_layers_for_the_wave():
+    found = made(uniform(3), 2, 4)
+    assert (describe_placement(found.placement), found.waves, found.solver.name) == ("linear", 0, "1f1b")
+
+
+def test_a_named_schedule_decides_the_placement():
+    assert describe_placement(made(uniform(8), 2, 4, schedule="1f1b").placement) == "linear"
+    assert made(uniform(8), 2, 4, schedule="gpipe").solver.name == "gpipe"
+
+
+def test_explicit_cuts_are_kept_and_decide_the_placement():
+    assert made(uniform(6), 2, 2, boundaries=(0, 1, 2, 4, 6)).boundaries == (0, 1, 2, 4, 6)
+    assert describe_placement(made(uniform(6), 2, 2, boundaries=(0, 5, 6)).placement) == "linear"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"boundaries": (0, 1, 2, 6)}, "expected 3 (wave placement) or 1 (linear placement) inner cuts, found 2"),
+        ({"boundaries": (0, 3, 2, 4, 6)}, "strictly increasing layer indices from 0 to the layer count 6"),
+        ({"boundaries": (0, 1, 2, 3, 5)}, "from 0 to the layer count 6, found [0, 1, 2, 3, 5]"),
+        ({"placement": "wavy"}, "placement: expected one of auto, wave, linear, found 'wavy' (did you mean \"wave\"?)"),
+        ({"microbatches": 0}, "microbatches: expected an integer >= 1, found 0"),
+        ({"pipeline_ranks": True}, "pipeline_ranks: expected an integer >= 1, found True"),
+        ({"data_parallel": 99}, "pipeline ranks x data-parallel = 198 ranks, the cluster 'toy' has 64"),
+        ({"schedule": "zbv"}, "schedule 'zbv' is not available"),
+        ({"schedule": "1f1b", "placement": "wave"}, "schedule '1f1b' does not fit placement wave of 2 ranks"),
+    ],
+)
+def test_unusable_arguments(options, message):
+    arguments = {"cluster": cluster(), "pipeline_ranks": 2, "microbatches": 2, "solver_seconds": 0} | options
+    with pytest.raises(ConfigError) as caught:
+        make_plan(uniform(6), **arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("placement", "needed"), [("wave", 14), ("linear", 7), ("auto", 7)])
+def test_too_few_layers_says_how_many(placement, needed):
+    with pytest.raises(InfeasibleError, match=f"needs at least {needed} layers, the model 'toy' has 6"):
+        made(uniform(6), 7, 2, placement=placement)
+
+
+def test_memory_defaults_to_the_cluster_and_caps_the_peak():
+    costs = uniform(8, activation_bytes=10)
+    tight = made(costs, 2, 8, cluster=cluster(memory_bytes=70))
+    assert max(tight.estimate.peak_bytes) <= 70 < max(made(costs, 2, 8, placement="wave").estimate.peak_bytes)
+    with pytest.raises(InfeasibleError, match=r"wave placement: no schedule found fits(.|\n)*linear placement: "):
+        made(costs, 2, 8, cluster=cluster(memory_bytes=30))
+    assert made(costs, 2, 8, cluster=cluster(memory_bytes=30), memory_bytes=10**9)
+
+
+def test_reorder_keeps_the_cuts():
+    costs = random_profile(random.Random(0), 9, temb=True)
+    first = made(costs, 2, 4, placement="wave")
+    again = reorder(first, costs, cluster=cluster(), microbatches=7, solver_seconds=0)
+    check(again, num_layers=9, values=named_values(costs))
+    assert (again.boundaries, again.routes, again.microbatches) == (first.boundaries, first.routes, 7)
+    assert again.estimate.samples_per_second == pytest.approx(7e3 / again.estimate.step_ms)
+
+
+def test_forward_schedule_has_every_forward_once():
+    found = made(uniform(8), 2, 4, placement="wave")
+    row_lengths = [len(row) for row in forward_schedule(found, 5)]
+    assert row_lengths == [10, 10]
+    with pytest.raises(ConfigError, match="microbatches"):
+        forward_schedule(found, 0)
+
+
+def test_nominal_cluster():
+    nominal = default_cluster(6, 123)
+    assert (nominal.num_ranks, nominal.memory_bytes) == (6, 123)
+    found = made(uniform(8), 2, 1, cluster=default_cluster(4, 10**12), data_parallel=2)
+    assert link(nominal, found, 0, 1) == nominal.intra_node
+
+
+def test_local_values_are_not_sent():
+    costs = profile([layer(output_bytes=3)] * 8, [skip(f"s{i}", i, 7 - i, 1000) for i in range(4)])
+    found = made(costs, 2, 2, placement="wave")
+    assert found.placement == wave_placement(2)
+    assert found.estimate.p2p_bytes_per_microbatch == 2 * 2 * 3

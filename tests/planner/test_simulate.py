@@ -1,0 +1,169 @@
+"""The simulator against schedules drawn by hand, closed forms and the rules of memory."""
+
+import pytest
+from toys import cluster, layer, plan, profile, rows, skip, uniform
+
+from deepspeed_pulse.errors import PlanError
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.planner.heuristics import forward_only, gpipe, one_f_one_b, wave
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.simulate import estimate, simulate
+
+
+def staircase(timeline, width):
+    """One line a rank; each unit of time shows the action's stage and microbatch, ``.`` is idle."""
+    lines = [["..."] * width for _ in range(timeline.num_ranks)]
+    for span in timeline.spans:
+        for unit in range(round(span.start_ms), round(span.end_ms)):
+            lines[span.rank][unit] = str(span.action)
+    return [" ".join(line) for line in lines]
+
+
+def test_one_f_one_b_is_the_known_staircase():
+    order = one_f_one_b(Instance(plan(linear_placement(2), 3), uniform(2), cluster()), 3)
+    timeline = simulate(plan(linear_placement(2), 3, schedule=order), uniform(2), cluster())
+    assert staircase(timeline, 12) == [
+        "0F0 0F1 ... ... 0B0 0B0 0F2 0B1 0B1 ... 0B2 0B2",
+        "... 1F0 1B0 1B0 1F1 1B1 1B1 1F2 1B2 1B2 ... ...",
+    ]
+
+
+def test_wave_is_the_known_staircase():
+    blank = plan(wave_placement(2), 2)
+    order = wave(Instance(blank, uniform(4), cluster()), 2)
+    timeline = simulate(plan(wave_placement(2), 2, schedule=order), uniform(4), cluster())
+    assert staircase(timeline, 16) == [
+        "0F0 0F1 ... 3F0 3B0 3B0 3F1 3B1 3B1 ... 0B0 0B0 ... ... 0B1 0B1",
+        "... 1F0 2F0 1F1 2F1 ... 2B0 2B0 1B0 1B0 2B1 2B1 1B1 1B1 ... ...",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "makespan"),
+    [(2, 3, 21), (2, 4, 27), (4, 8, 57), (4, 16, 105), (8, 16, 117), (8, 32, 213)],
+)
+def test_wave_reaches_its_closed_form_and_the_bound(ranks, microbatches, makespan):
+    assert makespan == 6 * microbatches + 3 * (ranks - 1)
+    blank = plan(wave_placement(ranks), microbatches)
+    order = wave(Instance(blank, uniform(2 * ranks), cluster()), microbatches)
+    found = estimate(plan(wave_placement(ranks), microbatches, schedule=order), uniform(2 * ranks), cluster())
+    assert found.makespan_ms == pytest.approx(makespan)
+    assert found.lower_bound_ms == pytest.approx(makespan)
+    assert found.gap == pytest.approx(0.0, abs=1e-9)
+    assert found.bubble_ratio == pytest.approx(3 * (ranks - 1) / makespan)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "makespan"), [(4, 8, 66), (4, 16, 114), (8, 16, 138), (8, 32, 234)])
+def test_one_f_one_b_takes_its_closed_form(ranks, microbatches, makespan):
+    assert makespan == 6 * microbatches + 6 * (ranks - 1)
+    costs = uniform(ranks, forward_ms=2.0, backward_ms=4.0)
+    blank = plan(linear_placement(ranks), microbatches)
+    order = one_f_one_b(Instance(blank, costs, cluster()), microbatches)
+    found = estimate(plan(linear_placement(ranks), microbatches, schedule=order), costs, cluster())
+    assert found.makespan_ms == pytest.approx(makespan)
+    assert found.peak_bytes == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
+
+
+def test_split_backward_shares_the_time_between_its_halves():
+    costs = profile([layer(1, 2, weight_grad_ms=0.5), layer(1, 2)])
+    order = rows("0F0 0I0 0W0", "1F0 1I0 1W0")
+    timeline = simulate(plan((0, 1), 1, schedule=order), costs, cluster())
+    spans = {str(span.action): (span.start_ms, span.end_ms) for span in timeline.spans}
+    assert spans == {"0F0": (0, 1), "1F0": (1, 2), "1I0": (2, 3), "1W0": (3, 4), "0I0": (3, 4.5), "0W0": (4.5, 5)}
+
+
+def test_messages_queue_on_a_link_and_do_not_occupy_ranks():
+    """1 GB/s = 1e6 bytes a ms: 3 ms on the link, 1 ms latency; the second waits for the first, not for its arrival."""
+    slow = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=1000.0))
+    costs = uniform(2, output_bytes=3_000_000)
+    timeline = simulate(plan((0, 1), 2, schedule=rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")), costs, slow)
+    forward = [(t.leave_ms, t.arrive_ms) for t in timeline.transfers if t.message.label == "hidden"]
+    assert forward == [(1, 5), (4, 8)]
+    assert [s.start_ms for s in timeline.spans_of(1)] == [5, 8, 9, 11]
+    assert [s.start_ms for s in timeline.spans_of(0)] == [0, 1, 15, 18]
+
+
+def test_values_that_stay_cost_nothing_and_those_without_gradient_send_nothing_back():
+    costs = profile(
+        [layer(output_bytes=10) for _ in range(4)],
+        [skip("local", 0, 3, 1000), skip("mask", 0, 2, 7, gradient=False), skip("odd", 0, 1, 5)],
+    )
+    order = rows("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    found = plan(wave_placement(2), 1, schedule=order, of=costs)
+    sent = {(t.message.label, t.num_bytes) for t in simulate(found, costs, cluster()).transfers}
+    assert sent == {("hidden", 10), ("hidden_grad", 10), ("value:mask", 7), ("value:odd", 5), ("value_grad:odd", 5)}
+    assert estimate(found, costs, cluster()).p2p_bytes_per_microbatch == 4 * 10 + 7 + 2 * 5
+
+
+def test_links_follow_the_pipe_major_topology():
+    """Two ranks a node and two data-parallel peers: the pipeline crosses nodes."""
+    fast, slow = Link(bandwidth_gb_per_s=1e9, latency_us=0), Link(bandwidth_gb_per_s=1e9, latency_us=2000)
+    two = Cluster(name="two", nodes=2, ranks_per_node=2, memory_bytes=1, intra_node=fast, inter_node=slow)
+    order = rows("0F0 0B0", "1F0 1B0")
+    assert simulate(plan((0, 1), 1, schedule=order), uniform(2), two).makespan_ms == pytest.approx(6)
+    paired = plan((0, 1), 1, schedule=order, data_parallel=2)
+    assert simulate(paired, uniform(2), two).makespan_ms == pytest.approx(10)
+
+
+def test_gradient_reduction_is_hidden_except_for_its_tail():
+    """Ring of 2: 2 rounds of bytes/2, 1 MB at 1 GB/s = 1 ms. Stage 1 reduces while stage 0 still works."""
+    link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0)
+    costs = uniform(2, param_bytes=1_000_000)
+    order = rows("0F0 0B0", "1F0 1B0")
+    found = estimate(plan((0, 1), 1, schedule=order, data_parallel=2), costs, cluster(link))
+    assert (found.makespan_ms, found.step_ms) == (pytest.approx(6), pytest.approx(7))
+    assert found.samples_per_second == pytest.approx(1e3 * 2 / 7)
+    assert estimate(plan((0, 1), 1, schedule=order), costs, cluster(link)).step_ms == pytest.approx(6)
+
+
+@pytest.mark.parametrize(("dtype", "factor", "sharded"), [("float32", 4, 3), ("bfloat16", 8, 5), ("float16", 8, 5)])
+def test_peak_is_state_plus_what_is_live(dtype, factor, sharded):
+    """Under a sharded optimizer weights and gradients stay whole: 2 of 4, or 2 of 8, parts."""
+    costs = profile([layer(param_bytes=100, activation_bytes=7)], dtype=dtype)
+    found = plan((0,), 2, schedule=rows("0F0 0F1 0B0 0B1"), data_parallel=2)
+    assert estimate(found, costs, cluster()).peak_bytes == (factor * 100 + 2 * 7,)
+    assert estimate(found, costs, cluster(), shard_optimizer=True).peak_bytes == (sharded * 100 + 2 * 7,)
+
+
+def test_received_tensors_live_until_they_are_used():
+    """Rank 1 is busy for 4 ms; microbatch 1's hidden state waits there, its value until the backward has ended."""
+    costs = profile(
+        [layer(1, 1, activation_bytes=0, output_bytes=100), layer(4, 1, activation_bytes=1000)], [skip("v", 0, 1, 10)]
+    )
+    found = plan((0, 1), 2, schedule=rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), of=costs)
+    curve = [(round(time, 3), live) for time, live in simulate(found, costs, cluster()).memory[1]]
+    assert curve[-1] == (11.0, 0)
+    assert [live for _, live in curve] == [100, 1010, 1110, 1120, 2020, 1010, 0]
+
+
+@pytest.mark.parametrize("placement", [linear_placement(3), wave_placement(3), wave_placement(2, 2), (0, 1, 0, 1)])
+def test_everything_is_free_at_the_end(placement):
+    costs = uniform(len(placement), output_bytes=5)
+    order = gpipe(Instance(plan(placement, 3), costs, cluster()), 3)
+    for row in simulate(plan(placement, 3, schedule=order), costs, cluster()).memory:
+        assert row[-1][1] == 0
+        assert all(live >= 0 for _, live in row)
+
+
+@pytest.mark.parametrize("placement", [linear_placement(3), wave_placement(3), wave_placement(2, 2), (0, 1, 0, 1)])
+@pytest.mark.parametrize("microbatches", [1, 2, 7])
+def test_forward_only_runs_on_any_placement(placement, microbatches):
+    order = forward_only(placement, microbatches)
+    timeline = simulate(plan(placement, microbatches, schedule=order), uniform(len(placement)), cluster())
+    assert len(timeline.spans) == len(placement) * microbatches
+    work = max(placement.count(rank) for rank in placement) * microbatches
+    assert timeline.makespan_ms <= work + 2 * len(placement)
+
+
+def test_a_deadlock_names_every_rank_and_what_it_waits_for():
+    order = rows("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
+    with pytest.raises(PlanError) as caught:
+        simulate(plan((0, 1), 2, schedule=order), uniform(2), cluster())
+    assert "rank 0 is stuck at 0B0, which waits for 1B0 of rank 1" in str(caught.value)
+    assert "rank 1 is stuck at 1F1, which waits for 0F1 of rank 0" in str(caught.value)
+
+
+def test_a_plan_of_another_model_is_refused():
+    with pytest.raises(PlanError, match="cuts 2 layers, the profile 'toy' has 3"):
+        simulate(plan((0, 1), 1, schedule=rows("0F0 0B0", "1F0 1B0")), uniform(3), cluster())

@@ -1,0 +1,122 @@
+"""Orders: never worse than the generators, proven where small, within memory."""
+
+import itertools
+import random
+
+import pytest
+from toys import cluster, layer, plan, profile, random_profile, uniform
+
+from deepspeed_pulse.errors import InfeasibleError, PlanError
+from deepspeed_pulse.ir.cluster import Link
+from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.schedule import backward, forward
+from deepspeed_pulse.planner.exact import OrderModel
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.simulate import run
+from deepspeed_pulse.planner.synthesize import synthesize
+
+
+def row_orders(instance, rank, microbatches):
+    """Every order of a rank: a microbatch's actions are a chain, and microbatches stay in order at each link of it."""
+    stages = instance.plan.stages_of(rank)
+    chain = [(forward, stage) for stage in stages] + [(backward, stage) for stage in reversed(stages)]
+
+    def extend(done, row):
+        if len(row) == len(chain) * microbatches:
+            yield tuple(row)
+        for m in range(microbatches):
+            if done[m] < len(chain) and (m == 0 or done[m] < done[m - 1]):
+                op, stage = chain[done[m]]
+                yield from extend([*done[:m], done[m] + 1, *done[m + 1 :]], [*row, op(stage, m)])
+
+    return list(extend([0] * microbatches, []))
+
+
+def brute_force_makespan(instance, microbatches):
+    best = float("inf")
+    for schedule in itertools.product(*(row_orders(instance, r, microbatches) for r in range(instance.num_ranks))):
+        try:
+            best = min(best, run(instance, schedule).makespan_ms)
+        except PlanError:  # this order deadlocks
+            continue
+    return best
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_orders_equal_brute_force(seed):
+    """Two ranks, one stage each and three microbatches, uneven times and slow messages."""
+    rng = random.Random(seed)
+    costs = profile([layer(rng.uniform(0.5, 2), rng.uniform(0.5, 4), output_bytes=1_000_000) for _ in range(2)])
+    slow = cluster(Link(bandwidth_gb_per_s=rng.uniform(0.5, 5), latency_us=100))
+    instance = Instance(plan(linear_placement(2), 3), costs, slow)
+    found = synthesize(instance.plan, costs, cluster=slow, solver_seconds=10)
+    assert found.estimate.makespan_ms == pytest.approx(brute_force_makespan(instance, 3))
+
+
+@pytest.mark.parametrize("seed", [1, 17])
+def test_highs_finds_the_optimum_that_the_generators_miss(seed):
+    """A V of three uneven ranks and two microbatches; all 14^3 orders are tried."""
+    costs = random_profile(random.Random(seed), 6)
+    blank = plan(wave_placement(3), 2)
+    greedy = synthesize(blank, costs, cluster=cluster(), solver_seconds=0)
+    exact = synthesize(blank, costs, cluster=cluster(), solver_seconds=20)
+    best = brute_force_makespan(Instance(blank, costs, cluster()), 2)
+    assert greedy.estimate.makespan_ms > best * 1.001
+    assert exact.estimate.makespan_ms == pytest.approx(best)
+    assert (exact.solver.name, exact.solver.optimal) == ("highs", True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_solving_is_never_worse_and_repeats_itself(seed):
+    costs = random_profile(random.Random(seed), 4, temb=True)
+    blank = plan(wave_placement(2), 3, of=costs)
+    slow = cluster(Link(bandwidth_gb_per_s=1e-3, latency_us=10))
+    greedy = synthesize(blank, costs, cluster=slow, solver_seconds=0)
+    exact = synthesize(blank, costs, cluster=slow, solver_seconds=10, seed=1)
+    assert exact.estimate.makespan_ms <= greedy.estimate.makespan_ms
+    assert exact.estimate.makespan_ms >= exact.estimate.lower_bound_ms * (1 - 1e-9)
+    again = synthesize(blank, costs, cluster=slow, solver_seconds=10, seed=1)
+    assert (again.schedule, again.solver) == (exact.schedule, exact.solver)
+
+
+def test_uniform_stages_reach_the_bound_without_a_solver():
+    found = synthesize(plan(wave_placement(4), 8), uniform(8), cluster=cluster(), solver_seconds=0)
+    assert (found.estimate.makespan_ms, found.solver.name, found.solver.optimal) == (pytest.approx(57), "wave", True)
+
+
+def test_known_optimum_of_four_ranks_and_four_microbatches():
+    """10P - 4 = 36 at M = P, above the bound of 33."""
+    found = synthesize(plan(wave_placement(4), 4), uniform(8), cluster=cluster(), solver_seconds=0)
+    assert found.estimate.makespan_ms == pytest.approx(36)
+
+
+@pytest.mark.parametrize("limit", [4, 6, 8, 10, 12])
+def test_less_memory_takes_longer_but_fits(limit):
+    free = synthesize(plan(wave_placement(4), 8), uniform(8), cluster=cluster(), solver_seconds=0)
+    tight = synthesize(plan(wave_placement(4), 8), uniform(8), cluster=cluster(), solver_seconds=0, memory_bytes=limit)
+    assert max(tight.estimate.peak_bytes) <= limit
+    assert tight.estimate.makespan_ms >= free.estimate.makespan_ms
+
+
+def test_impossible_memory_says_what_would_be_needed():
+    costs = uniform(4, param_bytes=10**8, activation_bytes=10**8)
+    with pytest.raises(InfeasibleError) as caught:
+        synthesize(plan(wave_placement(2), 4), costs, cluster=cluster(), memory_bytes=9 * 10**8)
+    text = str(caught.value)
+    assert "fits 0.900 GB a rank: the most frugal one needs 1.000 GB" in text
+    assert "optimizer state are up to 0.800 GB" in text
+    assert "smaller microbatch" in text
+
+
+def test_rows_of_the_model_hold_for_a_simulated_order():
+    costs = random_profile(random.Random(2), 4, temb=True)
+    blank = plan(wave_placement(2), 2, of=costs)
+    found = synthesize(blank, costs, cluster=cluster(), solver_seconds=0)
+    instance = Instance(blank, costs, cluster())
+    timeline = run(instance, found.schedule)
+    start = {span.action: span.start_ms for span in timeline.spans}
+    model = OrderModel(instance, 2, timeline.makespan_ms)
+    value = {**start, "makespan": timeline.makespan_ms, **{p: float(start[p[0]] < start[p[1]]) for p in model.pairs}}
+    for family in (model.precedence, model.exclusive, model.finish):
+        for terms, right in family():
+            assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6

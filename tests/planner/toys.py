@@ -1,0 +1,101 @@
+"""Small profiles and plans that the planner's tests share."""
+
+from __future__ import annotations
+
+import random
+
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.placement import describe_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.ir.schedule import Schedule, parse_schedule
+from deepspeed_pulse.planner.routes import make_routes, named_values
+
+INSTANT = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
+
+
+def cluster(link: Link = INSTANT, *, ranks: int = 64, memory_bytes: int = 10**15) -> Cluster:
+    return Cluster(
+        name="toy", nodes=1, ranks_per_node=ranks, memory_bytes=memory_bytes, intra_node=link, inter_node=link
+    )
+
+
+def layer(forward_ms=1.0, backward_ms=2.0, param_bytes=0, activation_bytes=1, output_bytes=0, weight_grad_ms=None):
+    return LayerCost(
+        name="layer",
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        param_bytes=param_bytes,
+        activation_bytes=activation_bytes,
+        output_bytes=output_bytes,
+        weight_grad_ms=weight_grad_ms,
+    )
+
+
+def profile(layers, skips=(), dtype="float32", microbatch_size=1) -> Profile:
+    return Profile(
+        name="toy",
+        device="none",
+        dtype=dtype,
+        microbatch_size=microbatch_size,
+        layers=tuple(layers),
+        skips=tuple(skips),
+    )
+
+
+def uniform(num_layers: int, **costs) -> Profile:
+    """Half-stage units: forward 1, backward 2."""
+    return profile([layer(**costs) for _ in range(num_layers)])
+
+
+def skip(name: str, source: int, target: int, size: int = 1, gradient: bool = True) -> Skip:
+    return Skip(name=name, source=source, target=target, bytes=size, gradient=gradient)
+
+
+def rows(*texts: str) -> Schedule:
+    """One text a rank: ``rows("0F0 0B0", "1F0 1B0")``."""
+    return parse_schedule(tuple(tuple(text.split()) for text in texts))
+
+
+def plan(
+    placement: tuple[int, ...],
+    microbatches: int,
+    *,
+    boundaries=None,
+    schedule: Schedule | None = None,
+    of: Profile | None = None,
+    data_parallel: int = 1,
+) -> Plan:
+    """One layer a stage unless ``boundaries`` says otherwise; routes from the profile's skips."""
+    bounds = tuple(boundaries or range(len(placement) + 1))
+    ranks = max(placement) + 1
+    return Plan(
+        pipeline_ranks=ranks,
+        data_parallel=data_parallel,
+        microbatches=microbatches,
+        microbatch_size=1,
+        waves=0 if describe_placement(placement) == "linear" else 1,
+        boundaries=bounds,
+        placement=placement,
+        schedule=schedule if schedule is not None else ((),) * ranks,
+        routes=make_routes(bounds, placement, named_values(of)) if of else (),
+    )
+
+
+def random_profile(rng: random.Random, num_layers: int, *, temb: bool = False, strict: bool = True) -> Profile:
+    """Uneven layers with skips: nested ones, or any when not ``strict``; perhaps a time embedding."""
+    layers = [
+        layer(rng.uniform(0.2, 3), rng.uniform(0.2, 6), rng.randrange(100), rng.randrange(100), rng.randrange(1, 1000))
+        for _ in range(num_layers)
+    ]
+    skips, i, j = [], 0, num_layers - 1
+    while i < j - 1:
+        if rng.random() < 0.6:
+            skips.append(skip(f"skip{i}-{j}", i, j, rng.randrange(1, 99), rng.random() < 0.8))
+        i, j = i + rng.randrange(2), j - rng.randrange(1, 3)
+    if not strict and num_layers > 2:
+        source = rng.randrange(num_layers - 1)
+        skips.append(skip("odd", source, rng.randrange(source + 1, num_layers), rng.randrange(1, 99)))
+    if temb:
+        skips += [skip("temb", 0, t, 50) for t in range(1, num_layers) if t % 2 or rng.random() < 0.5]
+    return profile(layers, skips)
