@@ -64,4 +64,4 @@ def draw_timeline(engine: Any, picture: Path) -> None:
         return
     timeline = engine.pulse_timeline()
     if engine.global_rank == 0 and timeline is not None:
-        draw_timelines(timeline, picture)
+        draw_timelines([("last step, measured", timeline)], engine.module.plan.placement, picture)

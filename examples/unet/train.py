@@ -3,7 +3,8 @@
     deepspeed --num_accelerators 4 examples/unet/train.py --deepspeed_config examples/unet/ds_config.json
 
 Started again, it goes on from the last checkpoint in the output folder. It leaves there
-``model/`` (a diffusers pipeline folder), ``loss.csv``, ``loss.png``, ``samples.png`` and ``checkpoints/``.
+``model/`` (a diffusers pipeline folder), ``checkpoints/``, ``loss.csv`` and the pictures ``loss.png``,
+``samples.png`` and ``timeline.png`` (who computed what in the last step).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def share_cores() -> None:
 
 
 def train(engine: Any, batches: Batches, args: argparse.Namespace) -> None:
-    """Steps from where the engine stands to ``args.steps``, with checkpoints in between."""
+    """Steps from where the engine stands to ``args.steps``, with checkpoints in between and at the end."""
     data = batches.iterate(
         first_step=engine.global_steps,
         microbatches=engine.gradient_accumulation_steps(),
@@ -88,8 +88,8 @@ def train(engine: Any, batches: Batches, args: argparse.Namespace) -> None:
     first = engine.global_rank == 0
     table = args.out / "loss.csv"
     if first:
-        keep_rows_before(table, engine.global_steps)
-    with progress_bar(engine, args.steps) if first else nullcontext() as report:
+        keep_rows_until(table, engine.global_steps)
+    with ProgressBar(engine, args.steps) if first else nullcontext() as report:
         while engine.global_steps < args.steps:
             loss = float(engine.train_batch(data))
             step = engine.global_steps
@@ -99,9 +99,10 @@ def train(engine: Any, batches: Batches, args: argparse.Namespace) -> None:
                 report(loss)
             if step % args.checkpoint_every == 0 or step == args.steps:
                 engine.save_checkpoint(str(args.out / "checkpoints"), tag=f"step{step}")
+                draw_timeline(engine, args.out / "timeline.png")
 
 
-def keep_rows_before(table: Path, step: int) -> None:
+def keep_rows_until(table: Path, step: int) -> None:
     """Drop losses that a resumed run will compute again."""
     rows: list[list[str]] = []
     if table.is_file():
@@ -111,16 +112,15 @@ def keep_rows_before(table: Path, step: int) -> None:
         csv.writer(file).writerows([["step", "loss"], *rows])
 
 
-class progress_bar:
+class ProgressBar:
     """A bar on the first rank; called with the loss after every step."""
 
     def __init__(self, engine: Any, num_steps: int) -> None:
         self.engine = engine
         self.progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:.1f} samples/s  {task.fields[sent]}"),
+            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:.0f} samples/s  {task.fields[sent]}"),
             TimeRemainingColumn(),
         )
         self.task = self.progress.add_task(
@@ -130,7 +130,7 @@ class progress_bar:
         self.speed = 0.0
         self.loss = math.nan
 
-    def __enter__(self) -> progress_bar:
+    def __enter__(self) -> ProgressBar:
         self.progress.start()
         return self
 
@@ -149,18 +149,17 @@ class progress_bar:
         if not hasattr(self.engine, "pulse_stats"):
             return ""
         megabytes = sum(self.engine.pulse_stats()["p2p_bytes"].values()) / 1e6
-        return f"rank 0 sends {megabytes:.1f} MB a step"
+        return f"rank 0 sent {megabytes:.1f} MB"
 
 
-def finish(engine: Any, photographs: Photographs, batches: Batches, out: Path) -> Iterator[str]:
-    """Export and draw; yields the path of what it wrote (on the first rank)."""
+def finish(engine: Any, photographs: Photographs, batches: Batches, out: Path) -> None:
+    """Export the model on all ranks; the first one samples from what was written and draws."""
     save_pretrained(engine, out / MODEL / "unet")
-    draw_timeline(engine, out / "timeline.png")
     if engine.global_rank == 0:
         complete_pipeline(out / MODEL, batches.scheduler.config, photographs.names)
         draw_loss(out / "loss.csv", out / "loss.png")
         draw_samples(out, photographs, out / "samples.png")
-        yield from (str(out / name) for name in (MODEL, "loss.png", "samples.png"))
+        print(f"wrote {', '.join(str(path) for path in (out / MODEL, *sorted(out.glob('*.png'))))}")
 
 
 def main() -> None:
@@ -190,8 +189,7 @@ def main() -> None:
     if (args.out / "checkpoints" / "latest").is_file():
         engine.load_checkpoint(str(args.out / "checkpoints"))
     train(engine, batches, args)
-    for path in finish(engine, photographs, batches, args.out):
-        print(f"wrote {path}")
+    finish(engine, photographs, batches, args.out)
 
 
 if __name__ == "__main__":
