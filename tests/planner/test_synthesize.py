@@ -10,7 +10,8 @@ from deepspeed_pulse.errors import InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.schedule import backward, forward
-from deepspeed_pulse.planner.exact import OrderModel
+from deepspeed_pulse.planner.exact import OrderModel, Solved
+from deepspeed_pulse.planner.heuristics import gpipe
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.simulate import run
 from deepspeed_pulse.planner.synthesize import synthesize
@@ -77,6 +78,19 @@ def test_solving_is_never_worse_and_repeats_itself(seed):
     assert exact.estimate.makespan_ms >= exact.estimate.lower_bound_ms * (1 - 1e-9)
     again = synthesize(blank, costs, cluster=slow, solver_seconds=10, seed=1)
     assert (again.schedule, again.solver) == (exact.schedule, exact.solver)
+
+
+def test_a_solver_that_errs_is_not_believed(monkeypatch):
+    """A worse order, or one that deadlocks, with a bound that claims to be proven: the generators' order stays."""
+    costs = random_profile(random.Random(1), 6)
+    blank = plan(wave_placement(3), 2)
+    greedy = synthesize(blank, costs, cluster=cluster(), solver_seconds=0)
+    worse = gpipe(Instance(blank, costs, cluster()), 2)
+    for schedule in (worse, tuple(row[::-1] for row in worse)):
+        answer = Solved(schedule=schedule, bound_ms=0.0)
+        monkeypatch.setattr("deepspeed_pulse.planner.synthesize.solve_order", lambda *a, answer=answer, **k: answer)
+        found = synthesize(blank, costs, cluster=cluster(), solver_seconds=1)
+        assert (found.schedule, found.solver.name, found.solver.optimal) == (greedy.schedule, "wave", False)
 
 
 def test_uniform_stages_reach_the_bound_without_a_solver():

@@ -82,10 +82,21 @@ def plan(
     )
 
 
-def random_profile(rng: random.Random, num_layers: int, *, temb: bool = False, strict: bool = True) -> Profile:
-    """Uneven layers with skips: nested ones, or any when not ``strict``; perhaps a time embedding."""
+def random_profile(
+    rng: random.Random, num_layers: int, *, temb: bool = False, strict: bool = True, ties: bool = False
+) -> Profile:
+    """Uneven layers with skips: nested ones, or any when not ``strict``; perhaps a time embedding.
+
+    ``ties``: all layers take the same time, so that the later keys of an objective decide.
+    """
     layers = [
-        layer(rng.uniform(0.2, 3), rng.uniform(0.2, 6), rng.randrange(100), rng.randrange(100), rng.randrange(1, 1000))
+        layer(
+            1.0 if ties else rng.uniform(0.2, 3),
+            2.0 if ties else rng.uniform(0.2, 6),
+            rng.randrange(100),
+            rng.randrange(100),
+            rng.randrange(1, 1000),
+        )
         for _ in range(num_layers)
     ]
     skips, i, j = [], 0, num_layers - 1
