@@ -109,4 +109,6 @@ def random_profile(
         skips.append(skip("odd", source, rng.randrange(source + 1, num_layers), rng.randrange(1, 99)))
     if temb:
         skips += [skip("temb", 0, t, 50) for t in range(1, num_layers) if t % 2 or rng.random() < 0.5]
+        source, size = rng.randrange(num_layers), rng.randrange(500, 3000)
+        skips += [skip("mid", source, t, size) for t in range(source + 1, num_layers) if rng.random() < 0.5]
     return profile(layers, skips)
