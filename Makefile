@@ -36,11 +36,12 @@ types: .venv
 test: lint types
 	$(TEST_ENV) $(BIN)/python -m pytest $(TESTS)
 
-# With fewer accelerators than ranks, the ranks are processes on the CPU.
+# With fewer accelerators than ranks, the ranks are processes on the CPU. A free port lets runs stand side by side.
 train: .venv
 	@count=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count())'); \
 	if [ "$$count" -lt $(RANKS) ]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; fi; \
-	set -x; PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) \
+	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'); \
+	set -x; PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) --master_port $$port \
 	    examples/unet/train.py --deepspeed_config $(CONFIG) $(TRAIN_FLAGS)
 
 # The same training for long, to see that loss, memory and step time stay where they are.
