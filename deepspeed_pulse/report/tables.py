@@ -37,13 +37,14 @@ def plan_table(
         costs = costs or f"profile {profile.name} ({profile.device}, {profile.dtype})"
     table = _table(("rank", "stages", "layers", "parameters", "predicted GB"))
     for rank in range(plan.pipeline_ranks):
-        table.add_row(
-            str(rank),
-            "\n".join(str(stage) for stage in plan.stages_of(rank)),
-            words.layer_ranges(plan, rank, layer_names),
-            UNKNOWN if param_counts is None else words.count(sum(param_counts[i] for i in plan.layers_of(rank))),
+        parameters = None if param_counts is None else sum(param_counts[i] for i in plan.layers_of(rank))
+        figures = (
+            UNKNOWN if parameters is None else words.count(parameters),
             UNKNOWN if plan.estimate is None else words.gigabytes(plan.estimate.peak_bytes[rank]),
         )
+        for index, stage in enumerate(plan.stages_of(rank)):
+            layers = words.stage_layers(plan, stage, layer_names)
+            table.add_row("" if index else str(rank), str(stage), layers, *(("", "") if index else figures))
     return Group(Text(_title(plan), style="bold"), table, *_caption(plan, costs))
 
 

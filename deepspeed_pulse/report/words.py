@@ -40,32 +40,13 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:.1f} %"
 
 
-def indices(values: Sequence[int]) -> str:
-    """Ascending indices with runs joined.
-
-    >>> indices((0, 1, 2, 7))
-    '0-2, 7'
-    """
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and runs[-1][-1] == value - 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def layer_ranges(plan: Plan, rank: int, names: Sequence[str] | None = None) -> str:
-    """Layers of a rank, one run per stage, with the name of each run's first and last layer."""
-    runs = []
-    for stage in plan.stages_of(rank):
-        layers = plan.stage_layers(stage)
-        text = indices(layers)
-        if names is not None:
-            first, last = names[layers[0]], names[layers[-1]]
-            text += f" ({first})" if first == last else f" ({first} .. {last})"
-        runs.append(text)
-    return "\n".join(runs)
+def stage_layers(plan: Plan, stage: int, names: Sequence[str] | None = None) -> str:
+    """``4-6 (down.1 .. mid)``: indices of a stage's layers, and the names of its first and last."""
+    layers = plan.stage_layers(stage)
+    first, last = layers[0], layers[-1]
+    if first == last:
+        return str(first) if names is None else f"{first} ({names[first]})"
+    return f"{first}-{last}" if names is None else f"{first}-{last} ({names[first]} .. {names[last]})"
 
 
 def param_counts(profile: Profile) -> tuple[int, ...]:
