@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine import planning
+from deepspeed_pulse.engine import checkpoints, figures, planning
 from deepspeed_pulse.engine.agreement import (
     check_same_block,
     check_same_data,
@@ -35,12 +32,12 @@ from deepspeed_pulse.engine.instructions import (
 )
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.engine.watchdog import Watchdog
-from deepspeed_pulse.errors import BatchError, ConfigError, PlanError, PulseError
+from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import Step
-from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime
 from deepspeed_pulse.runtime.usage import Usage
 
@@ -49,8 +46,6 @@ CHECKED_STEPS, CHECK_EVERY = 3, 100
 
 REPORT_STEP = 3
 """Measured figures are printed after this many steps (the first ones warm up)."""
-
-PLAN_FILE = "pulse_plan.json"
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,8 @@ class PulseEngine(PipelineEngine):
             timeout_seconds=self._pulse.timeout_seconds,
         )
         self._started = True
-        self._print_plan()
+        if self.global_rank == 0:
+            figures.print_plan(module.planned, module.graph, module.layer_list)
 
     # -- seams of upstream -------------------------------------------------------------------
 
@@ -138,15 +134,17 @@ class PulseEngine(PipelineEngine):
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
-        with _watching(self._watchdog, "the start of train_batch"):
+        start = self._engine_device.now_ms()
+        with self._watchdog.watching("the start of train_batch"):
             loss = super().train_batch(data_iter)
+        self._step_ms = self._engine_device.now_ms() - start
         if self._steps["train"] in (1, REPORT_STEP):
             self._report()
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, forward only."""
-        with _watching(self._watchdog, "the start of eval_batch"):
+        with self._watchdog.watching("the start of eval_batch"):
             return super().eval_batch(*args, **kwargs)
 
     def clip_fp32_gradients(self) -> None:
@@ -337,15 +335,8 @@ class PulseEngine(PipelineEngine):
 
     def pulse_timeline(self) -> Timeline | None:
         """The last step as it ran on this pipeline, on its first rank; None on the others. Collective."""
-        gathered = self.module.gather_to_first(self._runtime.spans)
-        if gathered is None:
-            return None
-        spans = [span for row in gathered for span in row]
-        start = min(span.start_ms for span in spans)
-        moved = tuple(
-            Span(rank=s.rank, action=s.action, start_ms=s.start_ms - start, end_ms=s.end_ms - start) for s in spans
-        )
-        return Timeline(num_ranks=self.num_stages, spans=moved)
+        rows = self.module.gather_to_first(self._runtime.spans)
+        return None if rows is None else figures.joined_timeline(rows)
 
     def _state_bytes(self) -> int:
         """Weights, gradients, master copy and two moments, as the planner counts them."""
@@ -353,44 +344,16 @@ class PulseEngine(PipelineEngine):
         factor = 8 if parameters and parameters[0].element_size() == 2 else 4
         return factor * sum(p.numel() * p.element_size() for p in parameters)
 
-    def _print_plan(self) -> None:
-        if self.global_rank != 0:
-            return
-        from rich.console import Console
-
-        from deepspeed_pulse.report.tables import plan_table
-
-        layers = self.module.layer_list
-        table = plan_table(
-            self._plan,
-            layer_names=[layer.name for layer in self.module.graph.layers],
-            param_counts=planning.parameter_counts(layers),
-            costs=self.module.planned.costs,
-        )
-        Console().print(table)
-
     def _report(self) -> None:
+        """After the first steps: measured beside predicted, and the trace."""
         timeline = self.pulse_timeline()
-        figures = self.module.gather_to_first(self._runtime.stats)
-        if timeline is None or figures is None or self.global_rank != 0:
+        stats = self.module.gather_to_first(self._runtime.stats)
+        if timeline is None or stats is None or self.global_rank != 0:
             return
         if self._steps["train"] == REPORT_STEP and self.module.planned.measured:
-            from rich.console import Console
-
-            from deepspeed_pulse.report.tables import measured_table
-
-            table = measured_table(
-                self._plan,
-                step_ms=timeline.makespan_ms,
-                bubble_ratio=timeline.bubble_ratio,
-                peak_bytes=[stats.peak_live_bytes for stats in figures],
-                idle_ms=[stats.idle_ms for stats in figures],
-            )
-            Console().print(table)
+            figures.print_measured(self._plan, timeline, stats, self._step_ms)
         if self._pulse.trace is not None:
-            from deepspeed_pulse.report.trace import write_trace
-
-            write_trace(self._pulse.trace, [("measured", timeline)], self._plan.placement)
+            figures.write_trace(self._pulse.trace, [("measured", timeline)], self._plan.placement)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -399,10 +362,7 @@ class PulseEngine(PipelineEngine):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         saved = super().save_checkpoint(save_dir, tag, *args, **kwargs)
         if self.global_rank == 0:
-            path = Path(save_dir) / tag / PLAN_FILE
-            beside = path.with_suffix(".tmp")
-            beside.write_text(self._plan.to_json(), encoding="utf-8")
-            os.replace(beside, path)
+            checkpoints.write_plan(save_dir, tag, self._plan)
         return saved
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -413,30 +373,8 @@ class PulseEngine(PipelineEngine):
         """
         weights_only = kwargs.get("load_module_only", False) or kwargs.get("load_optimizer_states", True) is False
         if not weights_only:
-            planning.agree(lambda: self._check_checkpoint(load_dir, tag))
+            planning.agree(lambda: checkpoints.check_plan(load_dir, tag, self._plan))
         return super().load_checkpoint(load_dir, tag, *args, **kwargs)
-
-    def _check_checkpoint(self, load_dir: str, tag: Any) -> None:
-        latest = Path(load_dir) / "latest"
-        if tag is None and latest.is_file():
-            tag = latest.read_text(encoding="utf-8").strip()
-        path = Path(load_dir) / str(tag) / PLAN_FILE
-        if tag is None or not path.parent.is_dir():
-            return
-        if not path.is_file():
-            raise PlanError(
-                f"{path.parent}: written without a plan, so its optimizer state belongs to other ranks; load weights "
-                "only (load_optimizer_states=False) or resume with pulse off"
-            )
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        mine = self._plan.to_dict()
-        for name in ("pipeline_ranks", "data_parallel", "placement", "boundaries"):
-            if saved.get(name) != mine[name]:
-                raise PlanError(
-                    f"{path}: {name}: the checkpoint was written with {saved.get(name)}, this job runs {mine[name]}; "
-                    'resuming under another plan is not supported yet: set "plan" in the "pulse" block to that file, '
-                    "or load weights only (load_optimizer_states=False)"
-                )
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,
@@ -446,19 +384,6 @@ class PulseEngine(PipelineEngine):
         FinishStep: _exec_finish_step,
         CompleteTiedGrads: _exec_complete_tied_grads,
     }
-
-
-class _watching:
-    """The watchdog runs while inside."""
-
-    def __init__(self, watchdog: Watchdog, doing: str) -> None:
-        self._watchdog, self._doing = watchdog, doing
-
-    def __enter__(self) -> None:
-        self._watchdog.enter(self._doing)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._watchdog.leave()
 
 
 def _check_supported(config: Any) -> None:

@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class Watchdog:
@@ -38,6 +39,15 @@ class Watchdog:
     def leave(self) -> None:
         """Nothing is under way."""
         self._doing = None
+
+    @contextmanager
+    def watching(self, doing: str) -> Iterator[None]:
+        """Watch while inside; :meth:`enter` says what comes next."""
+        self.enter(doing)
+        try:
+            yield
+        finally:
+            self.leave()
 
     def _watch(self) -> None:
         while True:

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import torch
-
 from support.reference import Unpartitioned, error, train
 
 STEPS = 3
@@ -65,7 +64,9 @@ def reference_run(model: str, microbatches: int, data_parallel: int, clip: float
             loss, gradients = train(unpartitioned, optimizer, data, mse, clip, first)
             losses.append(loss)
         by_layer = {
-            index: {name: (p.detach().clone(), _gradient(unpartitioned, gradients, p)) for name, p in m.named_parameters()}
+            index: {
+                name: (p.detach().clone(), _gradient(unpartitioned, gradients, p)) for name, p in m.named_parameters()
+            }
             for index, m in unpartitioned.by_layer.items()
         }
         _REFERENCES[key] = (losses, by_layer)

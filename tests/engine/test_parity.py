@@ -1,0 +1,97 @@
+"""Transparency: loss, every gradient and the weights equal the unpartitioned model's."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launch import launch
+from support.parity import models
+from support.random_plans import peak_forwards, random_plan
+
+from deepspeed_pulse.ir.graph import Graph
+
+LAYOUTS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(3, 1)], 4: [(2, 2), (4, 1)]}
+"""World size to (pipeline ranks, data parallel)."""
+
+
+def toy_cases(world: int) -> list[dict[str, Any]]:
+    """The whole product on the toy network; two waves where ten layers allow."""
+    cases = []
+    for (ranks, _), microbatches, clip in itertools.product(LAYOUTS[world], (1, 2, 3, 8), (0.0, 0.1)):
+        case = {"model": "toy", "P": ranks, "M": microbatches, "clip": clip}
+        cases += [{**case, "enabled": True, "W": waves} for waves in (1, 2) if 2 * ranks * waves <= 10]
+        cases.append({**case, "enabled": False})
+    linear = {"model": "toy", "P": LAYOUTS[world][-1][0], "M": 3, "clip": 0.1, "enabled": True, "placement": "linear"}
+    silent = {"model": "toy", "P": LAYOUTS[world][-1][0], "M": 3, "clip": 0.1, "enabled": True, "first_rank_only": True}
+    return [*cases, linear, silent, {**linear, "first_rank_only": True}]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_toy_network_trains_as_if_unpartitioned(world: int) -> None:
+    cases = toy_cases(world)
+    for _, output in launch("support.parity:run_cases", world, cases, timeout=800):
+        assert output.count("PASSED") == len(cases)
+
+
+UNET_PAIRS = [
+    # P, M, W, clip, enabled: every pair of values occurs; the whole product is `make soak`.
+    (1, 1, 1, 0.1, True),
+    (1, 3, 2, 0.0, True),
+    (1, 2, 1, 0.1, False),
+    (2, 1, 2, 0.1, True),
+    (2, 2, 1, 0.0, True),
+    (2, 8, 2, 0.1, True),
+    (2, 3, 1, 0.0, False),
+    (3, 1, 1, 0.0, True),
+    (3, 3, 2, 0.1, True),
+    (3, 8, 1, 0.1, True),
+    (3, 2, 1, 0.1, False),
+    (4, 1, 1, 0.1, False),
+    (4, 2, 2, 0.0, True),
+    (4, 3, 1, 0.1, True),
+    (4, 8, 1, 0.0, True),
+    (4, 8, 1, 0.1, False),
+]
+
+
+def unet_cases(world: int) -> list[dict[str, Any]]:
+    keys = ("P", "M", "W", "clip", "enabled")
+    cases = [{"model": "unet", **dict(zip(keys, row, strict=True))} for row in UNET_PAIRS]
+    return [case for case in cases if case["P"] in [ranks for ranks, _ in LAYOUTS[world]]]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_diffusers_unet_trains_as_if_unpartitioned(world: int) -> None:
+    cases = unet_cases(world)
+    for _, output in launch("support.parity:run_cases", world, cases, timeout=800):
+        assert output.count("PASSED") == len(cases)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("model", "world"), [("toy", 2), ("toy", 4), ("unet", 2), ("unet", 4)])
+def test_random_plans_train_as_if_unpartitioned(model: str, world: int, tmp_path: Path) -> None:
+    """Five plans each with random cuts (skips cross ranks) and orders; the last runs all forwards first."""
+    graph = graph_of(model)
+    cases = []
+    for seed in range(5):
+        plan = random_plan(graph, seed + 10 * world, ranks=world, microbatches=3, greedy_forward=seed == 4)
+        if seed == 4:
+            assert max(map(peak_forwards, plan.schedule)) == 3 * len(plan.stages_of(0)), "keeps everything"
+        path = tmp_path / f"{seed}.json"
+        path.write_text(plan.to_json())
+        case = {"model": model, "P": world, "M": 3, "clip": 0.1, "enabled": True}
+        cases.append({**case, "plan": str(path), "W": plan.waves, "placement": "auto"})
+    for _, output in launch("support.parity:run_cases", world, cases, timeout=800):
+        assert output.count("PASSED") == len(cases)
+
+
+def graph_of(model: str) -> Graph:
+    from deepspeed_pulse.engine.specs import describe
+
+    layers, *_ = models(model)
+    return Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers())))

@@ -1,0 +1,84 @@
+"""Random valid plans for a layer list: random cuts, random orders, and the one worst for memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from deepspeed_pulse.ir.channels import local_needs
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.program import Message, lower
+from deepspeed_pulse.ir.schedule import Action, Op, Schedule, backward, forward
+from deepspeed_pulse.planner.routes import make_routes
+
+
+def random_plan(graph: Graph, seed: int, *, ranks: int, microbatches: int, greedy_forward: bool = False) -> Plan:
+    """A valid wave plan with random cuts and a random order; ``greedy_forward``: all forwards first."""
+    source = random.Random(seed)
+    waves = source.choice([w for w in (1, 2) if 2 * ranks * w <= len(graph.layers)])
+    placement = wave_placement(ranks, waves)
+    cuts = sorted(source.sample(range(1, len(graph.layers)), len(placement) - 1))
+    bounds = (0, *cuts, len(graph.layers))
+    unordered = Plan(
+        pipeline_ranks=ranks,
+        data_parallel=1,
+        microbatches=microbatches,
+        microbatch_size=2,
+        waves=waves,
+        boundaries=bounds,
+        placement=placement,
+        schedule=((),) * ranks,
+        routes=make_routes(bounds, placement, graph.values),
+    )
+    schedule = random_order(unordered, source, greedy_forward)
+    return Plan(**{**{f: getattr(unordered, f) for f in Plan.__dataclass_fields__}, "schedule": schedule})
+
+
+def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Schedule:
+    """Repeatedly let a random rank run a random action that is ready."""
+    todo = {
+        rank: [
+            a for s in plan.stages_of(rank) for m in range(plan.microbatches) for a in (forward(s, m), backward(s, m))
+        ]
+        for rank in range(plan.pipeline_ranks)
+    }
+    full = Plan(
+        **{
+            **{f: getattr(plan, f) for f in Plan.__dataclass_fields__},
+            "schedule": tuple(tuple(todo[rank]) for rank in sorted(todo)),
+        }
+    )
+    steps = {step.action: step for row in lower(full) for step in row}
+    rows: dict[int, list[Action]] = {rank: [] for rank in todo}
+    arrived: set[Message] = set()
+    done: set[Action] = set()
+
+    def ready(action: Action) -> bool:
+        earlier = Action(action.stage, action.op, action.microbatch - 1)
+        return (
+            (action.microbatch == 0 or earlier in done)
+            and all(message in arrived for message in steps[action].receives)
+            and all(Action(*need) in done for need in local_needs(full, action.stage, action.op, action.microbatch))
+        )
+
+    while any(todo.values()):
+        choices = [(rank, action) for rank in todo for action in todo[rank] if ready(action)]
+        if greedy_forward:
+            choices = [c for c in choices if c[1].op is Op.FORWARD] or choices
+        rank, action = source.choice(choices)
+        rows[rank].append(action)
+        todo[rank].remove(action)
+        done.add(action)
+        arrived.update(steps[action].sends)
+    return tuple(tuple(rows[rank]) for rank in sorted(rows))
+
+
+def peak_forwards(row: Sequence[Action]) -> int:
+    """Most half-stages in flight at once on a rank."""
+    live = most = 0
+    for action in row:
+        live += 1 if action.op is Op.FORWARD else -1
+        most = max(most, live)
+    return most
