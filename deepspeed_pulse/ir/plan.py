@@ -53,7 +53,7 @@ class Solver:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """See DESIGN of file ``pulse-plan/1``. ``boundaries`` has one entry more than ``placement``."""
+    """Contents of a file ``pulse-plan/1``. ``boundaries`` has one entry more than ``placement``."""
 
     pipeline_ranks: int
     data_parallel: int

@@ -95,3 +95,15 @@ def test_is_quick_on_real_sizes_and_close_to_balance(num_layers, ranks, waves):
     weights = Weights(costs, wave_placement(ranks, waves), cluster=cluster(), data_parallel=1, memory_bytes=None)
     score = weights.score(cuts, (1,) * (len(cuts) - 1))
     assert score.rank_ms < 1.1 * weights.work_ms[-1] / ranks
+
+
+@pytest.mark.parametrize(("size", "cut"), [(8, 1), (10, 2)])
+def test_bytes_decide_between_equal_loads(size, cut):
+    """Five equal layers on a V of two ranks. Cutting at 2 saves the value's trip but moves 10 instead of 1 bytes.
+
+    Both count forward and backward: 2 * size against 2 * (10 - 1).
+    """
+    sizes = (1, 10, 100, 1, 1)
+    costs = profile([layer(output_bytes=s) for s in sizes], [skip("v", 0, 1, size), skip("v", 0, 4, size)])
+    cuts = partition(costs, wave_placement(2), cluster=cluster(), microbatches=2)
+    assert (cuts[1], cuts[3]) == (cut, 4)
