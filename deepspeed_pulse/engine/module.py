@@ -18,6 +18,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine import hook, planning
@@ -312,7 +313,7 @@ def _load_config(config: Config | None) -> dict[str, Any] | None:
             f"config: expected a DeepSpeed configuration (a dict or a file), found no file {str(config)!r}"
         )
     try:
-        return dict(deepspeed.runtime.config_utils.load_ds_config(str(config)))
+        return dict(load_ds_config(str(config)))
     except ValueError as problem:
         raise ConfigError(f"config {config}: not a JSON file: {problem}") from None
 

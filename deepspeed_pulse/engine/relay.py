@@ -75,10 +75,10 @@ def pack(hidden: Any, values: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         for tensor in tensors:
             if tensor.requires_grad:
                 header.append(-1)
-                graded.append(tensor)
+                graded.append(tensor.contiguous())
             else:
                 header.append(_DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else len(_DTYPES))
-                plain.append(_as_integers(tensor))
+                plain.append(_as_integers(tensor.contiguous()))
     device = tensors_of(hidden)[0].device
     return (*graded, *plain, torch.tensor(header, dtype=torch.int64, device=device))
 
@@ -112,7 +112,7 @@ def _count_graded(header: Sequence[int]) -> int:
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.dtype in _DTYPES:
-        tensor = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+        tensor = tensor.view(_INTEGERS[tensor.element_size()])
     return tensor
 
 

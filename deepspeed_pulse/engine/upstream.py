@@ -66,6 +66,7 @@ RELIED_ON = {
         "load_checkpoint",
         "save_checkpoint",
     ),
+    "deepspeed.runtime.tensor_parallel.init_utils": ("load_ds_config",),
     "deepspeed.runtime.pipe.schedule": (
         "OptimizerStep",
         "PipeInstruction",

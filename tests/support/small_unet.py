@@ -16,7 +16,7 @@ def unet_layers() -> list[Any]:
     return to_layers(small_sd_unet(sample_size=16))
 
 
-def unet_batch(step: int, microbatch: int, data_index: int, size: int = 1) -> Any:
+def unet_batch(step: int, microbatch: int, data_index: int, size: int = 2) -> Any:
     generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + data_index)
     inputs = {
         "sample": torch.randn(size, 4, 16, 16, generator=generator),

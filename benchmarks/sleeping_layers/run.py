@@ -1,0 +1,186 @@
+"""Does a step take as long as the simulator says? Layers that sleep, real ranks, real messages.
+
+Every layer sleeps instead of computing, so that ranks overlap truthfully on few cores; every byte on
+the wire is real. The same run measures what a sleep really takes (it overshoots), plans with those
+costs, and prints measured over simulated. Usage: python benchmarks/sleeping_layers/run.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+FORWARD_MS, BACKWARD_MS = 20.0, 40.0
+HIDDEN = 64 * 1024
+"""Elements of the hidden state and of each skip: 256 KiB."""
+
+
+def main() -> None:
+    arguments = parse()
+    if "RANK" in os.environ:
+        run_rank(arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        launch(arguments, result)
+        found = json.loads(result.read_text())
+    report(found)
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=8, help="sleeping layers, nested skips between mirror layers")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps, after two to warm up")
+    parser.add_argument("--placement", default="wave", choices=("wave", "linear"))
+    parser.add_argument("--out", help="write the figures as JSON")
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def launch(arguments: argparse.Namespace, result: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(arguments.ranks), "LOCAL_SIZE": str(arguments.ranks)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--result", str(result)]
+    with tempfile.TemporaryFile() as log:
+        ranks = [
+            subprocess.Popen(
+                command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=log, stderr=subprocess.STDOUT
+            )
+            for r in range(arguments.ranks)
+        ]
+        try:
+            status = [process.wait(timeout=300) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        if any(status):
+            log.seek(0)
+            raise SystemExit(log.read().decode(errors="replace")[-5000:])
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    import deepspeed
+    import torch
+
+    from deepspeed_pulse import LayerSpec, PipelineModule
+
+    torch.set_num_threads(1)
+
+    class Nap(torch.autograd.Function):
+        """Sleeps forward and, longer, backward."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(FORWARD_MS / 1e3)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(BACKWARD_MS / 1e3)
+            return gradient.clone()
+
+    class Sleeper(torch.nn.Module):
+        def __init__(self, stashes: bool) -> None:
+            super().__init__()
+            self.scale, self.stashes = torch.nn.Parameter(torch.ones(1)), stashes
+
+        def forward(self, x: torch.Tensor, *skips: torch.Tensor) -> Any:
+            y = Nap.apply(x * self.scale)
+            for skip in skips:
+                y = y + skip
+            return (y, y) if self.stashes else y
+
+    half = arguments.layers // 2
+    layers = [
+        LayerSpec(
+            Sleeper, i < half, stash=f"skip{i}" if i < half else (), pop=() if i < half else f"skip{2 * half - 1 - i}"
+        )
+        for i in range(2 * half)
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": arguments.microbatches,
+        "steps_per_print": 10**9,
+        "pulse": {"placement": arguments.placement, "solver_seconds": 5},
+    }
+
+    def batch() -> Any:
+        return torch.zeros(1, HIDDEN), torch.zeros(1, HIDDEN)
+
+    module = PipelineModule(
+        layers=layers,
+        num_stages=arguments.ranks,
+        loss_fn=torch.nn.functional.mse_loss,
+        config=config,
+        example_batch=batch(),
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    data = (batch() for _ in itertools.count())
+    makespans, steps = [], []
+    for _ in range(arguments.steps + 2):
+        start = time.perf_counter()
+        engine.train_batch(data)
+        steps.append((time.perf_counter() - start) * 1e3)
+        timeline = engine.pulse_timeline()
+        if timeline is not None:
+            makespans.append(timeline.makespan_ms)
+            overheads = gaps(timeline)
+    if engine.global_rank == 0:
+        estimate = engine.module.plan.estimate
+        found = {
+            "ranks": arguments.ranks,
+            "microbatches": arguments.microbatches,
+            "layers": arguments.layers,
+            "placement": arguments.placement,
+            "simulated_makespan_ms": estimate.makespan_ms,
+            "lower_bound_ms": estimate.lower_bound_ms,
+            "measured_makespan_ms": statistics.median(makespans[2:]),
+            "measured_step_ms": statistics.median(steps[2:]),
+            "between_actions_ms": overheads,
+            "solver": engine.module.plan.solver.name,
+        }
+        Path(arguments.result).write_text(json.dumps(found))
+
+
+def gaps(timeline: Any) -> float:
+    """Median time between two actions of a rank that follow each other at once, ms."""
+    found = []
+    for rank in range(timeline.num_ranks):
+        spans = timeline.spans_of(rank)
+        found += [b.start_ms - a.end_ms for a, b in itertools.pairwise(spans) if b.start_ms - a.end_ms < FORWARD_MS / 4]
+    return statistics.median(found)
+
+
+def report(found: dict[str, Any]) -> None:
+    ratio = found["measured_makespan_ms"] / found["simulated_makespan_ms"]
+    print(
+        f"{found['ranks']} ranks, {found['microbatches']} microbatches, {found['layers']} layers of {FORWARD_MS:g} + "
+        f"{BACKWARD_MS:g} ms, {found['placement']}, schedule {found['solver']}\n"
+        f"simulated makespan {found['simulated_makespan_ms']:.1f} ms (lower bound {found['lower_bound_ms']:.1f} ms)\n"
+        f"measured makespan  {found['measured_makespan_ms']:.1f} ms, step {found['measured_step_ms']:.1f} ms, "
+        f"{found['between_actions_ms']:.2f} ms between actions\n"
+        f"measured / simulated makespan = {ratio:.3f}, measured step / simulated makespan = "
+        f"{found['measured_step_ms'] / found['simulated_makespan_ms']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""What ranks run in the tests of bad input and of failures.
+
+Most cases share one launch: each rank prints the error of every case as ``CASE [name, class, text]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from support.parity import share_groups
+from support.toy import WIDTH, DownTime, loss_fn, toy_batch, toy_layers
+from torch import nn
+
+MICROBATCHES = 2
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": MICROBATCHES,
+    "steps_per_print": 10**9,
+}
+Case = Callable[[], Any]
+
+
+def config_with(pulse: Any = None, **keys: Any) -> dict[str, Any]:
+    block = {"solver_seconds": 0, **pulse} if isinstance(pulse, dict) else {"solver_seconds": 0}
+    return {**CONFIG, "pulse": block, **keys}
+
+
+def module(pulse: Any = None, *, layers: Any = None, stages: Any = 2, config: Any = None, **arguments: Any) -> Any:
+    from deepspeed_pulse import PipelineModule
+
+    return PipelineModule(
+        layers=toy_layers() if layers is None else layers,
+        num_stages=stages,
+        config=config_with(pulse) if config is None else config,
+        **{"loss_fn": loss_fn, "seed_layers": True, **arguments},
+    )
+
+
+def engine(pulse: Any = None, *, initialize: Any = None, **arguments: Any) -> Any:
+    """A toy engine; ``initialize``: the config that ``deepspeed.initialize`` is given, if another."""
+    import deepspeed
+
+    made = module(pulse, **arguments)
+    config = initialize or arguments.get("config") or config_with(pulse)
+    optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
+    return deepspeed.initialize(model=made, optimizer=optimizer, config=config)[0]
+
+
+def batches(step: int = 0, count: int | None = None) -> Iterator[Any]:
+    return (toy_batch(step, m, 0) for m in (itertools.count() if count is None else range(count)))
+
+
+def without(name: str) -> Iterator[Any]:
+    """Batches that lack an entry."""
+    for inputs, labels in batches():
+        yield {key: value for key, value in inputs.items() if key != name}, labels
+
+
+def with_entry(name: str) -> Iterator[Any]:
+    for inputs, labels in batches():
+        yield {**inputs, name: torch.zeros(1)}, labels
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def run_cases(cases: dict[str, Case]) -> None:
+    """Every case raises; print what."""
+    from deepspeed_pulse.errors import PulseError
+
+    torch.set_num_threads(1)
+    share_groups()
+    for name, act in cases.items():
+        found: BaseException | None = None
+        try:
+            act()
+        except PulseError as problem:
+            found = problem
+        except Exception as problem:  # what should not happen is shown, too
+            found = problem
+        print("CASE", json.dumps([name, type(found).__name__, str(found)]), flush=True)
+
+
+# -- before the first step -------------------------------------------------------------------
+
+
+class ThreeForTwo(DownTime):
+    """Returns one value too many."""
+
+    def forward(self, x: torch.Tensor, temb: torch.Tensor) -> Any:  # type: ignore[override]
+        return (*super().forward(x, temb), x)
+
+
+def layers_with(index: int, layer: Any) -> list[Any]:
+    found = toy_layers()
+    found[index] = layer
+    return found
+
+
+def wrong_count() -> list[Any]:
+    from deepspeed_pulse import LayerSpec
+
+    return layers_with(2, LayerSpec(ThreeForTwo, pop="temb", stash="s2", layer_name="down_2"))
+
+
+def without_local_rank() -> None:
+    local_rank = os.environ.pop("LOCAL_RANK")
+    try:
+        module()
+    finally:
+        os.environ["LOCAL_RANK"] = local_rank
+
+
+def square_topology() -> Any:
+    from deepspeed.pipe import ProcessTopology
+
+    return ProcessTopology(axes=["pipe", "data"], dims=[2, 2])
+
+
+def construction(paths: dict[str, str]) -> None:
+    """Two ranks; errors at ``PipelineModule(...)`` and at ``deepspeed.initialize``."""
+    from deepspeed_pulse import LayerSpec, spec
+
+    inputs, labels = toy_batch(0, 0, 0)
+    lacking = next(without("c"))
+    cases: dict[str, Case] = {
+        "no LOCAL_RANK": without_local_rank,
+        "misspelt key": lambda: module({"wavs": 1}),
+        "never popped": lambda: module(layers=layers_with(9, LayerSpec(nn.Linear, WIDTH, 3))),
+        "no world of that size": lambda: module(stages=3),
+        "no stages": lambda: module(stages=None),
+        "zero stages": lambda: module(stages=0),
+        "auto stages": lambda: module(stages="auto"),
+        "topology of another world": lambda: module(stages=None, topology=square_topology()),
+        "dynamic shape": lambda: module(dynamic_shape=True),
+        "activation checkpoints": lambda: module(activation_checkpoint_interval=2),
+        "no layers": lambda: module(layers=[]),
+        "one layer": lambda: module(layers=[LayerSpec(nn.Linear, 2, 2)]),
+        "three layers in a wave": lambda: module(
+            {"placement": "wave"}, layers=[LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
+        ),
+        "spec of no function": lambda: spec(3),
+        "unknown method": lambda: module(partition_method="perfect"),
+        "method without match": lambda: module(partition_method="type:transformer"),
+        "cut at no layer": lambda: module(partition_method=["stem", 2, 3]),
+        "too few cuts": lambda: module(partition_method=[2, 3]),
+        "cuts backwards": lambda: module(partition_method=[5, 3, 7]),
+        "too little memory": lambda: module({"memory_gb": 1e-6}),
+        "schedule of another placement": lambda: module({"schedule": "1f1b", "placement": "wave"}),
+        "example without entry": lambda: module(example_batch=lacking),
+        "example with a stashed name": lambda: module(example_batch=({**inputs, "s1": labels}, labels)),
+        "example is no pair": lambda: module(example_batch=inputs),
+        "example of another width": lambda: module(example_batch=({**inputs, "hidden": torch.zeros(2, 3)}, labels)),
+        "wrong count in the example": lambda: module(layers=wrong_count(), example_batch=(inputs, labels)),
+        "config of no batch size": lambda: module(config={"pulse": True}),
+        **{f"config {name}": lambda name=name: module(config=paths[name]) for name in ("missing", "broken", "a list")},
+        **{
+            f"plan {name}": lambda name=name: module({"plan": paths[f"plan {name}"]})
+            for name in (
+                "missing",
+                "truncated",
+                "of another format",
+                "of another model",
+                "with unknown routes",
+                "in deadlock",
+                "with split backward",
+                "of other ranks",
+                "of other microbatches",
+            )
+        },
+        "profile missing": lambda: module({"profile": paths["missing"]}),
+        "profile of other layers": lambda: module({"profile": paths["profile of other layers"]}),
+        "profile of other values": lambda: module({"profile": paths["profile of other values"]}),
+        "cluster missing": lambda: module({"cluster": paths["missing"]}),
+        "cluster too small": lambda: module({"cluster": paths["cluster too small"]}),
+        "zero 2": lambda: engine(config=config_with(zero_optimization={"stage": 2})),
+        "zero 3": lambda: engine(config=config_with(zero_optimization={"stage": 3})),
+        "fp16": lambda: engine(config=config_with(fp16={"enabled": True})),
+        "activation checkpoints in the config": lambda: engine(
+            config=config_with(pipeline={"activation_checkpoint_interval": 1})
+        ),
+        "another block": lambda: engine(initialize=config_with({"waves": 2})),
+        "no block": lambda: engine(initialize=CONFIG),
+    }
+    run_cases(cases)
+
+
+# -- data ------------------------------------------------------------------------------------
+
+
+def noise_by_rank() -> Iterator[Any]:
+    for inputs, labels in batches():
+        yield {**inputs, "c": (inputs["c"] + rank()) % 5}, labels
+
+
+def labels_by_rank() -> Iterator[Any]:
+    return ((inputs, labels + rank()) for inputs, labels in batches())
+
+
+def broken_on_last() -> Iterator[Any]:
+    if rank() == 1:
+        raise KeyError("sample 17")
+    yield from batches()
+
+
+def empty_on_last() -> Iterator[Any]:
+    return batches(count=0 if rank() == 1 else None)
+
+
+def second_step(data: Iterator[Any] | None) -> None:
+    made = engine()
+    made.train_batch(batches())
+    made.train_batch(data)
+
+
+def no_data_now() -> None:
+    made = engine()
+    made.train_batch(batches())
+    made.data_iterator = None
+    made.train_batch(None)
+
+
+def wider(sizes: tuple[int, ...]) -> Iterator[Any]:
+    return (toy_batch(1, m, 0, size) for m, size in enumerate(sizes))
+
+
+def resized(plan: str) -> None:
+    made = engine({"plan": plan})
+    made.train_batch(batches())
+    made.set_train_batch_size(2 * MICROBATCHES * 2)
+
+
+def still_trains(plan: str) -> None:
+    """After the refusal the engine is as before."""
+    from deepspeed_pulse.errors import ConfigError
+
+    made = engine({"plan": plan})
+    try:
+        made.set_train_batch_size(2 * MICROBATCHES * 2)
+    except ConfigError:
+        assert (made.micro_batches, made.train_batch_size()) == (MICROBATCHES, 2 * MICROBATCHES)
+        made.train_batch(batches())
+        raise RuntimeError("trained") from None
+
+
+def first_steps(plan: str) -> None:
+    """Two ranks; errors in ``train_batch`` that every rank finds or is told of."""
+    given = rank() != 0
+    cases: dict[str, Case] = {
+        "entry missing": lambda: engine().train_batch(without("c")),
+        "entry with a stashed name": lambda: engine().train_batch(with_entry("s1")),
+        "no pair": lambda: engine().train_batch(iter([torch.zeros(2, WIDTH)] * 2)),
+        "no dict": lambda: engine().train_batch(iter([(torch.zeros(2, WIDTH), torch.zeros(2, 3))] * 2)),
+        "empty dict": lambda: engine().train_batch(iter([({}, torch.zeros(2, 3))] * 2)),
+        "input is a number": lambda: engine().train_batch(iter([({**toy_batch(0, 0, 0)[0], "hidden": 1}, None)] * 2)),
+        "no data on the first rank": lambda: engine().train_batch(batches() if given else None),
+        "no data": lambda: engine().train_batch(),
+        "loader broken on one rank": lambda: engine().train_batch(broken_on_last()),
+        "loader empty on one rank": lambda: engine().train_batch(empty_on_last()),
+        "noise by rank": lambda: engine().train_batch(noise_by_rank()),
+        "labels by rank": lambda: engine().train_batch(labels_by_rank()),
+        "another shape in step 2": lambda: second_step(wider((3, 3))),
+        "no data in step 2": no_data_now,
+        "other microbatches than the plan": lambda: resized(plan),
+        "refused, then trains": lambda: still_trains(plan),
+        "evaluation of other microbatches": lambda: engine({"plan": plan}).eval_batch(batches(), num_micro_batches=5),
+        "data over before step 2": lambda: second_step(batches(count=0)),
+    }
+    run_cases(cases)
+
+
+def frozen(layers: list[Any]) -> list[Any]:
+    found = []
+    for layer in layers:
+        built = layer.build().requires_grad_(False)
+        from deepspeed_pulse import spec
+
+        forward_fn = getattr(layer, "forward_fn", None)
+        function = built if forward_fn is None else (lambda *x, f=forward_fn, b=built: f(b, *x))
+        found.append(spec(function, stash=layer.stash, pop=layer.pop))
+    return found
+
+
+def frozen_engine() -> Any:
+    import deepspeed
+
+    made = module(layers=frozen(toy_layers()), stages=1)
+    optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
+    return deepspeed.initialize(model=made, optimizer=optimizer, config=config_with())[0]
+
+
+def two_losses(output: torch.Tensor, labels: torch.Tensor) -> Any:
+    return loss_fn(output, labels), output.mean()
+
+
+def in_a_step(_: Any) -> None:
+    """One rank; errors in the middle of a step, where other ranks could only be told by a silence."""
+
+    def step_of(data: Any = None, **arguments: Any) -> Any:
+        return engine(stages=1, **arguments).train_batch(data or batches())
+
+    cases: dict[str, Case] = {
+        "wrong count": lambda: step_of(layers=wrong_count()),
+        "no loss": lambda: step_of(loss_fn=None),
+        "two losses": lambda: step_of(loss_fn=two_losses),
+        "loss of no gradient": lambda: step_of(loss_fn=lambda output, labels: loss_fn(output.detach(), labels)),
+        "all frozen": lambda: frozen_engine().train_batch(batches()),
+        "data ends in the step": lambda: step_of(batches(count=1)),
+        "another shape in the step": lambda: step_of(wider((2, 3))),
+        "an entry missing later": lambda: step_of(itertools.chain(batches(count=1), without("c"))),
+    }
+    run_cases(cases)
+
+
+# -- failures --------------------------------------------------------------------------------
+
+
+class Failing(DownTime):
+    """Does something bad in its third forward: the first microbatch of step 2."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.count = how, 0
+
+    def forward(self, x: torch.Tensor, temb: torch.Tensor) -> Any:  # type: ignore[override]
+        self.count += 1
+        if self.count == MICROBATCHES + 1:
+            print("FAILING", os.getpid(), flush=True)
+            if self.how == "exception":
+                raise ValueError("the layer had enough")
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+        return super().forward(x, temb)
+
+
+def fail(case: dict[str, Any]) -> None:
+    """Train 4 steps on 3 ranks; one goes bad in step 2. ``case``: how, timeout_seconds, step 1's data per rank."""
+    from deepspeed_pulse import LayerSpec
+
+    torch.set_num_threads(1)
+    print("PID", os.getpid(), flush=True)
+    bad = LayerSpec(Failing, case["how"], pop="temb", stash="s2", layer_name="moody")
+    made = engine({"timeout_seconds": case["timeout_seconds"]}, layers=layers_with(2, bad), stages=3)
+    for step in range(4):
+        count = 1 if case["how"] == "data" and step == 1 else None
+        made.train_batch(batches(step, count))
+        print("STEP", step, flush=True)
+
+
+if __name__ == "__main__":
+    fail(json.loads(sys.argv[-1]))

@@ -1,0 +1,247 @@
+"""What ranks run in the tests of the engine's features."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.parity import TOLERANCE, models, mse, share_groups
+from support.reference import Unpartitioned, error
+from support.toy import loss_fn, toy_batch, toy_layers
+
+
+def make_engine(
+    ranks: int, microbatches: int, *, model: str = "toy", pulse: Any = None, optimizer: Any = None, **config: Any
+) -> Any:
+    import deepspeed
+
+    from deepspeed_pulse import PipelineModule
+
+    layers, batch, first = models(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": microbatches,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "pulse": {"solver_seconds": 0, "placement": "wave"} if pulse is None else pulse,
+        **config,
+    }
+    module = PipelineModule(
+        layers=layers(),
+        num_stages=ranks,
+        loss_fn=mse,
+        seed_layers=True,
+        config=config,
+        input=first,
+        example_batch=batch(0, 0, 0) if model == "unet" else None,
+    )
+    made = (optimizer or (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)))(list(module.parameters()))
+    engine, *_ = deepspeed.initialize(model=module, optimizer=made, config=config)
+    return engine
+
+
+def data_of(engine: Any, step: int, model: str = "toy") -> Any:
+    batch = models(model)[1]
+    return (batch(step, m, engine.grid.data_parallel_id) for m in itertools.count())
+
+
+def boundary_bytes(model: str) -> list[int]:
+    """Bytes of the hidden state behind each layer, seen in the unpartitioned model."""
+    layers, batch, first = models(model)
+    unpartitioned = Unpartitioned(layers())
+    found: list[int] = []
+    for index, function in enumerate(unpartitioned.functions):
+
+        def wrapped(*args: Any, function: Any = function) -> Any:
+            result = function(*args)
+            hidden = result[0] if isinstance(result, tuple) else result
+            found.append(hidden.numel() * hidden.element_size())
+            return result
+
+        unpartitioned.functions[index] = wrapped
+    with torch.no_grad():
+        unpartitioned(batch(0, 0, 0)[0], first)
+    return found
+
+
+def bytes_on_the_wire(model: str) -> None:
+    """Skips stay; hidden crosses 2(P-1) times each way; a travelling value visits each rank once each way."""
+    share_groups()
+    microbatches, ranks = 3, torch_world()
+    engine = make_engine(ranks, microbatches, model=model)
+    engine.train_batch(data_of(engine, 0, model))
+    wave = total(engine)
+    plan, sizes = engine.module.plan, boundary_bytes(model)
+    crossings = [s for s in range(1, plan.num_stages) if plan.placement[s - 1] != plan.placement[s]]
+    assert len(crossings) == 2 * (ranks - 1)
+    hidden = microbatches * sum(sizes[plan.boundaries[s] - 1] for s in crossings)
+    temb = 2 * 8 * 4 if model == "toy" else 32 * 4 * 4
+    travels = microbatches * (ranks - 1) * temb
+    if engine.global_rank == 0:
+        assert wave == {"hidden": hidden, "hidden_grad": hidden, "value:temb": travels, "value_grad:temb": travels}, (
+            wave,
+            hidden,
+            travels,
+        )
+    engine.destroy()
+    engine = make_engine(ranks, microbatches, model=model, pulse=False)
+    engine.train_batch(data_of(engine, 0, model))
+    relayed = total(engine)
+    if engine.global_rank == 0:
+        skips = sum(b for name, b in relayed.items() if name.startswith("value") and not name.endswith("temb"))
+        assert skips > 0, relayed
+        print(f"RATIO relayed / wave = {sum(relayed.values()) / sum(wave.values()):.2f}", flush=True)
+
+
+def torch_world() -> int:
+    import deepspeed
+
+    deepspeed.init_distributed()
+    return torch.distributed.get_world_size()
+
+
+def total(engine: Any) -> dict[str, int]:
+    found = engine.module.gather_to_first(engine.pulse_stats()["p2p_bytes"]) or []
+    names = sorted({name for row in found for name in row})
+    return {name: sum(row.get(name, 0) for row in found) for name in names}
+
+
+def evaluates(_: Any) -> None:
+    """Loss and logits between training steps, any number of microbatches, pulse on and off; training goes on alike."""
+    share_groups()
+    ranks = torch_world()
+    for pulse in (None, {"solver_seconds": 0, "waves": 2} if ranks == 2 else {"placement": "linear"}, False):
+        engine = make_engine(ranks, 3, pulse=pulse)
+        twin = Unpartitioned(toy_layers())
+        twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
+        for step in range(3):
+            for microbatches in (1, 3, 5):
+                loss = engine.eval_batch(data_of(engine, 100 + step), num_micro_batches=microbatches)
+                batches = [toy_batch(100 + step, m, 0) for m in range(microbatches)]
+                with torch.no_grad():
+                    expected = sum(loss_fn(twin(x), y) for x, y in batches) / microbatches
+                assert abs(float(loss) - float(expected)) < TOLERANCE * float(expected), (
+                    pulse,
+                    step,
+                    microbatches,
+                    loss,
+                    expected,
+                )
+            _, logits = engine.eval_batch(data_of(engine, 100 + step), return_logits=True)
+            if engine.is_last_stage():
+                with torch.no_grad():
+                    assert error(logits, twin(toy_batch(100 + step, 2, 0)[0])) < TOLERANCE
+            engine.train_batch(data_of(engine, step))
+            twin_optimizer.zero_grad()
+            for m in range(3):
+                x, y = toy_batch(step, m, 0)
+                (loss_fn(twin(x), y) / 3).backward()
+            twin_optimizer.step()
+        engine.destroy()
+    print("PASSED", flush=True)
+
+
+def changes_microbatches(_: Any) -> None:
+    """``set_train_batch_size`` plans the order anew; the cuts stay."""
+    share_groups()
+    engine = make_engine(torch_world(), 2)
+    before = engine.module.plan.boundaries
+    for size, microbatches in ((10, 5), (2, 1), (4, 2)):
+        engine.set_train_batch_size(size)
+        twin = Unpartitioned(toy_layers())
+        for index, function in engine.module.local_layers():
+            owner = getattr(function, "module", function)
+            twin.by_layer[index].load_state_dict(owner.state_dict())
+        engine.train_batch(data_of(engine, size))
+        assert engine._plan_for(microbatches).microbatches == microbatches
+        assert engine._plan_for(microbatches).boundaries == before
+    print("PASSED", flush=True)
+
+
+def resumes(folder: str) -> None:
+    """Five steps straight equal three, a checkpoint, a new engine, and two more: bit for bit."""
+    share_groups()
+    ranks = torch_world()
+    straight = make_engine(ranks, 3)
+    losses = [float(straight.train_batch(data_of(straight, step)).detach()) for step in range(5)]
+    first = make_engine(ranks, 3)
+    for step in range(3):
+        assert float(first.train_batch(data_of(first, step)).detach()) == losses[step]
+    first.save_checkpoint(folder, client_state={"note": 7})
+    second = make_engine(ranks, 3)
+    _, state = second.load_checkpoint(folder)
+    assert state["note"] == 7 and second.global_steps == 3
+    for step in (3, 4):
+        assert float(second.train_batch(data_of(second, step)).detach()) == losses[step]
+    refuses_other_plan(ranks, folder)
+    check_layer_files(second, folder)
+    print("PASSED", flush=True)
+
+
+def refuses_other_plan(ranks: int, folder: str) -> None:
+    from deepspeed_pulse import PulseError
+
+    other = make_engine(ranks, 3, pulse={"waves": 2, "solver_seconds": 0})
+    try:
+        other.load_checkpoint(folder)
+    except PulseError as problem:
+        assert "the checkpoint was written with" in str(problem), problem
+    else:
+        raise AssertionError("another plan was accepted")
+    other.load_checkpoint(folder, load_module_only=True)
+
+
+def check_layer_files(engine: Any, folder: str) -> None:
+    """One file a layer, named as upstream names them; tied layers have theirs."""
+    if engine.global_rank == 0:
+        files = sorted(path.name for path in Path(folder, "global_step3").glob("layer_*"))
+        assert files == [f"layer_{index:02d}-model_states.pt" for index in range(10)], files
+
+
+def trains_without_parameters(_: Any) -> None:
+    """A rank whose layers are all frozen or functions takes part; frozen weights stay."""
+    import deepspeed
+
+    from deepspeed_pulse import PipelineModule
+    from deepspeed_pulse.engine.specs import spec
+
+    share_groups()
+    torch.manual_seed(0)
+    frozen = [torch.nn.Linear(8, 8).requires_grad_(False) for _ in range(3)]
+    trained = [torch.nn.Linear(8, 8) for _ in range(2)]
+    layers: list[Any] = [trained[0], *frozen, torch.tanh, trained[1]]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "steps_per_print": 10**9,
+        "pulse": {"solver_seconds": 0},
+    }
+    batches = [(torch.randn(2, 8), torch.randn(2, 8)) for _ in range(2)]
+    twin = torch.nn.Sequential(
+        *(copy.deepcopy(x) if isinstance(x, torch.nn.Module) else torch.nn.Tanh() for x in layers)
+    )
+    module = PipelineModule(
+        layers=[spec(layer, name=f"l{i}") for i, layer in enumerate(layers)],
+        num_stages=2,
+        loss_fn=mse,
+        config=config,
+        partition_method=["l1", 3, "l4"],
+    )
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    assert engine.module.plan.boundaries == (0, 1, 3, 4, 6)
+    engine.train_batch(iter(batches))
+    twin_optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1)
+    for x, y in batches:
+        (mse(twin(x), y) / 2).backward()
+    torch.nn.utils.clip_grad_norm_([p for p in twin.parameters() if p.requires_grad], 0.1)
+    twin_optimizer.step()
+    for index, function in module.local_layers():
+        if isinstance(function, torch.nn.Module):
+            for mine, theirs in zip(function.parameters(), twin[index].parameters(), strict=True):
+                assert error(mine, theirs) < TOLERANCE, index
+    print("PASSED", flush=True)
