@@ -78,8 +78,10 @@ def bytes_on_the_wire(model: str) -> None:
     crossings = [s for s in range(1, plan.num_stages) if plan.placement[s - 1] != plan.placement[s]]
     assert len(crossings) == 2 * (ranks - 1)
     hidden = microbatches * sum(sizes[plan.boundaries[s] - 1] for s in crossings)
-    temb = 2 * 8 * 4 if model == "toy" else 32 * 4 * 4
-    travels = microbatches * (ranks - 1) * temb
+    temb = 2 * 4 * (8 if model == "toy" else 128)
+    value = next(v for v in engine.module.graph.values if v.name == "temb")
+    readers = {plan.rank_of_layer(layer) for layer in value.targets} - {plan.rank_of_layer(value.source)}
+    travels = microbatches * len(readers) * temb
     if engine.global_rank == 0:
         assert wave == {"hidden": hidden, "hidden_grad": hidden, "value:temb": travels, "value_grad:temb": travels}, (
             wave,
