@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
+from deepspeed_pulse.engine.batches import LABELS
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
 
 
@@ -38,14 +39,23 @@ def check_zero_stage(stage: int) -> None:
         )
 
 
-def raise_everywhere(problem: PulseError | None, group_size: int) -> None:
-    """Raise the first error any rank of the world has, on every rank."""
+def raise_everywhere(problem: Exception | None, what: str, group_size: int) -> None:
+    """Raise the first error any rank of the world has, on every rank.
+
+    Args:
+        problem: this rank's error; one that is no PulseError (a loader's own) is told as a BatchError.
+        what: names what failed then.
+        group_size: ranks of the world.
+    """
+    told = problem
+    if problem is not None and not isinstance(problem, PulseError):
+        told = BatchError(f"rank {dist.get_rank()}: {what}: {type(problem).__name__}: {problem}")
     if group_size > 1:
         found: list[Any] = [None] * group_size
-        dist.all_gather_object(found, problem)
-        problem = next((p for p in found if p is not None), None)
-    if problem is not None:
-        raise problem
+        dist.all_gather_object(found, told)
+        told = next((p for p in found if p is not None), None)
+    if told is not None:
+        raise told from (None if problem is told else problem)
 
 
 def who_has_data(has_iterator: bool, first_rank: int, group: Any, size: int) -> tuple[bool, ...]:
@@ -60,6 +70,10 @@ def who_has_data(has_iterator: bool, first_rank: int, group: Any, size: int) -> 
             "deepspeed.initialize) on every rank, or at least on the first"
         )
     return tuple(found)
+
+
+def _entry(name: str) -> str:
+    return "the labels" if name == LABELS else f"the values of batch entry {name!r}"
 
 
 def check_same_data(
@@ -86,7 +100,7 @@ def check_same_data(
         for name, expected, value in zip(names, first, others.tolist(), strict=True):
             if value not in (-1, expected):
                 raise BatchError(
-                    f"step {step}: batch entry {name!r} differs between the first pipeline rank and pipeline rank "
-                    f"{rank}; every rank of a pipeline must draw the same batches: seed noise, timesteps and "
+                    f"step {step}: {_entry(name)} of pipeline rank {rank} differ from those of the first pipeline "
+                    "rank; every rank of a pipeline must draw the same batches: seed noise, timesteps and "
                     "shuffling by step and data-parallel index, or give data_iter to the first rank only"
                 )

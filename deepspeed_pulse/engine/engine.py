@@ -123,8 +123,13 @@ class PulseEngine(PipelineEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As upstream; another number of microbatches plans the order anew."""
+        before = self.train_batch_size()
         super().set_train_batch_size(train_batch_size)
-        self._lower(self.micro_batches, "train", self._readers.get("train", (True,) * self.num_stages))
+        try:
+            self._lower(self.micro_batches, "train", self._readers.get("train", (True,) * self.num_stages))
+        except PulseError:
+            super().set_train_batch_size(before)
+            raise
 
     def _train_schedule(self) -> PulseSchedule:
         return self._begin(self.micro_batches, "train")
@@ -190,12 +195,14 @@ class PulseEngine(PipelineEngine):
                 )
             self._batches.first()
             return self._readers[mode]
-        problem: PulseError | None = None
+        problem: Exception | None = None
         try:
             self._batches.first()
-        except PulseError as found:
+        except StopIteration:
+            problem = BatchError("the data iterator is empty: expected the batches of at least one step")
+        except Exception as found:  # whatever a loader raises
             problem = found
-        raise_everywhere(problem, dist.get_world_size())
+        raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())
         self._readers[mode] = who_has_data(
             has_data, self._plan.placement[0], self.grid.get_pipe_parallel_group(), self.num_stages
         )
@@ -290,10 +297,8 @@ class PulseEngine(PipelineEngine):
         source = "the last layer (there is no loss_fn)" if loss_fn is None else "loss_fn"
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ConfigError(
-                f"{source}: expected a scalar loss, found {found}; pass loss_fn= to PipelineModule or return the loss "
-                "from the last layer"
-            )
+            knob = "pass loss_fn= to PipelineModule" if loss_fn is None else "return the mean over the microbatch"
+            raise ConfigError(f"{source}: expected a scalar loss, found {found}; {knob}")
         if not loss.requires_grad:
             raise ConfigError(f"{source}: the loss depends on no trainable parameter; unfreeze some layer")
 
