@@ -22,7 +22,10 @@ class SplitBatch:
 
     def __init__(self, batch: Any, graph: Graph, input_name: str) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise BatchError(f"expected a batch (inputs, labels), found {_kind(batch)}")
+            raise BatchError(
+                f"expected a batch (inputs, labels), found {_kind(batch)}; let the data iterator yield pairs, with "
+                "None for labels that nothing reads"
+            )
         inputs, self.labels = batch
         self.entries: Mapping[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -181,7 +184,8 @@ def _tensors(inputs: Any) -> Any:
 def _kind(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _shape(value: Any) -> str:

@@ -343,6 +343,10 @@ class PulseEngine(PipelineEngine):
         rows = self.module.gather_to_first(self._runtime.spans)
         return None if rows is None else figures.joined_timeline(rows)
 
+    def pulse_planned_timeline(self) -> Timeline | None:
+        """The step as the simulator predicts it; None when layer costs were not measured. Local."""
+        return planning.planned_timeline(self.module.planned, self._plan_for(self.micro_batches))
+
     def _state_bytes(self) -> int:
         """Weights, gradients, master copy and two moments, as the planner counts them."""
         parameters = list(self.module.parameters())

@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from deepspeed_pulse.engine.planning import Planned, parameter_counts
+from deepspeed_pulse.engine.costs import parameter_counts
+from deepspeed_pulse.engine.planning import Planned
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Span, Timeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import socket
@@ -23,9 +24,9 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine import hook, planning
 from deepspeed_pulse.engine.batches import SplitBatch
-from deepspeed_pulse.engine.planning import PlanRequest, TiedCall
+from deepspeed_pulse.engine.costs import PlanRequest
 from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
-from deepspeed_pulse.engine.specs import describe, unwrap
+from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
 from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
@@ -88,6 +89,7 @@ class PipelineModule(upstream.PipelineModule):
         elif num_stages == "auto":
             raise ConfigError('num_stages="auto" needs pulse: add a "pulse" block to the config')
         _init_distributed(self.pulse.timeout_seconds if self.pulse else None)
+        _check_world(num_stages, topology)
         hook.install()
         super().__init__(
             layers=[unwrap(layer) for layer in self.layer_list],
@@ -154,7 +156,8 @@ class PipelineModule(upstream.PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         self._check_divides()
         if self.pulse_enabled:
-            self.planned = planning.agree(lambda: planning.make_planned(self._request()))
+            request = self._request()
+            self.planned = planning.agree(lambda: planning.make_planned(request))
             self.plan = self.planned.plan
             self.parts = list(self.plan.boundaries)
             self._local_layers = list(self.plan.layers_of(self.stage_id))
@@ -190,7 +193,10 @@ class PipelineModule(upstream.PipelineModule):
         assert self.pulse is not None
         parsed = None
         if self.ds_config is not None:
-            parsed = deepspeed.DeepSpeedConfig(deepcopy(self.ds_config), self._grid)
+            try:
+                parsed = deepspeed.DeepSpeedConfig(deepcopy(self.ds_config), self._grid)
+            except Exception as problem:  # upstream raises assertions, ValueErrors and pydantic's errors
+                raise ConfigError(f"DeepSpeed refuses the config: {problem}") from problem
         example = None if self._example is None else (self._example.inputs, dict(self._example.entries))
         return PlanRequest(
             graph=self.graph,
@@ -313,9 +319,12 @@ def _load_config(config: Config | None) -> dict[str, Any] | None:
             f"config: expected a DeepSpeed configuration (a dict or a file), found no file {str(config)!r}"
         )
     try:
-        return dict(load_ds_config(str(config)))
-    except ValueError as problem:
-        raise ConfigError(f"config {config}: not a JSON file: {problem}") from None
+        found = load_ds_config(str(config))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"config: {str(config)!r} is no JSON file: {problem}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"config: expected an object in {str(config)!r}, found a {type(found).__name__}")
+    return dict(found)
 
 
 def _config_on_command_line() -> str | None:
@@ -346,6 +355,37 @@ def _init_distributed(timeout_seconds: float | None) -> None:
         deepspeed.init_distributed()
     else:
         deepspeed.init_distributed(timeout=timedelta(seconds=timeout_seconds))
+    atexit.register(_end_distributed)
+
+
+def _end_distributed() -> None:
+    """End what :func:`_init_distributed` started, unless the run failed.
+
+    Threads of a process group that is still there while the interpreter goes down can abort the
+    process; after a failure peers are gone and waiting for them would hang.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    if torch.distributed.is_initialized() and not failed:
+        torch.distributed.destroy_process_group()
+
+
+def _check_world(num_stages: Any, topology: Any) -> None:
+    """The ranks of this job must make whole pipelines."""
+    world = dist.get_world_size()
+    if topology is not None:
+        if topology.world_size() != world:
+            raise ConfigError(
+                f"topology: expected {world} ranks as this job has, found {topology.world_size()} ({topology}); "
+                "change the topology or start as many ranks"
+            )
+    elif num_stages is None:
+        raise ConfigError("num_stages: expected the number of pipeline ranks (or topology=), found neither")
+    elif isinstance(num_stages, int) and num_stages > 0 and world % num_stages:
+        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise ConfigError(
+            f"num_stages: expected a divisor of the world size {world} ({divisors}), found {num_stages}; change "
+            f"num_stages or start a multiple of {num_stages} ranks"
+        )
 
 
 def _free_port() -> int:

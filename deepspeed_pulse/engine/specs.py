@@ -105,3 +105,26 @@ def describe(index: int, layer: Any) -> Layer:
         stash=getattr(layer, "stash", ()) if not isinstance(layer, torch.nn.Module) else (),
         pop=getattr(layer, "pop", ()) if not isinstance(layer, torch.nn.Module) else (),
     )
+
+
+class TiedCall:
+    """A tied module with the ``forward_fn`` of one of its layers; saves and loads the module's state."""
+
+    def __init__(self, module: torch.nn.Module, forward_fn: Callable[..., Any]) -> None:
+        self.module, self._forward_fn = module, forward_fn
+
+    def __call__(self, *args: Any) -> Any:
+        return self._forward_fn(self.module, *args)
+
+    def to(self, device: torch.device) -> TiedCall:
+        self.module.to(device)
+        return self
+
+    def parameters(self) -> Any:
+        return self.module.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
+        return self.module.load_state_dict(state, strict=strict)

@@ -14,6 +14,8 @@ import torch
 from data import Photographs
 from sample import load_pipeline
 
+from deepspeed_pulse.report.timeline import draw_timelines
+
 
 def draw_loss(table: Path, picture: Path) -> None:
     """Loss of every step, and its running mean, from the CSV that training writes."""
@@ -55,13 +57,11 @@ def draw_samples(out: Path, photographs: Photographs, picture: Path, *, count: i
 
 
 def draw_timeline(engine: Any, picture: Path) -> None:
-    """What every rank did in the last step. All ranks call; the first one draws."""
-    try:
-        from deepspeed_pulse.report.timeline import draw_timelines
-    except ImportError:
+    """The planned step above the last one as it ran. All ranks call; the first one draws."""
+    if not hasattr(engine, "pulse_timeline"):  # pulse is off
         return
-    if not hasattr(engine, "pulse_timeline"):
-        return
-    timeline = engine.pulse_timeline()
-    if engine.global_rank == 0 and timeline is not None:
-        draw_timelines([("last step, measured", timeline)], engine.module.plan.placement, picture)
+    measured = engine.pulse_timeline()
+    if engine.global_rank == 0 and measured is not None:
+        planned = engine.pulse_planned_timeline()
+        rows = [("planned", planned)] if planned is not None else []
+        draw_timelines([*rows, ("measured, last step", measured)], engine.module.plan.placement, picture)

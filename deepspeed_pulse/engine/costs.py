@@ -1,0 +1,221 @@
+"""What each layer costs, for the planner: from a profile file, measured, or by weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import module as upstream
+
+from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.specs import TiedCall, unwrap
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.runtime.profiler import measure_layers
+
+NO_DEVICE = "none"
+"""Device of a profile whose times are only weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What the planner is asked for: the module's view of the job."""
+
+    graph: Graph
+    layers: Sequence[Any]
+    pulse: PulseConfig
+    pipeline_ranks: int
+    data_parallel: int
+    microbatches: int
+    microbatch_size: int
+    partition_method: str | Sequence[int | str]
+    example: tuple[Any, dict[str, Any]] | None
+    device: torch.device
+
+
+def make_profile(request: PlanRequest) -> tuple[Profile, str]:
+    method = request.partition_method
+    if request.pulse.profile != "auto":
+        profile = Profile.load(request.pulse.profile)
+        if profile.num_layers != len(request.layers):
+            raise ConfigError(
+                f"{request.pulse.profile}: expected costs of {len(request.layers)} layers as the model has, found "
+                f'{profile.num_layers}; profile this model, or set "profile": "auto"'
+            )
+        _check_values(request, profile)
+        return profile, f"profile {request.pulse.profile}"
+    if method != "profile" and isinstance(method, str):
+        return _weighted(request, _method_weights(request, method)), f"partition_method {method!r}"
+    if request.example is None:
+        counts = [max(count, 1) for count in parameter_counts(request.layers)]
+        return _weighted(request, counts), "parameter counts (give example_batch or a profile for better ones)"
+    return _cached(request, lambda: _measured(request)), "measured on example_batch"
+
+
+def _check_values(request: PlanRequest, profile: Profile) -> None:
+    """The profile's named values must be the model's: the plan routes what the profile lists."""
+    here = {(v.name, v.source, target) for v in request.graph.values for target in v.targets}
+    found = {(skip.name, skip.source, skip.target) for skip in profile.skips}
+    for name, source, target in sorted(here ^ found):
+        edge = f"{name!r} from layer {source} to layer {target}"
+        who = "the model has" if (name, source, target) in here else "the profile has"
+        raise ConfigError(
+            f"{request.pulse.profile}: expected the named values of the model, found another model's: only {who} "
+            f'{edge}; profile this model, or set "profile": "auto"'
+        )
+
+
+def _method_weights(request: PlanRequest, method: str) -> list[int]:
+    kind = method.lower()
+    if kind == "uniform":
+        return [1] * len(request.layers)
+    if kind == "parameters":
+        return [max(count, 1) for count in parameter_counts(request.layers)]
+    if kind.startswith("type:"):
+        pattern = re.compile(method.split(":", 1)[1], re.IGNORECASE)
+        found = [bool(pattern.search(_type_name(layer))) for layer in request.layers]
+        if not any(found):
+            raise ConfigError(
+                f"partition_method {method!r} matches no layer; layers are of types "
+                f"{', '.join(sorted({_type_name(layer) for layer in request.layers}))}"
+            )
+        return [1000 if hit else 1 for hit in found]
+    raise ConfigError(
+        "partition_method: expected 'profile', 'uniform', 'parameters', 'type:REGEX' or a list of cuts, "
+        f"found {method!r}"
+    )
+
+
+def _type_name(layer: Any) -> str:
+    bare = unwrap(layer)
+    if isinstance(bare, upstream.LayerSpec):
+        return str(bare.typename.__name__)
+    return str(getattr(bare, "__name__", type(bare).__name__))
+
+
+def parameter_counts(layers: Sequence[Any]) -> list[int]:
+    """Parameters of each layer, trainable or not; layers to be built are built on the meta device."""
+    return [sum(p.numel() for p in _parameters(layer)) for layer in layers]
+
+
+def _parameters(layer: Any) -> list[torch.Tensor]:
+    bare = unwrap(layer)
+    if isinstance(bare, upstream.LayerSpec):
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            bare = bare.build()
+    return list(bare.parameters()) if isinstance(bare, torch.nn.Module) else []
+
+
+def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:
+    """A profile whose forward times are weights (backward twice as long)."""
+    largest = max(weights)
+    param_bytes = [sum(p.numel() * p.element_size() for p in _parameters(layer)) for layer in request.layers]
+    return Profile(
+        name="weights",
+        device=NO_DEVICE,
+        dtype="float32",
+        microbatch_size=request.microbatch_size,
+        layers=tuple(
+            LayerCost(
+                name=layer.name,
+                forward_ms=weight / largest,
+                backward_ms=2 * weight / largest,
+                param_bytes=size,
+                activation_bytes=0,
+                output_bytes=0,
+            )
+            for layer, weight, size in zip(request.graph.layers, weights, param_bytes, strict=True)
+        ),
+        skips=skips_of(request.graph, {}),
+    )
+
+
+def skips_of(graph: Graph, value_bytes: dict[str, tuple[int, bool]]) -> tuple[Skip, ...]:
+    """Skips of a graph; unknown sizes count one byte, so that collocation still matters."""
+    return tuple(
+        Skip(
+            name=value.name,
+            source=int(value.source or 0),
+            target=target,
+            bytes=value_bytes.get(value.name, (1, True))[0],
+            gradient=value_bytes.get(value.name, (1, True))[1],
+        )
+        for value in graph.values
+        for target in value.targets
+    )
+
+
+def _measured(request: PlanRequest) -> Profile:
+    assert request.example is not None
+    inputs, entries = request.example
+    measured = measure_layers(
+        request.graph,
+        [lambda i=i: _built(request, i) for i in range(len(request.layers))],
+        inputs,
+        entries,
+        request.device,
+    )
+    return Profile(
+        name="measured",
+        device=str(get_accelerator().device_name() if request.device.type != "cpu" else "cpu"),
+        dtype=measured.dtype,
+        microbatch_size=request.microbatch_size,
+        layers=measured.layers,
+        skips=skips_of(request.graph, measured.value_bytes),
+    )
+
+
+def _built(request: PlanRequest, index: int) -> Callable[..., Any]:
+    bare = unwrap(request.layers[index])
+    if isinstance(bare, upstream.LayerSpec):
+        built = bare.build()
+        forward_fn = getattr(bare, "forward_fn", None)
+        if forward_fn is not None:
+            return TiedCall(built, forward_fn)
+        return built
+    return bare
+
+
+def _cached(request: PlanRequest, make: Callable[[], Profile]) -> Profile:
+    """A measured profile is kept by content: the same job finds the same profile, so the same plan."""
+    if request.pulse.plan_cache is None:
+        return make()
+    folder = Path(request.pulse.plan_cache)
+    path = folder / f"profile-{_key(request)}.json"
+    if path.exists():
+        return Profile.load(path)
+    profile = make()
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    beside.write_text(profile.to_json(), encoding="utf-8")
+    beside.replace(path)
+    return profile
+
+
+def _key(request: PlanRequest) -> str:
+    assert request.example is not None
+    inputs, entries = request.example
+    described = {
+        "layers": [(layer.name, layer.stash, layer.pop) for layer in request.graph.layers],
+        "shapes": [[list(p.shape) for p in _parameters(layer)] for layer in request.layers],
+        "batch": {name: _described(value) for name, value in {"": inputs, **entries}.items()},
+        "device": request.device.type,
+        "threads": torch.get_num_threads(),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [list(value.shape), str(value.dtype)]
+    if isinstance(value, (tuple, list)):
+        return [_described(item) for item in value]
+    return repr(value)
