@@ -199,7 +199,9 @@ class PulseEngine(PipelineEngine):
         try:
             self._batches.first()
         except StopIteration:
-            problem = BatchError("the data iterator is empty: expected the batches of at least one step")
+            problem = BatchError(
+                f"rank {self.global_rank}: the data iterator is empty: expected the batches of at least one step"
+            )
         except Exception as found:  # whatever a loader raises
             problem = found
         raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())

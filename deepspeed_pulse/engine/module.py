@@ -28,7 +28,7 @@ from deepspeed_pulse.engine.costs import PlanRequest
 from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
 from deepspeed_pulse.engine.upstream import check_version
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.errors import BatchError, ConfigError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
@@ -82,7 +82,7 @@ class PipelineModule(upstream.PipelineModule):
         self.pulse = self._resolve_pulse()
         self.plan: Plan | None = None
         self._relay: list[RelayLayer] | None = None
-        self._example = None if example_batch is None else SplitBatch(example_batch, self.graph, input)
+        self._example = None if example_batch is None else self._split_example(example_batch)
         self._partition_method = partition_method
         if self.pulse_enabled:
             self._refuse_unsupported(num_stages, topology, activation_checkpoint_interval, dynamic_shape)
@@ -124,6 +124,12 @@ class PipelineModule(upstream.PipelineModule):
         if self.ds_config is None:
             return PulseConfig() if self.graph.uses_names else None
         return parse_pulse(self.ds_config.get("pulse"))
+
+    def _split_example(self, example_batch: Any) -> SplitBatch:
+        try:
+            return SplitBatch(example_batch, self.graph, self.input_name)
+        except BatchError as problem:
+            raise BatchError(f"example_batch: {problem}") from None
 
     def _refuse_unsupported(self, num_stages: Any, topology: Any, checkpoint_interval: int, dynamic: bool) -> None:
         if num_stages == "auto":
@@ -375,8 +381,8 @@ def _check_world(num_stages: Any, topology: Any) -> None:
     if topology is not None:
         if topology.world_size() != world:
             raise ConfigError(
-                f"topology: expected {world} ranks as this job has, found {topology.world_size()} ({topology}); "
-                "change the topology or start as many ranks"
+                f"topology: expected {world} ranks as this job has, found {topology.world_size()}; change the "
+                "topology or start as many ranks"
             )
     elif num_stages is None:
         raise ConfigError("num_stages: expected the number of pipeline ranks (or topology=), found neither")

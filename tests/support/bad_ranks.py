@@ -74,17 +74,13 @@ def rank() -> int:
 
 def run_cases(cases: dict[str, Case]) -> None:
     """Every case raises; print what."""
-    from deepspeed_pulse.errors import PulseError
-
     torch.set_num_threads(1)
     share_groups()
     for name, act in cases.items():
-        found: BaseException | None = None
+        found: Exception | None = None
         try:
             act()
-        except PulseError as problem:
-            found = problem
-        except Exception as problem:  # what should not happen is shown, too
+        except Exception as problem:
             found = problem
         print("CASE", json.dumps([name, type(found).__name__, str(found)]), flush=True)
 
@@ -120,7 +116,7 @@ def without_local_rank() -> None:
 
 
 def square_topology() -> Any:
-    from deepspeed.pipe import ProcessTopology
+    from deepspeed.runtime.pipe.topology import ProcessTopology
 
     return ProcessTopology(axes=["pipe", "data"], dims=[2, 2])
 
@@ -266,7 +262,7 @@ def first_steps(plan: str) -> None:
         "loader broken on one rank": lambda: engine().train_batch(broken_on_last()),
         "loader empty on one rank": lambda: engine().train_batch(empty_on_last()),
         "noise by rank": lambda: engine().train_batch(noise_by_rank()),
-        "labels by rank": lambda: engine().train_batch(labels_by_rank()),
+        "labels by rank": lambda: engine({"placement": "linear"}).train_batch(labels_by_rank()),
         "another shape in step 2": lambda: second_step(wider((3, 3))),
         "no data in step 2": no_data_now,
         "other microbatches than the plan": lambda: resized(plan),

@@ -1,0 +1,234 @@
+"""Every bad input is one clear PulseError, the same on every rank where all can know it; never a hang."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from support.launch import launch
+from support.toy import toy_layers
+
+from deepspeed_pulse.engine.specs import describe
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.planner.cost import default_cluster
+from deepspeed_pulse.planner.make import make_plan
+
+MICROBATCHES = 2
+
+DEADLOCK = [
+    ["0F0", "3F0", "3B0", "0B0", "0F1", "3F1", "3B1", "0B1"],
+    ["1F0", "1F1", "2F0", "2B0", "1B0", "2F1", "2B1", "1B1"],
+]
+"""Rank 1 waits for 0F1, which rank 0 runs after 3F0, which waits for rank 1's 2F0."""
+
+
+def toy_profile() -> Profile:
+    graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(toy_layers())))
+    cost = {"forward_ms": 1.0, "backward_ms": 2.0, "param_bytes": 8, "activation_bytes": 8, "output_bytes": 8}
+    return Profile(
+        name="toy",
+        device="cpu",
+        dtype="float32",
+        microbatch_size=2,
+        layers=tuple(LayerCost(name=layer.name, **cost) for layer in graph.layers),
+        skips=tuple(
+            Skip(name=value.name, source=value.source or 0, target=target, bytes=8)
+            for value in graph.values
+            for target in value.targets
+        ),
+    )
+
+
+def toy_plan(profile: Profile | None = None, *, ranks: int = 2, microbatches: int = MICROBATCHES) -> Plan:
+    return make_plan(
+        profile or toy_profile(),
+        cluster=default_cluster(ranks, 2**40),
+        pipeline_ranks=ranks,
+        microbatches=microbatches,
+        placement="wave",
+        schedule="wave",
+        solver_seconds=0,
+    )
+
+
+def write_plan(folder: Path) -> Path:
+    path = folder / "plan.json"
+    path.write_text(toy_plan().to_json())
+    return path
+
+
+def write_files(folder: Path) -> dict[str, str]:
+    """Bad files of every kind, by the name of their case."""
+    profile, plan = toy_profile(), toy_plan()
+    shorter = replace(profile, layers=profile.layers[:9], skips=tuple(s for s in profile.skips if s.target < 9))
+    data = plan.to_dict()
+    split = [
+        [x for a in row for x in ((a,) if "B" not in a else (a.replace("B", "I"), a.replace("B", "W")))]
+        for row in data["schedule"]
+    ]
+    renamed = [{**route, "name": route["name"].replace("s3", "s_3")} for route in data["routes"]]
+    texts = {
+        "broken": '{"pulse": ',
+        "a list": "[1]",
+        "plan truncated": plan.to_json()[:200],
+        "plan of another format": json.dumps({**data, "format": "pulse-plan/2"}),
+        "plan of another model": toy_plan(shorter).to_json(),
+        "plan with unknown routes": json.dumps({**data, "routes": renamed}),
+        "plan in deadlock": json.dumps({**data, "schedule": DEADLOCK}),
+        "plan with split backward": json.dumps({**data, "schedule": split}),
+        "plan of other ranks": toy_plan(ranks=3).to_json(),
+        "plan of other microbatches": toy_plan(microbatches=3).to_json(),
+        "profile of other layers": shorter.to_json(),
+        "profile of other values": replace(profile, skips=profile.skips[1:]).to_json(),
+        "cluster too small": small_cluster().to_json(),
+    }
+    paths = {name: folder / f"{name.replace(' ', '_')}.json" for name in texts}
+    for name, text in texts.items():
+        paths[name].write_text(text)
+    missing = str(folder / "missing.json")
+    return {"missing": missing, "plan missing": missing, **{name: str(path) for name, path in paths.items()}}
+
+
+def small_cluster() -> Cluster:
+    return replace(default_cluster(2, 2**40), nodes=1, ranks_per_node=1, name="laptop")
+
+
+def found_by(target: str, world: int, argument: object) -> list[dict[str, tuple[str, str]]]:
+    """Per rank: case to (class, text) of its error."""
+    lines = [output.splitlines() for _, output in launch(f"support.bad_ranks:{target}", world, argument, timeout=120)]
+    rows = [[json.loads(line.removeprefix("CASE")) for line in log if line.startswith("CASE")] for log in lines]
+    return [{name: (kind, text) for name, kind, text in row} for row in rows]
+
+
+def assert_as_expected(found: dict[str, tuple[str, str]], expected: dict[str, tuple[str, ...]]) -> None:
+    """Every case has its class and every part of its text."""
+    assert found.keys() == expected.keys()
+    for name, (kind, *parts) in expected.items():
+        assert found[name][0] == kind, (name, found[name])
+        assert not [part for part in parts if part not in found[name][1]], (name, found[name])
+
+
+CONSTRUCTION = {
+    "no LOCAL_RANK": ("ConfigError", "LOCAL_RANK is not set", "deepspeed launcher"),
+    "misspelt key": ("ConfigError", "unknown key 'wavs'", 'did you mean "waves"?'),
+    "never popped": ("GraphError", "layer 0 (0.First) stashes 's0', which no layer pops"),
+    "no world of that size": (
+        "ConfigError",
+        "num_stages: expected a divisor of the world size 2 (1, 2), found 3",
+        "start a multiple of 3 ranks",
+    ),
+    "no stages": ("ConfigError", "num_stages: expected the number of pipeline ranks", "found neither"),
+    "zero stages": ("ConfigError", "num_stages: expected", "an integer >= 1, found 0"),
+    "auto stages": ("ConfigError", 'num_stages="auto"', "give a number"),
+    "topology of another world": ("ConfigError", "topology: expected 2 ranks as this job has, found 4"),
+    "dynamic shape": ("ConfigError", "dynamic_shape=True", '"enabled": false'),
+    "activation checkpoints": ("ConfigError", "activation_checkpoint_interval", "set it to 0"),
+    "no layers": ("ConfigError", "layers: expected at least one layer, found none"),
+    "one layer": ("ConfigError", "2 pipeline ranks for 1 layers", "use fewer ranks"),
+    "three layers in a wave": ("InfeasibleError", "needs at least 4 layers", "has 3", "use fewer ranks or waves"),
+    "spec of no function": ("GraphError", "spec() takes a module or a function, found 3"),
+    "unknown method": ("ConfigError", "partition_method: expected", "found 'perfect'"),
+    "method without match": ("ConfigError", "'type:transformer' matches no layer", "UpTime"),
+    "cut at no layer": ("GraphError", "0 layers are called 'stem'"),
+    "too few cuts": ("ConfigError", "expected 3 (wave placement) or 1 (linear placement) inner cuts, found 2: [2, 3]"),
+    "cuts backwards": ("ConfigError", "strictly increasing", "found [0, 5, 3, 7, 10]"),
+    "too little memory": ("InfeasibleError", "no schedule found fits", "raise the memory limit"),
+    "schedule of another placement": ("ConfigError", "'1f1b' does not fit placement wave", "those that do: wave"),
+    "example without entry": ("BatchError", "example_batch: layer 4.Middle pops 'c'", "entries are: t, unused"),
+    "example with a stashed name": ("BatchError", "example_batch", "an entry 's1'", "layer 1.Square stashes"),
+    "example is no pair": ("BatchError", "example_batch: expected a batch (inputs, labels), found a dict"),
+    "example of another width": ("RunError", "layer 0.First: RuntimeError", "2x3 and 8x8"),
+    "wrong count in the example": (
+        "GraphError",
+        "layer down_2 stashes 's2': expected it to return a tuple of 2 (output, s2), found a tuple of 3",
+    ),
+    "config of no batch size": ("ConfigError", "DeepSpeed refuses the config", "train_batch_size"),
+    "config missing": ("ConfigError", "config: expected", "found no file", "missing.json"),
+    "config broken": ("ConfigError", "broken.json' is no JSON file", "line 1"),
+    "config a list": ("ConfigError", "expected an object in", "a_list.json", "found a list"),
+    "plan missing": ("FileError", "missing.json: cannot be read"),
+    "plan truncated": ("FileError", "plan_truncated.json: not a JSON file", "line 7"),
+    "plan of another format": ("FileError", "field 'format': expected 'pulse-plan/1', found 'pulse-plan/2'"),
+    "plan of another model": (
+        "PlanError",
+        "_model.json: the plan cannot run",
+        "the plan cuts 9 layers, the model has 10",
+    ),
+    "plan with unknown routes": ("PlanError", "route 's_3': the model has no such value", 'did you mean "s3"?'),
+    "plan in deadlock": ("PlanError", "deadlock: rank 1 is stuck at 1F1, which waits for 0F1 of rank 0", ">>1F1<<"),
+    "plan with split backward": ("PlanError", "splits backward into I and W", "use B"),
+    "plan of other ranks": ("PlanError", "field 'pipeline_ranks': expected 2 as this job runs, found 3"),
+    "plan of other microbatches": ("PlanError", "field 'microbatches': expected 2 as this job runs, found 3"),
+    "profile missing": ("FileError", "missing.json: cannot be read"),
+    "profile of other layers": ("ConfigError", "expected costs of 10 layers as the model has, found 9"),
+    "profile of other values": ("ConfigError", "only the model has 's0' from layer 0 to layer 9", "profile this model"),
+    "cluster missing": ("FileError", "missing.json: cannot be read"),
+    "cluster too small": ("ConfigError", "2 ranks, the cluster 'laptop' has 1", "use fewer ranks or another cluster"),
+    "zero 2": ("ConfigError", "zero_optimization.stage: expected 0 or 1, found 2", "use stage 1"),
+    "zero 3": ("ConfigError", "expected 0 or 1, found 3"),
+    "fp16": ("ConfigError", "fp16 is not supported", "use bf16 or fp32"),
+    "activation checkpoints in the config": ("ConfigError", "pipeline.activation_checkpoint_interval", "set it to 0"),
+    "another block": ("ConfigError", 'another "pulse" block', "found {'waves': 2", "pass config= to PipelineModule"),
+    "no block": ("ConfigError", 'another "pulse" block', "found none", "pass config= to PipelineModule"),
+}
+
+
+def test_construction_refuses_with_the_same_words_on_every_rank(tmp_path: Path) -> None:
+    first, second = found_by("construction", 2, write_files(tmp_path))
+    assert_as_expected(first, CONSTRUCTION)
+    assert first == second
+
+
+FIRST_STEPS = {
+    "entry missing": ("BatchError", "layer 4.Middle pops 'c'", "the batch's entries are: t, unused"),
+    "entry with a stashed name": ("BatchError", "an entry 's1'", "layer 1.Square stashes", "rename one"),
+    "no pair": ("BatchError", "expected a batch (inputs, labels), found a Tensor", "yield pairs"),
+    "no dict": ("BatchError", "layer 0.First pops 't'", "the inputs are a Tensor, not a dict"),
+    "empty dict": ("BatchError", "at least one entry, found an empty dict"),
+    "input is a number": ("BatchError", "to be a tensor or a tuple of tensors, found an int"),
+    "no data on the first rank": ("BatchError", "the first pipeline rank was given no data", "pass data_iter"),
+    "no data": ("BatchError", "the first pipeline rank was given no data"),
+    "loader broken on one rank": ("BatchError", "rank 1: the first batch cannot be drawn: KeyError: 'sample 17'"),
+    "loader empty on one rank": ("BatchError", "rank 1: the data iterator is empty"),
+    "noise by rank": ("BatchError", "step 1", "batch entry 'c' of pipeline rank 1 differ", "seed noise"),
+    "labels by rank": ("BatchError", "step 1: the labels of pipeline rank 1 differ"),
+    "another shape in step 2": (
+        "BatchError",
+        "batch inputs: expected [2, 8] float32 as in the first batch, found [3, 8] float32",
+        "use drop_last=True",
+    ),
+    "no data in step 2": ("BatchError", "was given one data iterator in the first step and none now"),
+    "other microbatches than the plan": ("ConfigError", "is for 2 microbatches, the engine runs 4", 'remove "plan"'),
+    "refused, then trains": ("RuntimeError", "trained"),
+    "evaluation of other microbatches": ("ConfigError", "is for 2 microbatches, the engine runs 5"),
+    "data over before step 2": ("StopIteration",),
+}
+ITS_OWN_RANK = "no data in step 2"
+
+
+def test_what_a_step_refuses_is_told_to_every_rank(tmp_path: Path) -> None:
+    first, second = found_by("first_steps", 2, str(write_plan(tmp_path)))
+    assert_as_expected(first, FIRST_STEPS)
+    assert second.pop(ITS_OWN_RANK)[1] == first.pop(ITS_OWN_RANK)[1].replace("rank 0", "rank 1")
+    assert first == second
+
+
+IN_A_STEP = {
+    "wrong count": ("GraphError", "pipeline rank 0, stage 0, microbatch 0, action 0F0: layer down_2 stashes 's2'"),
+    "no loss": ("ConfigError", "action 1F0: the last layer (there is no loss_fn)", "shape [2, 3]", "pass loss_fn="),
+    "two losses": ("ConfigError", "loss_fn: expected a scalar loss, found tuple"),
+    "loss of no gradient": ("ConfigError", "loss_fn: the loss depends on no trainable parameter"),
+    "all frozen": ("ConfigError", "the loss depends on no trainable parameter", "unfreeze some layer"),
+    "data ends in the step": ("BatchError", "action 0F1: the data iterator ended after 1 of 2 microbatches"),
+    "another shape in the step": ("BatchError", "action 0F1: batch inputs: expected [2, 8]", "found [3, 8]"),
+    "an entry missing later": ("BatchError", "action 0F1: layer 4.Middle pops 'c'"),
+}
+
+
+def test_errors_in_a_step_name_rank_stage_microbatch_and_action() -> None:
+    (found,) = found_by("in_a_step", 1, None)
+    assert_as_expected(found, IN_A_STEP)
