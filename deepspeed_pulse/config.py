@@ -2,57 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "wave", "dualpipev", "zbv", "vhalf", "vmin")
+Schedule = Literal["auto", "gpipe", "1f1b", "interleaved", "wave", "dualpipev", "zbv", "vhalf", "vmin"]
+Auto = Literal["auto"]
+Flag = Annotated[bool, Field(description="true or false")]
+Path = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, le=1000)]
+Gigabytes = Annotated[float, Field(gt=0.0)]
 
 
 class PulseConfig(BaseModel):
-    """One field per key, with its meaning."""
+    """One field per key, with its meaning; ``description`` is what an error says was expected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    enabled: StrictBool = True
+    enabled: Flag = True
     """False: stock 1F1B with skips relayed in the tuple, the baseline."""
 
-    placement: Literal["auto", "wave", "linear"] = "auto"
+    placement: Literal["auto", "wave", "linear"] = Field(default="auto", description='"auto", "wave" or "linear"')
     """wave: stages i and 2P-1-i on rank i. linear: one stage a rank."""
 
-    waves: Literal["auto"] | int = 1
+    waves: Auto | Count = Field(default=1, description="an integer from 1 to 1000")
     """Number of waves W: stages = 2 * ranks * W."""
 
-    schedule: StrictStr = "auto"
+    schedule: Schedule = Field(default="auto", description=f"one of {', '.join(get_args(Schedule))}")
     """"auto": the best order that fits memory; or a generator's name."""
 
-    split_backward: StrictBool = False
+    split_backward: Flag = False
     """True: schedules may use I and W (input and weight gradients apart)."""
 
-    profile: StrictStr = "auto"
+    profile: Path = Field(default="auto", description='"auto" or a path')
     """"auto": layer costs measured from ``example_batch``, else from parameter counts; or a profile file."""
 
-    cluster: StrictStr = "auto"
+    cluster: Path = Field(default="auto", description='"auto" or a path')
     """"auto": nominal links and this device's memory; or a cluster file."""
 
-    plan: StrictStr | None = None
+    plan: Path | None = Field(default=None, description="a path or null")
     """A Plan file to run as it is."""
 
-    plan_cache: StrictStr | None = None
+    plan_cache: Path | None = Field(default=None, description="a path or null")
     """Folder where plans are kept between runs."""
 
-    memory_gb: Literal["auto"] | float = "auto"
+    memory_gb: Auto | Gigabytes = Field(default="auto", description='"auto" or a finite number > 0')
     """Activation and state budget of a rank, GB (1e9 bytes)."""
 
-    solver_seconds: float = Field(default=30.0, ge=0.0)
+    solver_seconds: float = Field(default=30.0, ge=0.0, description="a finite number >= 0")
     """Time the synthesiser may take; 0 keeps the best generator's order."""
 
-    timeout_seconds: float = Field(default=600.0, gt=0.0)
+    timeout_seconds: float = Field(default=600.0, gt=0.0, le=1e7, description="a number > 0 and at most 1e7")
     """A peer silent for longer ends the run with an error naming rank, stage, microbatch and action."""
 
-    trace: StrictStr | None = None
+    trace: Path | None = Field(default=None, description="a path or null")
     """Where rank 0 writes the measured timeline (Chrome trace, opens in Perfetto)."""
 
 
@@ -82,29 +87,21 @@ def _explain(problem: Exception) -> list[str]:
     if not isinstance(problem, ValidationError):
         return [str(problem)]
     lines: list[str] = []
-    known = list(PulseConfig.model_fields)
+    fields = PulseConfig.model_fields
     for error in problem.errors():
         key = str(error["loc"][0])
         if error["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r}{did_you_mean(key, known)}; known: {', '.join(known)}")
+            lines.append(f"unknown key {key!r}{did_you_mean(key, fields)}; known: {', '.join(fields)}")
         else:
-            lines.append(f"key {key!r}: {error['msg']}, found {error['input']!r}")
+            lines.append(f"key {key!r}: expected {fields[key].description}, found {error['input']!r}")
     return list(dict.fromkeys(lines))
 
 
 def _check_later(config: PulseConfig, where: str) -> None:
     if config.waves == "auto":
-        raise ConfigError(f'{where}: key "waves": "auto" is not there yet; give the number of waves, for example 1')
-    if isinstance(config.waves, bool) or config.waves < 1:
-        raise ConfigError(f'{where}: key "waves": expected an integer >= 1, found {config.waves!r}')
-    if config.schedule != "auto" and config.schedule not in SCHEDULES:
-        raise ConfigError(
-            f'{where}: key "schedule": expected "auto" or one of {", ".join(SCHEDULES)}, found {config.schedule!r}'
-        )
+        raise ConfigError(f"{where}: key 'waves': \"auto\" is not there yet; give the number of waves, for example 1")
     if config.split_backward:
         raise ConfigError(
-            f'{where}: key "split_backward": the engine cannot run plans with split backward (I and W actions) yet; '
+            f"{where}: key 'split_backward': the engine cannot run plans with split backward (I and W actions) yet; "
             "set it to false"
         )
-    if config.memory_gb != "auto" and (isinstance(config.memory_gb, bool) or config.memory_gb <= 0):
-        raise ConfigError(f'{where}: key "memory_gb": expected "auto" or a number > 0, found {config.memory_gb!r}')

@@ -1,0 +1,93 @@
+"""The "pulse" block: defaults, and every wrong key or value named with what was expected."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from deepspeed_pulse.config import PulseConfig, parse_pulse
+from deepspeed_pulse.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (None, None),
+        (True, PulseConfig()),
+        ({}, PulseConfig()),
+        (False, PulseConfig(enabled=False)),
+        ({"enabled": False}, PulseConfig(enabled=False)),
+        ({"waves": 2, "memory_gb": 3, "solver_seconds": 0}, PulseConfig(waves=2, memory_gb=3.0, solver_seconds=0.0)),
+        ({"memory_gb": "auto", "plan": None, "trace": "t.json"}, PulseConfig(trace="t.json")),
+        ({"schedule": "1f1b", "placement": "linear"}, PulseConfig(schedule="1f1b", placement="linear")),
+    ],
+)
+def test_what_a_block_means(block: object, expected: PulseConfig | None) -> None:
+    assert parse_pulse(block) == expected
+
+
+def test_every_key_has_a_default_and_is_documented_for_errors() -> None:
+    for name, field in PulseConfig.model_fields.items():
+        assert not field.is_required() and field.description, name
+
+
+@pytest.mark.parametrize("block", ["on", 1, [], [("waves", 1)]])
+def test_a_block_is_an_object_or_a_flag(block: object) -> None:
+    with pytest.raises(ConfigError, match=r"expected an object, true or false, found") as caught:
+        parse_pulse(block)
+    assert repr(block) in str(caught.value)
+
+
+FLAG, COUNT, PATH = "true or false", "an integer from 1 to 1000", '"auto" or a path'
+MEMORY, SOLVER, TIMEOUT = '"auto" or a finite number > 0', "a finite number >= 0", "a number > 0 and at most 1e7"
+WRONG = [
+    *[("enabled", value, FLAG) for value in (1, "true", None)],
+    *[("placement", value, '"auto", "wave" or "linear"') for value in ("waves", None, 1, ["wave"])],
+    *[("waves", value, COUNT) for value in (0, -1, True, "2", 1.0, 2.5, None, 10**30, math.nan)],
+    *[("schedule", value, "one of auto, gpipe, 1f1b") for value in ("wav", "1F1B", 3, None, "")],
+    *[("split_backward", value, FLAG) for value in ("no", 0)],
+    *[("profile", value, PATH) for value in (3, None, "", True)],
+    *[("cluster", value, PATH) for value in (3, None, "", {})],
+    *[(name, value, "a path or null") for name in ("plan", "plan_cache", "trace") for value in (3, True, "")],
+    *[("memory_gb", value, MEMORY) for value in (0, -1, True, "3", "lots", math.nan, math.inf, None)],
+    *[("solver_seconds", value, SOLVER) for value in (-1, True, "3", math.nan, math.inf)],
+    *[("timeout_seconds", value, TIMEOUT) for value in (0, -1, True, "5", math.nan, math.inf, 1e30)],
+]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), WRONG)
+def test_a_wrong_value_is_named_with_what_was_expected(key: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_pulse({key: value}, "ds.json")
+    assert str(caught.value).startswith(f"ds.json: key {key!r}: expected {expected}")
+    assert str(caught.value).endswith(f"found {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "knob"), [("waves", "auto", "give the number"), ("split_backward", True, "set it to false")]
+)
+def test_what_is_not_there_yet_says_what_to_set(key: str, value: object, knob: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_pulse({key: value})
+    assert f"key {key!r}" in str(caught.value) and knob in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"), [("wavs", "waves"), ("Waves", "waves"), ("memory", "memory_gb"), ("timeout", "timeout_seconds")]
+)
+def test_an_unknown_key_is_named_with_the_one_meant(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_pulse({key: 1})
+    assert f"unknown key {key!r}" in str(caught.value) and f'did you mean "{meant}"?' in str(caught.value)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_pulse({"wavs": 1, "placement": "ring", "memory_gb": 0})
+    assert all(word in str(caught.value) for word in ("'wavs'", "'placement'", "'memory_gb'"))
+
+
+def test_a_key_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        parse_pulse({1: 2})
