@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ds_pulse {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_plan(commands)
+    _add_simulate(commands)
+    _add_check(commands)
     _add_show(commands)
     return parser
 
@@ -81,6 +83,27 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan.add_argument("--schedule", default="auto", metavar="S", help='"auto" or a schedule\'s name')
     plan.add_argument("--solver-seconds", default=30.0, type=_seconds, metavar="T")
     plan.add_argument("--out", required=True, metavar="PLAN", help="the plan that is written")
+
+
+def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
+    simulate = commands.add_parser("simulate", help="times, traffic and memory of a plan, also one made elsewhere")
+    simulate.set_defaults(command=_estimate)
+    _add_files(simulate)
+
+
+def _add_check(commands: argparse._SubParsersAction[_Parser]) -> None:
+    check = commands.add_parser("check", help="every violation of a plan, memory included; status 1 if there are any")
+    check.set_defaults(command=_check)
+    _add_files(check)
+
+
+def _add_files(command: argparse.ArgumentParser) -> None:
+    command.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/1)")
+    command.add_argument("--profile", required=True, help="layer costs (pulse-profile/1)")
+    command.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
+    command.add_argument(
+        "--zero-stage", default=0, type=int, choices=(0, 1), help="1: data-parallel ranks share the optimizer state"
+    )
 
 
 def _add_show(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -151,6 +174,34 @@ def _plan(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _estimate(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.planner.instance import Instance
+    from deepspeed_pulse.planner.simulate import summarize
+    from deepspeed_pulse.report.tables import estimate_table
+
+    plan, profile, cluster = _costs(arguments, Plan.load(arguments.plan))
+    timeline = _simulate(arguments.plan, plan, profile, cluster)
+    shard = arguments.zero_stage == 1
+    estimate = summarize(Instance(plan, profile, cluster), timeline, shard_optimizer=shard)
+    _print(estimate_table(plan, timeline, estimate, memory_bytes=cluster.memory_bytes))
+    return OK
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.planner.audit import audit
+    from deepspeed_pulse.report.tables import audit_text
+
+    plan = Plan.load(arguments.plan)
+    profile, cluster = Profile.load(arguments.profile), Cluster.load(arguments.cluster)
+    found = audit(plan, profile, cluster, shard_optimizer=arguments.zero_stage == 1)
+    _print(audit_text(arguments.plan, found.problems, found.rows))
+    return FAILED_CHECK if found.problems else OK
+
+
 def _show(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.report.grid import schedule_grid
@@ -188,7 +239,13 @@ def _costs(arguments: argparse.Namespace, plan: Plan) -> tuple[Plan, Profile, Cl
             f"{arguments.plan} was made from another profile than {arguments.profile}: expected fingerprint "
             f"{plan.profile_fingerprint}, found {profile.fingerprint}; give the profile it was made from"
         )
-    return plan, profile, Cluster.load(arguments.cluster)
+    cluster = Cluster.load(arguments.cluster)
+    if plan.pipeline_ranks * plan.data_parallel > cluster.num_ranks:
+        raise PlanError(
+            f"{arguments.plan} is for {plan.pipeline_ranks} x {plan.data_parallel} ranks, {arguments.cluster} has "
+            f"{cluster.num_ranks}; give a larger cluster"
+        )
+    return plan, profile, cluster
 
 
 def _costs_note(arguments: argparse.Namespace) -> str | None:

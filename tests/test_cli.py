@@ -8,32 +8,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.pulse_files import PLAN, write_files
 
 from deepspeed_pulse.cli import main
 from deepspeed_pulse.ir.plan import Plan
-
-LINK = {"bandwidth_gb_per_s": 10.0, "latency_us": 50.0}
-LAYER = {"forward_ms": 1.0, "backward_ms": 2.0, "param_bytes": 10**7, "activation_bytes": 10**6, "output_bytes": 10**5}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    layers = [{"name": f"block{i}", **LAYER} for i in range(8)]
-    skips = [{"name": f"skip{i}", "source": i, "target": 7 - i, "bytes": 10**5} for i in range(4)]
-    write("profile.json", "profile", device="cpu", dtype="float32", microbatch_size=1, layers=layers, skips=skips)
-    write("cluster.json", "cluster", nodes=1, ranks_per_node=4, memory_bytes=10**10, intra_node=LINK, inter_node=LINK)
+    write_files()
     return tmp_path
-
-
-def write(path: str, kind: str, **fields: Any) -> None:
-    Path(path).write_text(json.dumps({"format": f"pulse-{kind}/1", "name": "toy", **fields}))
-
-
-PLAN = "plan profile.json --cluster cluster.json --pipeline-ranks 2 --microbatches 4 --solver-seconds 0 --out plan.json"
 
 
 def run(line: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
 
 FORMAT = "pulse-cluster/1"
+MIN_BANDWIDTH_GB_PER_S = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def _link_dict(link: Link) -> dict[str, float]:
 
 def _read_link(fields: Fields) -> Link:
     fields.done(("bandwidth_gb_per_s", "latency_us"))
-    return Link(
-        bandwidth_gb_per_s=fields.number("bandwidth_gb_per_s", above=0.0),
-        latency_us=fields.number("latency_us"),
-    )
+    bandwidth = fields.number("bandwidth_gb_per_s", above=0.0)
+    if bandwidth < MIN_BANDWIDTH_GB_PER_S:
+        raise fields.error("bandwidth_gb_per_s", f"at least {MIN_BANDWIDTH_GB_PER_S:g}, a byte a second")
+    return Link(bandwidth_gb_per_s=bandwidth, latency_us=fields.number("latency_us"))

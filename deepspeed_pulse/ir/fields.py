@@ -15,6 +15,9 @@ T = TypeVar("T")
 MAX_INTEGER = 2**62
 """Largest count or size accepted: larger ones are typing errors and overflow int64 downstream."""
 
+MAX_NUMBER = 1e15
+"""Largest time or speed accepted: sums of larger ones lose their digits, or overflow."""
+
 
 def _show(value: object) -> str:
     text = repr(value)
@@ -73,8 +76,8 @@ class Fields:
         expected = f"a finite number > {above:g}" if above is not None else f"a finite number >= {minimum:g}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(name, expected)
-        if isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise self.error(name, expected)
+        if abs(value) > MAX_NUMBER:
+            raise self.error(name, f"{expected} and at most {MAX_NUMBER:g}")
         if not math.isfinite(value) or (value <= above if above is not None else value < minimum):
             raise self.error(name, expected)
         return float(value)

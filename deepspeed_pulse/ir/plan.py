@@ -148,7 +148,7 @@ class Plan:
 
 def _check_form(plan: Plan, fields: Fields) -> None:
     stages, bounds = plan.num_stages, plan.boundaries
-    if set(plan.placement) != set(range(plan.pipeline_ranks)):
+    if plan.pipeline_ranks > stages or set(plan.placement) != set(range(plan.pipeline_ranks)):
         raise fields.error("placement", f"every rank 0..{plan.pipeline_ranks - 1} at least once and no other")
     if len(bounds) != stages + 1:
         raise fields.error("boundaries", f"{stages + 1} layer indices for {stages} stages")
@@ -156,6 +156,9 @@ def _check_form(plan: Plan, fields: Fields) -> None:
         raise fields.error("boundaries", "strictly increasing layer indices that start at 0")
     if len(plan.schedule) != plan.pipeline_ranks:
         raise fields.error("schedule", f"one list of actions for each of the {plan.pipeline_ranks} ranks")
+    longest = max(map(len, plan.schedule))
+    if plan.microbatches > longest:
+        raise fields.error("microbatches", f"at most {longest}, the number of actions in the schedule's longest row")
     if len({route.name for route in plan.routes}) != len(plan.routes):
         raise fields.error("routes", "each name at most once")
 

@@ -67,11 +67,12 @@ def link(cluster: Cluster, plan: Plan, source: int, target: int) -> Link:
 
 
 def data_parallel_link(cluster: Cluster, rank: int, data_parallel: int) -> Link:
-    """Slowest link of the ring of a pipeline rank's data-parallel peers (neighbours in global rank)."""
-    first = rank * data_parallel
-    ring = [first + d for d in range(data_parallel)]
-    links = [cluster.link(a, b) for a, b in zip(ring, ring[1:] + ring[:1], strict=True)]
-    return min(links, key=lambda x: (x.bandwidth_gb_per_s, -x.latency_us))
+    """Link of the ring of a pipeline rank's data-parallel peers, neighbours in global rank: first to last.
+
+    It leaves the node exactly when any link of the ring does.
+    """
+    first, last = rank * data_parallel, (rank + 1) * data_parallel - 1
+    return cluster.link(first, last)
 
 
 def default_cluster(num_ranks: int, memory_bytes: int) -> Cluster:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
@@ -37,12 +37,16 @@ def check(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> None:
     if not found:
         return
     text = "the plan cannot run:\n  " + "\n  ".join(found)
-    grid = [] if list(_shape(plan, num_layers)) else _grid(plan)
-    raise PlanError("\n".join([text, *grid]))
+    raise PlanError("\n".join([text, *marked_rows(plan)]))
 
 
-def _grid(plan: Plan) -> list[str]:
+def marked_rows(plan: Plan, also: Mapping[int, set[int]] | None = None) -> list[str]:
+    """Rows of the ranks at fault, with actions at fault as ``>>2F0<<``; ``also``: further positions, per rank."""
+    if any(_shape(plan, plan.boundaries[-1] if plan.boundaries else 0)):
+        return []
     marked = {rank: set(at) for rank, (_, at) in _schedule_problems(plan).items()}
+    for rank, positions in (also or {}).items():
+        marked.setdefault(rank, set()).update(positions)
     _, stuck = execution_order(lower(plan), plan.placement)
     for entry in stuck:
         marked.setdefault(entry.rank, set()).add(plan.schedule[entry.rank].index(entry.action))

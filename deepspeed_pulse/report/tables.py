@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deepspeed_pulse.ir.placement import describe_placement
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report import words
 
 UNKNOWN = "-"
@@ -46,6 +47,53 @@ def plan_table(
             layers = words.stage_layers(plan, stage, layer_names)
             table.add_row("" if index else str(rank), str(stage), layers, *(("", "") if index else figures))
     return Group(Text(_title(plan), style="bold"), table, *_caption(plan, costs))
+
+
+def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory_bytes: int | None = None) -> Group:
+    """A plan's simulated figures: a row a rank (busy, idle, peak, what it sends), the whole step below.
+
+    ``memory_bytes``: what a rank has; ranks that need more are marked.
+    """
+    table = _table(("rank", "stages", "busy", "idle", "sends/microbatch", "peak GB"))
+    for rank in range(plan.pipeline_ranks):
+        busy = sum(span.end_ms - span.start_ms for span in timeline.spans_of(rank))
+        sent = sum(t.num_bytes for t in timeline.transfers if t.source_rank == rank and t.message.microbatch == 0)
+        peak = estimate.peak_bytes[rank]
+        over = memory_bytes is not None and peak > memory_bytes
+        table.add_row(
+            str(rank),
+            ", ".join(map(str, plan.stages_of(rank))),
+            words.milliseconds(busy),
+            words.milliseconds(timeline.makespan_ms - busy),
+            words.megabytes(sent),
+            f"{words.gigabytes(peak)} does not fit" if over else words.gigabytes(peak),
+        )
+    limit = () if memory_bytes is None else (Text(f"a rank of the cluster has {words.gigabytes(memory_bytes)} GB"),)
+    return Group(Text(_title(plan), style="bold"), table, *_step(plan, estimate), *limit)
+
+
+def _step(plan: Plan, estimate: Estimate) -> Iterator[Text]:
+    ms, optimal = words.milliseconds, plan.solver is not None and plan.solver.optimal
+    proven = optimal and plan.estimate is not None and plan.estimate.makespan_ms == estimate.makespan_ms
+    yield Text(
+        f"makespan {ms(estimate.makespan_ms)}, {words.percent(estimate.gap)} above the lower bound "
+        f"{ms(estimate.lower_bound_ms)} of these cuts{' (proven optimal)' if proven else ''}"
+    )
+    yield Text(
+        f"step {ms(estimate.step_ms)}, bubble {words.percent(estimate.bubble_ratio)}, "
+        f"{estimate.samples_per_second:.4g} samples/s"
+    )
+    yield Text(f"{words.megabytes(estimate.p2p_bytes_per_microbatch)} sent per microbatch, forward and backward")
+
+
+def audit_text(name: str, problems: Sequence[str], rows: Sequence[str]) -> Text:
+    """What is wrong with a plan, a line each; then the rows of the ranks at fault with the places marked."""
+    if not problems:
+        return Text(f"{name}: no violation")
+    number = f"{len(problems)} violation{'' if len(problems) == 1 else 's'}"
+    text = Text("\n".join([f"{name}: {number}", *(f"  {line}" for line in problems), *rows]))
+    text.highlight_regex(r">>\S+<<", "bold red")
+    return text
 
 
 def measured_table(

@@ -91,7 +91,7 @@ def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Sequence[i
     width, heights = _size(rows, memory)
     figure = Figure(figsize=(width, sum(heights) + 0.75), layout="constrained")
     all_axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    end = max(timeline.makespan_ms for _, timeline in rows)
+    end = max(timeline.makespan_ms for _, timeline in rows) or 1.0
     remaining = iter(all_axes)
     for title, timeline in rows:
         axes = next(remaining)

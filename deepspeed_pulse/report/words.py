@@ -29,6 +29,15 @@ def gigabytes(num_bytes: float) -> str:
     return f"{gb:.2f}" if gb >= 0.1 or gb == 0 else f"{gb:.2g}"
 
 
+def megabytes(num_bytes: float) -> str:
+    """``0 MB``, ``0.25 MB``, ``13.6 MB``: MB of 1e6 bytes, three digits.
+
+    >>> [megabytes(n) for n in (0, 250_000, 13_611_000, 916_640_000)]
+    ['0 MB', '0.25 MB', '13.6 MB', '917 MB']
+    """
+    return f"{num_bytes / 1e6:.3g} MB" if num_bytes < 999.5e6 else f"{num_bytes / 1e6:.0f} MB"
+
+
 def milliseconds(ms: float) -> str:
     """``0.52 ms``, ``59.7 ms``, ``1.32 s``."""
     if ms >= 1000:
