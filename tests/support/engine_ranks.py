@@ -247,3 +247,32 @@ def trains_without_parameters(_: Any) -> None:
             for mine, theirs in zip(function.parameters(), twin[index].parameters(), strict=True):
                 assert error(mine, theirs) < TOLERANCE, index
     print("PASSED", flush=True)
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "zero1": {"zero_optimization": {"stage": 1}},
+    "zero1 clipped": {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.1},
+    "bf16 clipped": {"bf16": {"enabled": True}, "gradient_clipping": 0.1},
+    "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+}
+
+
+def precisions(_: Any) -> None:
+    """Losses of four steps under each setting, printed by rank 0; all ranks of the world are pipeline ranks."""
+    share_groups()
+    ranks = torch_world()
+    for name, config in PRECISIONS.items():
+        engine = make_engine(ranks, 3, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **config)
+        losses = []
+        for step in range(4):
+            data = map(as_bf16, data_of(engine, step)) if "bf16" in config else data_of(engine, step)
+            losses.append(float(engine.train_batch(data).detach()))
+        engine.destroy()
+        if engine.global_rank == 0:
+            print("LOSSES", name, *losses, sep="|", flush=True)
+
+
+def as_bf16(batch: Any) -> Any:
+    inputs, labels = batch
+    cast = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    return cast, labels.bfloat16()
