@@ -2,7 +2,7 @@
 #
 #   make test                     lint, types, tests
 #   make train                    the example on 4 ranks; STEPS= DATA= SIZE= RANKS= CONFIG= change it
-#   make soak bench pictures      long runs and the pictures of docs/
+#   make soak bench pictures      slow proofs, benchmarks, the pictures of docs/
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -44,9 +44,9 @@ train: .venv
 	set -x; PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) --master_port $$port \
 	    examples/unet/train.py --deepspeed_config $(CONFIG) $(TRAIN_FLAGS)
 
-# The same training for long, to see that loss, memory and step time stay where they are.
-soak: STEPS = 2000
-soak: train
+# Slow proofs: full products. TESTS= narrows them.
+soak: .venv
+	$(TEST_ENV) $(BIN)/python -m pytest -m soak $(TESTS)
 
 bench: .venv
 	@set -e; for script in benchmarks/*/run.py; do \

@@ -95,3 +95,17 @@ def graph_of(model: str) -> Graph:
 
     layers, *_ = models(model)
     return Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers())))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_diffusers_unet_whole_product(world: int) -> None:
+    """P x M x W x data parallel x clipping x pulse on and off, on the 46-layer U-Net."""
+    cases = []
+    for (ranks, _), microbatches, clip in itertools.product(LAYOUTS[world], (1, 2, 3, 8), (0.0, 0.1)):
+        case = {"model": "unet", "P": ranks, "M": microbatches, "clip": clip}
+        cases += [{**case, "enabled": True, "W": waves} for waves in (1, 2)]
+        cases.append({**case, "enabled": False})
+    for _, output in launch("support.parity:run_cases", world, cases, timeout=3500):
+        assert output.count("PASSED") == len(cases)
