@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import os
-import socket
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine import hook, planning
@@ -27,14 +19,13 @@ from deepspeed_pulse.engine.batches import SplitBatch
 from deepspeed_pulse.engine.costs import PlanRequest
 from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
+from deepspeed_pulse.engine.start import Config, check_world, init_distributed, load_config
 from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import BatchError, ConfigError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
-
-Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class PipelineModule(upstream.PipelineModule):
@@ -78,7 +69,7 @@ class PipelineModule(upstream.PipelineModule):
         self.layer_list = list(layers)
         self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(self.layer_list)))
         self.input_name = input
-        self.ds_config = _load_config(config)
+        self.ds_config = load_config(config)
         self.pulse = self._resolve_pulse()
         self.plan: Plan | None = None
         self._relay: list[RelayLayer] | None = None
@@ -88,8 +79,8 @@ class PipelineModule(upstream.PipelineModule):
             self._refuse_unsupported(num_stages, topology, activation_checkpoint_interval, dynamic_shape)
         elif num_stages == "auto":
             raise ConfigError('num_stages="auto" needs pulse: add a "pulse" block to the config')
-        _init_distributed(self.pulse.timeout_seconds if self.pulse else None)
-        _check_world(num_stages, topology)
+        init_distributed(self.pulse.timeout_seconds if self.pulse else None)
+        check_world(num_stages, topology)
         hook.install()
         super().__init__(
             layers=[unwrap(layer) for layer in self.layer_list],
@@ -310,91 +301,3 @@ class PipelineModule(upstream.PipelineModule):
         found: list[Any] | None = [None] * len(self._grid.pp_group) if first else None
         torch.distributed.gather_object(item, found, dst=self._grid.pp_group[0], group=group)
         return found
-
-
-def _load_config(config: Config | None) -> dict[str, Any] | None:
-    """The DeepSpeed config as a dict: given, or named on the command line, or None."""
-    if config is None:
-        config = _config_on_command_line()
-    if config is None or isinstance(config, dict):
-        return config
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not Path(config).is_file():
-        raise ConfigError(
-            f"config: expected a DeepSpeed configuration (a dict or a file), found no file {str(config)!r}"
-        )
-    try:
-        found = load_ds_config(str(config))
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"config: {str(config)!r} is no JSON file: {problem}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"config: expected an object in {str(config)!r}, found a {type(found).__name__}")
-    return dict(found)
-
-
-def _config_on_command_line() -> str | None:
-    for position, word in enumerate(sys.argv):
-        if word == "--deepspeed_config" and position + 1 < len(sys.argv):
-            return sys.argv[position + 1]
-        if word.startswith("--deepspeed_config="):
-            return word.split("=", 1)[1]
-    return None
-
-
-def _init_distributed(timeout_seconds: float | None) -> None:
-    """Start the process group when nobody has; alone on a machine no launcher is needed."""
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if "LOCAL_RANK" not in os.environ:
-        if not alone or (dist.is_initialized() and dist.get_world_size() > 1):
-            raise ConfigError(
-                "LOCAL_RANK is not set: start the script with the deepspeed launcher (deepspeed train.py) or set "
-                "LOCAL_RANK"
-            )
-        os.environ["LOCAL_RANK"] = "0"
-    if dist.is_initialized():
-        return
-    if alone and "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    if timeout_seconds is None:
-        deepspeed.init_distributed()
-    else:
-        deepspeed.init_distributed(timeout=timedelta(seconds=timeout_seconds))
-    atexit.register(_end_distributed)
-
-
-def _end_distributed() -> None:
-    """End what :func:`_init_distributed` started, unless the run failed.
-
-    Threads of a process group that is still there while the interpreter goes down can abort the
-    process; after a failure peers are gone and waiting for them would hang.
-    """
-    failed = getattr(sys, "last_value", None) is not None
-    if torch.distributed.is_initialized() and not failed:
-        torch.distributed.destroy_process_group()
-
-
-def _check_world(num_stages: Any, topology: Any) -> None:
-    """The ranks of this job must make whole pipelines."""
-    world = dist.get_world_size()
-    if topology is not None:
-        if topology.world_size() != world:
-            raise ConfigError(
-                f"topology: expected {world} ranks as this job has, found {topology.world_size()}; change the "
-                "topology or start as many ranks"
-            )
-    elif num_stages is None:
-        raise ConfigError("num_stages: expected the number of pipeline ranks (or topology=), found neither")
-    elif isinstance(num_stages, int) and num_stages > 0 and world % num_stages:
-        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise ConfigError(
-            f"num_stages: expected a divisor of the world size {world} ({divisors}), found {num_stages}; change "
-            f"num_stages or start a multiple of {num_stages} ranks"
-        )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -25,20 +25,20 @@ class Watchdog:
     def __init__(self, rank: int, timeout_seconds: float, act: Callable[[str], None] | None = None) -> None:
         self._rank, self._timeout = rank, timeout_seconds
         self._act = act or _end_process
-        self._doing: str | None = None
-        self._since = 0.0
+        self._under_way: tuple[str, float] | None = None
+        """What, and since when: one value, so that the thread never sees half of a change."""
         self._thread: threading.Thread | None = None
 
     def enter(self, doing: str) -> None:
         """The rank starts something that must be over in time."""
-        self._doing, self._since = doing, time.monotonic()
+        self._under_way = doing, time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="pulse-watchdog", daemon=True)
             self._thread.start()
 
     def leave(self) -> None:
         """Nothing is under way."""
-        self._doing = None
+        self._under_way = None
 
     @contextmanager
     def watching(self, doing: str) -> Iterator[None]:
@@ -52,11 +52,12 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             time.sleep(min(1.0, self._timeout / 4))
-            doing, since = self._doing, self._since
+            doing, since = self._under_way or ("nothing", time.monotonic())
+            seconds = time.monotonic() - since
             # Waits inside the runtime raise by themselves; a little later the watchdog makes sure.
-            if doing is not None and time.monotonic() - since > 1.2 * self._timeout + 1.0:
+            if seconds > 1.2 * self._timeout + 1.0:
                 self._act(
-                    f"rank {self._rank} has been in {doing} for {time.monotonic() - since:.0f} s, longer than "
+                    f"rank {self._rank} has been in {doing} for {seconds:.0f} s, longer than "
                     f'"timeout_seconds" = {self._timeout:g}: a peer is silent or dead; this rank ends'
                 )
                 return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from deepspeed_pulse.ir.profile import LayerCost
 from deepspeed_pulse.runtime.payload import num_bytes
 from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage
 
-_REPEATS = 3
+_REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ def measure_layers(
     device: torch.device,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Run every layer forward and backward on one batch; medians of a few repeats after a warm-up.
+    """Run every layer forward and backward on one batch; the least of a few repeats (noise only adds).
 
     Args:
         graph: declarations of the layers.
@@ -110,8 +109,8 @@ class _Probe:
             raise GraphError(f"layer {self._declared.name} returned {type(output).__name__}, expected tensors")
         cost = LayerCost(
             name=self._declared.name,
-            forward_ms=statistics.median(f for f, _ in times),
-            backward_ms=statistics.median(b for _, b in times),
+            forward_ms=min(f for f, _ in times),
+            backward_ms=min(b for _, b in times),
             param_bytes=num_bytes(self._parameters),
             activation_bytes=saved.bytes,
             output_bytes=num_bytes(_tensors(output)),

@@ -1,0 +1,113 @@
+"""What happens before a module exists: the config is found and the process group started."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+from deepspeed_pulse.errors import ConfigError
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+
+START_SECONDS = 300.0
+"""Ranks wait at least so long for one another before the first step, however short ``timeout_seconds`` is."""
+
+
+def load_config(config: Config | None) -> dict[str, Any] | None:
+    """The DeepSpeed config as a dict: given, or named on the command line, or None."""
+    if config is None:
+        config = _config_on_command_line()
+    if config is None or isinstance(config, dict):
+        return config
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not Path(config).is_file():
+        raise ConfigError(
+            f"config: expected a DeepSpeed configuration (a dict or a file), found no file {str(config)!r}"
+        )
+    try:
+        found = load_ds_config(str(config))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"config: {str(config)!r} is no JSON file: {problem}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"config: expected an object in {str(config)!r}, found a {type(found).__name__}")
+    return dict(found)
+
+
+def _config_on_command_line() -> str | None:
+    for position, word in enumerate(sys.argv):
+        if word == "--deepspeed_config" and position + 1 < len(sys.argv):
+            return sys.argv[position + 1]
+        if word.startswith("--deepspeed_config="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def init_distributed(timeout_seconds: float | None) -> None:
+    """Start the process group when nobody has; alone on a machine no launcher is needed."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if "LOCAL_RANK" not in os.environ:
+        if not alone or (dist.is_initialized() and dist.get_world_size() > 1):
+            raise ConfigError(
+                "LOCAL_RANK is not set: start the script with the deepspeed launcher (deepspeed train.py) or set "
+                "LOCAL_RANK"
+            )
+        os.environ["LOCAL_RANK"] = "0"
+    if dist.is_initialized():
+        return
+    if alone and "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    if timeout_seconds is None:
+        deepspeed.init_distributed()
+    else:
+        # Ranks start and plan at different times: a short timeout is for the steps.
+        deepspeed.init_distributed(timeout=timedelta(seconds=max(timeout_seconds, START_SECONDS)))
+    atexit.register(_end_distributed)
+
+
+def _end_distributed() -> None:
+    """End what :func:`init_distributed` started, unless the run failed.
+
+    Threads of a process group that is still there while the interpreter goes down can abort the
+    process; after a failure peers are gone and waiting for them would hang.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    if torch.distributed.is_initialized() and not failed:
+        torch.distributed.destroy_process_group()
+
+
+def check_world(num_stages: Any, topology: Any) -> None:
+    """The ranks of this job must make whole pipelines."""
+    world = dist.get_world_size()
+    if topology is not None:
+        if topology.world_size() != world:
+            raise ConfigError(
+                f"topology: expected {world} ranks as this job has, found {topology.world_size()}; change the "
+                "topology or start as many ranks"
+            )
+    elif num_stages is None:
+        raise ConfigError("num_stages: expected the number of pipeline ranks (or topology=), found neither")
+    elif isinstance(num_stages, int) and num_stages > 0 and world % num_stages:
+        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise ConfigError(
+            f"num_stages: expected a divisor of the world size {world} ({divisors}), found {num_stages}; change "
+            f"num_stages or start a multiple of {num_stages} ranks"
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
