@@ -81,6 +81,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan.add_argument("--waves", default=1, type=_count, metavar="W", help="stages = 2 * P * W")
     plan.add_argument("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
     plan.add_argument("--schedule", default="auto", metavar="S", help='"auto" or a schedule\'s name')
+    plan.add_argument("--split-backward", action="store_true", help="input and weight gradients apart (I and W)")
     plan.add_argument("--solver-seconds", default=30.0, type=_seconds, metavar="T")
     plan.add_argument("--out", required=True, metavar="PLAN", help="the plan that is written")
 
@@ -167,6 +168,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             waves=arguments.waves,
             schedule=arguments.schedule,
             memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
+            split_backward=arguments.split_backward,
             solver_seconds=arguments.solver_seconds,
         )
         out.write_text(plan.to_json(), encoding="utf-8")

@@ -22,17 +22,23 @@ def linear_placement(ranks: int) -> tuple[int, ...]:
     return tuple(range(ranks))
 
 
+def loop_placement(ranks: int, rounds: int) -> tuple[int, ...]:
+    """Ranks 0..P-1, again and again: interleaved 1F1B."""
+    return tuple(range(ranks)) * rounds
+
+
 def stages_of(placement: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """Stages that ``rank`` holds, ascending."""
     return tuple(stage for stage, owner in enumerate(placement) if owner == rank)
 
 
 def describe_placement(placement: tuple[int, ...]) -> str:
-    """``wave``, ``wave x W``, ``linear`` or ``custom``."""
+    """``wave``, ``wave x W``, ``linear``, ``loop x n`` or ``custom``."""
     ranks = max(placement) + 1
     if placement == linear_placement(ranks):
         return "linear"
     waves, rest = divmod(len(placement), 2 * ranks)
     if rest == 0 and placement == wave_placement(ranks, waves):
         return "wave" if waves == 1 else f"wave x {waves}"
-    return "custom"
+    rounds = len(placement) // ranks
+    return f"loop x {rounds}" if placement == loop_placement(ranks, rounds) else "custom"

@@ -1,12 +1,18 @@
 """Known schedules as generators: an instance and a number of microbatches give an order per rank.
 
-=======  ==================  ==============================================================
-name     placement           source
-=======  ==================  ==============================================================
-gpipe    any                 all forwards, then all backwards (GPipe, arXiv 1811.06965)
-1f1b     linear              warm-up, then one forward, one backward (PipeDream-flush)
-wave     any                 earliest start first (PULSE, arXiv 2606.19163; Hanayo)
-=======  ==================  ==============================================================
+============  ==============  ========  =================================================
+name          placement       backward  source
+============  ==============  ========  =================================================
+gpipe         any             either    all forwards, then all backwards (arXiv 1811.06965)
+1f1b          linear          whole     warm-up, then one forward, one backward
+interleaved   loop            whole     the same over several stages a rank
+wave          any             either    earliest start first (PULSE, arXiv 2606.19163)
+dualpipev     V               either    see ``templates``
+zbv           V               split     see ``templates``
+vhalf, vmin   V               split     see ``templates``
+============  ==============  ========  =================================================
+
+Split: ``I`` and ``W`` instead of ``B``.
 """
 
 from __future__ import annotations
@@ -15,8 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
-from deepspeed_pulse.ir.placement import describe_placement
+from deepspeed_pulse.ir.placement import describe_placement, loop_placement
 from deepspeed_pulse.ir.schedule import Action, Schedule, backward, forward
+from deepspeed_pulse.planner import templates
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.listing import Cap, Prefer, list_schedule
 
@@ -91,61 +98,119 @@ def byte_cap(instance: Instance, limits: tuple[float, ...]) -> Cap:
     return Cap(weights=tuple(map(float, weights)), limits=limits)
 
 
+Orders = Iterator[Callable[[], Schedule]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """A named schedule: where it fits, and the orders it offers under memory caps to try, most frugal first."""
+    """A named schedule: where it fits, and the orders it offers under memory caps to try, most frugal first.
+
+    ``orders`` takes the instance, the caps, and whether backward is split.
+    """
 
     fits: Callable[[tuple[int, ...]], bool]
-    orders: Callable[[Instance, int, Caps], Iterator[Callable[[], Schedule]]]
+    orders: Callable[[Instance, Caps, bool], Orders]
+    needs_split: bool = False
 
 
-def _gpipe_orders(instance: Instance, microbatches: int, caps: Caps) -> Iterator[Callable[[], Schedule]]:
-    yield lambda: gpipe(instance, microbatches)
+def _gpipe_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
+    yield lambda: list_schedule(instance, instance.plan.microbatches, prefer=Prefer.ALL_FORWARDS, split=split)
 
 
-def _1f1b_orders(instance: Instance, microbatches: int, caps: Caps) -> Iterator[Callable[[], Schedule]]:
-    yield lambda: one_f_one_b(instance, microbatches)
+def _1f1b_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
+    yield lambda: one_f_one_b(instance, instance.plan.microbatches)
 
 
-def _wave_orders(instance: Instance, microbatches: int, caps: Caps) -> Iterator[Callable[[], Schedule]]:
+def _interleaved_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
+    yield lambda: templates.interleaved(instance.num_ranks, _stages_a_rank(instance), instance.plan.microbatches)
+
+
+def _dualpipev_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
+    order = templates.dualpipev(instance.num_ranks, instance.plan.microbatches)
+    yield lambda: order
+    if split:
+        yield from _filled(instance, order, 2 * instance.num_ranks + 1, caps)
+
+
+def _zbv_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
+    order = templates.zbv(instance.num_ranks, instance.plan.microbatches)
+    yield lambda: order
+    yield from _filled(instance, order, 2 * instance.num_ranks, caps)
+
+
+def _block_orders(block: templates.Block) -> Callable[[Instance, Caps, bool], Orders]:
+    def orders(instance: Instance, caps: Caps, split: bool) -> Orders:
+        order = block.schedule(instance.num_ranks, instance.plan.microbatches)
+        peak = templates.peak_in_flight(order)
+        for count in (peak, peak + 1, peak + 2):
+            yield from _filled(instance, order, count, caps)
+
+    return orders
+
+
+def _filled(instance: Instance, order: Schedule, count: int, caps: Caps) -> Orders:
+    """The order with each ``W`` where its rank would wait, or where a cap needs it."""
+    inputs = templates.without_weights(order)
+    for cap in (count_cap(instance, count), *(cap for cap in caps if cap)):
+        yield _listed(instance, Prefer.BACKWARD, cap, split=True, order=inputs)
+
+
+def _wave_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
     """Counts in flight from half of 1F1B's upwards, with both preferences; then the memory caps."""
-    held = _stages_a_rank(instance)
+    held, microbatches = _stages_a_rank(instance), instance.plan.microbatches
     eighths = (4, 6, 8, 9, 10, 12, 16) if instance.num_stages * microbatches <= _MANY_ACTIONS else (8, 12)
     counts = sorted({max(held, instance.num_ranks * held * n // 8) for n in eighths})
-    for count in (c for c in counts if c < microbatches * held):
+    limits = [count_cap(instance, count) for count in counts if count < microbatches * held]
+    for cap in (*limits, *caps):
         for prefer in (Prefer.BACKWARD, Prefer.FORWARD):
-            yield _listed(instance, microbatches, prefer, count_cap(instance, count))
-    for cap in caps:
-        for prefer in (Prefer.BACKWARD, Prefer.FORWARD):
-            yield _listed(instance, microbatches, prefer, cap)
+            yield _listed(instance, prefer, cap)
+            if split:
+                yield _listed(instance, prefer, cap, split=True)
 
 
 def _stages_a_rank(instance: Instance) -> int:
     return max(len(instance.plan.stages_of(rank)) for rank in range(instance.num_ranks))
 
 
-def _listed(instance: Instance, microbatches: int, prefer: Prefer, cap: Cap | None) -> Callable[[], Schedule]:
-    return lambda: list_schedule(instance, microbatches, prefer=prefer, cap=cap)
+def _listed(
+    instance: Instance, prefer: Prefer, cap: Cap | None, *, split: bool = False, order: Schedule | None = None
+) -> Callable[[], Schedule]:
+    microbatches = instance.plan.microbatches
+    return lambda: list_schedule(instance, microbatches, prefer=prefer, cap=cap, split=split, order=order)
 
 
 def _is_linear(placement: tuple[int, ...]) -> bool:
     return describe_placement(placement) == "linear"
 
 
+def _is_loop(placement: tuple[int, ...]) -> bool:
+    ranks = max(placement) + 1
+    return len(placement) > ranks and placement == loop_placement(ranks, len(placement) // ranks)
+
+
+def _is_v(placement: tuple[int, ...]) -> bool:
+    return describe_placement(placement) == "wave"
+
+
 GENERATORS: dict[str, Generator] = {
     "1f1b": Generator(fits=_is_linear, orders=_1f1b_orders),
+    "interleaved": Generator(fits=_is_loop, orders=_interleaved_orders),
     "wave": Generator(fits=lambda placement: True, orders=_wave_orders),
+    "dualpipev": Generator(fits=_is_v, orders=_dualpipev_orders),
+    "zbv": Generator(fits=_is_v, orders=_zbv_orders, needs_split=True),
+    "vhalf": Generator(fits=_is_v, orders=_block_orders(templates.V_HALF), needs_split=True),
+    "vmin": Generator(fits=_is_v, orders=_block_orders(templates.V_MIN), needs_split=True),
     "gpipe": Generator(fits=lambda placement: True, orders=_gpipe_orders),
 }
 
 
-def generators_for(schedule: str, placement: tuple[int, ...]) -> dict[str, Generator]:
-    """The generators that ``schedule`` ("auto" or a name) allows on a placement.
+def generators_for(schedule: str, placement: tuple[int, ...], *, split: bool = False) -> dict[str, Generator]:
+    """The generators that ``schedule`` ("auto" or a name) allows on a placement, with backward split or not.
 
     Raises:
         ConfigError: the name is not available or does not fit; lists those that do.
     """
-    fitting = {name: g for name, g in GENERATORS.items() if g.fits(placement)}
+    fitting = {name: g for name, g in GENERATORS.items() if g.fits(placement) and (split or not g.needs_split)}
     if schedule == "auto":
         return fitting
     if schedule not in GENERATORS:
@@ -154,7 +219,10 @@ def generators_for(schedule: str, placement: tuple[int, ...]) -> dict[str, Gener
             f'available: "auto", {", ".join(GENERATORS)}; those that fit {_name(placement)}: {", ".join(fitting)}'
         )
     if schedule not in fitting:
-        raise ConfigError(f"schedule {schedule!r} does not fit {_name(placement)}; those that do: {', '.join(fitting)}")
+        needs = " without split backward" if GENERATORS[schedule].fits(placement) else ""
+        raise ConfigError(
+            f"schedule {schedule!r} does not fit {_name(placement)}{needs}; those that do: {', '.join(fitting)}"
+        )
     return {schedule: GENERATORS[schedule]}
 
 

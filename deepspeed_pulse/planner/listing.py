@@ -36,17 +36,26 @@ class Cap:
 
 
 def list_schedule(
-    instance: Instance, microbatches: int, *, prefer: Prefer = Prefer.FORWARD, cap: Cap | None = None
+    instance: Instance,
+    microbatches: int,
+    *,
+    prefer: Prefer = Prefer.FORWARD,
+    cap: Cap | None = None,
+    split: bool = False,
+    order: Schedule | None = None,
 ) -> Schedule:
     """Earliest start first; among equals as ``prefer`` says, then the latest stage. Microbatches stay in order.
+
+    ``split``: backward runs as ``I`` and ``W``; ``W`` runs when nothing else can start as early. ``order``: ``F`` and
+    ``B`` of each rank run as given there, only ``W`` finds its place.
 
     Under a cap a forward starts only if the rank's later stages still fit one microbatch each beside what is live.
     So the furthest microbatch can always go on, and no cap that lets one microbatch through deadlocks.
 
     Raises:
-        InfeasibleError: the cap does not let a single microbatch through.
+        InfeasibleError: the cap does not let a single microbatch through, or not in the given order.
     """
-    board = _Board(instance, microbatches, prefer, cap)
+    board = _Board(instance, microbatches, prefer, cap, split, order)
     best = [board.candidate(rank) for rank in range(instance.num_ranks)]
     rows: list[list[Action]] = [[] for _ in best]
     while True:
@@ -57,7 +66,9 @@ def list_schedule(
         rows[rank].append(chosen.action)
         for touched in board.commit(rank, chosen.action, start):
             best[touched] = board.candidate(touched)
-    assert sum(map(len, rows)) == 2 * instance.num_stages * microbatches
+    if sum(map(len, rows)) < (3 if split else 2) * instance.num_stages * microbatches:
+        assert order is not None
+        raise InfeasibleError("the given order does not fit the cap")
     return tuple(tuple(row) for row in rows)
 
 
@@ -70,31 +81,59 @@ class _Choice:
 class _Board:
     """What has run, what has arrived and what each rank could run next."""
 
-    def __init__(self, instance: Instance, microbatches: int, prefer: Prefer, cap: Cap | None) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        microbatches: int,
+        prefer: Prefer,
+        cap: Cap | None,
+        split: bool,
+        order: Schedule | None,
+    ) -> None:
         self._instance, self._microbatches = instance, microbatches
-        self._prefer, self._cap = prefer, cap
-        self._next = {(stage, op): 0 for stage in range(instance.num_stages) for op in (Op.FORWARD, Op.BACKWARD)}
+        self._prefer, self._cap, self._order = prefer, cap, order
+        self._ops = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD) if split else (Op.FORWARD, Op.BACKWARD)
+        self._next = {(stage, op): 0 for stage in range(instance.num_stages) for op in self._ops}
+        self._position = [0] * instance.num_ranks
         self._rank_free = [0.0] * instance.num_ranks
         self._link_free: dict[tuple[int, int], float] = defaultdict(float)
         self._live = [0.0] * instance.num_ranks
         self._ready: dict[Key, float] = defaultdict(float)
         self._missing: dict[Key, int] = {}
         self._reserve = _reserves(instance.placement, cap) if cap else ()
+        if cap and order:
+            self._reserve = cap.weights
 
     def candidate(self, rank: int) -> _Choice | None:
         """The rank's best next action, with its earliest start; None when nothing can run yet."""
         best: tuple[float, int, int] | None = None
         choice: _Choice | None = None
-        for stage in self._instance.plan.stages_of(rank):
-            for op in (Op.FORWARD, Op.BACKWARD):
-                action = Action(stage, op, self._next[stage, op])
-                if not self._can_run(rank, action):
-                    continue
-                start = max(self._rank_free[rank], self._ready[self._instance.key(action)])
-                key = (start, int((op is Op.FORWARD) == (self._prefer is Prefer.BACKWARD)), -stage)
-                if best is None or key < best:
-                    best, choice = key, _Choice(action, start)
+        for action in self._open(rank):
+            if not self._can_run(rank, action):
+                continue
+            start = max(self._rank_free[rank], self._ready[self._instance.key(action)])
+            key = (start, self._preference(action.op), -action.stage)
+            if best is None or key < best:
+                best, choice = key, _Choice(action, start)
         return choice
+
+    def _open(self, rank: int) -> list[Action]:
+        """The next action of every stage and op; with a given order its next one, and the next ``W`` of each stage."""
+        stages = self._instance.plan.stages_of(rank)
+        if self._order is None:
+            return [Action(stage, op, self._next[stage, op]) for stage in stages for op in self._ops]
+        found = [Action(s, op, self._next[s, op]) for s in stages for op in self._ops[2:]]
+        at = self._position[rank]
+        if at < len(self._order[rank]):
+            given = self._order[rank][at]
+            op = given.op if given.op is Op.FORWARD else self._ops[1]
+            found.append(Action(given.stage, op, given.microbatch))
+        return found
+
+    def _preference(self, op: Op) -> int:
+        if op is Op.WEIGHT_GRAD:
+            return 2
+        return int((op is Op.FORWARD) == (self._prefer is Prefer.BACKWARD))
 
     def _can_run(self, rank: int, action: Action) -> bool:
         if action.microbatch >= self._microbatches or self._waits(action):
@@ -119,7 +158,9 @@ class _Board:
         end = start + self._instance.duration_ms(action)
         self._rank_free[rank] = end
         self._next[action.stage, action.op] += 1
-        if self._cap:
+        if action.op is not Op.WEIGHT_GRAD:
+            self._position[rank] += 1
+        if self._cap and action.op in (Op.FORWARD, self._ops[-1]):
             weight = self._cap.weights[action.stage]
             self._live[rank] += weight if action.op is Op.FORWARD else -weight
         return {rank} | self._hand_over(action, end)
@@ -127,7 +168,7 @@ class _Board:
     def _hand_over(self, action: Action, end: float) -> set[int]:
         """Arrival times at every action that waits for this one."""
         instance = self._instance
-        arrivals = dict.fromkeys(_local_successors(instance, action), end)
+        arrivals = dict.fromkeys(self._local_successors(action), end)
         for message in instance.step(action).sends:
             pair, delay = instance.link_of(message), instance.delay(message)
             self._link_free[pair] = max(end, self._link_free[pair]) + delay.transfer_ms
@@ -140,17 +181,19 @@ class _Board:
             self._ready[key] = max(self._ready[key], time)
         return {instance.placement[target.stage] for target in arrivals}
 
-
-def _local_successors(instance: Instance, action: Action) -> list[Action]:
-    stage, m, placement = action.stage, action.microbatch, instance.placement
-    if action.op is Op.FORWARD:
-        found = [Action(stage, Op.BACKWARD, m)]
-        if stage + 1 < len(placement) and placement[stage + 1] == placement[stage]:
-            found.append(Action(stage + 1, Op.FORWARD, m))
+    def _local_successors(self, action: Action) -> list[Action]:
+        stage, m, placement = action.stage, action.microbatch, self._instance.placement
+        if action.op is Op.FORWARD:
+            found = [Action(stage, self._ops[1], m)]
+            if stage + 1 < len(placement) and placement[stage + 1] == placement[stage]:
+                found.append(Action(stage + 1, Op.FORWARD, m))
+            return found
+        if action.op is Op.WEIGHT_GRAD:
+            return []
+        found = [Action(stage, Op.WEIGHT_GRAD, m)] if action.op is Op.INPUT_GRAD else []
+        if stage > 0 and placement[stage - 1] == placement[stage]:
+            found.append(Action(stage - 1, action.op, m))
         return found
-    if stage > 0 and placement[stage - 1] == placement[stage]:
-        return [Action(stage - 1, Op.BACKWARD, m)]
-    return []
 
 
 def _reserves(placement: Sequence[int], cap: Cap) -> tuple[float, ...]:

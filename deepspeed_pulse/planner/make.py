@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import describe_placement, linear_placement, loop_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
@@ -33,6 +33,7 @@ def make_plan(
     boundaries: Sequence[int] | None = None,
     schedule: str = "auto",
     memory_bytes: int | None = None,
+    split_backward: bool = False,
     solver_seconds: float = 30.0,
     seed: int = 0,
 ) -> Plan:
@@ -43,6 +44,7 @@ def make_plan(
         boundaries: explicit cuts, 0 and the layer count included; "auto" placement then follows from their number.
         schedule: "auto" or a generator's name.
         memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's ``memory_bytes``.
+        split_backward: the order may run backward as ``I`` and ``W``.
 
     Raises:
         ConfigError: an argument is unusable.
@@ -50,7 +52,7 @@ def make_plan(
     """
     _check_counts(pipeline_ranks=pipeline_ranks, microbatches=microbatches, data_parallel=data_parallel, waves=waves)
     _check_cluster(cluster, pipeline_ranks * data_parallel)
-    places = _placements(profile, placement, pipeline_ranks, waves, boundaries, schedule)
+    places = _placements(profile, placement, pipeline_ranks, waves, boundaries, schedule, split_backward)
     request = _Request(
         profile=profile,
         cluster=cluster,
@@ -61,6 +63,7 @@ def make_plan(
         boundaries=None if boundaries is None else tuple(boundaries),
         schedule=schedule,
         memory_bytes=cluster.memory_bytes if memory_bytes is None else memory_bytes,
+        split_backward=split_backward,
         solver_seconds=solver_seconds / len(places),
         seed=seed,
     )
@@ -80,6 +83,7 @@ class _Request:
     boundaries: tuple[int, ...] | None
     schedule: str
     memory_bytes: int
+    split_backward: bool
     solver_seconds: float
     seed: int
 
@@ -90,6 +94,7 @@ class _Request:
             cluster=self.cluster,
             schedule=self.schedule,
             memory_bytes=self.memory_bytes,
+            split_backward=self.split_backward,
             solver_seconds=self.solver_seconds,
             seed=self.seed,
         )
@@ -146,6 +151,7 @@ def reorder(
     microbatches: int,
     schedule: str = "auto",
     memory_bytes: int | None = None,
+    split_backward: bool = False,
     solver_seconds: float = 30.0,
     seed: int = 0,
 ) -> Plan:
@@ -157,6 +163,7 @@ def reorder(
         cluster=cluster,
         schedule=schedule,
         memory_bytes=cluster.memory_bytes if memory_bytes is None else memory_bytes,
+        split_backward=split_backward,
         solver_seconds=solver_seconds,
         seed=seed,
     )
@@ -169,7 +176,13 @@ def forward_schedule(plan: Plan, microbatches: int) -> Schedule:
 
 
 def _placements(
-    profile: Profile, placement: str, ranks: int, waves: int, boundaries: Sequence[int] | None, schedule: str
+    profile: Profile,
+    placement: str,
+    ranks: int,
+    waves: int,
+    boundaries: Sequence[int] | None,
+    schedule: str,
+    split_backward: bool,
 ) -> list[Placement]:
     """What to try, the preferred first. Raises when nothing can work."""
     if placement not in PLACEMENTS:
@@ -179,6 +192,8 @@ def _placements(
         )
     wave, linear = wave_placement(ranks, waves), linear_placement(ranks)
     places = {"wave": [wave], "linear": [linear], "auto": [wave, linear]}[placement]
+    if placement == "auto" and schedule == "interleaved":
+        places = [loop_placement(ranks, 2 * waves)]
     if boundaries is not None:
         places = _that_fit_boundaries(profile, places, boundaries)
     if placement == "auto":
@@ -187,7 +202,7 @@ def _placements(
         places = enough or places[-1:]
     for place in places:
         require_layers(profile, place)
-        generators_for(schedule, place)
+        generators_for(schedule, place, split=split_backward)
     return places
 
 

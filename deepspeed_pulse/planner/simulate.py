@@ -155,8 +155,14 @@ def _reduction_end_ms(instance: Instance, timeline: Timeline) -> float:
     free = [0.0] * instance.num_ranks
     for stage in sorted(ready, key=lambda s: (ready[s], s)):
         rank = instance.placement[stage]
-        link = data_parallel_link(instance.cluster, rank, group)
-        num_bytes = instance.costs.param_bytes[stage]
-        duration = 2 * (group - 1) * (link.transfer_ms(num_bytes) / group + link.latency_ms) if num_bytes else 0.0
-        free[rank] = max(free[rank], ready[stage]) + duration
+        free[rank] = max(free[rank], ready[stage]) + reduction_ms(instance, stage)
     return max(free)
+
+
+def reduction_ms(instance: Instance, stage: int) -> float:
+    """Ring all-reduce of a stage's gradients over its data-parallel peers."""
+    group, num_bytes = instance.plan.data_parallel, instance.costs.param_bytes[stage]
+    if group == 1 or not num_bytes:
+        return 0.0
+    link = data_parallel_link(instance.cluster, instance.placement[stage], group)
+    return 2 * (group - 1) * (link.transfer_ms(num_bytes) / group + link.latency_ms)

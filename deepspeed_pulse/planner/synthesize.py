@@ -1,7 +1,11 @@
-"""The order of actions: generators first, an exact model where it is small; the simulator alone decides."""
+"""The order of actions: generators, local search from the best of them, an exact model where it is small.
+
+The simulator alone decides: whatever found an order, its figures come from there.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,8 +15,10 @@ from deepspeed_pulse.ir.plan import Estimate, Plan, Solver
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.planner.exact import Solved, count_pairs, solve_order
+from deepspeed_pulse.planner.bounds import lower_bound_ms
+from deepspeed_pulse.planner.exact import count_pairs, solve_order
 from deepspeed_pulse.planner.heuristics import byte_cap, generators_for
+from deepspeed_pulse.planner.improve import Improver, split_backwards
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.listing import Cap
 from deepspeed_pulse.planner.simulate import rank_state_bytes, run, summarize
@@ -48,62 +54,129 @@ def synthesize(
     cluster: Cluster,
     schedule: str = "auto",
     memory_bytes: int | None = None,
+    split_backward: bool = False,
     solver_seconds: float = 30.0,
     seed: int = 0,
 ) -> Plan:
     """The plan with the best order found, its estimate and solver; the plan's own schedule is not looked at.
 
-    ``memory_bytes`` caps ``peak_bytes`` of every rank (None: no cap). Never worse than the best generator. The same
-    arguments give the same plan as long as the exact model ends before ``solver_seconds``.
+    ``memory_bytes`` caps ``peak_bytes`` of every rank (None: no cap). ``split_backward``: orders may use ``I`` and
+    ``W``. Never worse than the best generator. The same arguments give the same plan as long as the search ends
+    before ``solver_seconds``; 0 seconds: generators only.
 
     Raises:
         ConfigError: ``schedule`` is not available or does not fit the placement; lists those that do.
         InfeasibleError: no order fits the memory; says how much would be needed.
     """
+    deadline = time.monotonic() + solver_seconds
     instance = Instance(replace(plan, schedule=((),) * plan.pipeline_ranks), profile, cluster)
-    best, fits_all = _best_generated(instance, schedule, memory_bytes)
-    bound = best.estimate.lower_bound_ms
-    may_solve = schedule == "auto" and solver_seconds > 0 and fits_all and best.estimate.gap > _PROVEN
-    if may_solve and count_pairs(instance, plan.microbatches) <= MAX_BINARIES:
-        solved = _solve(instance, best, solver_seconds, seed)
-        best, bound = _better(instance, best, solved, bound, memory_bytes)
-    tolerance = _PROVEN if bound == best.estimate.lower_bound_ms else _SOLVER_TOLERANCE
-    optimal = best.estimate.makespan_ms <= bound * (1 + tolerance)
+    pool = _Pool(instance, memory_bytes, split_backward)
+    pool.generate(schedule)
+    if schedule == "auto" and solver_seconds > 0 and not pool.proven:
+        _solve_exactly(pool, seed, deadline)
+        _improve(pool, seed, deadline)
+    best = pool.best
     return replace(
         plan,
         schedule=best.schedule,
         estimate=best.estimate,
-        solver=Solver(name=best.name, optimal=optimal, seed=seed),
+        solver=Solver(name=best.name, optimal=pool.optimal, seed=seed),
         profile_fingerprint=profile.fingerprint,
     )
 
 
-def _best_generated(instance: Instance, schedule: str, memory_bytes: int | None) -> tuple[Candidate, bool]:
-    """Best candidate within memory; and whether all candidates fit (the cap does not bind)."""
-    best: Candidate | None = None
-    smallest: int | None = None
-    fits_all = True
-    for candidate in _candidates(instance, schedule, memory_bytes):
-        peak = max(candidate.estimate.peak_bytes)
-        smallest = peak if smallest is None else min(smallest, peak)
-        if memory_bytes is not None and peak > memory_bytes:
-            fits_all = False
-        elif best is None or candidate.rank < best.rank:
-            best = candidate
-            if best.estimate.gap <= _PROVEN and best.estimate.step_ms <= best.estimate.makespan_ms:
-                break
-    if best is None:
-        raise _too_little_memory(instance, memory_bytes, smallest)
-    return best, fits_all
+class _Pool:
+    """Orders found so far, the best first in mind, and the strongest lower bound."""
+
+    def __init__(self, instance: Instance, memory_bytes: int | None, split: bool) -> None:
+        self.instance, self.memory_bytes, self.split = instance, memory_bytes, split
+        self.caps = _caps(instance, memory_bytes)
+        self.bound_ms = lower_bound_ms(instance, instance.plan.microbatches, split=split)
+        self.solver_bound = False
+        self.fits_all = True
+        self.fitting: list[Candidate] = []
+
+    @property
+    def best(self) -> Candidate:
+        return min(self.fitting, key=lambda candidate: candidate.rank)
+
+    @property
+    def proven(self) -> bool:
+        """No order has a shorter step."""
+        estimate = self.best.estimate
+        return self.optimal and estimate.step_ms <= estimate.makespan_ms
+
+    @property
+    def optimal(self) -> bool:
+        tolerance = _SOLVER_TOLERANCE if self.solver_bound else _PROVEN
+        return self.best.estimate.makespan_ms <= self.bound_ms * (1 + tolerance)
+
+    def generate(self, schedule: str) -> None:
+        smallest: int | None = None
+        for candidate in _candidates(self.instance, schedule, self.caps, self.split):
+            peak = max(candidate.estimate.peak_bytes)
+            smallest = peak if smallest is None else min(smallest, peak)
+            if self.memory_bytes is not None and peak > self.memory_bytes:
+                self.fits_all = False
+                continue
+            self.fitting.append(candidate)
+            if self.proven:
+                return
+        if not self.fitting:
+            raise _too_little_memory(self.instance, self.memory_bytes, smallest)
+
+    def offer(self, name: str, schedule: Schedule) -> bool:
+        """Keep an order that fits; whether it does."""
+        try:
+            candidate = _simulated(self.instance, name, schedule)
+        except PulseError:  # rounding of a solver's starts can part an order from its precedence
+            return False
+        if self.memory_bytes is not None and max(candidate.estimate.peak_bytes) > self.memory_bytes:
+            return False
+        self.fitting.append(candidate)
+        return True
 
 
-def _candidates(instance: Instance, schedule: str, memory_bytes: int | None) -> Iterator[Candidate]:
-    microbatches, caps = instance.plan.microbatches, _caps(instance, memory_bytes)
+def _improve(pool: _Pool, seed: int, deadline: float) -> None:
+    """Local search from the best orders."""
+    if pool.proven or time.monotonic() >= deadline:
+        return
+    found = sorted(pool.fitting, key=lambda candidate: candidate.rank)
+    improver = Improver(
+        instance=pool.instance,
+        split=pool.split,
+        cap=pool.caps[0],
+        target_ms=pool.bound_ms,
+        seed=seed,
+        deadline=deadline,
+        keep=lambda schedule: pool.offer("search", schedule),
+    )
+    improver.improve([candidate.schedule for candidate in found])
+
+
+def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
+    """HiGHS where the model is small enough; it knows nothing of memory and of split backward."""
+    instance, best = pool.instance, pool.best
+    small = count_pairs(instance, instance.plan.microbatches) <= MAX_BINARIES
+    if pool.split or not pool.fits_all or not small:
+        return
+    starts = {span.action: span.start_ms for span in best.timeline.spans}
+    makespan, seconds = best.estimate.makespan_ms, deadline - time.monotonic()
+    solved = solve_order(instance, instance.plan.microbatches, starts, makespan, seconds=max(0.0, seconds), seed=seed)
+    if solved is None:
+        return
+    pool.offer("highs", solved.schedule)
+    bound = min(solved.bound_ms, makespan)
+    if bound > pool.bound_ms:
+        pool.bound_ms, pool.solver_bound = bound, True
+
+
+def _candidates(instance: Instance, schedule: str, caps: tuple[Cap | None, ...], split: bool) -> Iterator[Candidate]:
     found: set[Schedule] = set()
-    for name, generator in generators_for(schedule, instance.placement).items():
-        for make in generator.orders(instance, microbatches, caps):
+    for name, generator in generators_for(schedule, instance.placement, split=split).items():
+        for make in generator.orders(instance, caps, split):
             try:
-                order = make()
+                order = split_backwards(make()) if split else make()
             except InfeasibleError:
                 continue
             if order not in found:
@@ -141,24 +214,3 @@ def _too_little_memory(instance: Instance, memory_bytes: int | None, smallest: i
         f"fullest rank, of which weights, gradients and optimizer state are up to {max(states) / 1e9:.3f} GB; use more "
         "pipeline ranks, a smaller microbatch, activation checkpointing, or raise the memory limit"
     )
-
-
-def _solve(instance: Instance, best: Candidate, seconds: float, seed: int) -> Solved | None:
-    starts = {span.action: span.start_ms for span in best.timeline.spans}
-    makespan = best.estimate.makespan_ms
-    return solve_order(instance, instance.plan.microbatches, starts, makespan, seconds=seconds, seed=seed)
-
-
-def _better(
-    instance: Instance, best: Candidate, solved: Solved | None, bound: float, memory_bytes: int | None
-) -> tuple[Candidate, float]:
-    """The solver's order if the simulator finds it better and it fits; and the stronger lower bound."""
-    if solved is None:
-        return best, bound
-    bound = max(bound, min(solved.bound_ms, best.estimate.makespan_ms))
-    try:
-        candidate = _simulated(instance, "highs", solved.schedule)
-    except PulseError:  # rounding of starts can part an order from its precedence; the generators' order stays
-        return best, bound
-    fits = memory_bytes is None or max(candidate.estimate.peak_bytes) <= memory_bytes
-    return (candidate if fits and candidate.rank < best.rank else best), bound

@@ -28,7 +28,7 @@ PLAN = Plan(
         (linear_placement(4), "linear"),
         (linear_placement(1), "linear"),
         (wave_placement(1), "wave"),
-        ((0, 1, 0, 1), "custom"),
+        ((0, 1, 0, 1), "loop x 2"),
     ],
 )
 def test_placements_are_recognised(placement, name):

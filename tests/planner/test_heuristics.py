@@ -1,5 +1,6 @@
 """Generators: valid for any instance, within their caps, and named errors."""
 
+import contextlib
 import random
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.planner.heuristics import (
     GENERATORS,
     byte_cap,
+    count_cap,
     forward_only,
     generators_for,
     gpipe,
@@ -22,6 +24,7 @@ from deepspeed_pulse.planner.heuristics import (
     wave,
 )
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.listing import list_schedule
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import run, summarize
 from deepspeed_pulse.planner.validate import violations
@@ -56,7 +59,7 @@ def assert_sound(instance, schedule):
 def test_every_generator_is_sound_and_above_the_bound(instance):
     m = instance.plan.microbatches
     for name, generator in generators_for("auto", instance.placement).items():
-        for order in generator.orders(instance, m, (None,)):
+        for order in generator.orders(instance, (None,), False):
             try:
                 assert_sound(instance, order())
             except InfeasibleError:
@@ -111,13 +114,91 @@ def test_forward_only_by_hand():
     assert forward_only(wave_placement(2), 3) == rows("0F0 0F1 0F2 3F0 3F1 3F2", "1F0 2F0 1F1 2F1 1F2 2F2")
 
 
-@pytest.mark.parametrize("name", ["interleaved", "dualpipev", "zbv", "vhalf", "vmin", "wavy"])
-def test_a_schedule_that_is_not_there_lists_those_that_are(name):
-    with pytest.raises(ConfigError, match=f"schedule '{name}' is not available.*1f1b, wave, gpipe.*fit placement wave"):
+@settings(max_examples=60, deadline=None)
+@given(instances(), st.integers(0, 4))
+def test_every_generator_is_sound_with_split_backward(instance, room):
+    """Also under a cap: one microbatch a rank and some more."""
+    weights = byte_cap(instance, ()).weights
+    single = [sum(weights[s] for s in instance.plan.stages_of(r)) for r in range(instance.num_ranks)]
+    cap = byte_cap(instance, tuple((1 + room / 2) * one for one in single))
+    for generator in generators_for("auto", instance.placement, split=True).values():
+        for order in generator.orders(instance, (None, cap), True):
+            with contextlib.suppress(InfeasibleError):
+                assert_sound(instance, order())
+
+
+@pytest.mark.parametrize("placement", [wave_placement(3), wave_placement(1, 2), linear_placement(3), (0, 1) * 3])
+def test_capped_split_lists_fit_and_finish(placement):
+    instance = Instance(plan(placement, 5), uniform(len(placement)), cluster())
+    held = len(placement) // (max(placement) + 1)
+    for count in range(held, 3 * held):
+        order = list_schedule(instance, 5, cap=count_cap(instance, count), split=True)
+        assert max(assert_sound(instance, order).peak_bytes) <= count
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"), [(1, 1), (1, 4), (2, 3), (2, 4), (3, 6), (4, 8), (4, 16), (5, 12), (8, 16), (8, 32)]
+)
+def test_closed_forms(ranks, microbatches):
+    """ZB-V with 2P half-stages, DualPipeV with one more; interleaved for M a multiple of P."""
+
+    def figures(name, placement, layers):
+        split = GENERATORS[name].needs_split
+        instance = Instance(plan(placement, microbatches), uniform(layers, **UNIT[layers // ranks]), cluster())
+        orders = [order() for order in GENERATORS[name].orders(instance, (None,), split)]
+        return min((f.makespan_ms, max(f.peak_bytes)) for f in (assert_sound(instance, order) for order in orders))
+
+    if microbatches >= 2 * ranks - 1:
+        assert figures("zbv", wave_placement(ranks), 2 * ranks) == (6 * microbatches + ranks - 1, 2 * ranks)
+    if microbatches >= 2 * ranks > 2:
+        dualpipev, peak = figures("dualpipev", wave_placement(ranks), 2 * ranks)
+        assert (dualpipev, peak) == (6 * microbatches + 4 * ranks - 5, 2 * ranks + 1)
+    if microbatches >= ranks:
+        assert figures("1f1b", linear_placement(ranks), ranks)[0] == 6 * microbatches + 6 * (ranks - 1)
+    if microbatches % ranks == 0:
+        interleaved, _ = figures("interleaved", linear_placement(ranks) * 2, 2 * ranks)
+        assert interleaved == 6 * microbatches + 3 * (ranks - 1)
+
+
+UNIT = {1: {"forward_ms": 2.0, "backward_ms": 4.0}, 2: {}}
+"""Per stages a rank: layers of which a rank's forward takes 2, its backward 4."""
+
+
+def test_controllable_memory():
+    """V-Half stays near half, V-Min near a third of 1F1B's 2P half-stages, and both beat GPipe's time at P=8."""
+    instance = Instance(plan(wave_placement(8), 32), uniform(16), cluster())
+    for name, share, slack in (("vhalf", 1 / 2, 3), ("vmin", 1 / 3, 3)):
+        found = [assert_sound(instance, order()) for order in GENERATORS[name].orders(instance, (None,), True)]
+        assert min(max(f.peak_bytes) for f in found) <= 16 * share + 1
+        assert max(max(f.peak_bytes) for f in found) <= 16 * share + slack
+        assert min(f.makespan_ms for f in found) < 6 * 32 + 6 * 7
+
+
+def test_dualpipev_by_hand():
+    instance = Instance(plan(wave_placement(2), 4), uniform(4), cluster())
+    (order,) = GENERATORS["dualpipev"].orders(instance, (None,), False)
+    assert order() == rows(
+        "0F0 0F1 0F2 3F0 3B0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0B3",
+        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2B3 1B3",
+    )
+
+
+def test_a_schedule_that_is_not_there_lists_those_that_are():
+    with pytest.raises(ConfigError, match=r"schedule 'wavy' is not available.*1f1b, inter.*fit placement wave"):
+        generators_for("wavy", wave_placement(2))
+
+
+@pytest.mark.parametrize("name", ["zbv", "vhalf", "vmin"])
+def test_a_schedule_that_splits_backward_must_be_allowed_to(name):
+    with pytest.raises(ConfigError, match=f"'{name}' does not fit placement wave of 2 ranks without split backward"):
         generators_for(name, wave_placement(2))
+    assert list(generators_for(name, wave_placement(2), split=True)) == [name]
+    with pytest.raises(ConfigError, match=f"'{name}' does not fit placement linear of 2 ranks; those that do: 1f1b"):
+        generators_for(name, linear_placement(2), split=True)
 
 
 def test_a_schedule_that_does_not_fit_lists_those_that_do():
-    with pytest.raises(ConfigError, match="'1f1b' does not fit placement wave of 2 ranks; those that do: wave, gpipe"):
+    with pytest.raises(ConfigError, match="'1f1b' does not fit placement wave of 2 ranks; those that do: wave, dual"):
         generators_for("1f1b", wave_placement(2))
-    assert set(generators_for("auto", linear_placement(2))) == set(GENERATORS)
+    assert set(generators_for("auto", linear_placement(2))) == {"1f1b", "wave", "gpipe"}
+    assert set(generators_for("auto", (0, 1) * 2)) == {"interleaved", "wave", "gpipe"}

@@ -74,7 +74,8 @@ def test_explicit_cuts_are_kept_and_decide_the_placement():
         ({"microbatches": 0}, "microbatches: expected an integer >= 1, found 0"),
         ({"pipeline_ranks": True}, "pipeline_ranks: expected an integer >= 1, found True"),
         ({"data_parallel": 99}, "pipeline ranks x data-parallel = 198 ranks, the cluster 'toy' has 64"),
-        ({"schedule": "zbv"}, "schedule 'zbv' is not available"),
+        ({"schedule": "wavy"}, "schedule 'wavy' is not available"),
+        ({"schedule": "zbv"}, "schedule 'zbv' does not fit placement wave of 2 ranks without split backward"),
         ({"schedule": "1f1b", "placement": "wave"}, "schedule '1f1b' does not fit placement wave of 2 ranks"),
     ],
 )
@@ -129,3 +130,16 @@ def test_local_values_are_not_sent():
     found = made(costs, 2, 2, placement="wave")
     assert found.placement == wave_placement(2)
     assert found.estimate.p2p_bytes_per_microbatch == 2 * 2 * 3
+
+
+def test_interleaved_brings_its_own_placement():
+    found = made(uniform(8), 2, 4, schedule="interleaved")
+    assert (found.placement, found.solver.name) == ((0, 1, 0, 1), "interleaved")
+
+
+def test_split_backward_is_faster_and_only_on_demand():
+    whole, halves = made(uniform(8), 2, 4), made(uniform(8), 2, 4, split_backward=True)
+    assert {a.op.value for row in halves.schedule for a in row} == {"F", "I", "W"}
+    assert {a.op.value for row in whole.schedule for a in row} == {"F", "B"}
+    assert halves.estimate.makespan_ms < whole.estimate.makespan_ms
+    assert reorder(whole, uniform(8), cluster=cluster(), microbatches=4, split_backward=True, solver_seconds=0)

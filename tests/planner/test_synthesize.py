@@ -54,7 +54,7 @@ def test_exact_orders_equal_brute_force(seed):
     assert found.estimate.makespan_ms == pytest.approx(brute_force_makespan(instance, 3))
 
 
-@pytest.mark.parametrize("seed", [1, 17])
+@pytest.mark.parametrize("seed", [25, 32])
 def test_highs_finds_the_optimum_that_the_generators_miss(seed):
     """A V of three uneven ranks and two microbatches; all 14^3 orders are tried."""
     costs = random_profile(random.Random(seed), 6)
@@ -90,7 +90,7 @@ def test_a_solver_that_errs_is_not_believed(monkeypatch):
         answer = Solved(schedule=schedule, bound_ms=0.0)
         monkeypatch.setattr("deepspeed_pulse.planner.synthesize.solve_order", lambda *a, answer=answer, **k: answer)
         found = synthesize(blank, costs, cluster=cluster(), solver_seconds=1)
-        assert (found.schedule, found.solver.name, found.solver.optimal) == (greedy.schedule, "wave", False)
+        assert (found.schedule, found.solver.name, found.solver.optimal) == (greedy.schedule, greedy.solver.name, False)
 
 
 def test_uniform_stages_reach_the_bound_without_a_solver():

@@ -1,0 +1,202 @@
+"""An instance as arrays of integers: orders evaluated as longest paths, many thousands a second.
+
+Nodes are actions; where messages may queue on a link, messages are nodes too, in the order their senders run.
+An order's times are the simulator's; its score still comes from the simulator alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from deepspeed_pulse.ir.program import Direction
+from deepspeed_pulse.ir.schedule import Action, Op, Schedule
+from deepspeed_pulse.planner.bounds import CriticalPaths
+from deepspeed_pulse.planner.instance import Instance
+
+Rows = list[list[int]]
+"""Per rank, nodes in order."""
+
+Arc = tuple[int, float]
+"""Another node, and the ms from the end of the earlier to the start of the later."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Longest paths of an order: ``head`` before each node starts, ``tail`` after it ends."""
+
+    head: list[float]
+    tail: list[float]
+    span: float
+
+
+class Net:
+    """Durations, arcs and machines. Ranks are machines 0..P-1, links follow.
+
+    Args:
+        split: backward runs as ``I`` and ``W``.
+        finish_ms: per stage, ms that pass after its last backward (gradient reduction).
+    """
+
+    def __init__(
+        self, instance: Instance, microbatches: int, *, split: bool = False, finish_ms: tuple[float, ...] = ()
+    ) -> None:
+        self.instance, self.microbatches, self.split = instance, microbatches, split
+        back = (Op.INPUT_GRAD, Op.WEIGHT_GRAD) if split else (Op.BACKWARD,)
+        self.ops = (Op.FORWARD, *back)
+        stages = range(instance.num_stages)
+        self.actions = [Action(s, op, m) for op in self.ops for s in stages for m in range(microbatches)]
+        self.index = {action: node for node, action in enumerate(self.actions)}
+        self.num_actions = len(self.actions)
+        self.duration = [instance.duration_ms(a) for a in self.actions]
+        self.machine = [instance.placement[a.stage] for a in self.actions]
+        self.num_machines = instance.num_ranks
+        self.column = [node // microbatches for node in range(self.num_actions)]
+        """Nodes of one stage and op stay in order."""
+        self.finish = [0.0] * self.num_actions
+        for stage, extra in enumerate(finish_ms):
+            self.finish[self.index[Action(stage, self.ops[-1], microbatches - 1)]] = extra
+        self.before: list[list[Arc]] = [[] for _ in self.actions]
+        self.after: list[list[Arc]] = [[] for _ in self.actions]
+        self.link_nodes: dict[int, list[int]] = {}
+        """Messages of an action where they are nodes, in the order they leave."""
+        self._arcs()
+
+    def _arcs(self) -> None:
+        self.queues = _may_queue(self.instance, self.actions)
+        delay = {} if self.queues else _delays(self.instance, self.split)
+        back = self.ops[1]
+        for node, action in enumerate(self.actions):
+            for stage, kind, m in self.instance.needs(action):
+                source = Action(stage, Op.FORWARD if kind == "F" else back, m)
+                if self.queues and self.instance.placement[stage] != self.instance.placement[action.stage]:
+                    continue
+                gap = delay.get((source.stage, source.op, action.stage), 0.0)
+                self._arc(self.index[source], node, gap)
+        if self.queues:
+            for node in range(self.num_actions):
+                self._messages(node)
+
+    def _arc(self, source: int, target: int, gap: float) -> None:
+        self.after[source].append((target, gap))
+        self.before[target].append((source, gap))
+
+    def _messages(self, node: int) -> None:
+        action = self.actions[node]
+        for message in self.instance.step(action).sends:
+            pair, delay = self.instance.link_of(message), self.instance.delay(message)
+            sent = len(self.duration)
+            self.duration.append(delay.transfer_ms)
+            self.machine.append(self._link_machine(pair))
+            self.column.append(-1)
+            self.finish.append(0.0)
+            self.before.append([])
+            self.after.append([])
+            self._arc(node, sent, 0.0)
+            self._arc(sent, self.index[Action(message.target_stage, action.op, action.microbatch)], delay.latency_ms)
+            self.link_nodes.setdefault(node, []).append(sent)
+
+    def _link_machine(self, pair: tuple[int, int]) -> int:
+        known: dict[tuple[int, int], int] = self.__dict__.setdefault("_links", {})
+        if pair not in known:
+            known[pair] = self.num_machines
+            self.num_machines += 1
+        return known[pair]
+
+    def rows(self, schedule: Schedule) -> Rows:
+        return [[self.index[action] for action in row] for row in schedule]
+
+    def schedule(self, rows: Rows) -> Schedule:
+        return tuple(tuple(self.actions[node] for node in row) for row in rows)
+
+    def _machine_chains(self, rows: Rows) -> tuple[list[int], list[int], list[int]]:
+        """Per node, what runs before and after it on its machine (-1: nothing); and open predecessors."""
+        size = len(self.duration)
+        previous, following = [-1] * size, [-1] * size
+        chains = rows if not self.queues else [*rows, *self._link_rows(rows)]
+        for row in chains:
+            last = -1
+            for node in row:
+                if last >= 0:
+                    following[last] = node
+                    previous[node] = last
+                last = node
+        missing = [len(arcs) for arcs in self.before]
+        for node, other in enumerate(previous):
+            if other >= 0:
+                missing[node] += 1
+        return previous, following, missing
+
+    def _link_rows(self, rows: Rows) -> Rows:
+        chains: dict[int, list[int]] = defaultdict(list)
+        for row in rows:
+            for node in row:
+                for sent in self.link_nodes.get(node, ()):
+                    chains[self.machine[sent]].append(sent)
+        return list(chains.values())
+
+    def heads(self, rows: Rows) -> tuple[list[float], list[int], list[int], list[int]] | None:
+        """Start of every node, a topological order, and machine neighbours; None when the order deadlocks."""
+        previous, following, missing = self._machine_chains(rows)
+        after, duration = self.after, self.duration
+        head = [0.0] * len(duration)
+        order = [node for node, count in enumerate(missing) if count == 0]
+        for node in order:
+            end = head[node] + duration[node]
+            other = following[node]
+            if other >= 0:
+                if end > head[other]:
+                    head[other] = end
+                missing[other] -= 1
+                if not missing[other]:
+                    order.append(other)
+            for other, gap in after[node]:
+                if end + gap > head[other]:
+                    head[other] = end + gap
+                missing[other] -= 1
+                if not missing[other]:
+                    order.append(other)
+        return (head, order, previous, following) if len(order) == len(duration) else None
+
+    def times(self, rows: Rows) -> Times | None:
+        """Heads and tails of an order; None when it deadlocks."""
+        found = self.heads(rows)
+        if found is None:
+            return None
+        head, order, _, following = found
+        after, duration = self.after, self.duration
+        tail = self.finish[:]
+        for node in reversed(order):
+            longest = tail[node]
+            other = following[node]
+            if other >= 0 and tail[other] + duration[other] > longest:
+                longest = tail[other] + duration[other]
+            for other, gap in after[node]:
+                if tail[other] + duration[other] + gap > longest:
+                    longest = tail[other] + duration[other] + gap
+            tail[node] = longest
+        span = max(map(float.__add__, head, map(float.__add__, duration, tail)))
+        return Times(head, tail, span)
+
+
+def _delays(instance: Instance, split: bool) -> dict[tuple[int, Op, int], float]:
+    """ms from an action's end to the arrival of its last message at a stage: (source stage, op, target stage)."""
+    delays: dict[tuple[int, Op, int], float] = {}
+    for message, delay in CriticalPaths(instance, split=split).delays.items():
+        back = Op.INPUT_GRAD if split else Op.BACKWARD
+        op = Op.FORWARD if message.direction is Direction.FORWARD else back
+        key = (message.source_stage, op, message.target_stage)
+        delays[key] = max(delays.get(key, 0.0), delay)
+    return delays
+
+
+def _may_queue(instance: Instance, actions: list[Action]) -> bool:
+    """Whether messages of one action can still occupy a link when those of the next leave."""
+    sent: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for action in (a for a in actions if a.microbatch == 0):
+        used: dict[tuple[int, int], float] = defaultdict(float)
+        for message in instance.step(action).sends:
+            used[instance.link_of(message)] += instance.delay(message).transfer_ms
+        for pair, transfer in used.items():
+            sent[pair].append((transfer, instance.duration_ms(action)))
+    return any(max(t for t, _ in row) > min(d for _, d in row) for row in sent.values())

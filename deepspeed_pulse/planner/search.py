@@ -1,0 +1,283 @@
+"""Local search on rank orders: tabu search with insert moves along the critical path.
+
+Blocks, insert moves and their estimates after Balas and Vazacopoulos (1998) and Nowicki and Smutnicki (1996), with
+two differences: microbatches of a stage keep their order, and a rank's stash must stay within its limit.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.planner.listing import Cap
+from deepspeed_pulse.planner.net import Net, Rows
+
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Of a rank's row: the node at ``source`` goes to ``target``, those between shift by one."""
+
+    rank: int
+    source: int
+    target: int
+
+
+class Search:
+    """A tabu search that keeps its state between calls of :meth:`run`."""
+
+    def __init__(
+        self,
+        net: Net,
+        cap: Cap | None,
+        rows: Rows,
+        *,
+        seed: int,
+        target_ms: float,
+        accept: Callable[[Rows], bool] = lambda rows: True,
+    ) -> None:
+        self.net, self.target_ms, self.accept = net, target_ms, accept
+        self.random = random.Random(seed)
+        self.change = _stash_changes(net, cap)
+        self.limits = list(cap.limits) if cap else [float("inf")] * net.instance.num_ranks
+        self.capped = cap is not None
+        self.step = self.rejected = 0
+        self.position: dict[int, int] = {}
+        self.tabu: dict[tuple[int, int], int] = {}
+        self.restart(rows)
+        self.best_rows, self.best_ms = [row[:] for row in rows], self.times.span
+
+    def restart(self, rows: Rows) -> None:
+        times = self.net.times(rows)
+        assert times is not None
+        self.rows, self.times = [row[:] for row in rows], times
+        self.tabu.clear()
+
+    def run(self, steps: int, deadline: float) -> bool:
+        """Whether a better order was found."""
+        before, since = self.best_ms, 0
+        for _ in range(steps):
+            if self.best_ms <= self.target_ms * (1 + _EPSILON) or time.monotonic() > deadline:
+                break
+            self.step += 1
+            if not self._advance():
+                self._shake(6)
+            since += 1
+            if self.times.span < self.best_ms - _EPSILON and self._accepted():
+                self.best_ms, self.best_rows, since = self.times.span, [row[:] for row in self.rows], 0
+            elif since > 400 + self.net.num_actions:
+                self.restart(self.best_rows)
+                self._shake(self.random.randint(4, 20))
+                since = 0
+        return self.best_ms < before - _EPSILON
+
+    def _accepted(self) -> bool:
+        taken = self.accept(self.rows)
+        self.rejected = 0 if taken else self.rejected + 1
+        return taken
+
+    def tighten(self, share: float) -> None:
+        """Less stash for every rank from now on, and a fresh start from the best order."""
+        self.limits = [share * limit for limit in self.limits]
+        self.rejected = 0
+        self.restart(self.best_rows)
+
+    def _advance(self) -> bool:
+        """The best move that is not tabu and leads to no deadlock."""
+        found = [(self._estimate(move), self.random.random(), move) for move in self._moves()]
+        found.sort(key=lambda entry: (entry[0], entry[1]))
+        fallback = None
+        for estimate, _, move in found:
+            if self._is_tabu(move) and estimate >= self.best_ms - _EPSILON:
+                fallback = fallback or move
+                continue
+            if self._apply(move):
+                return True
+        return fallback is not None and self.random.random() < 0.5 and self._apply(fallback)
+
+    def _blocks(self) -> list[tuple[int, int, int]]:
+        """(rank, first, last) positions of the blocks of one critical path."""
+        head, tail, span = self.times.head, self.times.tail, self.times.span
+        duration, machine, ranks = self.net.duration, self.net.machine, self.net.instance.num_ranks
+        position = self.position
+        for row in self.rows:
+            for at, node in enumerate(row):
+                position[node] = at
+        starts = [n for n, h in enumerate(head) if h <= _EPSILON and duration[n] + tail[n] >= span - _EPSILON]
+        node = self.random.choice(starts)
+        path = [node]
+        while True:
+            end, choices = head[node] + duration[node], []
+            if machine[node] < ranks:
+                row = self.rows[machine[node]]
+                at = position[node] + 1
+                if at < len(row) and self._follows(end, row[at]):
+                    choices.append(row[at])
+            for other, gap in self.net.after[node]:
+                if self._follows(end + gap, other) and other not in choices:
+                    choices.append(other)
+            if not choices:
+                break
+            node = choices[0] if len(choices) == 1 else self.random.choice(choices)
+            path.append(node)
+        return self._runs(path)
+
+    def _follows(self, end: float, other: int) -> bool:
+        times = self.times
+        start = times.head[other]
+        return abs(start - end) <= _EPSILON and start + self.net.duration[other] + times.tail[other] >= (
+            times.span - _EPSILON
+        )
+
+    def _runs(self, path: list[int]) -> list[tuple[int, int, int]]:
+        blocks, machine, ranks = [], self.net.machine, self.net.instance.num_ranks
+        first = 0
+        for at in range(1, len(path) + 1):
+            if at == len(path) or machine[path[at]] != machine[path[first]]:
+                rank = machine[path[first]]
+                if at - first > 1 and rank < ranks:
+                    blocks.append((rank, self.position[path[first]], self.position[path[at - 1]]))
+                first = at
+        return blocks
+
+    def _moves(self) -> list[Move]:
+        """Inserts of block members right after the block's last or before its first, and swaps at its ends."""
+        moves = []
+        for rank, first, last in self._blocks():
+            wanted = {(first, first + 1), (last, last - 1)}
+            for at in range(max(first, last - 12), last):
+                wanted.add((at, last))
+            for at in range(first + 1, min(last, first + 12) + 1):
+                wanted.add((at, first))
+            for at in range(first + 1, min(last, first + 6)):
+                wanted.add((first, at))
+            for at in range(max(first, last - 6) + 1, last):
+                wanted.add((last, at))
+            moves += [Move(rank, a, b) for a, b in sorted(wanted) if self._allowed(rank, a, b)]
+        return moves
+
+    def _allowed(self, rank: int, source: int, target: int) -> bool:
+        """Column order, no cycle, and the stash within its limit."""
+        row, column = self.rows[rank], self.net.column
+        low, high = min(source, target), max(source, target)
+        node = row[source]
+        mine = column[node]
+        for at in range(low, high + 1):
+            if at != source and column[row[at]] == mine:
+                return False
+        head, tail, duration = self.times.head, self.times.tail, self.net.duration
+        if source < target:
+            other = row[target]
+            reach = duration[other] + tail[other] + _EPSILON
+            for following, gap in self.net.after[node]:
+                if gap + duration[following] + tail[following] > reach:
+                    return False
+        else:
+            other = row[target]
+            for earlier, gap in self.net.before[node]:
+                if head[earlier] + duration[earlier] + gap > head[other] + duration[other] + _EPSILON:
+                    return False
+        return not self.capped or self._fits(rank, source, target)
+
+    def _fits(self, rank: int, source: int, target: int) -> bool:
+        row, change, limit = self.rows[rank], self.change, self.limits[rank]
+        node = row[source]
+        if (change[node] >= 0.0) == (source < target):
+            return True
+        low, high = min(source, target), max(source, target)
+        live = sum([change[n] for n in row[:low]])
+        segment = [n for n in row[low : high + 1] if n != node]
+        segment.insert(target - low, node)
+        for n in segment:
+            live += change[n]
+            if live > limit:
+                return False
+        return True
+
+    def _estimate(self, move: Move) -> float:
+        """Longest path through the nodes that shift, with heads and tails of the others as they are."""
+        net, times = self.net, self.times
+        head, tail, duration = times.head, times.tail, net.duration
+        row = self.rows[move.rank]
+        low, high = min(move.source, move.target), max(move.source, move.target)
+        segment = row[low : high + 1]
+        segment.insert(move.target - low, segment.pop(move.source - low))
+        time = head[row[low - 1]] + duration[row[low - 1]] if low else 0.0
+        moved: dict[int, float] = {}
+        starts = []
+        for node in segment:
+            for other, gap in net.before[node]:
+                end = moved.get(other, head[other]) + duration[other] + gap
+                if end > time:
+                    time = end
+            moved[node] = time
+            starts.append(time)
+            time += duration[node]
+        longest = 0.0
+        rest = duration[row[high + 1]] + tail[row[high + 1]] if high + 1 < len(row) else 0.0
+        later: dict[int, float] = {}
+        for at in range(len(segment) - 1, -1, -1):
+            node = segment[at]
+            if net.finish[node] > rest:
+                rest = net.finish[node]
+            for other, gap in net.after[node]:
+                way = gap + duration[other] + later.get(other, tail[other])
+                if way > rest:
+                    rest = way
+            later[node] = rest
+            total = starts[at] + duration[node] + rest
+            if total > longest:
+                longest = total
+            rest += duration[node]
+        return longest
+
+    def _is_tabu(self, move: Move) -> bool:
+        row, tabu, step = self.rows[move.rank], self.tabu, self.step
+        node = row[move.source]
+        if move.source < move.target:
+            return any(tabu.get((row[at], node), 0) > step for at in range(move.source + 1, move.target + 1))
+        return any(tabu.get((node, row[at]), 0) > step for at in range(move.target, move.source))
+
+    def _apply(self, move: Move) -> bool:
+        row = self.rows[move.rank]
+        node = row[move.source]
+        row.insert(move.target, row.pop(move.source))
+        times = self.net.times(self.rows)
+        if times is None:
+            row.insert(move.source, row.pop(move.target))
+            return False
+        self.times = times
+        until = self.step + self.random.randint(10, 20) + len(row) // 16
+        if move.source < move.target:
+            for at in range(move.source, move.target):
+                self.tabu[node, row[at]] = until
+        else:
+            for at in range(move.target + 1, move.source + 1):
+                self.tabu[row[at], node] = until
+        return True
+
+    def _shake(self, count: int) -> None:
+        """Random moves of the critical path's blocks, or anywhere when there are none."""
+        for _ in range(count):
+            moves = self._moves() or self._anywhere()
+            if moves:
+                self._apply(self.random.choice(moves))
+
+    def _anywhere(self) -> list[Move]:
+        rank = self.random.randrange(len(self.rows))
+        row = self.rows[rank]
+        found = [Move(rank, at, at + 1) for at in range(len(row) - 1)]
+        return [move for move in found if self._allowed(rank, move.source, move.target)]
+
+
+def _stash_changes(net: Net, cap: Cap | None) -> list[float]:
+    """What a node adds to its rank's stash (at its start) or takes from it (at its end)."""
+    if cap is None:
+        return [0.0] * net.num_actions
+    release = net.ops[-1]
+    sign = {Op.FORWARD: 1.0, release: -1.0}
+    return [sign.get(a.op, 0.0) * cap.weights[a.stage] for a in net.actions]
