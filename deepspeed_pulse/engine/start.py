@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from deepspeed_pulse.errors import ConfigError
@@ -69,12 +70,23 @@ def init_distributed(timeout_seconds: float | None) -> None:
     if alone and "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    _skip_kernel()
     if timeout_seconds is None:
         deepspeed.init_distributed()
     else:
         # Ranks start and plan at different times: a short timeout is for the steps.
         deepspeed.init_distributed(timeout=timedelta(seconds=max(timeout_seconds, START_SECONDS)))
     atexit.register(_end_distributed)
+
+
+def _skip_kernel() -> None:
+    """Keep upstream from compiling its CPU kernel for inference all-reduce, which training never uses.
+
+    Compiling needs a compiler and minutes, and a process killed meanwhile leaves a lock file behind
+    that every later start waits for, for ever.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _end_distributed() -> None:

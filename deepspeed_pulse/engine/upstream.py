@@ -14,6 +14,7 @@ REQUIRED_VERSION = "0.19.8"
 
 RELIED_ON = {
     "deepspeed": ("initialize", "PipelineEngine", "DeepSpeedConfig"),
+    "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.comm": (
         "all_gather",
         "all_gather_object",

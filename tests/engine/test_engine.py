@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -47,3 +48,10 @@ def test_zero1_and_bf16_train_as_on_one_rank() -> None:
         for name, losses in losses_of(world).items():
             # A bf16 loss has 8 bits: neighbouring values lie 0.4 to 0.8 % apart.
             assert losses == pytest.approx(alone[name], rel=2**-6 if "bf16" in name else 1e-5), (world, name)
+
+
+def test_trace_timelines_and_plan_cache(tmp_path: Path) -> None:
+    launch("support.engine_ranks:traces", 2, str(tmp_path), timeout=200)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"0F0", "0B2"}
+    assert len(list((tmp_path / "plans").glob("profile-*.json"))) == 1

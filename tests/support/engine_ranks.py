@@ -276,3 +276,27 @@ def as_bf16(batch: Any) -> Any:
     inputs, labels = batch
     cast = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
     return cast, labels.bfloat16()
+
+
+def traces(folder: str) -> None:
+    """The trace is written, the same profile is found again, planned and measured timelines have the plan's actions."""
+    share_groups()
+    ranks = torch_world()
+    plans = []
+    for _ in range(2):
+        pulse = {"trace": f"{folder}/trace.json", "plan_cache": f"{folder}/plans", "solver_seconds": 0}
+        engine = make_engine(ranks, 3, model="unet", pulse=pulse)
+        for step in range(3):
+            engine.train_batch(data_of(engine, step, "unet"))
+        measured = engine.pulse_timeline()
+        plans.append(engine.module.plan)
+        stats = engine.pulse_stats()
+        assert stats["peak_live_bytes"] > 0 and stats["idle_ms"] >= 0
+        if measured is not None:
+            planned = engine.pulse_planned_timeline()
+            assert planned is not None
+            for rank, row in enumerate(engine.module.plan.schedule):
+                assert tuple(span.action for span in measured.spans_of(rank)) == row
+                assert tuple(span.action for span in planned.spans_of(rank)) == row
+    assert plans[0] == plans[1]
+    print("PASSED", flush=True)
