@@ -328,7 +328,7 @@ class Failing(DownTime):
 
     def forward(self, x: torch.Tensor, temb: torch.Tensor) -> Any:  # type: ignore[override]
         self.count += 1
-        if self.count == MICROBATCHES + 1:
+        if self.count == MICROBATCHES + 1 and self.how != "data":
             print("FAILING", os.getpid(), flush=True)
             if self.how == "exception":
                 raise ValueError("the layer had enough")
@@ -337,7 +337,7 @@ class Failing(DownTime):
 
 
 def fail(case: dict[str, Any]) -> None:
-    """Train 4 steps on 3 ranks; one goes bad in step 2. ``case``: how, timeout_seconds, step 1's data per rank."""
+    """Train 4 steps on 3 ranks; one goes bad in step 2 (``case["how"]``: exception, kill, stop), or data ends there."""
     from deepspeed_pulse import LayerSpec
 
     torch.set_num_threads(1)
