@@ -17,6 +17,10 @@ _HOST_BACKENDS = ("gloo", "mpi")
 """Backends that keep messages apart by tag, and that cannot send device memory."""
 
 
+CONNECT_SECONDS = 300.0
+"""How long two ranks may take to connect."""
+
+
 class _Sent:
     """A handle; ``copy_to`` brings a staged message to the device it is for."""
 
@@ -49,6 +53,7 @@ class PipelineCommunicator:
         self._backend = torch.distributed.get_backend(group)
         self._tagged = self._backend in _HOST_BACKENDS
         self._staged = self._tagged and device.type != "cpu"
+        self._device = device
         self._groups: dict[Channel, Any] = {}
 
     def open(self, channels: Sequence[Channel], pipelines: Sequence[Sequence[int]], mine: int) -> None:
@@ -69,6 +74,18 @@ class PipelineCommunicator:
                 group = dist.new_group(pair)
                 if index == mine:
                     self._groups[channel] = group
+                    self._connect(channel)
+
+    def _connect(self, channel: Channel) -> None:
+        """Carry one number: such backends connect at the first message, waiting for the peer.
+
+        Done in one order on all ranks; in the first step two ranks could wait for each other.
+        """
+        me = dist.get_rank()
+        if me in (self._global_ranks[channel.source_rank], self._global_ranks[channel.target_rank]):
+            number = torch.zeros(1, device=self._device)
+            start = self.isend if me == self._global_ranks[channel.source_rank] else self.irecv
+            start(number, channel).wait(CONNECT_SECONDS)
 
     def isend(self, tensor: torch.Tensor, channel: Channel) -> _Sent:
         buffer = tensor.cpu().pin_memory() if self._staged else tensor

@@ -26,7 +26,8 @@ def toy_cases(world: int) -> list[dict[str, Any]]:
         cases.append({**case, "enabled": False})
     linear = {"model": "toy", "P": LAYOUTS[world][-1][0], "M": 3, "clip": 0.1, "enabled": True, "placement": "linear"}
     silent = {"model": "toy", "P": LAYOUTS[world][-1][0], "M": 3, "clip": 0.1, "enabled": True, "first_rank_only": True}
-    return [*cases, linear, silent, {**linear, "first_rank_only": True}]
+    untagged = {**silent, "untagged": True}
+    return [*cases, linear, silent, untagged, {**linear, "first_rank_only": True}]
 
 
 @pytest.mark.timeout(900)
