@@ -1,0 +1,131 @@
+"""Messages: receives posted ahead up to the channel's slots, handles waited for once, shapes agreed on once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from deepspeed_pulse.errors import BatchError, RunError
+from deepspeed_pulse.ir.program import Channel, Direction, Message
+from deepspeed_pulse.runtime.local import LocalDevice, Mailboxes
+from deepspeed_pulse.runtime.payload import Signature
+from deepspeed_pulse.runtime.stage import BoundLayer, Layer, Stage
+from deepspeed_pulse.runtime.transport import Transport
+from deepspeed_pulse.runtime.values import ValueBuffer
+
+DOWN = Channel(0, 1, Direction.FORWARD)
+UP = Channel(1, 0, Direction.BACKWARD)
+
+
+def message(m: int, direction: Direction = Direction.FORWARD) -> Message:
+    stages = (0, 1) if direction is Direction.FORWARD else (1, 0)
+    return Message("", direction, *stages, m)
+
+
+class Recorder(Mailboxes):
+    """Counts receives under way and waits per handle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted: Counter[Channel] = Counter()
+        self.most: Counter[Channel] = Counter()
+
+    def irecv(self, tensor, channel):  # type: ignore[no-untyped-def]
+        handle = super().irecv(tensor, channel)
+        self.posted[channel] += 1
+        self.most[channel] = max(self.most[channel], self.posted[channel])
+        outer, wait, waited = self, handle.wait, []
+
+        def once(timeout_seconds: float) -> None:
+            assert not waited, "waited for twice"
+            waited.append(True)
+            outer.posted[channel] -= 1
+            wait(timeout_seconds)
+
+        handle.wait = once
+        return handle
+
+
+def pair(num: int, slots: int) -> tuple[Transport, Transport, Recorder]:
+    mail, device = Recorder(), LocalDevice(1)
+    ends = [Transport(rank, mail, device, 1.0) for rank in (0, 1)]
+    channels = {
+        DOWN: [message(m) for m in range(num)],
+        UP: [message(m, Direction.BACKWARD) for m in range(num)],
+    }
+    for end in ends:
+        end.begin(channels, {DOWN: slots, UP: slots}, "train")
+    return ends[0], ends[1], mail
+
+
+def test_receives_run_ahead_by_the_slots_and_no_more() -> None:
+    sender, receiver, mail = pair(6, slots=2)
+    for m in range(6):
+        sender.send(message(m), torch.full((3,), float(m)))
+    for m in range(6):
+        assert receiver.receive(message(m)).tolist() == [m] * 3
+        assert mail.posted[DOWN] == min(2, 5 - m)
+    assert mail.most[DOWN] == 2
+    assert sender.sent_bytes == {"hidden": 6 * 12}
+
+
+def test_gradients_travel_only_where_they_are_wanted() -> None:
+    sender, receiver, _ = pair(1, slots=1)
+    payload = (torch.ones(2, requires_grad=True), torch.arange(3), torch.ones(1))
+    sender.send(message(0), payload)
+    found = receiver.receive(message(0))
+    assert [t.requires_grad for t in found] == [True, False, False]
+    receiver.send_gradient(message(0, Direction.BACKWARD), [torch.full((2,), 7.0), None, None])
+    assert receiver.sent_bytes == {"hidden_grad": 8}
+    gradients = sender.receive(message(0, Direction.BACKWARD))
+    assert gradients[0].tolist() == [7.0, 7.0] and gradients[1:] == [None, None]
+    sender.drain()
+    receiver.drain()
+
+
+def test_nothing_is_sent_back_where_nothing_is_wanted() -> None:
+    sender, receiver, _ = pair(2, slots=1)
+    for m in range(2):
+        sender.send(message(m), torch.ones(2))
+        receiver.receive(message(m))
+        receiver.send_gradient(message(m, Direction.BACKWARD), [None])
+        assert sender.receive(message(m, Direction.BACKWARD)) is None
+    assert not receiver.sent_bytes
+    sender.drain()
+    receiver.drain()
+
+
+def test_another_shape_is_an_error_that_shows_both() -> None:
+    sender, _, _ = pair(2, slots=1)
+    sender.send(message(0), torch.ones(2, 3))
+    with pytest.raises(BatchError, match=r"expected \[2, 3\] float32, no gradient .* found \[1, 3\] float32"):
+        sender.send(message(1), torch.ones(1, 3))
+
+
+def test_signature_round_trip() -> None:
+    payload = (torch.ones(2, 3, requires_grad=True), torch.zeros(()), torch.ones(4, dtype=torch.bool))
+    signature = Signature.of(payload)
+    assert Signature.decode(signature.encode()) == signature
+    assert Signature.decode(Signature.of(payload[0]).encode()).pack([payload[0]]) is payload[0]
+    with pytest.raises(RunError, match="too many to describe"):
+        Signature.of((torch.ones(1),) * 100).encode()
+
+
+def test_values_add_up_the_gradients_of_all_consumers() -> None:
+    buffer, source = ValueBuffer(), torch.ones(3, requires_grad=True) * 2
+    buffer.put("skip", 0, source)
+    for factor in (2.0, 3.0):
+        (buffer.get("skip", 0) * factor).sum().backward()
+    buffer.add_gradients("skip", 0, [torch.full((3,), 10.0)])
+    assert buffer.gradients("skip", 0)[0].tolist() == [15.0] * 3
+    assert source.grad_fn is not None and buffer.live == [("skip", 0)]
+    buffer.drop("skip", 0)
+    assert not buffer.live
+
+
+def test_an_input_changed_in_place_is_explained() -> None:
+    layer = BoundLayer(Layer(name="relu"), torch.nn.ReLU(inplace=True))
+    with pytest.raises(RunError, match=r"layer relu: .* may not change its input in place"):
+        Stage([layer], ()).run(torch.ones(2, requires_grad=True), lambda name: None)
