@@ -36,6 +36,8 @@ class Instance:
         self._lowering = Lowering(plan)
         self._steps: dict[Action, Step] = {}
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.bounds_ms: dict[tuple[int, bool], float] = {}
+        """Lower bounds found so far, by number of microbatches and whether backward is split."""
         self._links: dict[tuple[int, int], Link] = {}
 
     @property

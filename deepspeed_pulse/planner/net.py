@@ -7,7 +7,6 @@ An order's times are the simulator's; its score still comes from the simulator a
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 from deepspeed_pulse.ir.program import Direction
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
@@ -19,15 +18,6 @@ Rows = list[list[int]]
 
 Arc = tuple[int, float]
 """Another node, and the ms from the end of the earlier to the start of the later."""
-
-
-@dataclass(slots=True)
-class Times:
-    """Longest paths of an order: ``head`` before each node starts, ``tail`` after it ends."""
-
-    head: list[float]
-    tail: list[float]
-    span: float
 
 
 class Net:
@@ -135,48 +125,17 @@ class Net:
                     chains[self.machine[sent]].append(sent)
         return list(chains.values())
 
-    def heads(self, rows: Rows) -> tuple[list[float], list[int], list[int], list[int]] | None:
-        """Start of every node, a topological order, and machine neighbours; None when the order deadlocks."""
+    def chained(self, rows: Rows) -> tuple[list[int], list[int], list[int]] | None:
+        """A topological order, and each node's neighbours on its machine; None when the order deadlocks."""
         previous, following, missing = self._machine_chains(rows)
-        after, duration = self.after, self.duration
-        head = [0.0] * len(duration)
         order = [node for node, count in enumerate(missing) if count == 0]
         for node in order:
-            end = head[node] + duration[node]
-            other = following[node]
-            if other >= 0:
-                if end > head[other]:
-                    head[other] = end
-                missing[other] -= 1
-                if not missing[other]:
-                    order.append(other)
-            for other, gap in after[node]:
-                if end + gap > head[other]:
-                    head[other] = end + gap
-                missing[other] -= 1
-                if not missing[other]:
-                    order.append(other)
-        return (head, order, previous, following) if len(order) == len(duration) else None
-
-    def times(self, rows: Rows) -> Times | None:
-        """Heads and tails of an order; None when it deadlocks."""
-        found = self.heads(rows)
-        if found is None:
-            return None
-        head, order, _, following = found
-        after, duration = self.after, self.duration
-        tail = self.finish[:]
-        for node in reversed(order):
-            longest = tail[node]
-            other = following[node]
-            if other >= 0 and tail[other] + duration[other] > longest:
-                longest = tail[other] + duration[other]
-            for other, gap in after[node]:
-                if tail[other] + duration[other] + gap > longest:
-                    longest = tail[other] + duration[other] + gap
-            tail[node] = longest
-        span = max(map(float.__add__, head, map(float.__add__, duration, tail)))
-        return Times(head, tail, span)
+            for other in (following[node], *(after for after, _ in self.after[node])):
+                if other >= 0:
+                    missing[other] -= 1
+                    if not missing[other]:
+                        order.append(other)
+        return (order, previous, following) if len(order) == len(self.duration) else None
 
 
 def _delays(instance: Instance, split: bool) -> dict[tuple[int, Op, int], float]:

@@ -9,22 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.planner.listing import Cap
 from deepspeed_pulse.planner.net import Net, Rows
+from deepspeed_pulse.planner.paths import Move, Paths
 
 _EPSILON = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Of a rank's row: the node at ``source`` goes to ``target``, those between shift by one."""
-
-    rank: int
-    source: int
-    target: int
 
 
 class Search:
@@ -46,15 +37,13 @@ class Search:
         self.limits = list(cap.limits) if cap else [float("inf")] * net.instance.num_ranks
         self.capped = cap is not None
         self.step = self.rejected = 0
-        self.position: dict[int, int] = {}
         self.tabu: dict[tuple[int, int], int] = {}
         self.restart(rows)
-        self.best_rows, self.best_ms = [row[:] for row in rows], self.times.span
+        self.best_rows, self.best_ms = [row[:] for row in rows], self.paths.span
 
     def restart(self, rows: Rows) -> None:
-        times = self.net.times(rows)
-        assert times is not None
-        self.rows, self.times = [row[:] for row in rows], times
+        self.paths = Paths(self.net, rows)
+        self.rows = self.paths.rows
         self.tabu.clear()
 
     def run(self, steps: int, deadline: float) -> bool:
@@ -67,8 +56,8 @@ class Search:
             if not self._advance():
                 self._shake(6)
             since += 1
-            if self.times.span < self.best_ms - _EPSILON and self._accepted():
-                self.best_ms, self.best_rows, since = self.times.span, [row[:] for row in self.rows], 0
+            if self.paths.span < self.best_ms - _EPSILON and self._accepted():
+                self.best_ms, self.best_rows, since = self.paths.span, [row[:] for row in self.rows], 0
             elif since > 400 + self.net.num_actions:
                 self.restart(self.best_rows)
                 self._shake(self.random.randint(4, 20))
@@ -101,46 +90,32 @@ class Search:
 
     def _blocks(self) -> list[tuple[int, int, int]]:
         """(rank, first, last) positions of the blocks of one critical path."""
-        head, tail, span = self.times.head, self.times.tail, self.times.span
-        duration, machine, ranks = self.net.duration, self.net.machine, self.net.instance.num_ranks
-        position = self.position
-        for row in self.rows:
-            for at, node in enumerate(row):
-                position[node] = at
-        starts = [n for n, h in enumerate(head) if h <= _EPSILON and duration[n] + tail[n] >= span - _EPSILON]
-        node = self.random.choice(starts)
+        paths, duration, after = self.paths, self.net.duration, self.net.after
+        end, reach, following, critical = paths.end, paths.reach, paths.following, paths.span - _EPSILON
+        node = self.random.choice([row[0] for row in self.rows if row and reach[row[0]] >= critical])
         path = [node]
         while True:
-            end, choices = head[node] + duration[node], []
-            if machine[node] < ranks:
-                row = self.rows[machine[node]]
-                at = position[node] + 1
-                if at < len(row) and self._follows(end, row[at]):
-                    choices.append(row[at])
-            for other, gap in self.net.after[node]:
-                if self._follows(end + gap, other) and other not in choices:
+            here = end[node]
+            choices = []
+            other = following[node]
+            if other >= 0 and here + reach[other] >= critical and end[other] - duration[other] - here <= _EPSILON:
+                choices.append(other)
+            for other, gap in after[node]:
+                late = end[other] - duration[other] - here - gap <= _EPSILON
+                if late and here + gap + reach[other] >= critical and other not in choices:
                     choices.append(other)
             if not choices:
-                break
+                return self._runs(path)
             node = choices[0] if len(choices) == 1 else self.random.choice(choices)
             path.append(node)
-        return self._runs(path)
-
-    def _follows(self, end: float, other: int) -> bool:
-        times = self.times
-        start = times.head[other]
-        return abs(start - end) <= _EPSILON and start + self.net.duration[other] + times.tail[other] >= (
-            times.span - _EPSILON
-        )
 
     def _runs(self, path: list[int]) -> list[tuple[int, int, int]]:
-        blocks, machine, ranks = [], self.net.machine, self.net.instance.num_ranks
+        blocks, machine, position = [], self.net.machine, self.paths.position
         first = 0
         for at in range(1, len(path) + 1):
             if at == len(path) or machine[path[at]] != machine[path[first]]:
-                rank = machine[path[first]]
-                if at - first > 1 and rank < ranks:
-                    blocks.append((rank, self.position[path[first]], self.position[path[at - 1]]))
+                if at - first > 1 and position[path[first]] >= 0:
+                    blocks.append((machine[path[first]], position[path[first]], position[path[at - 1]]))
                 first = at
         return blocks
 
@@ -169,18 +144,15 @@ class Search:
         for at in range(low, high + 1):
             if at != source and column[row[at]] == mine:
                 return False
-        head, tail, duration = self.times.head, self.times.tail, self.net.duration
+        end, reach, other = self.paths.end, self.paths.reach, row[target]
         if source < target:
-            other = row[target]
-            reach = duration[other] + tail[other] + _EPSILON
-            for following, gap in self.net.after[node]:
-                if gap + duration[following] + tail[following] > reach:
-                    return False
+            limit = reach[other] + _EPSILON
+            if any(gap + reach[following] > limit for following, gap in self.net.after[node]):
+                return False
         else:
-            other = row[target]
-            for earlier, gap in self.net.before[node]:
-                if head[earlier] + duration[earlier] + gap > head[other] + duration[other] + _EPSILON:
-                    return False
+            limit = end[other] + _EPSILON
+            if any(end[earlier] + gap > limit for earlier, gap in self.net.before[node]):
+                return False
         return not self.capped or self._fits(rank, source, target)
 
     def _fits(self, rank: int, source: int, target: int) -> bool:
@@ -199,40 +171,33 @@ class Search:
         return True
 
     def _estimate(self, move: Move) -> float:
-        """Longest path through the nodes that shift, with heads and tails of the others as they are."""
-        net, times = self.net, self.times
-        head, tail, duration = times.head, times.tail, net.duration
-        row = self.rows[move.rank]
+        """Longest path through the nodes that shift, with what comes before and after the others as it is."""
+        net, end, reach, row = self.net, self.paths.end, self.paths.reach, self.rows[move.rank]
         low, high = min(move.source, move.target), max(move.source, move.target)
         segment = row[low : high + 1]
         segment.insert(move.target - low, segment.pop(move.source - low))
-        time = head[row[low - 1]] + duration[row[low - 1]] if low else 0.0
-        moved: dict[int, float] = {}
-        starts = []
+        time = end[row[low - 1]] if low else 0.0
+        ends: dict[int, float] = {}
         for node in segment:
             for other, gap in net.before[node]:
-                end = moved.get(other, head[other]) + duration[other] + gap
-                if end > time:
-                    time = end
-            moved[node] = time
-            starts.append(time)
-            time += duration[node]
-        longest = 0.0
-        rest = duration[row[high + 1]] + tail[row[high + 1]] if high + 1 < len(row) else 0.0
-        later: dict[int, float] = {}
-        for at in range(len(segment) - 1, -1, -1):
-            node = segment[at]
+                arrival = ends.get(other, end[other]) + gap
+                if arrival > time:
+                    time = arrival
+            time += net.duration[node]
+            ends[node] = time
+        longest, rest = 0.0, reach[row[high + 1]] if high + 1 < len(row) else 0.0
+        reaches: dict[int, float] = {}
+        for node in reversed(segment):
             if net.finish[node] > rest:
                 rest = net.finish[node]
             for other, gap in net.after[node]:
-                way = gap + duration[other] + later.get(other, tail[other])
+                way = gap + reaches.get(other, reach[other])
                 if way > rest:
                     rest = way
-            later[node] = rest
-            total = starts[at] + duration[node] + rest
-            if total > longest:
-                longest = total
-            rest += duration[node]
+            if ends[node] + rest > longest:
+                longest = ends[node] + rest
+            rest += net.duration[node]
+            reaches[node] = rest
         return longest
 
     def _is_tabu(self, move: Move) -> bool:
@@ -245,12 +210,8 @@ class Search:
     def _apply(self, move: Move) -> bool:
         row = self.rows[move.rank]
         node = row[move.source]
-        row.insert(move.target, row.pop(move.source))
-        times = self.net.times(self.rows)
-        if times is None:
-            row.insert(move.source, row.pop(move.target))
+        if not self.paths.move(move):
             return False
-        self.times = times
         until = self.step + self.random.randint(10, 20) + len(row) // 16
         if move.source < move.target:
             for at in range(move.source, move.target):

@@ -1,0 +1,155 @@
+"""An order under local search: longest paths to and from every node, kept up to date from move to move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed_pulse.planner.net import Net, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Of a rank's row: the node at ``source`` goes to ``target``, those between shift by one."""
+
+    rank: int
+    source: int
+    target: int
+
+
+class Paths:
+    """Rows with ``end`` (longest path up to and with a node) and ``reach`` (from a node, itself included), ms.
+
+    Both lists have a zero after their last node, which is what index -1, "no neighbour", finds.
+    """
+
+    def __init__(self, net: Net, rows: Rows) -> None:
+        self.net = net
+        self.rows = [row[:] for row in rows]
+        self.position = [-1] * len(net.duration)
+        self.load()
+
+    def load(self) -> None:
+        """All anew from the rows."""
+        found = self.net.chained(self.rows)
+        assert found is not None, "the order deadlocks"
+        self._load(*found)
+
+    def _load(self, order: list[int], previous: list[int], following: list[int]) -> None:
+        self.order, self.previous, self.following = order, previous, following
+        size = len(order)
+        self.place = [0] * size
+        for at, node in enumerate(order):
+            self.place[node] = at
+        for row in self.rows:
+            for at, node in enumerate(row):
+                self.position[node] = at
+        self.end, self.reach = [0.0] * (size + 1), [0.0] * (size + 1)
+        self._forward(0)
+        self._backward(size)
+
+    def _forward(self, low: int) -> None:
+        end, previous, before, duration = self.end, self.previous, self.net.before, self.net.duration
+        for node in self.order[low:] if low else self.order:
+            time = end[previous[node]]
+            for other, gap in before[node]:
+                if end[other] + gap > time:
+                    time = end[other] + gap
+            end[node] = time + duration[node]
+
+    def _backward(self, high: int) -> None:
+        reach, following, after, duration = self.reach, self.following, self.net.after, self.net.duration
+        finish = self.net.finish
+        for node in self.order[high - 1 :: -1]:
+            time = reach[following[node]]
+            if finish[node] > time:
+                time = finish[node]
+            for other, gap in after[node]:
+                if reach[other] + gap > time:
+                    time = reach[other] + gap
+            reach[node] = time + duration[node]
+        self.span = max([reach[row[0]] for row in self.rows if row])
+
+    def start(self, node: int) -> float:
+        return self.end[node] - self.net.duration[node]
+
+    def move(self, move: Move) -> bool:
+        """Apply a move; False, and nothing changed, when the order would deadlock."""
+        if self.net.queues:
+            return self._move_and_load(move)
+        row = self.rows[move.rank]
+        node, other = row[move.source], row[move.target]
+        low, high = sorted((self.place[node], self.place[other]))
+        later = self._later(node, other, low, high) if move.source < move.target else None
+        window = later if later is not None else self._earlier(node, other, low, high)
+        if not window:
+            return False
+        self.order[low : high + 1] = window
+        for at, moved in enumerate(window, low):
+            self.place[moved] = at
+        self._shift(move)
+        self._forward(low)
+        self._backward(high + 1)
+        return True
+
+    def _move_and_load(self, move: Move) -> bool:
+        row = self.rows[move.rank]
+        row.insert(move.target, row.pop(move.source))
+        found = self.net.chained(self.rows)
+        if found is None:
+            row.insert(move.source, row.pop(move.target))
+            return False
+        self._load(*found)
+        return True
+
+    def _later(self, node: int, last: int, low: int, high: int) -> list[int]:
+        """The topological window with ``node`` and what depends on it after ``last``; empty when ``last`` does."""
+        before, previous, skipped = self.net.before, self.previous, self.following[node]
+        moved, kept, marked = [], [], {node}
+        for other in self.order[low : high + 1]:
+            hit = other == node or (other != skipped and previous[other] in marked)
+            if not hit:
+                for earlier, _ in before[other]:
+                    if earlier in marked:
+                        hit = True
+                        break
+            if hit:
+                marked.add(other)
+                moved.append(other)
+            else:
+                kept.append(other)
+        return [] if last in marked else kept + moved
+
+    def _earlier(self, node: int, first: int, low: int, high: int) -> list[int]:
+        """The window with ``node`` and what it depends on before ``first``; empty when it depends on ``first``."""
+        after, following, skipped = self.net.after, self.following, self.previous[node]
+        moved, kept, marked = [], [], {node}
+        for other in reversed(self.order[low : high + 1]):
+            hit = other == node or (other != skipped and following[other] in marked)
+            if not hit:
+                for later, _ in after[other]:
+                    if later in marked:
+                        hit = True
+                        break
+            if hit:
+                marked.add(other)
+                moved.append(other)
+            else:
+                kept.append(other)
+        return [] if first in marked else moved[::-1] + kept[::-1]
+
+    def _shift(self, move: Move) -> None:
+        row = self.rows[move.rank]
+        row.insert(move.target, row.pop(move.source))
+        low, high = sorted((move.source, move.target))
+        last = row[low - 1] if low else -1
+        for at in range(low, high + 1):
+            node = row[at]
+            self.position[node] = at
+            self.previous[node] = last
+            if last >= 0:
+                self.following[last] = node
+            last = node
+        beyond = row[high + 1] if high + 1 < len(row) else -1
+        self.following[last] = beyond
+        if beyond >= 0:
+            self.previous[beyond] = last
