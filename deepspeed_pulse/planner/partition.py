@@ -1,29 +1,39 @@
 """Where to cut the layer list, for a given placement.
 
-Keys, the first first: memory within the limit; values with one consumer stay on one rank (wave placements); the
-largest rank (or link) per microbatch; the largest stage; bytes that cross ranks.
+Keys, the first first: memory within the limit; the largest load (a rank's compute or a directed link's transfers per
+microbatch); the largest stage; bytes that change ranks.
 
-Values with several consumers (a time embedding) travel and do not bind the cuts. If no cuts keep every pair on one
-rank, those are taken that part the fewest bytes; the parted values are routed.
+A wave keeps both ends of values with one consumer on one rank if no rank's load becomes more than
+``COLLOCATION_WORTH`` times that of the best cuts of all. Where not all of them can stay, the heaviest are kept first,
+and the rest is irregular: it stays or travels, whichever is better under the keys. So do values with several consumers
+(a time embedding).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.contiguous import balanced_cuts
+from deepspeed_pulse.planner.contiguous import ConsecutiveCuts
+from deepspeed_pulse.planner.lexical import Cuts, Found, MakeSpace, TooLarge, relaxed, solve
 from deepspeed_pulse.planner.nested import NestedCuts
-from deepspeed_pulse.planner.weights import Weights, in_flight
+from deepspeed_pulse.planner.weights import Score, Value, Weights, in_flight
 
-Cuts = tuple[int, ...]
+Values = tuple[Value, ...]
+
+COLLOCATION_WORTH = 1.4
+"""Load that may be paid for keeping every pair on its rank; U-Nets with coarse layers pay up to 1.32."""
+
 _ENUMERABLE = 7000
 """C(15, 7) = 6435: all cuts of 16 layers are tried one by one."""
+_MOST_LAYERS = 100
+"""Up to which the smallest fullest rank is found exactly."""
 
 
 def partition(
@@ -34,23 +44,34 @@ def partition(
     microbatches: int,
     memory_bytes: int | None = None,
     data_parallel: int = 1,
+    tolerance: float = 0.0,
 ) -> Cuts:
-    """Boundaries, one more than there are stages.
+    """Boundaries, one more than there are stages: the cuts of :func:`best_partition`."""
+    weights = Weights(profile, placement, cluster=cluster, data_parallel=data_parallel, memory_bytes=memory_bytes)
+    return best_partition(weights, microbatches=microbatches, tolerance=tolerance).cuts
 
-    Exact for the wave with W = 1, for linear placement, and for up to 16 layers; else the best found. When memory does
-    not allow what a 1F1B-like order keeps in flight, the cuts allow for one microbatch; when not even that, they have
-    the smallest fullest rank (whether a schedule fits is for the simulator to say).
+
+def best_partition(weights: Weights, *, microbatches: int, tolerance: float = 0.0) -> Found:
+    """Best cuts with their score, a bound on the load, and whether they are proven best.
+
+    Exact for the wave with W = 1 and for linear placement unless the search for irregular values ends early, and for
+    any placement of up to 16 layers; else the best found. When memory does not allow what a 1F1B-like order keeps in
+    flight, the cuts allow for one microbatch; when not even that, they have the smallest fullest rank (whether a
+    schedule fits is for the simulator to say).
+
+    Args:
+        tolerance: bytes come before the largest stage among cuts whose load is at most this share above the best.
 
     Raises:
         InfeasibleError: fewer layers than stages; says how many are needed.
     """
-    require_layers(profile, placement)
-    weights = Weights(profile, placement, cluster=cluster, data_parallel=data_parallel, memory_bytes=memory_bytes)
-    for depth in (in_flight(placement, microbatches), (1,) * len(placement)):
-        cuts = _best_cuts(weights, depth)
-        if cuts and weights.score(cuts, depth).excess_bytes <= 0:
-            return cuts
-    return cuts or _least_memory(weights)
+    require_layers(weights.profile, weights.placement)
+    found: Found | None = None
+    for depth in (in_flight(weights.placement, microbatches), _once(weights)):
+        found = _best(weights, depth, tolerance)
+        if found and found.score.excess_bytes <= 0:
+            return found
+    return _least_memory(weights)
 
 
 def require_layers(profile: Profile, placement: Sequence[int]) -> None:
@@ -64,16 +85,74 @@ def require_layers(profile: Profile, placement: Sequence[int]) -> None:
         )
 
 
-def _best_cuts(weights: Weights, depth: Cuts) -> Cuts | None:
+def _once(weights: Weights) -> Cuts:
+    return (1,) * len(weights.placement)
+
+
+def _best(weights: Weights, depth: Cuts, tolerance: float) -> Found | None:
     """The best cuts within memory; None (or cuts above the limit) when there are none."""
-    kind, stages = describe_placement(weights.placement), len(weights.placement)
+    if not (weights.collocates and weights.paired):
+        return _solved(weights, depth, tolerance, clean=False)
+    clean = _together(weights, weights.paired, depth, tolerance, COLLOCATION_WORTH * weights.ideal_ms)
+    if clean:
+        return clean
+    free = _solved(weights, depth, tolerance, clean=False)
+    if free is None or free.score.excess_bytes > 0:
+        return free
+    heaviest = sorted(weights.paired, key=lambda value: (-value.both_ways, value.source, value.targets))
+    most = COLLOCATION_WORTH * free.score.load_ms
+    return _collocate(weights, (), tuple(heaviest), depth, tolerance, most)[1] or free
+
+
+def _together(weights: Weights, values: Values, depth: Cuts, tolerance: float, most: float) -> Found | None:
+    """The best cuts that part none of some values, if their load is at most ``most`` and memory allows them."""
+    found = _solved(weights.binding(values), depth, tolerance, clean=True)
+    return found if found and found.score.excess_bytes <= 0 and found.score.load_ms <= most else None
+
+
+def _collocate(
+    weights: Weights, kept: Values, values: Values, depth: Cuts, tolerance: float, most: float
+) -> tuple[Values, Found | None]:
+    """Add values to those kept, one by one in order where :func:`_together` allows it; by halves, which is the same."""
+    found = _together(weights, kept + values, depth, tolerance, most)
+    if found:
+        return kept + values, found
+    if len(values) == 1:
+        return kept, None
+    half = len(values) // 2
+    kept, first = _collocate(weights, kept, values[:half], depth, tolerance, most)
+    kept, second = _collocate(weights, kept, values[half:], depth, tolerance, most)
+    return kept, second or first
+
+
+def _solved(weights: Weights, depth: Cuts, tolerance: float, *, clean: bool) -> Found | None:
+    """The best cuts of all, or (``clean``) of those that part no pair."""
+    make, found = _space(weights, depth, clean=clean), None
+    if make is not None:
+        try:
+            found = solve(make, weights, depth, tolerance)
+        except TooLarge:
+            make = None
+    if make is not None and (found is None or found.exact):
+        return found
+    return _listed(weights, depth, tolerance, found, clean=clean)
+
+
+def _listed(weights: Weights, depth: Cuts, tolerance: float, found: Found | None, *, clean: bool) -> Found | None:
+    """From all cuts where they are few, else by local search."""
+    if math.comb(weights.num_layers - 1, len(weights.placement) - 1) <= _ENUMERABLE:
+        return _enumerated(weights, depth, tolerance, clean=clean)
+    return _searched(weights, depth, found, clean=clean)
+
+
+def _space(weights: Weights, depth: Cuts, *, clean: bool) -> MakeSpace | None:
+    """Of the placements that have one."""
+    kind = describe_placement(weights.placement)
     if kind == "linear":
-        return balanced_cuts(weights, depth)
+        return lambda most_ms: ConsecutiveCuts(weights, depth, most_ms=most_ms)
     if kind == "wave":
-        return nested_cuts(weights, depth, clean=True) or nested_cuts(weights, depth, clean=False)
-    if math.comb(weights.num_layers - 1, stages - 1) <= _ENUMERABLE:
-        return min(every_cuts(weights.num_layers, stages), key=lambda cuts: weights.score(cuts, depth))
-    return _improve(_start(weights, depth), weights, depth)
+        return lambda most_ms: NestedCuts(weights, depth, clean=clean, most_ms=most_ms)
+    return None
 
 
 def every_cuts(num_layers: int, num_stages: int) -> Iterator[Cuts]:
@@ -82,57 +161,75 @@ def every_cuts(num_layers: int, num_stages: int) -> Iterator[Cuts]:
         yield (0, *inner, num_layers)
 
 
-def nested_cuts(weights: Weights, depth: Cuts, *, clean: bool) -> Cuts | None:
-    """Best nested cuts of stages s and S-1-s as if each such pair had a rank of its own; None when there are none."""
-    space = NestedCuts(weights, len(weights.placement) // 2, depth, clean=clean)
-    if weights.memory_bytes is not None:
-        space.limit(space.memory, weights.memory_bytes)
-    if not clean:
-        if not math.isfinite(space.solve(space.parted_bytes, total=True)):
-            return None
-        space.keep_tight()
-    largest = space.solve(space.rank_ms, total=False)
-    if not math.isfinite(largest):
+def _enumerated(weights: Weights, depth: Cuts, tolerance: float, *, clean: bool) -> Found | None:
+    """All cuts, one by one."""
+    every = every_cuts(weights.num_layers, len(weights.placement))
+    scored = [(weights.score(cuts, depth), cuts) for cuts in every if not (clean and weights.parts(cuts))]
+    if not scored:
         return None
-    space.drop_states(largest)
-    space.limit(space.rank_ms, largest)
-    space.limit(space.stage_ms, space.solve(space.stage_ms, total=False))
-    space.solve(space.crossing_bytes, total=True)
-    return space.trace(total=True)
+    least = min(scored)[0]
+    score, cuts = min(scored, key=lambda entry: preference(entry[0], least, tolerance))
+    return Found(cuts=cuts, score=score, bound_ms=least.load_ms, exact=True)
 
 
-def _least_memory(weights: Weights) -> Cuts:
-    """Cuts with the smallest fullest rank, one microbatch in flight; wave with W = 1 or linear."""
-    once = (1,) * len(weights.placement)
-    if describe_placement(weights.placement) == "linear":
-        return balanced_cuts(weights, once, least_memory=True) or ()
-    space = NestedCuts(weights, len(once) // 2, once, clean=False)
-    space.limit(space.memory, space.solve(space.memory, total=False))
-    space.solve(space.rank_ms, total=False)
-    return space.trace(total=False)
+def preference(score: Score, least: Score, tolerance: float) -> tuple[float, ...]:
+    """What is smallest for the best cuts; ``least`` is the best score without tolerance."""
+    if not tolerance:
+        return (score.excess_bytes, score.load_ms, score.stage_ms, score.bytes)
+    within = max(score.load_ms, least.load_ms * (1 + tolerance))
+    return (score.excess_bytes, within, score.bytes)
 
 
-def _start(weights: Weights, depth: Cuts) -> Cuts:
-    """Where local search begins: nested cuts for a wave, else balanced ones; memory comes later."""
+def _searched(weights: Weights, depth: Cuts, found: Found | None, *, clean: bool) -> Found | None:
+    """Local search from what is known, or from nested or balanced cuts without regard to memory."""
+    cuts = found.cuts if found else _start(weights, depth, clean=clean)
+
+    def key(cuts: Cuts) -> tuple[bool, Score]:
+        return clean and weights.parts(cuts), weights.score(cuts, depth)
+
+    cuts = _improve(cuts, key)
+    if clean and weights.parts(cuts):
+        return None
+    bound = found.bound_ms if found else weights.ideal_ms
+    return Found(cuts=cuts, score=weights.score(cuts, depth), bound_ms=bound, exact=False)
+
+
+def _start(weights: Weights, depth: Cuts, *, clean: bool) -> Cuts:
     free = weights.without_memory()
-    cuts = None
+    found = None
     if weights.collocates:
-        cuts = nested_cuts(free, depth, clean=True) or nested_cuts(free, depth, clean=False)
-    cuts = cuts or balanced_cuts(free, depth)
-    assert cuts is not None
-    return cuts
+        with contextlib.suppress(TooLarge):
+            found = relaxed(lambda most_ms: NestedCuts(free, depth, clean=clean, most_ms=most_ms), free)
+    found = found or relaxed(lambda most_ms: ConsecutiveCuts(free, depth, most_ms=most_ms), free)
+    assert found is not None
+    return found[0]
 
 
-def _improve(cuts: Cuts, weights: Weights, depth: Cuts) -> Cuts:
-    """Move single cuts and mirrored pairs of cuts while the score falls."""
-    best = weights.score(cuts, depth)
+def _least_memory(weights: Weights) -> Found:
+    """Cuts with the smallest fullest rank, one microbatch in flight."""
+    depth = _once(weights)
+    make = _space(weights, depth, clean=False) if weights.num_layers <= _MOST_LAYERS else None
+    if make is None:
+        found = _listed(weights, depth, 0.0, None, clean=False)
+        assert found is not None
+        return found
+    space = make(math.inf)
+    space.limit(space.memory, space.solve(space.memory, total=False))
+    space.solve(space.load_ms, total=False)
+    cuts = space.trace()
+    return Found(cuts=cuts, score=weights.score(cuts, depth), bound_ms=weights.ideal_ms, exact=False)
+
+
+def _improve(cuts: Cuts, key: Callable[[Cuts], tuple[bool, Score]]) -> Cuts:
+    """Move single cuts and mirrored pairs of cuts while the key falls."""
+    best = key(cuts)
     improved = True
     while improved:
         improved = False
         for moved in _moves(cuts):
-            score = weights.score(moved, depth)
-            if score < best:
-                cuts, best, improved = moved, score, True
+            value = key(moved)
+            if value < best:
+                cuts, best, improved = moved, value, True
                 break
     return cuts
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cost import rank_link, state_bytes
@@ -20,37 +19,40 @@ from deepspeed_pulse.planner.routes import named_values, stage_of
 _DIGITS = 9
 """Sums of the same times in another order are equal: ms are compared to 1e-9."""
 
+Pair = tuple[int, int]
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Score:
-    """What partitions are compared by, the first field first. Bytes are per microbatch, forward and backward.
+    """What partitions are compared by, the first field first. Per microbatch, forward and backward.
 
     ``excess_bytes``: how far the fullest rank is above the memory limit.
-    ``parted_bytes``: of values with one consumer whose ends are on two ranks; 0 unless the placement is a wave.
-    ``rank_ms``: the largest rank's compute, or the busiest link's transfer.
+    ``load_ms``: the largest of all ranks' compute and all directed links' bytes/bandwidth: hidden states and named
+    values that change ranks, and the gradients of both.
+    ``stage_ms``: the largest stage. ``bytes``: all that changes ranks.
     """
 
     excess_bytes: float
-    parted_bytes: float
-    rank_ms: float
+    load_ms: float
     stage_ms: float
     bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A named value: ``bytes`` forward and backward together."""
+    """A named value; ``bytes`` one way. Its gradient travels back the same hops, when it has one."""
 
+    name: str
     source: int
     targets: tuple[int, ...]
     bytes: float
+    gradient: bool = True
 
     @property
-    def travels(self) -> bool:
-        """Several consumers: it goes from rank to rank and does not bind cuts."""
-        return len(self.targets) > 1
+    def both_ways(self) -> float:
+        """Bytes of one hop, forward and backward."""
+        return self.bytes * (2.0 if self.gradient else 1.0)
 
 
 class Weights:
@@ -78,7 +80,10 @@ class Weights:
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])
         """Hidden state that crosses a cut before a layer, one way."""
         self.values = _values(profile)
-        self._ms_per_byte = _slowness(self.placement, cluster, data_parallel)
+        self.paired = tuple(value for value in self.values if len(value.targets) == 1)
+        """Values with one consumer, whose ends belong on one rank; all others are sent wherever the cuts part them."""
+        self.travelling = tuple(value for value in self.values if len(value.targets) > 1)
+        self._slow = _slowness(self.placement, cluster, data_parallel)
 
     def without_memory(self) -> Weights:
         """The same, with no memory limit."""
@@ -86,58 +91,83 @@ class Weights:
         free.memory_bytes = None
         return free
 
-    @property
-    def paired(self) -> tuple[Value, ...]:
-        """Values with one consumer: both ends belong on one rank."""
-        return tuple(value for value in self.values if not value.travels)
-
-    @property
-    def travelling(self) -> tuple[Value, ...]:
-        return tuple(value for value in self.values if value.travels)
+    def binding(self, values: Sequence[Value]) -> Weights:
+        """The same with other paired values."""
+        other = copy.copy(self)
+        other.paired = tuple(values)
+        other.travelling = tuple(value for value in self.values if value not in other.paired)
+        return other
 
     def ms_per_byte(self, stage: int) -> float:
         """Of the slower direction between a stage and the one before it; 0 on one rank."""
-        return self._ms_per_byte[stage]
+        before, here = self.placement[stage - 1], self.placement[stage]
+        return float(max(self._slow[before, here], self._slow[here, before]))
+
+    @property
+    def ideal_ms(self) -> float:
+        """No cuts have a smaller load: an even split, or the largest layer."""
+        return float(max(self.work_ms[-1] / (max(self.placement) + 1), np.diff(self.work_ms).max()))
+
+    def parts(self, boundaries: Sequence[int]) -> bool:
+        """Does any paired value change ranks?"""
+        return any(self._rank(boundaries, v.source) != self._rank(boundaries, v.targets[0]) for v in self.paired)
+
+    def _rank(self, boundaries: Sequence[int], layer: int) -> int:
+        return self.placement[stage_of(boundaries, layer)]
 
     def score(self, boundaries: Sequence[int], in_flight: Sequence[int]) -> Score:
         """The true score of cuts, any placement."""
-        stages, ranks = len(self.placement), max(self.placement) + 1
-        work = np.diff(self.work_ms[list(boundaries)])
-        memory = np.diff(self.state[list(boundaries)]) + np.diff(self.activations[list(boundaries)]) * in_flight
+        ranks, cuts = max(self.placement) + 1, list(boundaries)
+        work = np.diff(self.work_ms[cuts])
+        memory = np.diff(self.state[cuts]) + np.diff(self.activations[cuts]) * in_flight
         held = np.bincount(self.placement, weights=work, minlength=ranks)
         full = np.bincount(self.placement, weights=memory, minlength=ranks)
-        moved = [s for s in range(1, stages) if self.placement[s - 1] != self.placement[s]]
-        crossing = sum(2.0 * self.cut_bytes[boundaries[s]] for s in moved)
-        parted, travelling = self._value_bytes(boundaries)
+        traffic = self.traffic(enumerate(itertools.pairwise(cuts)))
         return Score(
             excess_bytes=0.0 if self.memory_bytes is None else max(0.0, float(full.max()) - self.memory_bytes),
-            parted_bytes=parted if self.collocates else 0.0,
-            rank_ms=round(max(float(held.max()), self._link_ms(boundaries)), _DIGITS),
+            load_ms=round(float(max(held.max(), self.link_ms(traffic))), _DIGITS),
             stage_ms=round(float(work.max()), _DIGITS),
-            bytes=float(crossing) + parted + travelling,
+            bytes=float(sum(traffic.values())),
         )
 
-    def _link_ms(self, boundaries: Sequence[int]) -> float:
-        """Busiest directed link: hidden states one way and hidden gradients the other."""
-        busy: dict[tuple[int, int], float] = {}
-        for stage in range(1, len(self.placement)):
-            before, here = self.placement[stage - 1], self.placement[stage]
-            transfer = self.cut_bytes[boundaries[stage]] * self.ms_per_byte(stage)
-            for pair in ((before, here), (here, before)):
-                if before != here:
-                    busy[pair] = busy.get(pair, 0.0) + transfer
-        return max(busy.values(), default=0.0)
+    def link_ms(self, traffic: Mapping[Pair, float]) -> float:
+        """Of the busiest directed link."""
+        return max((size * self._slow[pair] for pair, size in traffic.items()), default=0.0)
 
-    def _value_bytes(self, boundaries: Sequence[int]) -> tuple[float, float]:
-        parted = travelling = 0.0
+    def traffic(self, stages: Iterable[tuple[int, tuple[int, int]]]) -> dict[Pair, float]:
+        """Bytes per directed pair of ranks, from (stage, (first layer, end)).
+
+        Of some stages only, it is what passes among them whatever the others hold.
+        """
+        busy: dict[Pair, float] = {}
+        known = dict(stages)
+        home: dict[int, int] = {}
+        for stage, (first, end) in known.items():
+            home.update(dict.fromkeys(range(first, end), stage))
+            if stage and stage - 1 in known:
+                self._add(busy, stage - 1, stage, self.cut_bytes[first], True)
+        whole = len(known) == len(self.placement)
         for value in self.values:
-            home = self.placement[stage_of(boundaries, value.source)]
-            ranks = {self.placement[stage_of(boundaries, target)] for target in value.targets} - {home}
-            if value.travels:
-                travelling += value.bytes * len(ranks)
-            else:
-                parted += value.bytes * len(ranks)
-        return parted, travelling
+            if value.source in home and (whole or all(target in home for target in value.targets)):
+                for source, target in self._hops(home[value.source], sorted({home[t] for t in value.targets})):
+                    self._add(busy, source, target, value.bytes, value.gradient)
+        return busy
+
+    def _add(self, busy: dict[Pair, float], source: int, target: int, size: float, gradient: bool) -> None:
+        there, here = self.placement[source], self.placement[target]
+        if there != here:
+            busy[there, here] = busy.get((there, here), 0.0) + size
+            if gradient:
+                busy[here, there] = busy.get((here, there), 0.0) + size
+
+    def _hops(self, source: int, consumers: Sequence[int]) -> Iterator[Pair]:
+        """Stages (from, to) of each hop: from rank to rank in stage order, each rank once."""
+        holder, visited = source, {self.placement[source]}
+        for stage in consumers:
+            if self.placement[stage] not in visited:
+                yield holder, stage
+                visited.add(self.placement[stage])
+                holder = stage
 
 
 def _prefix(numbers: Sequence[float]) -> Floats:
@@ -145,22 +175,25 @@ def _prefix(numbers: Sequence[float]) -> Floats:
 
 
 def _values(profile: Profile) -> tuple[Value, ...]:
-    size = {skip.name: skip.bytes * (2.0 if skip.gradient else 1.0) for skip in profile.skips}
-    return tuple(_value(value, size[value.name]) for value in named_values(profile))
+    first = {skip.name: skip for skip in reversed(profile.skips)}
+    return tuple(
+        Value(
+            name=value.name,
+            source=first[value.name].source,
+            targets=value.targets,
+            bytes=float(first[value.name].bytes),
+            gradient=first[value.name].gradient,
+        )
+        for value in named_values(profile)
+    )
 
 
-def _value(value: NamedValue, size: float) -> Value:
-    assert value.source is not None
-    return Value(source=value.source, targets=value.targets, bytes=size)
-
-
-def _slowness(placement: tuple[int, ...], cluster: Cluster, data_parallel: int) -> tuple[float, ...]:
-    slowness = [0.0]
-    for before, here in itertools.pairwise(placement):
-        there = rank_link(cluster, before, here, data_parallel).transfer_ms(1)
-        back = rank_link(cluster, here, before, data_parallel).transfer_ms(1)
-        slowness.append(0.0 if before == here else max(there, back))
-    return tuple(slowness)
+def _slowness(placement: tuple[int, ...], cluster: Cluster, data_parallel: int) -> Floats:
+    """ms a byte, per directed pair of ranks."""
+    ranks = range(max(placement) + 1)
+    return np.array(
+        [[rank_link(cluster, a, b, data_parallel).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks]
+    )
 
 
 def in_flight(placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
