@@ -58,22 +58,33 @@ def raise_everywhere(problem: Exception | None, what: str, group_size: int) -> N
         raise told from (None if problem is told else problem)
 
 
-def who_has_data(has_iterator: bool, first_rank: int, group: Any, size: int) -> tuple[bool, ...]:
-    """Which ranks of the pipeline were given an iterator."""
+def who_has_data(has_iterator: bool, first_rank: int, pipelines: Sequence[Sequence[int]]) -> tuple[bool, ...]:
+    """Which ranks of a pipeline were given an iterator: the same in every pipeline, and the first rank always.
+
+    Args:
+        first_rank: pipeline rank of the first stage.
+        pipelines: global ranks of every pipeline.
+    """
     found: list[Any] = [has_iterator]
-    if size > 1:
-        found = [None] * size
-        dist.all_gather_object(found, has_iterator, group=group)
-    if not found[first_rank]:
+    if dist.get_world_size() > 1:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, has_iterator)
+    patterns = [tuple(found[rank] for rank in ranks) for ranks in pipelines]
+    if any(not pattern[first_rank] for pattern in patterns):
         raise BatchError(
             "the first pipeline rank was given no data: pass data_iter to train_batch (or training_data to "
             "deepspeed.initialize) on every rank, or at least on the first"
         )
-    return tuple(found)
+    if len(set(patterns)) > 1:
+        raise BatchError(
+            "some pipeline ranks were given a data iterator in one pipeline and none in another: pass data_iter on the "
+            f"same pipeline ranks everywhere (by data-parallel index, ranks with data: {_with_data(patterns)})"
+        )
+    return patterns[0]
 
 
-def _entry(name: str) -> str:
-    return "the labels" if name == LABELS else f"the values of batch entry {name!r}"
+def _with_data(patterns: Sequence[Sequence[bool]]) -> str:
+    return "; ".join(str([rank for rank, has in enumerate(pattern) if has]) for pattern in patterns)
 
 
 def check_same_data(
@@ -104,3 +115,7 @@ def check_same_data(
                     "rank; every rank of a pipeline must draw the same batches: seed noise, timesteps and "
                     "shuffling by step and data-parallel index, or give data_iter to the first rank only"
                 )
+
+
+def _entry(name: str) -> str:
+    return "the labels" if name == LABELS else f"the values of batch entry {name!r}"

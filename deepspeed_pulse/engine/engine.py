@@ -205,9 +205,7 @@ class PulseEngine(PipelineEngine):
         except Exception as found:  # whatever a loader raises
             problem = found
         raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())
-        self._readers[mode] = who_has_data(
-            has_data, self._plan.placement[0], self.grid.get_pipe_parallel_group(), self.num_stages
-        )
+        self._readers[mode] = who_has_data(has_data, self._plan.placement[0], self._pipelines)
         return self._readers[mode]
 
     def _lower(self, micro_batches: int, mode: str, readers: tuple[bool, ...]) -> _Lowered:

@@ -133,7 +133,7 @@ class Transport:
         """Drop the buffers of sends that the peer must have received by now; returns at once."""
         for message in messages:
             for _, handle in self._in_flight.pop(message, ()):
-                handle.wait(self._timeout_seconds)
+                self._wait(handle, message, self._channel_of[message].target_rank, "take")
 
     def drain(self) -> None:
         """Wait for all sends; afterwards nothing is under way."""
@@ -183,14 +183,16 @@ class Transport:
         return Signature.decode(self._arrived(buffer, self._communicator.irecv(buffer, channel), message))
 
     def _arrived(self, tensor: torch.Tensor, handle: Handle, message: Message) -> torch.Tensor:
+        self._wait(handle, message, self._channel_of[message].source_rank, "send")
+        return tensor
+
+    def _wait(self, handle: Handle, message: Message, peer: int, verb: str) -> None:
         try:
             handle.wait(self._timeout_seconds)
         except RuntimeError as problem:
-            source = self._channel_of[message].source_rank
             reason = str(problem).splitlines()[0]
             raise RunError(
-                f"pipeline rank {source} did not send {message.label} of microbatch {message.microbatch} (stage "
+                f"pipeline rank {peer} did not {verb} {message.label} of microbatch {message.microbatch} (stage "
                 f"{message.source_stage} to stage {message.target_stage}) within {self._timeout_seconds:g} s, or died: "
                 f'{reason}; see the other ranks\' errors, or raise "timeout_seconds" in the "pulse" block'
             ) from problem
-        return tensor
