@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder of images, one class per subfolder or per file (default: photographs "
                         "that ship with scikit-image)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=800, help="optimizer steps in all")
     parser.add_argument("--size", type=int, default=32, help="side of a crop in pixels, divisible by 8")
     parser.add_argument("--ranks", type=int, help="pipeline ranks (default: all ranks of the run)")
     parser.add_argument("--out", type=Path, default=Path("out/unet"), help="output folder")
