@@ -5,8 +5,9 @@ Everything here follows from the program alone, so both ends of a channel agree 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import PlanError
@@ -14,6 +15,8 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel, Lowering, Message, Program, lower
 from deepspeed_pulse.ir.schedule import Op
 
+MIN_SLOTS = 2
+_LAST = 1 << 60
 _UNIT_TIME = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRAD: 1, Op.WEIGHT_GRAD: 1}
 
 
@@ -24,9 +27,9 @@ class Traffic:
     Attributes:
         program: steps of every rank.
         channels: messages of each channel in the order in which the sender produces them.
-        slots: receive buffers of each channel: as many as messages are under way or waiting at once
-            when an action takes its usual share of time (forward 1, backward 2), and at least enough
-            for messages that overtake each other between sender and receiver.
+        slots: receive buffers of each channel: the fewest with which no message waits for its receive when an
+            action takes its usual share of time (forward 1, backward 2), but two, so that one can arrive while the
+            one before it is read.
         releases: per rank and step, the rank's own earlier sends that its peer must have received
             once this step's messages are here (the peer sent one of them after consuming the send).
     """
@@ -144,20 +147,32 @@ def _slots(
     sent_at: dict[Message, tuple[int, int]],
     used_at: dict[Message, tuple[int, int]],
 ) -> int:
-    """Most messages sent but not consumed at once, in unit time and in the order of the channel."""
-    events = []
+    """Of one channel, in unit time; at least ``MIN_SLOTS`` where there are as many messages."""
+    sent, used = [], []
     for message in messages:
         rank, i = sent_at[message]
-        sent = starts[rank][i] + _UNIT_TIME[program[rank][i].action.op]
+        sent.append(starts[rank][i] + _UNIT_TIME[program[rank][i].action.op])
         target, j = used_at[message]
-        events += [(sent, 1), (starts[target][j] + 1, -1)]
-    live = most = 0
-    for _, change in sorted(events):
-        live += change
-        most = max(most, live)
-    order = [used_at[message][1] for message in messages]
-    overtaken = max(sum(1 for earlier in order[:k] if earlier >= used) + 1 for k, used in enumerate(order))
-    return max(2, most, overtaken)
+        used.append((starts[target][j], j, program[target][j].receives.index(message)))
+    return max(fewest_slots(sent, used), min(MIN_SLOTS, len(messages)))
+
+
+def fewest_slots(sent: Sequence[float], used: Sequence[tuple[float, int, int]]) -> int:
+    """Buffers with which every receive of a channel is posted by the time its message leaves.
+
+    Receives are posted in the channel's order, one for each buffer and one more whenever a message is consumed: with n
+    buffers, message k can arrive once k + 1 - n of the messages before it have been consumed.
+
+    Args:
+        sent: when each message leaves, in the channel's order.
+        used: when each is consumed, with the receiver's action and the position there.
+    """
+    ended: list[tuple[float, int, int]] = []
+    most = 1
+    for time, consumed in zip(sent, used, strict=True):
+        most = max(most, len(ended) + 1 - bisect_right(ended, min((time, _LAST, _LAST), consumed)))
+        insort(ended, consumed)
+    return most
 
 
 def _releases(

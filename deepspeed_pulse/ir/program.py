@@ -31,6 +31,7 @@ HIDDEN = ""
 class Direction(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
+    __hash__ = object.__hash__  # members are singletons, and enum's own hash is what most of a lowering would spend
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class Op(enum.Enum):
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
+    __hash__ = object.__hash__  # members are singletons; enum's own hash is slow, and actions are hashed all the time
 
 
 @dataclass(frozen=True, slots=True)

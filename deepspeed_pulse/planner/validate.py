@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
+from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import lower
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner.order import execution_order
+from deepspeed_pulse.planner.rendezvous import rendezvous_problems
 from deepspeed_pulse.planner.routes import stage_of
 
 _SHOWN = 4
@@ -25,7 +27,8 @@ def violations(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> 
         return found
     found += _routes(plan, values)
     found += [line for lines, _ in _schedule_problems(plan).values() for line in lines]
-    return found + list(_deadlock(plan))
+    found += _deadlock(plan)
+    return found or rendezvous_problems(plan, make_traffic(plan))
 
 
 def check(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> None:
