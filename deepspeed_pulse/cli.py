@@ -154,10 +154,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.make import make_plan
+    from deepspeed_pulse.report.progress import solving
     from deepspeed_pulse.report.tables import plan_table
 
     profile, cluster = Profile.load(arguments.profile), Cluster.load(arguments.cluster)
-    with _replacing(arguments.out) as out:
+    with _replacing(arguments.out) as out, solving(sys.stderr) as progress:
         plan = make_plan(
             profile,
             cluster=cluster,
@@ -170,6 +171,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
             split_backward=arguments.split_backward,
             solver_seconds=arguments.solver_seconds,
+            progress=progress,
         )
         out.write_text(plan.to_json(), encoding="utf-8")
     _print(plan_table(plan, profile=profile))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -43,6 +45,23 @@ def test_plan_writes_a_plan_and_prints_its_table(folder: Path, capsys: pytest.Ca
     assert "predicted GB" in printed.out
     assert "costs: profile toy" in printed.out
     assert sorted(path.name for path in folder.iterdir()) == ["cluster.json", "plan.json", "profile.json"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_terminal_shows_what_is_found_while_solving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Incumbent and bound on one line, which is erased at the end."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    assert run(PLAN.replace("--solver-seconds 0", "--solver-seconds 2")) == 0
+    text = screen.getvalue()
+    assert re.search(r"best schedule [\d.]+ ms, lower bound [\d.]+ ms, gap [\d.]+ %", text)
+    assert "\x1b[2K" in text[-20:], "the line is erased at the end"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.heuristics import GENERATORS, forward_only, generators_for
 from deepspeed_pulse.planner.partition import partition, require_layers
 from deepspeed_pulse.planner.routes import make_routes, named_values
-from deepspeed_pulse.planner.synthesize import synthesize
+from deepspeed_pulse.planner.synthesize import Progress, synthesize
 
 Placement = tuple[int, ...]
 PLACEMENTS = ("auto", "wave", "linear")
@@ -36,6 +36,7 @@ def make_plan(
     split_backward: bool = False,
     solver_seconds: float = 30.0,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> Plan:
     """Cuts, order, routes and estimate for a model on ``pipeline_ranks`` x ``data_parallel`` ranks of a cluster.
 
@@ -44,6 +45,7 @@ def make_plan(
         boundaries: explicit cuts, 0 and the layer count included; "auto" placement then follows from their number.
         schedule: "auto" or a generator's name.
         memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's ``memory_bytes``.
+        progress: told the best makespan and the lower bound, in ms, whenever an order was found.
         split_backward: the order may run backward as ``I`` and ``W``.
 
     Raises:
@@ -66,6 +68,7 @@ def make_plan(
         split_backward=split_backward,
         solver_seconds=solver_seconds / len(places),
         seed=seed,
+        progress=progress,
     )
     return _fastest(request, places)
 
@@ -86,6 +89,7 @@ class _Request:
     split_backward: bool
     solver_seconds: float
     seed: int
+    progress: Progress | None = None
 
     def plan(self, placement: Placement) -> Plan:
         return synthesize(
@@ -97,6 +101,7 @@ class _Request:
             split_backward=self.split_backward,
             solver_seconds=self.solver_seconds,
             seed=self.seed,
+            progress=self.progress,
         )
 
     def _without_schedule(self, placement: Placement) -> Plan:

@@ -6,7 +6,7 @@ The simulator alone decides: whatever found an order, its figures come from ther
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from deepspeed_pulse.errors import InfeasibleError, PulseError
@@ -25,6 +25,9 @@ from deepspeed_pulse.planner.simulate import rank_state_bytes, run, summarize
 
 MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""
+
+Progress = Callable[[float, float], None]
+"""Told the best makespan so far and the lower bound, in ms, whenever an order was found."""
 
 _PROVEN = 1e-9
 _SOLVER_TOLERANCE = 1e-6
@@ -57,6 +60,7 @@ def synthesize(
     split_backward: bool = False,
     solver_seconds: float = 30.0,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> Plan:
     """The plan with the best order found, its estimate and solver; the plan's own schedule is not looked at.
 
@@ -70,7 +74,7 @@ def synthesize(
     """
     deadline = time.monotonic() + solver_seconds
     instance = Instance(replace(plan, schedule=((),) * plan.pipeline_ranks), profile, cluster)
-    pool = _Pool(instance, memory_bytes, split_backward)
+    pool = _Pool(instance, memory_bytes, split_backward, progress)
     pool.generate(schedule)
     if schedule == "auto" and solver_seconds > 0 and not pool.proven:
         _solve_exactly(pool, seed, deadline)
@@ -88,7 +92,10 @@ def synthesize(
 class _Pool:
     """Orders found so far, the best first in mind, and the strongest lower bound."""
 
-    def __init__(self, instance: Instance, memory_bytes: int | None, split: bool) -> None:
+    def __init__(
+        self, instance: Instance, memory_bytes: int | None, split: bool, progress: Progress | None = None
+    ) -> None:
+        self.progress = progress
         self.instance, self.memory_bytes, self.split = instance, memory_bytes, split
         self.caps = _caps(instance, memory_bytes)
         self.bound_ms = lower_bound_ms(instance, instance.plan.microbatches, split=split)
@@ -119,7 +126,7 @@ class _Pool:
             if self.memory_bytes is not None and peak > self.memory_bytes:
                 self.fits_all = False
                 continue
-            self.fitting.append(candidate)
+            self._keep(candidate)
             if self.proven:
                 return
         if not self.fitting:
@@ -133,8 +140,13 @@ class _Pool:
             return False
         if self.memory_bytes is not None and max(candidate.estimate.peak_bytes) > self.memory_bytes:
             return False
-        self.fitting.append(candidate)
+        self._keep(candidate)
         return True
+
+    def _keep(self, candidate: Candidate) -> None:
+        self.fitting.append(candidate)
+        if self.progress is not None:
+            self.progress(self.best.estimate.makespan_ms, self.bound_ms)
 
 
 def _improve(pool: _Pool, seed: int, deadline: float) -> None:

@@ -4,7 +4,7 @@ import doctest
 
 import pytest
 
-from deepspeed_pulse.report import words
+from deepspeed_pulse.report import progress, words
 
 
 def test_examples_in_docstrings() -> None:
@@ -27,3 +27,8 @@ def test_gigabytes(size: float, text: str) -> None:
 @pytest.mark.parametrize(("ms", "text"), [(0.5, "0.5 ms"), (59.71, "59.7 ms"), (1320.0, "1.32 s"), (2.5e6, "2500 s")])
 def test_milliseconds(ms: float, text: str) -> None:
     assert words.milliseconds(ms) == text
+
+
+def test_progress_is_one_line() -> None:
+    assert doctest.testmod(progress).failed == 0
+    assert "\n" not in progress.describe(57.0, 57.0)
