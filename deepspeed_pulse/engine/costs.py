@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.cache import kept
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
@@ -57,7 +55,8 @@ def make_profile(request: PlanRequest) -> tuple[Profile, str]:
     if request.example is None:
         counts = [max(count, 1) for count in parameter_counts(request.layers)]
         return _weighted(request, counts), "parameter counts (give example_batch or a profile for better ones)"
-    return _cached(request, lambda: _measured(request)), "measured on example_batch"
+    profile = kept(request.pulse.plan_cache, "profile", _content(request), Profile.load, lambda: _measured(request))
+    return profile, "measured on example_batch"
 
 
 def _check_values(request: PlanRequest, profile: Profile) -> None:
@@ -184,33 +183,17 @@ def _built(request: PlanRequest, index: int) -> Callable[..., Any]:
     return bare
 
 
-def _cached(request: PlanRequest, make: Callable[[], Profile]) -> Profile:
-    """A measured profile is kept by content: the same job finds the same profile, so the same plan."""
-    if request.pulse.plan_cache is None:
-        return make()
-    folder = Path(request.pulse.plan_cache)
-    path = folder / f"profile-{_key(request)}.json"
-    if path.exists():
-        return Profile.load(path)
-    profile = make()
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(profile.to_json(), encoding="utf-8")
-    beside.replace(path)
-    return profile
-
-
-def _key(request: PlanRequest) -> str:
+def _content(request: PlanRequest) -> dict[str, Any]:
+    """What a measured profile depends on."""
     assert request.example is not None
     inputs, entries = request.example
-    described = {
+    return {
         "layers": [(layer.name, layer.stash, layer.pop) for layer in request.graph.layers],
         "shapes": [[list(p.shape) for p in _parameters(layer)] for layer in request.layers],
         "batch": {name: _described(value) for name, value in {"": inputs, **entries}.items()},
         "device": request.device.type,
         "threads": torch.get_num_threads(),
     }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _described(value: Any) -> Any:
