@@ -25,6 +25,8 @@ from deepspeed_pulse.report.words import summary
 _LANE = 0.84
 _FOOT = 0.10
 _MAX_MESSAGES = 400
+_DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))
+"""Of neighbouring ranks' memory, so that the curves differ without colour."""
 _FONT_POINTS = 7.0
 _STYLE = {
     "font.family": "DejaVu Sans",
@@ -118,7 +120,7 @@ def _size(rows: Sequence[tuple[str, Timeline]], memory: bool) -> tuple[float, li
     for _, timeline in rows:
         heights.append(0.4 * timeline.num_ranks + 0.35)
         if memory and timeline.memory:
-            heights.append(1.4)
+            heights.append(max(1.4, 0.18 * timeline.num_ranks))
     return min(max(11.0, 0.24 * actions + 3), 26.0), heights
 
 
@@ -186,10 +188,11 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     for rank, changes in enumerate(timeline.memory):
         shade = colours(0.9 * rank / max(timeline.num_ranks - 1, 1))
         times, sizes = [ms for ms, _ in changes], [num_bytes / 1e9 for _, num_bytes in changes]
-        axes.step(times, sizes, where="post", color=shade, linewidth=1, label=f"rank {rank}")
+        dashes = _DASHES[rank % len(_DASHES)]
+        axes.step(times, sizes, where="post", color=shade, linestyle=dashes, linewidth=1, label=f"rank {rank}")
     axes.set_ylabel("live GB")
     axes.set_ylim(bottom=0)
-    axes.legend(ncols=1, fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(ncols=1, fontsize=7, handlelength=3, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _legend(timelines: Sequence[Timeline], placement: tuple[int, ...]) -> list[Patch]:
@@ -198,7 +201,7 @@ def _legend(timelines: Sequence[Timeline], placement: tuple[int, ...]) -> list[P
     handles = []
     for key, look in _LOOKS.items():
         if key in used:
-            way = f", {'second' if key[1] else 'first'} stage of the rank" if two_ways else ""
+            way = f", {'second stage of the rank (bar below)' if key[1] else 'first stage'}" if two_ways else ""
             hatch = look.hatch or None
             handles.append(Patch(facecolor=look.face, edgecolor=look.edge, hatch=hatch, label=_WORDS[key[0]] + way))
     if any(0 < len(timeline.transfers) <= _MAX_MESSAGES for timeline in timelines):
