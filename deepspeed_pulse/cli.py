@@ -12,12 +12,12 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from deepspeed_pulse import __version__
-from deepspeed_pulse.errors import ConfigError, FileError, PlanError, PulseError
+from deepspeed_pulse.errors import ConfigError, PlanError, PulseError
 
 if TYPE_CHECKING:
     from deepspeed_pulse.ir.cluster import Cluster
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from deepspeed_pulse.ir.timeline import Timeline
 
 OK, FAILED_CHECK, UNUSABLE = 0, 1, 2
-_SUFFIXES = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,6 +82,12 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan.add_argument("--schedule", default="auto", metavar="S", help='"auto" or a schedule\'s name')
     plan.add_argument("--split-backward", action="store_true", help="input and weight gradients apart (I and W)")
     plan.add_argument("--solver-seconds", default=30.0, type=_seconds, metavar="T")
+    plan.add_argument(
+        "--tolerance", default=0.0, type=_share, metavar="T", help="share of the load to give up for fewer bytes sent"
+    )
+    plan.add_argument(
+        "--cuts", type=lambda text: text.split(","), metavar="A,B,..", help="first layer of each stage but the first"
+    )
     plan.add_argument("--out", required=True, metavar="PLAN", help="the plan that is written")
 
 
@@ -143,6 +148,13 @@ def _seconds(text: str) -> float:
     return number
 
 
+def _share(text: str) -> float:
+    number = _number(text)
+    if not 0.0 <= number <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
+    return number
+
+
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -154,11 +166,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.make import make_plan
+    from deepspeed_pulse.planner.partition import explicit_cuts
+    from deepspeed_pulse.report.files import replacing
     from deepspeed_pulse.report.progress import solving
     from deepspeed_pulse.report.tables import plan_table
 
     profile, cluster = Profile.load(arguments.profile), Cluster.load(arguments.cluster)
-    with _replacing(arguments.out) as out, solving(sys.stderr) as progress:
+    with replacing(arguments.out) as out, solving(sys.stderr) as progress:
         plan = make_plan(
             profile,
             cluster=cluster,
@@ -167,10 +181,12 @@ def _plan(arguments: argparse.Namespace) -> int:
             data_parallel=arguments.data_parallel,
             placement=arguments.placement,
             waves=arguments.waves,
+            boundaries=None if arguments.cuts is None else explicit_cuts(profile, arguments.cuts),
             schedule=arguments.schedule,
             memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
             split_backward=arguments.split_backward,
             solver_seconds=arguments.solver_seconds,
+            tolerance=arguments.tolerance,
             progress=progress,
         )
         out.write_text(plan.to_json(), encoding="utf-8")
@@ -208,18 +224,19 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.report.files import SUFFIXES, replacing, write
     from deepspeed_pulse.report.grid import schedule_grid
     from deepspeed_pulse.report.tables import plan_table
 
     for path in arguments.out:
-        if Path(path).suffix not in _SUFFIXES:
-            raise ConfigError(f"--out {path}: expected a name ending in one of {', '.join(_SUFFIXES)}")
+        if Path(path).suffix not in SUFFIXES:
+            raise ConfigError(f"--out {path}: expected a name ending in one of {', '.join(SUFFIXES)}")
     plan = Plan.load(arguments.plan)
     runnable, profile, cluster = _costs(arguments, plan)
     timeline = _simulate(arguments.plan, runnable, profile, cluster)
     with contextlib.ExitStack() as files:
         for path in arguments.out:
-            _write(files.enter_context(_replacing(path)), plan, timeline, memory=arguments.memory)
+            write(files.enter_context(replacing(path)), plan, timeline, memory=arguments.memory)
     _print(plan_table(plan, profile=profile if arguments.profile else None, costs=_costs_note(arguments)))
     _print(schedule_grid(timeline, plan.placement, width=_width()))
     return OK
@@ -266,55 +283,6 @@ def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Time
     if found:
         raise PlanError(f"{path}: the plan cannot run: {'; '.join(found)}")
     return simulate(plan, profile, cluster)
-
-
-def _write(path: Path, plan: Plan, timeline: Timeline, *, memory: bool) -> None:
-    """What the suffix asks for."""
-    rows = [(_title(plan), timeline)]
-    if path.suffix == ".json":
-        from deepspeed_pulse.report.trace import write_trace
-
-        write_trace(path, [("planned", timeline)], plan.placement)
-    elif path.suffix == ".csv":
-        from deepspeed_pulse.report.actions import to_csv
-
-        path.write_text(to_csv(plan), encoding="utf-8")
-    elif path.suffix == ".html":
-        from deepspeed_pulse.report.html import write_page
-
-        write_page(path, rows, plan.placement)
-    else:
-        from deepspeed_pulse.report.timeline import draw_timelines
-
-        draw_timelines(rows, plan.placement, path, memory=memory)
-
-
-def _title(plan: Plan) -> str:
-    return "planned" if plan.solver is None else plan.solver.name
-
-
-@contextlib.contextmanager
-def _replacing(name: str) -> Iterator[Path]:
-    """A file beside ``name`` that takes its place when the block ends well, and is removed otherwise.
-
-    What is there and is no regular file (a device, a pipe) is written to as it is.
-    """
-    target = Path(os.path.realpath(name))
-    if target.exists() and not target.is_file() and not target.is_dir():
-        yield target
-        return
-    beside = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-    try:
-        if target.is_dir():
-            raise IsADirectoryError("it is a directory")
-        beside.touch()
-        try:
-            yield beside
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as problem:
-        raise FileError(f"cannot write {name}: {problem.strerror or problem}") from None
 
 
 def _width() -> int:

@@ -47,6 +47,26 @@ def test_plan_writes_a_plan_and_prints_its_table(folder: Path, capsys: pytest.Ca
     assert sorted(path.name for path in folder.iterdir()) == ["cluster.json", "plan.json", "profile.json"]
 
 
+@pytest.mark.parametrize("cuts", ["1,4,6", "block1,4,block6"])
+@pytest.mark.usefixtures("folder")
+def test_explicit_cuts_by_index_and_by_name(cuts: str) -> None:
+    assert run(f"{PLAN} --cuts {cuts}") == 0
+    assert Plan.load("plan.json").boundaries == (0, 1, 4, 6, 8)
+
+
+@pytest.mark.usefixtures("folder")
+def test_tolerance_gives_load_for_bytes() -> None:
+    """The fifth layer sends little: cutting behind it takes 5 layers instead of 4."""
+    profile = json.loads(Path("profile.json").read_text())
+    profile["layers"][4]["output_bytes"] = 1
+    Path("profile.json").write_text(json.dumps({**profile, "skips": []}))
+    cuts = []
+    for tolerance in ("0", "0.25"):
+        assert run(f"{PLAN} --placement linear --tolerance {tolerance}") == 0
+        cuts.append(Plan.load("plan.json").boundaries)
+    assert cuts == [(0, 4, 8), (0, 5, 8)]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -113,6 +133,10 @@ ERRORS = {
     PLAN + " --memory-gb 0.001": "memory",
     PLAN + " --solver-seconds -1": "--solver-seconds: expected a number of seconds >= 0",
     PLAN + " --schedule wav": "wav",
+    PLAN + " --tolerance 7": "--tolerance: expected a number from 0 to 1, found '7'",
+    PLAN + " --cuts 1,blok4,6": "found 'blok4', which names 0 layers (did you mean \"block4\"?)",
+    PLAN + " --cuts 1,4": "expected 3 (wave placement) or 1 (linear placement) inner cuts, found 2",
+    PLAN + " --cuts 4,1,6": "strictly increasing layer indices",
     PLAN + " --placement wave --schedule 1f1b": "those that do:",
     PLAN + " --placement loop": "--placement: invalid choice: 'loop'",
     PLAN.replace("plan.json", "."): "cannot write .: it is a directory",

@@ -36,6 +36,7 @@ def make_plan(
     split_backward: bool = False,
     solver_seconds: float = 30.0,
     seed: int = 0,
+    tolerance: float = 0.0,
     progress: Progress | None = None,
 ) -> Plan:
     """Cuts, order, routes and estimate for a model on ``pipeline_ranks`` x ``data_parallel`` ranks of a cluster.
@@ -45,6 +46,7 @@ def make_plan(
         boundaries: explicit cuts, 0 and the layer count included; "auto" placement then follows from their number.
         schedule: "auto" or a generator's name.
         memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's ``memory_bytes``.
+        tolerance: share of the largest load that may be given up for fewer bytes between ranks.
         progress: told the best makespan and the lower bound, in ms, whenever an order was found.
         split_backward: the order may run backward as ``I`` and ``W``.
 
@@ -68,6 +70,7 @@ def make_plan(
         split_backward=split_backward,
         solver_seconds=solver_seconds / len(places),
         seed=seed,
+        tolerance=tolerance,
         progress=progress,
     )
     return _fastest(request, places)
@@ -89,7 +92,8 @@ class _Request:
     split_backward: bool
     solver_seconds: float
     seed: int
-    progress: Progress | None = None
+    tolerance: float
+    progress: Progress | None
 
     def plan(self, placement: Placement) -> Plan:
         return synthesize(
@@ -112,6 +116,7 @@ class _Request:
             microbatches=self.microbatches,
             memory_bytes=self.memory_bytes,
             data_parallel=self.data_parallel,
+            tolerance=self.tolerance,
         )
         return Plan(
             pipeline_ranks=self.pipeline_ranks,

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
@@ -83,6 +83,27 @@ def require_layers(profile: Profile, placement: Sequence[int]) -> None:
             f"{stages} layers, the model {profile.name!r} has {profile.num_layers}; use fewer ranks or waves, or split "
             "the model into finer layers"
         )
+
+
+def explicit_cuts(profile: Profile, cuts: Sequence[str]) -> Cuts:
+    """Boundaries from the first layer of each stage but the first, by index or by name.
+
+    Raises:
+        ConfigError: no layer, or more than one, has such a name.
+    """
+    names = [layer.name for layer in profile.layers]
+    return (0, *(_layer_index(names, cut.strip()) for cut in cuts), len(names))
+
+
+def _layer_index(names: list[str], cut: str) -> int:
+    if cut not in names and cut.isascii() and cut.isdigit() and len(cut) < 10:
+        return int(cut)
+    if names.count(cut) != 1:
+        raise ConfigError(
+            f"cuts: expected layer indices or names, found {cut!r}, which names {names.count(cut)} layers"
+            f"{did_you_mean(cut, names)}"
+        )
+    return names.index(cut)
 
 
 def _once(weights: Weights) -> Cuts:

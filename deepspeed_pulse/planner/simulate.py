@@ -107,7 +107,7 @@ def summarize(instance: Instance, timeline: Timeline, *, shard_optimizer: bool =
     microbatches = 1 + max(span.action.microbatch for span in timeline.spans)
     split = any(span.action.op is Op.WEIGHT_GRAD for span in timeline.spans)
     bound = lower_bound_ms(instance, microbatches, split=split)
-    step_ms = max(makespan, _reduction_end_ms(instance, timeline))
+    step_ms = max(makespan, _reduction_end_ms(instance, timeline, shard_optimizer=shard_optimizer))
     samples = plan.microbatch_size * microbatches * plan.data_parallel
     return Estimate(
         makespan_ms=makespan,
@@ -139,24 +139,26 @@ def rank_state_bytes(instance: Instance, rank: int, *, shards: int = 1) -> int:
     return state_bytes(instance.profile, params, shards=shards)
 
 
-def _reduction_end_ms(instance: Instance, timeline: Timeline) -> float:
-    """When the last gradient is reduced over the data-parallel peers.
+def _reduction_end_ms(instance: Instance, timeline: Timeline, *, shard_optimizer: bool) -> float:
+    """When the last rank holds its new weights, the optimizer's own time not counted.
 
-    Ring all-reduce of a stage's gradients: 2 (G-1) rounds of bytes/G. It starts when the stage's last backward
-    ends; the stages of one rank follow one another.
+    A stage's gradients are reduced over its data-parallel peers from the end of its last backward on, while the rank
+    goes on with other stages; the stages of one rank follow one another. With a sharded optimizer they are only
+    scattered then, half of an all-reduce; the other half gathers the rank's weights after its step.
     """
-    group = instance.plan.data_parallel
-    if group == 1:
+    if instance.plan.data_parallel == 1:
         return 0.0
     ready: dict[int, float] = {}
     for span in timeline.spans:
         if span.action.op is not Op.FORWARD:
             ready[span.action.stage] = max(ready.get(span.action.stage, 0.0), span.end_ms)
-    free = [0.0] * instance.num_ranks
+    share = 0.5 if shard_optimizer else 1.0
+    free, gather = [0.0] * instance.num_ranks, [0.0] * instance.num_ranks
     for stage in sorted(ready, key=lambda s: (ready[s], s)):
-        rank = instance.placement[stage]
-        free[rank] = max(free[rank], ready[stage]) + reduction_ms(instance, stage)
-    return max(free)
+        rank, duration = instance.placement[stage], reduction_ms(instance, stage)
+        free[rank] = max(free[rank], ready[stage]) + share * duration
+        gather[rank] += (1.0 - share) * duration
+    return max(end + more for end, more in zip(free, gather, strict=True))
 
 
 def reduction_ms(instance: Instance, stage: int) -> float:

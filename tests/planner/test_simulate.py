@@ -117,6 +117,23 @@ def test_gradient_reduction_is_hidden_except_for_its_tail():
     assert estimate(plan((0, 1), 1, schedule=order), costs, cluster(link)).step_ms == pytest.approx(6)
 
 
+def test_a_sharded_optimizer_scatters_early_and_gathers_at_the_end():
+    """Ring of 2, 1 MB at 1 GB/s: half a ms each way. Two stages on rank 0: the first scatter hides behind 0B0."""
+    link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0)
+    costs = uniform(2, param_bytes=1_000_000)
+    found = plan((0, 0), 1, schedule=rows("0F0 1F0 1B0 0B0"), data_parallel=2)
+    assert estimate(found, costs, cluster(link)).step_ms == pytest.approx(6 + 1)
+    assert estimate(found, costs, cluster(link), shard_optimizer=True).step_ms == pytest.approx(6 + 0.5 + 2 * 0.5)
+
+
+def test_reductions_of_one_rank_follow_one_another():
+    """4 ms each: stage 1's runs from 4 to 8 behind 0B0 (4 to 6), then stage 0's from 8 to 12."""
+    link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0)
+    costs = uniform(2, param_bytes=4_000_000)
+    found = plan((0, 0), 1, schedule=rows("0F0 1F0 1B0 0B0"), data_parallel=2)
+    assert estimate(found, costs, cluster(link)).step_ms == pytest.approx(12)
+
+
 @pytest.mark.parametrize(("dtype", "factor", "sharded"), [("float32", 4, 3), ("bfloat16", 8, 5), ("float16", 8, 5)])
 def test_peak_is_state_plus_what_is_live(dtype, factor, sharded):
     """Under a sharded optimizer weights and gradients stay whole: 2 of 4, or 2 of 8, parts."""

@@ -1,0 +1,63 @@
+"""Plans and timelines as files; a file is whole or not there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.timeline import Timeline
+
+SUFFIXES = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
+
+
+def write(path: Path, plan: Plan, timeline: Timeline, *, memory: bool) -> None:
+    """What the suffix asks for."""
+    rows = [(_title(plan), timeline)]
+    if path.suffix == ".json":
+        from deepspeed_pulse.report.trace import write_trace
+
+        write_trace(path, [("planned", timeline)], plan.placement)
+    elif path.suffix == ".csv":
+        from deepspeed_pulse.report.actions import to_csv
+
+        path.write_text(to_csv(plan), encoding="utf-8")
+    elif path.suffix == ".html":
+        from deepspeed_pulse.report.html import write_page
+
+        write_page(path, rows, plan.placement)
+    else:
+        from deepspeed_pulse.report.timeline import draw_timelines
+
+        draw_timelines(rows, plan.placement, path, memory=memory)
+
+
+def _title(plan: Plan) -> str:
+    return "planned" if plan.solver is None else plan.solver.name
+
+
+@contextlib.contextmanager
+def replacing(name: str) -> Iterator[Path]:
+    """A file beside ``name`` that takes its place when the block ends well, and is removed otherwise.
+
+    What is there and is no regular file (a device, a pipe) is written to as it is.
+    """
+    target = Path(os.path.realpath(name))
+    if target.exists() and not target.is_file() and not target.is_dir():
+        yield target
+        return
+    beside = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        if target.is_dir():
+            raise IsADirectoryError("it is a directory")
+        beside.touch()
+        try:
+            yield beside
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as problem:
+        raise FileError(f"cannot write {name}: {problem.strerror or problem}") from None
