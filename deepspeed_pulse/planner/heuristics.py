@@ -17,10 +17,11 @@ Split: ``I`` and ``W`` instead of ``B``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from deepspeed_pulse.errors import ConfigError, did_you_mean
+from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import describe_placement, loop_placement
 from deepspeed_pulse.ir.schedule import Action, Schedule, backward, forward
 from deepspeed_pulse.planner import templates
@@ -31,6 +32,9 @@ Caps = tuple[Cap | None, ...]
 
 _MANY_ACTIONS = 1500
 """Above so many forwards, fewer orders are tried: planning stays within seconds."""
+
+_HUGE = 10_000
+"""Above so many forwards, one order for each memory cap."""
 
 
 def gpipe(instance: Instance, microbatches: int) -> Schedule:
@@ -158,14 +162,29 @@ def _filled(instance: Instance, order: Schedule, count: int, caps: Caps) -> Orde
 def _wave_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
     """Counts in flight from half of 1F1B's upwards, with both preferences; then the memory caps."""
     held, microbatches = _stages_a_rank(instance), instance.plan.microbatches
-    eighths = (4, 6, 8, 9, 10, 12, 16) if instance.num_stages * microbatches <= _MANY_ACTIONS else (8, 12)
+    forwards = instance.num_stages * microbatches
+    eighths = (4, 6, 8, 9, 10, 12, 16) if forwards <= _MANY_ACTIONS else (8, 12) if forwards <= _HUGE else ()
     counts = sorted({max(held, instance.num_ranks * held * n // 8) for n in eighths})
     limits = [count_cap(instance, count) for count in counts if count < microbatches * held]
     for cap in (*limits, *caps):
         for prefer in (Prefer.BACKWARD, Prefer.FORWARD):
+            if forwards > _HUGE and (cap is None) == (prefer is Prefer.BACKWARD):
+                continue
             yield _listed(instance, prefer, cap)
             if split:
                 yield _listed(instance, prefer, cap, split=True)
+
+
+def frugal_orders(instance: Instance, cap: Cap, split: bool) -> list[Schedule]:
+    """Lists under shares of a cap, the most frugal first."""
+    found = []
+    for eighths in range(2, 9):
+        limits = tuple(limit * eighths / 8 for limit in cap.limits)
+        for prefer in (Prefer.FORWARD, Prefer.BACKWARD):
+            with contextlib.suppress(InfeasibleError):
+                part = Cap(weights=cap.weights, limits=limits, unit=cap.unit)
+                found.append(list_schedule(instance, instance.plan.microbatches, prefer=prefer, cap=part, split=split))
+    return list(dict.fromkeys(found))
 
 
 def _stages_a_rank(instance: Instance) -> int:

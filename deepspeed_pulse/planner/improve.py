@@ -5,6 +5,7 @@ Deterministic as long as the deadline is not reached: everything else is bounded
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +13,20 @@ from dataclasses import dataclass, field
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.listing import Cap
-from deepspeed_pulse.planner.net import Net, Rows
+from deepspeed_pulse.planner.net import Net
+from deepspeed_pulse.planner.paths import Paths
 from deepspeed_pulse.planner.search import Search
 from deepspeed_pulse.planner.simulate import reduction_ms
 
-_STARTS = 6
+_STARTS = 16
 _NODES_A_ROUND = 400_000
-"""Work of one round of one search, in evaluated nodes: a tenth of a second or two."""
-_PATIENCE = 24
-"""Rounds without a better order after which a search ends."""
-
-_REJECTED = 30
-"""Orders that did not fit the memory after which a search is given less: what arrives early was not counted."""
+"""Work of one round of one search, in evaluated nodes: some tenths of a second."""
+_PATIENCE = 12
+"""Rounds without a better order after which the last search ends."""
+_LARGE = 5_000
+"""Nodes above which only the best start is searched from."""
+_TIGHTER = 0.98
+"""Share of the stash left when an order did not fit the memory: what arrives early is not counted beforehand."""
 
 
 @dataclass(kw_only=True)
@@ -31,7 +34,7 @@ class Improver:
     """Searches orders of one instance.
 
     Args:
-        keep: told every order that is better in the search's eyes; says whether it counts (its memory fits).
+        keep: told the best order of a round; says whether it counts (its memory fits).
     """
 
     instance: Instance
@@ -42,6 +45,7 @@ class Improver:
     deadline: float
     keep: Callable[[Schedule], bool]
     net: Net = field(init=False)
+    best_ms: float = field(init=False, default=math.inf)
 
     def __post_init__(self) -> None:
         instance = self.instance
@@ -49,39 +53,51 @@ class Improver:
         self.net = Net(instance, instance.plan.microbatches, split=self.split, finish_ms=finish)
 
     def improve(self, starts: Sequence[Schedule]) -> None:
-        """Short searches from every start, then long ones from the best half, then one from the best."""
-        searches = [self._search(number, start) for number, start in enumerate(starts[:_STARTS])]
-        patience = 2
-        while searches and not self._over(searches):
+        """Short searches from every start, longer ones from the better half, and so on to the best one."""
+        count = _STARTS if len(self.net.duration) <= _LARGE else 1
+        searches = [self._search(number, start) for number, start in enumerate(starts[:count])]
+        patience = 1
+        while searches and not self._over:
+            last = len(searches) == 1
             for search in searches:
-                self._exhaust(search, patience)
-            searches.sort(key=lambda search: search.best_ms)
-            if len(searches) == 1:
+                self._exhaust(search, _PATIENCE if last else patience)
+            if last:
                 break
+            searches.sort(key=lambda search: search.best_ms)
             searches = searches[: (len(searches) + 1) // 2]
-            patience = _PATIENCE if len(searches) == 1 else 2 * patience
+            patience *= 2
+
+    def shortest(self, orders: Sequence[Schedule]) -> Schedule | None:
+        """The order with the shortest longest path of those that do not deadlock."""
+        best: tuple[float, Schedule] | None = None
+        for order in orders:
+            rows = self.net.rows(order)
+            if time.monotonic() < self.deadline and self.net.chained(rows) is not None:
+                span = Paths(self.net, rows).span
+                if best is None or span < best[0]:
+                    best = (span, order)
+        return best[1] if best else None
 
     def _search(self, number: int, start: Schedule) -> Search:
-        rows = self.net.rows(start)
-        return Search(
-            self.net, self.cap, rows, seed=self.seed * 1000 + number, target_ms=self.target_ms, accept=self._accept
-        )
-
-    def _accept(self, rows: Rows) -> bool:
-        return self.keep(self.net.schedule(rows))
+        seed = self.seed * 1000 + number
+        return Search(self.net, self.cap, self.net.rows(start), seed=seed, target_ms=self.target_ms)
 
     def _exhaust(self, search: Search, patience: int) -> None:
+        size = len(self.net.duration)
+        steps = max(20, min(_NODES_A_ROUND // size, 8 * size))
         idle = 0
-        while idle < patience and not self._over([search]):
-            size = len(self.net.duration)
-            steps = max(20, min(_NODES_A_ROUND // size, 25 * size))
-            idle = 0 if search.run(steps, self.deadline) else idle + 1
-            if search.rejected > _REJECTED:
-                search.tighten(0.97)
+        while idle < patience and not self._over:
+            before = (search.best_rows, search.best_ms)
+            better = search.run(steps, self.deadline)
+            if better and self.keep(self.net.schedule(search.best_rows)):
+                self.best_ms = min(self.best_ms, search.best_ms)
+            elif better:
+                search.reject(*before, _TIGHTER)
+            idle = 0 if better else idle + 1
 
-    def _over(self, searches: Sequence[Search]) -> bool:
-        reached = min(search.best_ms for search in searches) <= self.target_ms * (1 + 1e-9)
-        return reached or time.monotonic() >= self.deadline
+    @property
+    def _over(self) -> bool:
+        return self.best_ms <= self.target_ms * (1 + 1e-9) or time.monotonic() >= self.deadline
 
 
 def split_backwards(schedule: Schedule) -> Schedule:

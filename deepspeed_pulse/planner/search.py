@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.planner.listing import Cap
@@ -29,14 +28,13 @@ class Search:
         *,
         seed: int,
         target_ms: float,
-        accept: Callable[[Rows], bool] = lambda rows: True,
     ) -> None:
-        self.net, self.target_ms, self.accept = net, target_ms, accept
+        self.net, self.target_ms = net, target_ms
         self.random = random.Random(seed)
         self.change = _stash_changes(net, cap)
         self.limits = list(cap.limits) if cap else [float("inf")] * net.instance.num_ranks
         self.capped = cap is not None
-        self.step = self.rejected = 0
+        self.step = 0
         self.tabu: dict[tuple[int, int], int] = {}
         self.restart(rows)
         self.best_rows, self.best_ms = [row[:] for row in rows], self.paths.span
@@ -56,7 +54,7 @@ class Search:
             if not self._advance():
                 self._shake(6)
             since += 1
-            if self.paths.span < self.best_ms - _EPSILON and self._accepted():
+            if self.paths.span < self.best_ms - _EPSILON:
                 self.best_ms, self.best_rows, since = self.paths.span, [row[:] for row in self.rows], 0
             elif since > 400 + self.net.num_actions:
                 self.restart(self.best_rows)
@@ -64,16 +62,11 @@ class Search:
                 since = 0
         return self.best_ms < before - _EPSILON
 
-    def _accepted(self) -> bool:
-        taken = self.accept(self.rows)
-        self.rejected = 0 if taken else self.rejected + 1
-        return taken
-
-    def tighten(self, share: float) -> None:
-        """Less stash for every rank from now on, and a fresh start from the best order."""
+    def reject(self, rows: Rows, best_ms: float, share: float) -> None:
+        """Go back to an earlier best order, and from now on less stash for every rank."""
         self.limits = [share * limit for limit in self.limits]
-        self.rejected = 0
-        self.restart(self.best_rows)
+        self.best_rows, self.best_ms = rows, best_ms
+        self.restart(rows)
 
     def _advance(self) -> bool:
         """The best move that is not tabu and leads to no deadlock."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from deepspeed_pulse.errors import InfeasibleError, PulseError
 from deepspeed_pulse.ir.cluster import Cluster
@@ -17,14 +18,18 @@ from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.exact import count_pairs, solve_order
-from deepspeed_pulse.planner.heuristics import byte_cap, generators_for
+from deepspeed_pulse.planner.heuristics import byte_cap, frugal_orders, generators_for
 from deepspeed_pulse.planner.improve import Improver, split_backwards
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.listing import Cap
 from deepspeed_pulse.planner.simulate import rank_state_bytes, run, summarize
+from deepspeed_pulse.planner.unroll import unrolled
 
 MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""
+
+_FEW = 3
+"""Microbatches per rank of the instance whose order is unrolled for many: start, end and a steady state between."""
 
 Progress = Callable[[float, float], None]
 """Told the best makespan so far and the lower bound, in ms, whenever an order was found."""
@@ -132,6 +137,15 @@ class _Pool:
         if not self.fitting:
             raise _too_little_memory(self.instance, self.memory_bytes, smallest)
 
+    def starts(self) -> list[Schedule]:
+        """Where searches start: the best orders, and in between frugal ones, which have room to move under a cap."""
+        found = [candidate.schedule for candidate in sorted(self.fitting, key=lambda candidate: candidate.rank)]
+        if self.caps[0] is None or not found:
+            return found
+        frugal = frugal_orders(self.instance, self.caps[0], self.split)
+        mixed = [order for pair in zip_longest(found, frugal) for order in pair if order is not None]
+        return list(dict.fromkeys(mixed))
+
     def offer(self, name: str, schedule: Schedule) -> bool:
         """Keep an order that fits; whether it does."""
         try:
@@ -150,11 +164,21 @@ class _Pool:
 
 
 def _improve(pool: _Pool, seed: int, deadline: float) -> None:
-    """Local search from the best orders."""
-    if pool.proven or time.monotonic() >= deadline:
+    """Local search from the best orders, and from what a search with fewer microbatches found."""
+    now = time.monotonic()
+    if pool.proven or now >= deadline:
         return
-    found = sorted(pool.fitting, key=lambda candidate: candidate.rank)
-    improver = Improver(
+    improver = _improver(pool, seed, deadline)
+    few = _FEW * pool.instance.num_ranks
+    if pool.instance.plan.microbatches > 2 * few:
+        longer = improver.shortest(_from_few(pool, few, seed, now + (deadline - now) / 2))
+        if longer is not None:
+            pool.offer("search", longer)
+    improver.improve(pool.starts())
+
+
+def _improver(pool: _Pool, seed: int, deadline: float) -> Improver:
+    return Improver(
         instance=pool.instance,
         split=pool.split,
         cap=pool.caps[0],
@@ -163,7 +187,18 @@ def _improve(pool: _Pool, seed: int, deadline: float) -> None:
         deadline=deadline,
         keep=lambda schedule: pool.offer("search", schedule),
     )
-    improver.improve([candidate.schedule for candidate in found])
+
+
+def _from_few(pool: _Pool, microbatches: int, seed: int, deadline: float) -> list[Schedule]:
+    """Orders unrolled from the best one found for few microbatches."""
+    plan = replace(pool.instance.plan, microbatches=microbatches)
+    small = _Pool(Instance(plan, pool.instance.profile, pool.instance.cluster), pool.memory_bytes, pool.split)
+    small.generate("auto")
+    if not small.proven:
+        _improver(small, seed, deadline).improve(small.starts())
+    best = small.best
+    starts = {span.action: span.start_ms for span in best.timeline.spans}
+    return unrolled(best.schedule, starts, pool.instance.plan.microbatches)
 
 
 def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:

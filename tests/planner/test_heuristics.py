@@ -1,16 +1,14 @@
 """Generators: valid for any instance, within their caps, and named errors."""
 
 import contextlib
-import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import cluster, plan, random_profile, rows, uniform
+from strategies import assert_sound, instances
+from toys import cluster, plan, rows, uniform
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
-from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.planner.heuristics import (
     GENERATORS,
@@ -25,33 +23,6 @@ from deepspeed_pulse.planner.heuristics import (
 )
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.listing import list_schedule
-from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.simulate import run, summarize
-from deepspeed_pulse.planner.validate import violations
-
-
-@st.composite
-def instances(draw):
-    kind = draw(st.sampled_from(["wave", "linear", "loop"]))
-    ranks, waves = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    placement = {
-        "wave": wave_placement(ranks, waves),
-        "linear": linear_placement(ranks),
-        "loop": linear_placement(ranks) * 2,
-    }[kind]
-    rng = random.Random(draw(st.integers(0, 10**6)))
-    costs = random_profile(rng, len(placement), temb=rng.random() < 0.5, strict=False)
-    link = Link(bandwidth_gb_per_s=draw(st.sampled_from([1e-4, 1e-3, 1e9])), latency_us=draw(st.sampled_from([0, 500])))
-    return Instance(plan(placement, draw(st.integers(1, 6)), of=costs), costs, cluster(link))
-
-
-def assert_sound(instance, schedule):
-    found = replace(instance.plan, schedule=schedule)
-    values = named_values(instance.profile)
-    assert violations(found, num_layers=instance.profile.num_layers, values=values) == []
-    figures = summarize(instance, run(instance, schedule))
-    assert figures.makespan_ms >= figures.lower_bound_ms * (1 - 1e-9)
-    return figures
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from typing import Any
 
-from deepspeed_pulse.ir.schedule import Action
+import pytest
+
+from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.ir.schedule import Action, Schedule
+from deepspeed_pulse.planner.cost import default_cluster
+from deepspeed_pulse.planner.heuristics import generators_for
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.synthesize import synthesize
 from deepspeed_pulse.report.actions import to_csv
 
 
@@ -25,3 +36,62 @@ def test_torch_validates_the_order(sample: Any) -> None:
     actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
     found = _validate_schedule(actions, 4, 8, 8)
     assert [found[stage] for stage in range(8)] == list(sample.plan.placement)
+
+
+def _accepted(order: Schedule, placement: tuple[int, ...], microbatches: int) -> None:
+    """Torch validates the order, adds sends and receives, and runs them in its own dry run without a deadlock."""
+    from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _simulate_comms_compute
+    from torch.distributed.pipelining.schedules import _validate_schedule as validate
+
+    ranks, stages = max(placement) + 1, len(placement)
+    actions = {rank: [_Action.from_str(str(a)) for a in row] for rank, row in enumerate(order)}
+    validate(actions, ranks, stages, microbatches)
+    sent = _add_send_recv(actions, stage_to_rank=lambda stage: placement[stage], num_stages=stages)
+    done = _simulate_comms_compute(sent, stage_to_rank=lambda stage: placement[stage], num_stages=stages)
+    ran = {rank: [str(a) for a in row if a is not None] for rank, row in done.items()}
+    assert all(set(map(str, row)) <= set(ran[rank]) for rank, row in enumerate(order))
+
+
+@pytest.mark.parametrize("placement", [wave_placement(4), wave_placement(2, 2), linear_placement(4), (0, 1, 2) * 2])
+@pytest.mark.parametrize("split", [False, True])
+def test_torch_accepts_every_generator(placement: tuple[int, ...], split: bool) -> None:
+    for microbatches in (1, 5, 8):
+        instance = _instance(placement, microbatches)
+        for generator in generators_for("auto", placement, split=split).values():
+            for order in generator.orders(instance, (None,), split):
+                with contextlib.suppress(InfeasibleError):
+                    _accepted(order(), placement, microbatches)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_torch_accepts_what_is_synthesised(split: bool) -> None:
+    instance = _instance(wave_placement(4), 8)
+    found = synthesize(
+        instance.plan,
+        instance.profile,
+        cluster=instance.cluster,
+        memory_bytes=6000,
+        split_backward=split,
+        solver_seconds=0.5,
+    )
+    _accepted(found.schedule, found.placement, 8)
+
+
+def _instance(placement: tuple[int, ...], microbatches: int) -> Instance:
+    layers = [
+        LayerCost(name="layer", forward_ms=1.0, backward_ms=2.0, param_bytes=0, activation_bytes=1000, output_bytes=0)
+        for _ in placement
+    ]
+    costs = Profile(name="toy", device="none", dtype="float32", microbatch_size=1, layers=tuple(layers), skips=())
+    ranks = max(placement) + 1
+    plan = Plan(
+        pipeline_ranks=ranks,
+        data_parallel=1,
+        microbatches=microbatches,
+        microbatch_size=1,
+        waves=1,
+        boundaries=tuple(range(len(placement) + 1)),
+        placement=placement,
+        schedule=((),) * ranks,
+    )
+    return Instance(plan, costs, default_cluster(ranks, 10**12))

@@ -1,0 +1,42 @@
+"""Hypothesis strategies and checks that the planner's tests share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import strategies as st
+from toys import cluster, plan, random_profile
+
+from deepspeed_pulse.ir.cluster import Link
+from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.simulate import run, summarize
+from deepspeed_pulse.planner.validate import violations
+
+
+@st.composite
+def instances(draw, max_ranks=4, max_microbatches=6):
+    """Any placement, uneven stages, skips, and links from none to ones where messages queue."""
+    kind = draw(st.sampled_from(["wave", "linear", "loop"]))
+    ranks, waves = draw(st.integers(1, max_ranks)), draw(st.integers(1, 2))
+    placement = {
+        "wave": wave_placement(ranks, waves),
+        "linear": linear_placement(ranks),
+        "loop": linear_placement(ranks) * 2,
+    }[kind]
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    costs = random_profile(rng, len(placement), temb=rng.random() < 0.5, strict=False)
+    link = Link(bandwidth_gb_per_s=draw(st.sampled_from([1e-4, 1e-3, 1e9])), latency_us=draw(st.sampled_from([0, 500])))
+    return Instance(plan(placement, draw(st.integers(1, max_microbatches)), of=costs), costs, cluster(link))
+
+
+def assert_sound(instance, schedule):
+    """Valid, free of deadlock and not below the bound; returns the figures."""
+    found = replace(instance.plan, schedule=schedule)
+    values = named_values(instance.profile)
+    assert violations(found, num_layers=instance.profile.num_layers, values=values) == []
+    figures = summarize(instance, run(instance, schedule))
+    assert figures.makespan_ms >= figures.lower_bound_ms * (1 - 1e-9)
+    return figures

@@ -1,0 +1,153 @@
+"""Local search: longest paths kept right from move to move, stashes within their limits, orders that unroll."""
+
+import itertools
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import assert_sound, instances
+from toys import cluster, layer, plan, profile, uniform
+
+from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.planner.bounds import lower_bound_ms, preemptive_ms
+from deepspeed_pulse.planner.heuristics import count_cap
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.listing import list_schedule
+from deepspeed_pulse.planner.net import Net
+from deepspeed_pulse.planner.paths import Move, Paths
+from deepspeed_pulse.planner.search import Search
+from deepspeed_pulse.planner.simulate import run
+from deepspeed_pulse.planner.synthesize import synthesize
+from deepspeed_pulse.planner.templates import dualpipev
+from deepspeed_pulse.planner.unroll import unrolled
+
+
+def uneven(ranks, seed):
+    rng = random.Random(seed)
+    return profile([layer(f, 2 * f, activation_bytes=1000) for f in (rng.uniform(0.6, 1.4) for _ in range(2 * ranks))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(instances(), st.booleans(), st.randoms(use_true_random=False))
+def test_paths_stay_the_simulators_from_move_to_move(instance, split, rng):
+    """Any insert within a row, also ones that deadlock, which change nothing."""
+    net = Net(instance, instance.plan.microbatches, split=split)
+    paths = Paths(net, net.rows(list_schedule(instance, instance.plan.microbatches, split=split)))
+    for _ in range(20):
+        rank = rng.randrange(instance.num_ranks)
+        source, target = (rng.randrange(len(paths.rows[rank])) for _ in range(2))
+        paths.move(Move(rank, source, target))
+        anew = Paths(net, paths.rows)
+        assert paths.end == pytest.approx(anew.end)
+        assert paths.reach == pytest.approx(anew.reach)
+    assert paths.span == pytest.approx(run(instance, net.schedule(paths.rows)).makespan_ms)
+
+
+@settings(max_examples=30, deadline=None)
+@given(instances(), st.booleans(), st.integers(0, 4))
+def test_a_search_keeps_the_cap_and_is_never_worse(instance, split, room):
+    held = max(len(instance.plan.stages_of(rank)) for rank in range(instance.num_ranks))
+    cap = count_cap(instance, held + room)
+    net = Net(instance, instance.plan.microbatches, split=split)
+    start = list_schedule(instance, instance.plan.microbatches, cap=cap, split=split)
+    search = Search(net, cap, net.rows(start), seed=room, target_ms=0.0)
+    search.run(60, time.monotonic() + 60)
+    found = net.schedule(search.best_rows)
+    figures = assert_sound(instance, found)
+    assert figures.makespan_ms == pytest.approx(search.best_ms)
+    assert figures.makespan_ms <= run(instance, start).makespan_ms * (1 + 1e-9)
+    release = net.ops[-1]
+    for row in found:
+        changes = [1 if a.op.value == "F" else -1 if a.op is release else 0 for a in row]
+        assert max(itertools.accumulate(changes)) <= held + room
+
+
+@settings(max_examples=25, deadline=None)
+@given(instances(max_ranks=3, max_microbatches=4), st.booleans(), st.sampled_from([None, 1.0, 1.5]))
+def test_synthesised_plans_are_sound_within_memory_and_never_worse(instance, split, room):
+    def made(seconds, memory=None):
+        found = synthesize(
+            instance.plan,
+            instance.profile,
+            cluster=instance.cluster,
+            split_backward=split,
+            solver_seconds=seconds,
+            memory_bytes=memory,
+        )
+        assert_sound(instance, found.schedule)
+        return found.estimate
+
+    free = made(0)
+    limit = None if room is None else int(max(free.peak_bytes) * room)
+    greedy, found = made(0, limit), made(0.1, limit)
+    assert found.step_ms <= greedy.step_ms * (1 + 1e-9)
+    assert limit is None or max(found.peak_bytes) <= limit
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_uneven_stages_are_solved_to_the_bound(seed):
+    found = synthesize(plan(wave_placement(4), 8), uneven(4, seed), cluster=cluster(), solver_seconds=60)
+    assert found.estimate.gap < 1e-9
+    assert found.solver.optimal
+
+
+@pytest.mark.parametrize(("cap", "best"), [(6, 63), (8, 60)])
+def test_known_optima_under_a_cap(cap, best):
+    """P=4, M=8; the search stops at the known optimum here, where no bound tells it to."""
+    instance = Instance(plan(wave_placement(4), 8), uniform(8), cluster())
+    net, limit = Net(instance, 8), count_cap(instance, cap)
+    search = Search(
+        net, limit, net.rows(list_schedule(instance, 8, cap=count_cap(instance, 4))), seed=0, target_ms=best
+    )
+    search.run(2000, time.monotonic() + 60)
+    assert search.best_ms == best
+
+
+def test_the_same_seed_gives_the_same_plan():
+    texts = [
+        synthesize(
+            plan(wave_placement(2), 4),
+            uneven(2, 1),
+            cluster=cluster(),
+            memory_bytes=3000,
+            solver_seconds=100,
+            seed=seed,
+        ).to_json()
+        for seed in (7, 7)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_pattern_extends_to_any_number_of_microbatches():
+    small = Instance(plan(wave_placement(4), 12), uniform(8), cluster())
+    order = dualpipev(4, 12)
+    starts = {span.action: span.start_ms for span in run(small, order).spans}
+    for microbatches in (13, 20, 31):
+        large = Instance(plan(wave_placement(4), microbatches), uniform(8), cluster())
+        net = Net(large, microbatches)
+        rows = [net.rows(found) for found in unrolled(order, starts, microbatches)]
+        sound = [net.schedule(row) for row in rows if net.chained(row)]
+        extra = min(assert_sound(large, found).makespan_ms for found in sound) - run(small, order).makespan_ms
+        assert extra == pytest.approx(6 * (microbatches - 12))
+
+
+def test_many_microbatches_are_solved_through_few():
+    found = synthesize(plan(wave_placement(2), 40), uneven(2, 3), cluster=cluster(), solver_seconds=30)
+    assert found.estimate.gap < 1e-9
+
+
+def test_preemptive_bound_by_hand():
+    """(head, tail, duration): the long tail that comes late interrupts; 4 + 1 + 5 is the longest way."""
+    assert preemptive_ms([(0.0, 0.0, 6.0), (4.0, 5.0, 1.0)]) == 10.0
+    assert preemptive_ms([(0.0, 7.0, 2.0), (0.0, 0.0, 3.0), (8.0, 1.0, 1.0)]) == 10.0
+    assert preemptive_ms([]) == 0.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(instances(), st.booleans())
+def test_the_bound_is_below_every_list(instance, split):
+    m = instance.plan.microbatches
+    makespan = run(instance, list_schedule(instance, m, split=split)).makespan_ms
+    assert lower_bound_ms(instance, m, split=split) <= makespan * (1 + 1e-9)
