@@ -179,6 +179,7 @@ BAD_FILES: list[tuple[str, Variant, str]] = [
     ("plan.json", replaced('"microbatches": 4', '"microbatches": true'), "found True"),
     ("plan.json", replaced('"1F0"', '"1G0"'), "expected an action such as '2F0'"),
     ("plan.json", replaced('"1F0"', '"1F99999999999"'), "expected an action such as '2F0'"),
+    ("plan.json", replaced('"peak_bytes": [', '"peak_bytes": [7,'), "peak_bytes for each of the 2 ranks"),
     ("plan.json", replaced('"name": "skip1"', '"name": "skip0"'), "each name at most once"),
     ("plan.json", replaced('"gap": 0', '"gap": -7, "gaps": 0'), "unknown field 'gaps'"),
 ]

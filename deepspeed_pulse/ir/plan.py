@@ -159,6 +159,8 @@ def _check_form(plan: Plan, fields: Fields) -> None:
     longest = max(map(len, plan.schedule))
     if plan.microbatches > longest:
         raise fields.error("microbatches", f"at most {longest}, the number of actions in the schedule's longest row")
+    if plan.estimate is not None and len(plan.estimate.peak_bytes) != plan.pipeline_ranks:
+        raise fields.error("estimate", f"peak_bytes for each of the {plan.pipeline_ranks} ranks")
     if len({route.name for route in plan.routes}) != len(plan.routes):
         raise fields.error("routes", "each name at most once")
 

@@ -74,8 +74,6 @@ def _files(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
             f"ranks: {plan.pipeline_ranks} pipeline ranks x {plan.data_parallel} data parallel = {needed}, the cluster "
             f"{cluster.name!r} has {cluster.num_ranks}"
         )
-    if plan.estimate is not None and len(plan.estimate.peak_bytes) != plan.pipeline_ranks:
-        yield f"estimate: peak_bytes has {len(plan.estimate.peak_bytes)} entries for {plan.pipeline_ranks} ranks"
 
 
 def _waves(plan: Plan) -> int | None:
