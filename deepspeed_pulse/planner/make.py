@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster
@@ -12,12 +13,14 @@ from deepspeed_pulse.ir.placement import describe_placement, linear_placement, l
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
+from deepspeed_pulse.planner.cache import kept, plan_file
 from deepspeed_pulse.planner.heuristics import GENERATORS, forward_only, generators_for
 from deepspeed_pulse.planner.partition import partition, require_layers
 from deepspeed_pulse.planner.routes import make_routes, named_values
 from deepspeed_pulse.planner.synthesize import Progress, synthesize
 
 Placement = tuple[int, ...]
+_NOT_OPTIONS = ("profile", "cluster", "progress")
 PLACEMENTS = ("auto", "wave", "linear")
 
 
@@ -38,6 +41,7 @@ def make_plan(
     seed: int = 0,
     tolerance: float = 0.0,
     progress: Progress | None = None,
+    plan_cache: str | Path | None = None,
 ) -> Plan:
     """Cuts, order, routes and estimate for a model on ``pipeline_ranks`` x ``data_parallel`` ranks of a cluster.
 
@@ -49,6 +53,7 @@ def make_plan(
         tolerance: share of the largest load that may be given up for fewer bytes between ranks.
         progress: told the best makespan and the lower bound, in ms, whenever an order was found.
         split_backward: the order may run backward as ``I`` and ``W``.
+        plan_cache: folder in which plans that took time to solve are kept by content.
 
     Raises:
         ConfigError: an argument is unusable.
@@ -73,7 +78,11 @@ def make_plan(
         tolerance=tolerance,
         progress=progress,
     )
-    return _fastest(request, places)
+    if plan_cache is None or solver_seconds <= 0:
+        return _fastest(request, places)
+    options = {name: value for name, value in vars(request).items() if name not in _NOT_OPTIONS}
+    path = plan_file(plan_cache, profile, cluster, places=places, **options)
+    return kept(path, lambda: _fastest(request, places))
 
 
 @dataclass(frozen=True, kw_only=True)

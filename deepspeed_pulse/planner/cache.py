@@ -1,0 +1,65 @@
+"""Solved plans kept by content: the same question finds the answer of an earlier run.
+
+A plan's file is named by a hash of everything that its making depends on, so nothing in the folder ever goes stale;
+delete it at will. A file that cannot be read is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from deepspeed_pulse import __version__
+from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.plan import FORMAT, Plan
+from deepspeed_pulse.ir.profile import Profile
+
+WORTH_KEEPING_SECONDS = 1.0
+"""A plan that was made faster is made again."""
+
+
+def plan_file(folder: str | Path, profile: Profile, cluster: Cluster, **options: object) -> Path:
+    """Where the plan for a profile on a cluster with these options is kept; the options must go into JSON."""
+    question = {
+        "version": __version__,
+        "format": FORMAT,
+        "profile": profile.fingerprint,
+        "cluster": cluster.to_json(),
+        "options": options,
+    }
+    text = json.dumps(question, sort_keys=True, separators=(",", ":"))
+    return Path(folder) / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def kept(path: Path, make: Callable[[], Plan]) -> Plan:
+    """The plan in the file; else a new one, which is kept if making it took time.
+
+    Raises:
+        FileError: the folder cannot be written to.
+    """
+    if path.exists():
+        try:
+            return Plan.load(path)
+        except FileError:
+            pass  # cut short or edited: made anew
+    began = time.monotonic()
+    plan = make()
+    if time.monotonic() - began >= WORTH_KEEPING_SECONDS:
+        _write(path, plan.to_json())
+    return plan
+
+
+def _write(path: Path, text: str) -> None:
+    """All at once, so that a reader at the same time finds a whole file or none."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as problem:
+        raise FileError(f"cannot keep a plan in {path.parent}: {problem.strerror or problem}") from None
