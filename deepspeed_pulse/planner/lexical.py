@@ -42,13 +42,13 @@ class Found:
     exact: bool
 
 
-def relaxed(make: MakeSpace, weights: Weights, tolerance: float = 0.0) -> tuple[Cuts, float] | None:
-    """Best cuts if named values loaded no link, and their load; None when memory allows none.
+def relaxed(make: MakeSpace, weights: Weights, tolerance: float = 0.0, most: float = _ANY) -> tuple[Cuts, float] | None:
+    """Best cuts if named values loaded no link, and their load; None when none has a load of at most ``most``.
 
     Raises:
         TooLarge: the space has more than ``MAX_STATES`` states.
     """
-    space = _smallest(make, weights)
+    space = _smallest(make, weights, most)
     if space is None:
         return None
     bound = space.solve(space.load_ms, total=False)
@@ -57,13 +57,13 @@ def relaxed(make: MakeSpace, weights: Weights, tolerance: float = 0.0) -> tuple[
     return _keys(space, bound, tolerance), bound
 
 
-def solve(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float) -> Found | None:
-    """Best cuts of a space; None when memory allows none.
+def solve(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float, most: float = _ANY) -> Found | None:
+    """Best cuts of a space; None when memory allows none with a load of at most ``most``, values not counted.
 
     Raises:
         TooLarge: the space has more than ``MAX_STATES`` states.
     """
-    start = relaxed(make, weights, tolerance)
+    start = relaxed(make, weights, tolerance, most)
     if start is None:
         return None
     cuts, bound = start
@@ -73,16 +73,18 @@ def solve(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float) -> F
     return _Search(make, weights, depth, tolerance).run(cuts, bound)
 
 
-def _smallest(make: MakeSpace, weights: Weights) -> Space | None:
+def _smallest(make: MakeSpace, weights: Weights, most: float) -> Space | None:
     """The space with the least compute per rank that holds the best load."""
     for factor in _WINDOWS:
-        space = make(weights.ideal_ms * factor)
+        space = make(min(most, weights.ideal_ms * factor))
         if space.num_states > MAX_STATES:
             raise TooLarge
         _within_memory(space)
         load = space.solve(space.load_ms, total=False)
         if load <= slack(space.most_ms) and load < _ANY:
             return space
+        if space.most_ms == most:
+            return None
     return None
 
 

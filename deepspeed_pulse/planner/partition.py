@@ -33,7 +33,8 @@ COLLOCATION_WORTH = 1.4
 _ENUMERABLE = 7000
 """C(15, 7) = 6435: all cuts of 16 layers are tried one by one."""
 _MOST_LAYERS = 100
-"""Up to which the smallest fullest rank is found exactly."""
+"""Of models whose cuts are all looked at: for the smallest fullest rank, and for the best load when some values cannot
+be kept together. Beyond, the ideal load stands for the best one."""
 
 
 def partition(
@@ -117,17 +118,21 @@ def _best(weights: Weights, depth: Cuts, tolerance: float) -> Found | None:
     clean = _together(weights, weights.paired, depth, tolerance, COLLOCATION_WORTH * weights.ideal_ms)
     if clean:
         return clean
+    heaviest = tuple(sorted(weights.paired, key=lambda value: (-value.both_ways, value.source, value.targets)))
+    if weights.num_layers > _MOST_LAYERS:
+        kept = _collocate(weights, (), heaviest, depth, tolerance, COLLOCATION_WORTH * weights.ideal_ms)[1]
+        if kept:
+            return kept
     free = _solved(weights, depth, tolerance, clean=False)
     if free is None or free.score.excess_bytes > 0:
         return free
-    heaviest = sorted(weights.paired, key=lambda value: (-value.both_ways, value.source, value.targets))
     most = COLLOCATION_WORTH * free.score.load_ms
-    return _collocate(weights, (), tuple(heaviest), depth, tolerance, most)[1] or free
+    return _collocate(weights, (), heaviest, depth, tolerance, most)[1] or free
 
 
 def _together(weights: Weights, values: Values, depth: Cuts, tolerance: float, most: float) -> Found | None:
     """The best cuts that part none of some values, if their load is at most ``most`` and memory allows them."""
-    found = _solved(weights.binding(values), depth, tolerance, clean=True)
+    found = _solved(weights.binding(values), depth, tolerance, clean=True, most=most)
     return found if found and found.score.excess_bytes <= 0 and found.score.load_ms <= most else None
 
 
@@ -146,12 +151,12 @@ def _collocate(
     return kept, second or first
 
 
-def _solved(weights: Weights, depth: Cuts, tolerance: float, *, clean: bool) -> Found | None:
-    """The best cuts of all, or (``clean``) of those that part no pair."""
+def _solved(weights: Weights, depth: Cuts, tolerance: float, *, clean: bool, most: float = math.inf) -> Found | None:
+    """The best cuts of all, or (``clean``) of those that part no pair; may be None if their load is above ``most``."""
     make, found = _space(weights, depth, clean=clean), None
     if make is not None:
         try:
-            found = solve(make, weights, depth, tolerance)
+            found = solve(make, weights, depth, tolerance, most)
         except TooLarge:
             make = None
     if make is not None and (found is None or found.exact):
