@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import cluster, layer, plan, profile, rows, skip, uniform
+from toys import cluster, layer, plan, profile, random_profile, rows, skip, uniform
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Route
-from deepspeed_pulse.planner.heuristics import wave
+from deepspeed_pulse.planner.heuristics import memory_frugal, wave
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.simulate import simulate
 from deepspeed_pulse.planner.validate import check, violations
 
 VALUES = profile([layer() for _ in range(4)], [skip("temb", 0, 1), skip("temb", 0, 3), skip("odd", 1, 3)])
@@ -141,3 +142,36 @@ def test_swapping_a_forward_with_its_backward_is_always_caught_and_named(seed):
     broken = replace(blank, schedule=tuple(map(tuple, order)))
     lines = violations(broken, num_layers=len(placement), values=())
     assert any("runs before what it needs" in line and f"{stage}B{m} before {stage}F{m}" in line for line in lines)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_damaged_schedule_is_named_or_runs(seed):
+    """Actions swapped, dropped, doubled or moved to another rank: no violation means that it can be simulated."""
+    rng = random.Random(seed)
+    costs = random_profile(rng, 6, temb=True, strict=False)
+    placement = rng.choice([wave_placement(3), wave_placement(2), linear_placement(3), (0, 1, 0, 1)])
+    bounds = (0, *sorted(rng.sample(range(1, 6), len(placement) - 1)), 6)
+    blank = plan(placement, 3, boundaries=bounds, of=costs)
+    order = [list(row) for row in memory_frugal(Instance(blank, costs, cluster()), 3)]
+    for _ in range(rng.randrange(1, 3)):
+        damage(rng, order)
+    damaged = replace(blank, schedule=tuple(map(tuple, order)))
+    lines = violations(damaged, num_layers=6, values=named_values(costs))
+    if lines:
+        assert all(line.startswith(("schedule of rank ", "deadlock: rank ")) for line in lines), lines
+    else:
+        assert len(simulate(damaged, costs, cluster()).spans) == 2 * 3 * len(placement)
+
+
+def damage(rng, order):
+    kind, row, other = rng.randrange(4), rng.choice([row for row in order if row]), rng.choice(order)
+    i, j = rng.randrange(len(row)), rng.randrange(len(row))
+    if kind == 0:
+        row[i], row[j] = row[j], row[i]
+    elif kind == 1:
+        del row[i]
+    elif kind == 2:
+        row.insert(j, row[i])
+    else:
+        other.insert(0, row.pop(i))
