@@ -24,7 +24,7 @@ ALLOWED = {
     "errors": (),
     "config": ("errors",),
     "ir": ("errors", "ir"),
-    "planner": ("errors", "ir", "planner"),
+    "planner": ("", "errors", "ir", "planner"),
     "report": ("errors", "ir", "report"),
     "runtime": ("errors", "ir", "runtime"),
     "models": ("errors", "ir", "models", "engine.specs"),
