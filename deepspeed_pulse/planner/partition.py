@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
@@ -32,6 +33,8 @@ COLLOCATION_WORTH = 1.4
 
 _ENUMERABLE = 7000
 """C(15, 7) = 6435: all cuts of 16 layers are tried one by one."""
+_EVALUATIONS = 10_000
+"""Cuts that local search looks at."""
 _MOST_LAYERS = 100
 """Of models whose cuts are all looked at: for the smallest fullest rank, and for the best load when some values cannot
 be kept together. Beyond, the ideal load stands for the best one."""
@@ -213,7 +216,7 @@ def _searched(weights: Weights, depth: Cuts, found: Found | None, *, clean: bool
     def key(cuts: Cuts) -> tuple[bool, Score]:
         return clean and weights.parts(cuts), weights.score(cuts, depth)
 
-    cuts = _improve(cuts, key)
+    cuts = _kicked(_Descent(key), cuts)
     if clean and weights.parts(cuts):
         return None
     bound = found.bound_ms if found else weights.ideal_ms
@@ -246,17 +249,37 @@ def _least_memory(weights: Weights) -> Found:
     return Found(cuts=cuts, score=weights.score(cuts, depth), bound_ms=weights.ideal_ms, exact=False)
 
 
-def _improve(cuts: Cuts, key: Callable[[Cuts], tuple[bool, Score]]) -> Cuts:
-    """Move single cuts and mirrored pairs of cuts while the key falls."""
-    best = key(cuts)
-    improved = True
-    while improved:
-        improved = False
-        for moved in _moves(cuts):
-            value = key(moved)
+class _Descent:
+    """Moves single cuts and mirrored pairs of cuts while the key falls; counts the cuts it looks at."""
+
+    def __init__(self, key: Callable[[Cuts], tuple[bool, Score]]) -> None:
+        self.key, self.evaluations = key, 0
+
+    def __call__(self, cuts: Cuts) -> tuple[tuple[bool, Score], Cuts]:
+        best = self.key(cuts)
+        improved = True
+        while improved:
+            improved = False
+            for moved in _moves(cuts):
+                self.evaluations += 1
+                value = self.key(moved)
+                if value < best:
+                    cuts, best, improved = moved, value, True
+                    break
+        return best, cuts
+
+
+def _kicked(descend: _Descent, cuts: Cuts) -> Cuts:
+    """Descents from the best cuts so far with a few of them moved, the same every time."""
+    rng = random.Random(0)
+    best, cuts = descend(cuts)
+    while descend.evaluations < _EVALUATIONS:
+        at = rng.sample(range(1, len(cuts) - 1), min(3, len(cuts) - 2))
+        for start in _shifted(cuts, {i: rng.choice((-3, -2, -1, 1, 2, 3)) for i in at}):
+            value, found = descend(start)
             if value < best:
-                cuts, best, improved = moved, value, True
-                break
+                best, cuts = value, found
+        descend.evaluations += 1
     return cuts
 
 

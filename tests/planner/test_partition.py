@@ -149,3 +149,15 @@ def test_bytes_decide_between_equal_loads(size, cut):
     costs = profile([layer(output_bytes=s) for s in sizes], [skip("v", 0, 1, size), skip("v", 0, 4, size)])
     cuts = partition(costs, wave_placement(2), cluster=cluster(), microbatches=2)
     assert (cuts[1], cuts[3]) == (cut, 4)
+
+
+def test_two_waves_of_46_layers_come_close_to_an_even_split():
+    """From nested cuts alone 9 % above; 0.2 % with local search. The same cuts every time."""
+    rng = random.Random(0)
+    layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=rng.randrange(1, 1000)) for _ in range(46)]
+    costs = profile(layers, [skip(f"s{i}", 2 * i, 45 - 2 * i, 500) for i in range(11)])
+    weights = Weights(costs, wave_placement(4, 2), cluster=cluster(), data_parallel=1, memory_bytes=None)
+    found = best_partition(weights, microbatches=8)
+    assert not found.exact and not weights.parts(found.cuts)
+    assert found.bound_ms <= found.score.load_ms < 1.02 * weights.ideal_ms
+    assert best_partition(weights, microbatches=8) == found
