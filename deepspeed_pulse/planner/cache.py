@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deepspeed_pulse import __version__
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import FORMAT, Plan
 from deepspeed_pulse.ir.profile import Profile
+
+PLANNER_VERSION = 1
+"""Raised when the planner's answers change, so that kept ones are not used any more."""
 
 WORTH_KEEPING_SECONDS = 1.0
 """A plan that was made faster is made again."""
@@ -26,7 +28,7 @@ WORTH_KEEPING_SECONDS = 1.0
 def plan_file(folder: str | Path, profile: Profile, cluster: Cluster, **options: object) -> Path:
     """Where the plan for a profile on a cluster with these options is kept; the options must go into JSON."""
     question = {
-        "version": __version__,
+        "planner": PLANNER_VERSION,
         "format": FORMAT,
         "profile": profile.fingerprint,
         "cluster": cluster.to_json(),

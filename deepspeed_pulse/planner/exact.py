@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
@@ -218,3 +218,57 @@ def _read(solver: Any, model: OrderModel, column: dict[object, int]) -> Solved |
         rows[model.instance.placement[a.stage]].append(a)
     bound = info.mip_dual_bound if model.pairs else info.objective_function_value
     return Solved(schedule=tuple(map(tuple, rows)), bound_ms=float(bound) if math.isfinite(bound) else 0.0)
+
+
+class Model(Protocol):
+    """Rows over starts of nodes, pairs of them and MAKESPAN, as a window of an order has them."""
+
+    actions: list[int]
+    pairs: list[tuple[int, int]]
+    earliest: dict[int, float]
+    upper_ms: float
+
+    def latest(self, node: int, /) -> float: ...
+    def precedence(self) -> Iterator[Row]: ...
+    def exclusive(self) -> Iterator[Row]: ...
+    def stash(self) -> Iterator[Row]: ...
+    def finish(self) -> Iterator[Row]: ...
+
+
+def solve_model(model: Model, starts: dict[int, float], *, seconds: float, max_nodes: int) -> dict[int, float] | None:
+    """Starts of the best order that HiGHS finds; None when it finds none. ``starts``: of the order known."""
+    import highspy  # loaded only when a model is solved
+
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for option, value in (
+        ("output_flag", False),
+        ("threads", 1),
+        ("random_seed", 0),
+        ("time_limit", float(seconds)),
+        ("mip_max_nodes", max_nodes),
+    ):
+        solver.setOptionValue(option, value)
+    column: dict[object, int] = {}
+    for node in model.actions:
+        column[node] = len(column)
+        solver.addVar(model.earliest[node], max(model.earliest[node], model.latest(node)))
+    for pair in model.pairs:
+        column[pair] = len(column)
+        solver.addVar(0.0, 1.0)
+        solver.changeColIntegrality(column[pair], highspy.HighsVarType.kInteger)
+    column[MAKESPAN] = len(column)
+    solver.addVar(0.0, model.upper_ms)
+    solver.changeColCost(column[MAKESPAN], 1.0)
+    for family in (model.precedence, model.exclusive, model.stash, model.finish):
+        for terms, right in family():
+            columns = [column[variable] for variable, _ in terms]
+            solver.addRow(right, highspy.kHighsInf, len(columns), columns, [factor for _, factor in terms])
+    known = highspy.HighsSolution()
+    pairs = (float(starts[a] < starts[b]) for a, b in model.pairs)
+    known.col_value = [*(starts[node] for node in model.actions), *pairs, model.upper_ms]
+    solver.setSolution(known)
+    solver.run()
+    values = list(solver.getSolution().col_value)
+    if not values or solver.getInfo().primal_solution_status != 2:
+        return None
+    return {node: values[column[node]] for node in model.actions}

@@ -1,4 +1,5 @@
-"""From the generators' orders to better ones: tabu searches from several starts, the best of them for longer.
+"""From the generators' orders to better ones: tabu searches from several starts, the best of them for longer, HiGHS
+on windows of what they end with.
 
 Deterministic as long as the deadline is not reached: everything else is bounded by steps.
 """
@@ -17,6 +18,7 @@ from deepspeed_pulse.planner.net import Net
 from deepspeed_pulse.planner.paths import Paths
 from deepspeed_pulse.planner.search import Search
 from deepspeed_pulse.planner.simulate import reduction_ms
+from deepspeed_pulse.planner.windows import reordered, windows
 
 _STARTS = 16
 _NODES_A_ROUND = 400_000
@@ -27,6 +29,9 @@ _LARGE = 5_000
 """Nodes above which only the best start is searched from."""
 _TIGHTER = 0.98
 """Share of the stash left when an order did not fit the memory: what arrives early is not counted beforehand."""
+
+_WINDOW_SECONDS = 10.0
+"""More than a window's branch-and-bound nodes should ever take."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +67,7 @@ class Improver:
             for search in searches:
                 self._exhaust(search, _PATIENCE if last else patience)
             if last:
+                self._reorder_windows(searches[0])
                 break
             searches.sort(key=lambda search: search.best_ms)
             searches = searches[: (len(searches) + 1) // 2]
@@ -94,6 +100,30 @@ class Improver:
             elif better:
                 search.reject(*before, _TIGHTER)
             idle = 0 if better else idle + 1
+
+    def _reorder_windows(self, search: Search) -> None:
+        """HiGHS on one window after the other; what it improves is searched again."""
+        improved = not self.net.queues and len(self.net.duration) <= _LARGE
+        while improved and not self._over:
+            improved = sum(self._reorder(search, number) for number in range(self._count_windows(search))) > 0
+            if improved:
+                self._exhaust(search, _PATIENCE)
+
+    def _count_windows(self, search: Search) -> int:
+        return len(windows(Paths(self.net, search.best_rows)))
+
+    def _reorder(self, search: Search, number: int) -> bool:
+        spans = windows(Paths(self.net, search.best_rows))
+        left = self.deadline - time.monotonic()
+        if number >= len(spans) or self._over:
+            return False
+        seconds = min(_WINDOW_SECONDS, left)
+        rows = reordered(self.net, search.best_rows, spans[number], search.change, search.limits, seconds=seconds)
+        if rows is None or not self.keep(self.net.schedule(rows)):
+            return False
+        search.adopt(rows)
+        self.best_ms = min(self.best_ms, search.best_ms)
+        return True
 
     @property
     def _over(self) -> bool:

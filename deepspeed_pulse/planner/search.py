@@ -62,6 +62,11 @@ class Search:
                 since = 0
         return self.best_ms < before - _EPSILON
 
+    def adopt(self, rows: Rows) -> None:
+        """Go on from a better order that was found elsewhere."""
+        self.restart(rows)
+        self.best_rows, self.best_ms = rows, self.paths.span
+
     def reject(self, rows: Rows, best_ms: float, share: float) -> None:
         """Go back to an earlier best order, and from now on less stash for every rank."""
         self.limits = [share * limit for limit in self.limits]
