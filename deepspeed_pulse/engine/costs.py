@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +15,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.cache import kept
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
@@ -55,8 +57,7 @@ def make_profile(request: PlanRequest) -> tuple[Profile, str]:
     if request.example is None:
         counts = [max(count, 1) for count in parameter_counts(request.layers)]
         return _weighted(request, counts), "parameter counts (give example_batch or a profile for better ones)"
-    profile = kept(request.pulse.plan_cache, "profile", _content(request), Profile.load, lambda: _measured(request))
-    return profile, "measured on example_batch"
+    return _kept(request), "measured on example_batch"
 
 
 def _check_values(request: PlanRequest, profile: Profile) -> None:
@@ -181,6 +182,22 @@ def _built(request: PlanRequest, index: int) -> Callable[..., Any]:
             return TiedCall(built, forward_fn)
         return built
     return bare
+
+
+def _kept(request: PlanRequest) -> Profile:
+    """A measured profile, kept by content: the same job finds the same profile, so the same cuts."""
+    if request.pulse.plan_cache is None:
+        return _measured(request)
+    key = hashlib.sha256(json.dumps(_content(request), sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(request.pulse.plan_cache) / f"profile-{key}.json"
+    if path.exists():
+        return Profile.load(path)
+    profile = _measured(request)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    beside.write_text(profile.to_json(), encoding="utf-8")
+    beside.replace(path)
+    return profile
 
 
 def _content(request: PlanRequest) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.cache import kept
 from deepspeed_pulse.engine.costs import NO_DEVICE, PlanRequest, make_profile
 from deepspeed_pulse.errors import ConfigError, PlanError, PulseError, RunError
 from deepspeed_pulse.ir.cluster import Cluster
@@ -68,23 +67,19 @@ def make_planned(request: PlanRequest) -> Planned:
         return Planned(plan=_given_plan(request), profile=None, cluster=None, costs=f"plan file {request.pulse.plan}")
     profile, costs = make_profile(request)
     cluster = _cluster(request)
-    asked: dict[str, Any] = {
-        "pipeline_ranks": request.pipeline_ranks,
-        "microbatches": request.microbatches,
-        "data_parallel": request.data_parallel,
-        "placement": request.pulse.placement,
-        "waves": int(request.pulse.waves),
-        "boundaries": _explicit_cuts(request),
-        "schedule": request.pulse.schedule,
-        "memory_bytes": _memory_bytes(request),
-        "solver_seconds": request.pulse.solver_seconds,
-    }
-    plan = kept(
-        request.pulse.plan_cache,
-        "plan",
-        {"profile": profile.fingerprint, "cluster": cluster.to_dict(), **asked},
-        Plan.load,
-        lambda: planner.make_plan(profile, cluster=cluster, **asked),
+    plan = planner.make_plan(
+        profile,
+        cluster=cluster,
+        pipeline_ranks=request.pipeline_ranks,
+        microbatches=request.microbatches,
+        data_parallel=request.data_parallel,
+        placement=request.pulse.placement,
+        waves=int(request.pulse.waves),
+        boundaries=_explicit_cuts(request),
+        schedule=request.pulse.schedule,
+        memory_bytes=_memory_bytes(request),
+        solver_seconds=request.pulse.solver_seconds,
+        plan_cache=request.pulse.plan_cache,
     )
     return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
 

@@ -54,4 +54,4 @@ def test_trace_timelines_and_plan_cache(tmp_path: Path) -> None:
     launch("support.engine_ranks:traces", 2, str(tmp_path), timeout=200)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events} >= {"0F0", "0B2"}
-    assert sorted(path.name.partition("-")[0] for path in (tmp_path / "plans").iterdir()) == ["plan", "profile"]
+    assert len(list((tmp_path / "plans").glob("profile-*.json"))) == 1
