@@ -341,7 +341,7 @@ def fail(case: dict[str, Any]) -> None:
     from deepspeed_pulse import LayerSpec
 
     torch.set_num_threads(1)
-    print("PID", os.getpid(), flush=True)
+    os.write(1, f"PID {os.getpid()}\n".encode())  # one write: lines of ranks do not mix
     bad = LayerSpec(Failing, case["how"], pop="temb", stash="s2", layer_name="moody")
     made = engine({"timeout_seconds": case["timeout_seconds"]}, layers=layers_with(2, bad), stages=3)
     for step in range(4):
