@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def measure_layers(
     device: torch.device,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Run every layer forward and backward on one batch; the least of a few repeats (noise only adds).
+    """Run every layer forward and backward on one batch; medians of a few repeats after a warm-up.
 
     Args:
         graph: declarations of the layers.
@@ -109,8 +110,8 @@ class _Probe:
             raise GraphError(f"layer {self._declared.name} returned {type(output).__name__}, expected tensors")
         cost = LayerCost(
             name=self._declared.name,
-            forward_ms=min(f for f, _ in times),
-            backward_ms=min(b for _, b in times),
+            forward_ms=statistics.median(f for f, _ in times),
+            backward_ms=statistics.median(b for _, b in times),
             param_bytes=num_bytes(self._parameters),
             activation_bytes=saved.bytes,
             output_bytes=num_bytes(_tensors(output)),
