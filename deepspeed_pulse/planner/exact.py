@@ -7,7 +7,7 @@ stage run in order, which removes most pairs and makes the rest quick to solve.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol
@@ -162,49 +162,52 @@ def solve_order(
     instance: Instance, microbatches: int, incumbent: dict[Action, float], upper_ms: float, *, seconds: float, seed: int
 ) -> Solved | None:
     """Best order that HiGHS finds within ``seconds``; None when it finds none. ``incumbent``: known starts, ms."""
-    import highspy  # loaded only when a model is solved
-
     model = OrderModel(instance, microbatches, upper_ms)
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, value in (
-        ("output_flag", False),
-        ("threads", 1),
-        ("random_seed", seed),
-        ("time_limit", float(seconds)),
-        ("mip_rel_gap", 1e-9),
-        ("mip_abs_gap", 1e-9 * max(1.0, upper_ms)),
-    ):
-        solver.setOptionValue(option, value)
-    column = _build(solver, model, integer=highspy.HighsVarType.kInteger, infinity=highspy.kHighsInf)
-    start = highspy.HighsSolution()
-    start.col_value = [
-        *(incumbent[a] for a in model.actions),
-        *(float(incumbent[a] < incumbent[b]) for a, b in model.pairs),
-        upper_ms,
-    ]
-    solver.setSolution(start)
-    solver.run()
+    solver, column = _run(
+        model,
+        (model.precedence, model.exclusive, model.finish),
+        incumbent,
+        random_seed=seed,
+        time_limit=float(seconds),
+        mip_rel_gap=1e-9,
+        mip_abs_gap=1e-9 * max(1.0, upper_ms),
+    )
     return _read(solver, model, column)
 
 
-def _build(solver: Any, model: OrderModel, *, integer: object, infinity: float) -> dict[object, int]:
-    """Columns (starts, pairs, makespan) and rows; returns the column of every variable."""
+def _run(
+    model: Any, families: Sequence[Callable[[], Iterator[Row]]], starts: Mapping[Any, float], **options: float
+) -> tuple[Any, dict[object, int]]:
+    """Solve a model from known starts (ms): columns are starts, pairs and the makespan, rows the families'.
+
+    Returns the solver and the column of every variable.
+    """
+    import highspy  # loaded only when a model is solved
+
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for option, value in {"output_flag": False, "threads": 1, **options}.items():
+        solver.setOptionValue(option, value)
     column: dict[object, int] = {}
-    for a in model.actions:
-        column[a] = len(column)
-        solver.addVar(model.earliest[a], max(model.earliest[a], model.latest(a)))
+    for node in model.actions:
+        column[node] = len(column)
+        solver.addVar(model.earliest[node], max(model.earliest[node], model.latest(node)))
     for pair in model.pairs:
         column[pair] = len(column)
         solver.addVar(0.0, 1.0)
-        solver.changeColIntegrality(column[pair], integer)
+        solver.changeColIntegrality(column[pair], highspy.HighsVarType.kInteger)
     column[MAKESPAN] = len(column)
     solver.addVar(0.0, model.upper_ms)
     solver.changeColCost(column[MAKESPAN], 1.0)
-    for family in (model.precedence, model.exclusive, model.finish):
+    for family in families:
         for terms, right in family():
             columns = [column[variable] for variable, _ in terms]
-            solver.addRow(right, infinity, len(columns), columns, [factor for _, factor in terms])
-    return column
+            solver.addRow(right, highspy.kHighsInf, len(columns), columns, [factor for _, factor in terms])
+    known = highspy.HighsSolution()
+    pairs = (float(starts[a] < starts[b]) for a, b in model.pairs)
+    known.col_value = [*(starts[node] for node in model.actions), *pairs, model.upper_ms]
+    solver.setSolution(known)
+    solver.run()
+    return solver, column
 
 
 def _read(solver: Any, model: OrderModel, column: dict[object, int]) -> Solved | None:
@@ -237,37 +240,8 @@ class Model(Protocol):
 
 def solve_model(model: Model, starts: dict[int, float], *, seconds: float, max_nodes: int) -> dict[int, float] | None:
     """Starts of the best order that HiGHS finds; None when it finds none. ``starts``: of the order known."""
-    import highspy  # loaded only when a model is solved
-
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, value in (
-        ("output_flag", False),
-        ("threads", 1),
-        ("random_seed", 0),
-        ("time_limit", float(seconds)),
-        ("mip_max_nodes", max_nodes),
-    ):
-        solver.setOptionValue(option, value)
-    column: dict[object, int] = {}
-    for node in model.actions:
-        column[node] = len(column)
-        solver.addVar(model.earliest[node], max(model.earliest[node], model.latest(node)))
-    for pair in model.pairs:
-        column[pair] = len(column)
-        solver.addVar(0.0, 1.0)
-        solver.changeColIntegrality(column[pair], highspy.HighsVarType.kInteger)
-    column[MAKESPAN] = len(column)
-    solver.addVar(0.0, model.upper_ms)
-    solver.changeColCost(column[MAKESPAN], 1.0)
-    for family in (model.precedence, model.exclusive, model.stash, model.finish):
-        for terms, right in family():
-            columns = [column[variable] for variable, _ in terms]
-            solver.addRow(right, highspy.kHighsInf, len(columns), columns, [factor for _, factor in terms])
-    known = highspy.HighsSolution()
-    pairs = (float(starts[a] < starts[b]) for a, b in model.pairs)
-    known.col_value = [*(starts[node] for node in model.actions), *pairs, model.upper_ms]
-    solver.setSolution(known)
-    solver.run()
+    families = (model.precedence, model.exclusive, model.stash, model.finish)
+    solver, column = _run(model, families, starts, random_seed=0, time_limit=float(seconds), mip_max_nodes=max_nodes)
     values = list(solver.getSolution().col_value)
     if not values or solver.getInfo().primal_solution_status != 2:
         return None
