@@ -77,7 +77,8 @@ def test_an_exception_in_a_layer_ends_the_job_naming_the_place() -> None:
     assert status != 0
     where = r"RunError: pipeline rank \d, stage \d, microbatch 0, action \dF0: layer moody: "
     assert re.search(where + "ValueError: the layer had enough", output), output[-6000:]
-    assert output.count("STEP 0") == WORLD and "STEP 1" not in output
+    # The launcher may end the others before they have printed the step that they did finish.
+    assert 1 <= output.count("STEP 0") <= WORLD and "STEP 1" not in output
     assert_none_alive(output)
 
 
