@@ -23,7 +23,17 @@ setup(
     ],
     extras_require={
         "npu": ["torch-npu"],
-        "dev": ["hypothesis", "mypy", "ninja", "pytest", "pytest-timeout", "ruff", "scikit-image"],
+        "dev": [
+            "hypothesis",
+            "mypy",
+            "ninja",
+            "peft",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "scikit-image",
+            "transformers",
+        ],
     },
     entry_points={"console_scripts": ["ds_pulse=deepspeed_pulse.cli:main"]},
 )

@@ -1,0 +1,19 @@
+"""diffusers models as layer lists, and back: ``from deepspeed_pulse.models import to_layers``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_LAZY = {
+    "save_pretrained": "deepspeed_pulse.models.export",
+    "to_layers": "deepspeed_pulse.models.families",
+}
+
+__all__ = sorted(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

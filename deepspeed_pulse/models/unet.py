@@ -34,7 +34,6 @@ from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import BatchError, GraphError
 from deepspeed_pulse.models.units import Origin, Unit, check_cover
 
-SUPPORTED = (UNet2DConditionModel, UNet2DModel)
 DOWN_BLOCKS = (
     blocks.DownBlock2D,
     blocks.AttnDownBlock2D,
@@ -51,6 +50,7 @@ Model = UNet2DConditionModel | UNet2DModel
 def to_layers(
     model: Model,
     *,
+    granularity: str = "block",
     attention_mask: bool = False,
     encoder_attention_mask: bool = False,
     timestep_cond: bool = False,
@@ -73,12 +73,8 @@ def to_layers(
 
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
-    if not isinstance(model, SUPPORTED):
-        raise GraphError(
-            f"to_layers() takes one of {', '.join(kind.__name__ for kind in SUPPORTED)}, found {type(model).__name__}; "
-            "for another model write the layer list yourself: spec(module, stash=..., pop=..., name=...) "
-            "for each layer, in forward order"
-        )
+    if granularity != "block":
+        raise GraphError(f"granularity {granularity!r} is not there yet for {type(model).__name__}; use 'block'")
     if upsample_size is None:
         upsample_size = isinstance(model, UNet2DConditionModel) and _size_is_odd(model)
     entries = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}

@@ -28,8 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sample import MODEL, complete_pipeline
 
 from deepspeed_pulse import PipelineModule
-from deepspeed_pulse.models.export import save_pretrained
-from deepspeed_pulse.models.unet import to_layers
+from deepspeed_pulse.models import save_pretrained, to_layers
 
 WARMUP_STEPS = 50
 

@@ -16,8 +16,8 @@ from support.small_models import pixel_entries, sd_entries, small_sd_unet, small
 
 from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.models.export import CONFIG, WEIGHTS, save_pretrained
-from deepspeed_pulse.models.unet import to_layers
 
 
 class FakeModule:

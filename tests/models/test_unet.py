@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.errors import BatchError, GraphError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.models.unet import to_layers
+from deepspeed_pulse.models import to_layers
 
 
 def forward(model: nn.Module, entries: dict[str, Tensor]) -> Tensor:

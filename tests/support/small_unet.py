@@ -10,7 +10,7 @@ from support.small_models import small_sd_unet
 
 def unet_layers() -> list[Any]:
     """A new instance with the same weights every time."""
-    from deepspeed_pulse.models.unet import to_layers
+    from deepspeed_pulse.models import to_layers
 
     torch.manual_seed(0)
     return to_layers(small_sd_unet(sample_size=16))
