@@ -3,9 +3,11 @@
 #   make test                     lint, types, tests
 #   make train                    the example on 4 ranks; STEPS= DATA= SIZE= RANKS= CONFIG= change it
 #   make soak bench pictures      slow proofs, benchmarks, the pictures of docs/
+#   make test-diffusers-old       tests of the models with the oldest diffusers supported, in .venv-old
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+OLD := .venv-old/bin
 RANKS ?= 4
 CONFIG ?= examples/unet/ds_config.json
 TRAIN_FLAGS = $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if $(SIZE),--size $(SIZE))
@@ -13,17 +15,22 @@ TRAIN_FLAGS = $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if 
 # A rank is one process with one thread, and tests never depend on the accelerator at hand.
 TEST_ENV = OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=1
 
-.PHONY: all .venv test lint types train soak bench pictures clean
+.PHONY: all .venv .venv-old test test-diffusers-old lint types train soak bench pictures clean
 all: test
 
 .venv: .venv/.stamp
+.venv-old: .venv-old/.stamp
 
 # DeepSpeed is built from source: its setup imports torch, so torch goes first and the build is not
 # isolated. DS_BUILD_OPS=0 keeps it from compiling kernels; none is needed here.
-.venv/.stamp: setup.py constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel ninja torch
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+.venv/.stamp: CONSTRAINTS := constraints.txt
+.venv/.stamp: constraints.txt
+.venv-old/.stamp: CONSTRAINTS := constraints-diffusers-old.txt
+.venv-old/.stamp: constraints-diffusers-old.txt
+.venv/.stamp .venv-old/.stamp: %/.stamp: setup.py
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet -c $(CONSTRAINTS) setuptools wheel ninja torch
+	DS_BUILD_OPS=0 $*/bin/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 lint: .venv
@@ -35,6 +42,9 @@ types: .venv
 
 test: lint types
 	$(TEST_ENV) $(BIN)/python -m pytest $(TESTS)
+
+test-diffusers-old: .venv-old
+	$(TEST_ENV) $(OLD)/python -m pytest $(or $(TESTS),tests/models)
 
 # With fewer accelerators than ranks, the ranks are processes on the CPU. A free port lets runs stand side by side.
 train: .venv
@@ -57,4 +67,4 @@ pictures: .venv
 	$(BIN)/python docs/draw_wave.py
 
 clean:
-	rm -rf .venv build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-old build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

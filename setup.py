@@ -11,7 +11,7 @@ setup(
     packages=find_packages(include=["deepspeed_pulse", "deepspeed_pulse.*"]),
     install_requires=[
         "deepspeed==0.19.8",
-        "diffusers>=0.35",
+        "diffusers>=0.35.2",
         "highspy>=1.7",
         "matplotlib",
         "numpy",

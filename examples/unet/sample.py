@@ -1,6 +1,6 @@
 """Sample images from a trained folder: ``python examples/unet/sample.py out/unet --classes coffee --count 8``."""
 
-from __future__ import annotations
+# No postponed annotations here: diffusers 0.35 reads those of a pipeline's parameters as they stand.
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MODEL = "model"  # folder inside the output folder: a diffusers pipeline
 class ClassConditionalPipeline(DiffusionPipeline):
     """Noise to images of given classes with a class-conditional ``UNet2DModel``."""
 
-    def __init__(self, unet: UNet2DModel, scheduler: DDIMScheduler, class_names: list[str] | None = None) -> None:
+    def __init__(self, unet: UNet2DModel, scheduler: DDIMScheduler, class_names=None) -> None:  # names, or None
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler)
         self.register_to_config(class_names=class_names or [])
