@@ -13,6 +13,7 @@ setup(
         "deepspeed==0.19.8",
         "diffusers>=0.35.2",
         "highspy>=1.7",
+        "huggingface_hub>=0.25",
         "matplotlib",
         "numpy",
         "pydantic>=2",

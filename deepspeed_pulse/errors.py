@@ -3,7 +3,7 @@
     PulseError
     ├── ConfigError       an argument or a key of the "pulse" block
     ├── GraphError        the layer list: names stashed and popped
-    ├── FileError         a profile, cluster or plan file that cannot be read
+    ├── FileError         a profile, cluster or plan file, or a model folder, that cannot be read or written
     ├── PlanError         a plan that does not fit the model, or cannot run
     ├── InfeasibleError   no plan exists under the given limits
     ├── BatchError        data that does not fit the model, or differs between ranks
@@ -32,7 +32,7 @@ class GraphError(PulseError):
 
 
 class FileError(PulseError):
-    """A profile, cluster or plan file is malformed; names file and field."""
+    """A profile, cluster or plan file, or a model folder, is malformed or missing; names file and field."""
 
 
 class PlanError(PulseError):

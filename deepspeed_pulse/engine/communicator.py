@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -104,6 +105,38 @@ class PipelineCommunicator:
 
 def _tag(channel: Channel) -> int:
     return 1 + (channel.direction is Direction.BACKWARD)
+
+
+def carry_to_host(
+    tensor: torch.Tensor | None,
+    *,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    source: int,
+    target: int,
+    group: Any,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """A tensor of global rank ``source`` on the CPU of ``target``; None on other ranks.
+
+    It travels as bytes: backends differ in the dtypes they know.
+    """
+    me = dist.get_rank()
+    if me == source == target:
+        assert tensor is not None
+        return tensor.detach().cpu().contiguous()
+    num_bytes = math.prod(shape) * dtype.itemsize
+    on_host = torch.distributed.get_backend(group) in _HOST_BACKENDS
+    if me == source and num_bytes:
+        assert tensor is not None
+        whole = tensor.detach().to("cpu" if on_host else device).contiguous()
+        dist.send(whole.reshape(-1).view(torch.uint8), target, group=group)
+    if me != target:
+        return None
+    found = torch.empty(num_bytes, dtype=torch.uint8, device="cpu" if on_host else device)
+    if num_bytes:
+        dist.recv(found, source, group=group)
+    return found.cpu().view(dtype).reshape(tuple(shape))
 
 
 class EngineDevice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -12,10 +12,12 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
+from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine import hook, planning
 from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.costs import PlanRequest
 from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
@@ -301,3 +303,33 @@ class PipelineModule(upstream.PipelineModule):
         found: list[Any] | None = [None] * len(self._grid.pp_group) if first else None
         torch.distributed.gather_object(item, found, dst=self._grid.pp_group[0], group=group)
         return found
+
+    def decide_on_first(self, make: Callable[[], Any], what: str) -> Any:
+        """What ``make`` gives on global rank 0, on every rank of the world; its error likewise."""
+        return planning.agree(make, what)
+
+    def bring_to_first(
+        self, tensor: torch.Tensor | None, *, owner: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """A tensor of pipeline rank ``owner``, on the CPU of global rank 0; None on the others.
+
+        Args:
+            tensor: on the owner in the first pipeline, that tensor; ignored on other ranks.
+            shape, dtype: of the tensor, known to all.
+        """
+        if self._grid.data_parallel_id != 0:
+            return None
+        return carry_to_host(
+            tensor,
+            shape=shape,
+            dtype=dtype,
+            source=self._grid.pp_group[owner],
+            target=self._grid.pp_group[0],
+            group=self._grid.get_pipe_parallel_group(),
+            device=torch.device(get_accelerator().device_name(self.local_rank)),
+        )
+
+    def full_precision(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The optimizer's fp32 master copy of a parameter, where it has one; all data-parallel replicas call it."""
+        master = safe_get_full_fp32_param(parameter)
+        return parameter.detach().float() if master is None else master

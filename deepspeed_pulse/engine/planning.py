@@ -43,8 +43,8 @@ class Planned:
         return self.profile is not None and self.profile.device != NO_DEVICE
 
 
-def agree(make: Callable[[], Any]) -> Any:
-    """Run ``make`` on rank 0; every rank gets its result, or raises the same error."""
+def agree(make: Callable[[], Any], what: str = "planning") -> Any:
+    """Run ``make`` on rank 0; every rank gets its result, or raises the same error, which names ``what``."""
     outcome: list[Any] = [None]
     cause: Exception | None = None
     if dist.get_rank() == 0:
@@ -53,7 +53,7 @@ def agree(make: Callable[[], Any]) -> Any:
         except PulseError as problem:
             outcome = [problem]
         except Exception as problem:  # a layer's own, met while it is built or measured
-            cause, outcome = problem, [RunError(f"planning on rank 0: {type(problem).__name__}: {problem}")]
+            cause, outcome = problem, [RunError(f"{what} on rank 0: {type(problem).__name__}: {problem}")]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], PulseError):

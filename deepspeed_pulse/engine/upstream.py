@@ -26,7 +26,10 @@ RELIED_ON = {
         "is_initialized",
         "isend",
         "new_group",
+        "recv",
+        "send",
     ),
+    "deepspeed.utils": ("safe_get_full_fp32_param",),
     "deepspeed.runtime.pipe.module.PipelineModule": (
         "_build",
         "_index_tied_modules",

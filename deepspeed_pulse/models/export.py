@@ -3,82 +3,77 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor
+import torch
 
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.models.units import Origin, Unit
+from deepspeed_pulse.models.shards import write_sharded
+from deepspeed_pulse.models.units import Origin, Unit, unit_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CONFIG = "config.json"
 
 
-def save_pretrained(engine: Any, folder: str | os.PathLike[str]) -> Path:
+def save_pretrained(
+    engine: Any,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "10GB",
+    dtype: torch.dtype | None = None,
+    variant: str | None = None,
+) -> Path:
     """Write the trained weights as a normal diffusers folder, to be read by ``from_pretrained``.
 
-    A collective call: every rank makes it. Layers travel to global rank 0 one at a time, each from
-    the rank of data-parallel index 0 that holds it, so only rank 0 ever holds the whole model (on
-    the CPU). Only rank 0 writes; other ranks may return before the folder is complete. Each file
-    is written beside its final name and then renamed. Keys, shapes and dtypes are those of the
-    model's own ``save_pretrained``.
+    A collective call: every rank makes it, and the folder is complete when it returns. Files, index,
+    keys, shapes and dtypes are those of the model's own ``save_pretrained(max_shard_size=, variant=)``.
+    Global rank 0 writes and never holds more than one shard beyond its own layers.
 
-    Raises :class:`ConfigError`, on every rank, when the layer list was not made from a diffusers
-    model, and on rank 0 when layers of that model were left out of the list.
+    Args:
+        engine: trains a list that ``to_layers``, ``from_pretrained`` or ``from_config`` made.
+        folder: made when it does not exist; an earlier save of the same variant in it is replaced.
+        max_shard_size: the largest file, in bytes or as text such as ``"5GB"``.
+        dtype: of the floating-point weights in the files. Left out, the one the engine computes in:
+            bfloat16 weights for an engine with ``"bf16"``. ``torch.float32`` then writes the
+            optimizer's fp32 master weights. Parts that the model keeps in float32 stay so.
+        variant: for example ``"fp16"``, part of the file names.
+
+    Raises:
+        ConfigError: the layer list was not made from a diffusers model, or layers of that model were
+            left out of it; on every rank.
+        FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
-    module, folder = engine.module, Path(folder)
+    module = engine.module
     origin = _origin(module.layer_list)
-    held = {index: layer for index, layer in module.local_layers() if isinstance(layer, Unit)}
-    if engine.grid.data_parallel_id != 0:
-        held = {}
-    state: dict[str, Tensor] = {}
-    for index in range(len(module.layer_list)):
-        mine = _on_cpu(held[index].state_dict()) if index in held else None
-        for part in module.gather_to_first(mine) or ():
-            state.update(part or {})
-    if engine.global_rank == 0:
-        _write(folder, origin, state)
-    return folder
+    tensors = {
+        key: tensor
+        for _, layer in module.local_layers()
+        if isinstance(layer, Unit)
+        for key, tensor in layer.state_dict(keep_vars=True).items()
+    }
+    return write_sharded(
+        engine,
+        folder,
+        tensors,
+        keys=origin.state_keys,
+        name=WEIGHTS,
+        variant=variant,
+        max_shard_size=max_shard_size,
+        dtypes={}
+        if dtype is None
+        else {k: origin.dtype_of(k, dtype) for k, t in tensors.items() if t.is_floating_point()},
+        texts={CONFIG: origin.config_json},
+    )
 
 
 def _origin(layer_list: list[Any]) -> Origin:
     """The one model that the layers were made from."""
-    bare = [getattr(layer, "layer", layer) for layer in layer_list]
-    origins = {id(layer.origin): layer.origin for layer in bare if isinstance(layer, Unit)}
+    units = [unit for unit in map(unit_of, layer_list) if unit is not None]
+    origins = {id(unit.origin): unit.origin for unit in units}
     if len(origins) != 1:
         raise ConfigError(
             f"save_pretrained() writes layers made from one diffusers model by deepspeed_pulse.models; "
             f"the layer list has layers of {len(origins)} models; use engine.save_checkpoint() for other lists"
         )
     return next(iter(origins.values()))
-
-
-def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
-
-
-def _write(folder: Path, origin: Origin, state: dict[str, Tensor]) -> None:
-    missing = [key for key in origin.state_keys if key not in state]
-    if missing:
-        raise ConfigError(
-            f"save_pretrained(): no layer of the list holds {len(missing)} of the {len(origin.state_keys)} entries of "
-            f"the {origin.model_class.__name__}, the first is {missing[0]}; train the whole list that to_layers() gives"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    ordered = {key: state[key] for key in origin.state_keys}
-    _replace(folder / WEIGHTS, lambda path: save_file(ordered, path, metadata={"format": "pt"}))
-    _replace(folder / CONFIG, lambda path: path.write_text(origin.config_json, encoding="utf-8"))
-    # An index left by an earlier, sharded save would be read instead of the new weights.
-    (folder / f"{WEIGHTS}.index.json").unlink(missing_ok=True)
-
-
-def _replace(path: Path, write: Any) -> None:
-    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    try:
-        write(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from deepspeed_pulse.errors import GraphError
@@ -29,6 +30,14 @@ class Origin:
     def of(cls, model: Any) -> Origin:
         """The origin of the units of a diffusers ``ModelMixin``."""
         return cls(model_class=type(model), config_json=model.to_json_string(), state_keys=tuple(model.state_dict()))
+
+    def dtype_of(self, key: str, dtype: torch.dtype) -> torch.dtype:
+        """``dtype``, or float32 for a weight that diffusers keeps in it (a part of its name says so)."""
+        kept = getattr(self.model_class, "_keep_in_fp32_modules", None) or ()
+        return torch.float32 if any(part in kept for part in key.split(".")) else dtype
+
+    def __deepcopy__(self, memo: Any) -> Origin:
+        return self  # copies of a unit come from the same model
 
 
 class Unit(nn.Module):
@@ -49,6 +58,12 @@ class Unit(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(self.paths)
+
+
+def unit_of(layer: Any) -> Unit | None:
+    """The unit of a layer of a list, declared, plain or yet to be built; None for layers of another make."""
+    bare = getattr(layer, "layer", layer)
+    return next((found for found in (bare, getattr(layer, "unit", None)) if isinstance(found, Unit)), None)
 
 
 def check_cover(units: Iterable[Unit], origin: Origin) -> None:

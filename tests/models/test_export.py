@@ -4,77 +4,110 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
-from safetensors import safe_open
 from safetensors.torch import load_file
 from support.small_models import pixel_entries, sd_entries, small_sd_unet, small_unet
 
 from deepspeed_pulse.engine.specs import spec
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.errors import ConfigError, FileError, PulseError
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.models.export import CONFIG, WEIGHTS, save_pretrained
+from deepspeed_pulse.models.export import WEIGHTS, save_pretrained
 
 
 class FakeModule:
     """The part of PipelineModule that the export uses; ranks are threads that meet at a barrier."""
 
     def __init__(self, layers: list[Any], owners: list[int], rank: int, shared: SimpleNamespace) -> None:
-        self.layer_list, self.owners, self.rank, self.shared = layers, owners, rank, shared
-        self.most_bytes = 0
+        self.layer_list, self.owners, self.stage_id, self.shared = layers, owners, rank, shared
+        self.received_bytes: list[int] = []
 
     def local_layers(self) -> list[tuple[int, Any]]:
-        return [(i, x.layer) for i, x in enumerate(self.layer_list) if self.owners[i] == self.rank]
+        return [(i, x.layer) for i, x in enumerate(self.layer_list) if self.owners[i] == self.stage_id]
 
-    def gather_to_first(self, item: Any) -> list[Any] | None:
-        self.most_bytes = max(self.most_bytes, sum(t.nbytes for t in (item or {}).values()))
-        self.shared.slots[self.rank] = item
+    def meet(self, item: Any) -> list[Any]:
+        self.shared.slots[self.stage_id] = item
         self.shared.barrier.wait()
-        found = list(self.shared.slots) if self.rank == 0 else None
+        found = list(self.shared.slots)
         self.shared.barrier.wait()
         return found
 
+    def gather_to_first(self, item: Any) -> list[Any] | None:
+        found = self.meet(item)
+        return found if self.stage_id == 0 else None
 
-def export(layers: list[Any], folder: Any, *, ranks: int = 1) -> list[FakeModule]:
+    def decide_on_first(self, make: Any, what: str) -> Any:
+        outcome = None
+        if self.stage_id == 0:
+            try:
+                outcome = make()
+            except PulseError as problem:
+                outcome = problem
+            self.received_bytes.append(0)
+        outcome = self.meet(outcome)[0]
+        if isinstance(outcome, PulseError):
+            raise outcome
+        return outcome
+
+    def bring_to_first(self, tensor: Any, *, owner: int, shape: Any, dtype: Any) -> Any:
+        found = self.meet(tensor)[owner]
+        if self.stage_id != 0:
+            return None
+        assert (tuple(found.shape), found.dtype) == (shape, dtype)
+        self.received_bytes[-1] += found.nbytes if owner else 0
+        return found
+
+
+def export(layers: list[Any], folder: Any, *, ranks: int = 1, **options: Any) -> list[FakeModule]:
     """Run ``save_pretrained`` on ranks that each hold a wave: layer i of n and layer n - i together."""
     owners = [min(i, len(layers) - 1 - i) * 2 * ranks // (len(layers) + 1) for i in range(len(layers))]
     shared = SimpleNamespace(slots=[None] * ranks, barrier=threading.Barrier(ranks, timeout=60))
     modules = [FakeModule(layers, owners, rank, shared) for rank in range(ranks)]
-    engines = [
-        SimpleNamespace(module=module, grid=SimpleNamespace(data_parallel_id=0), global_rank=module.rank)
-        for module in modules
-    ]
-    threads = [threading.Thread(target=save_pretrained, args=(engine, folder)) for engine in engines[1:]]
-    for thread in threads:
-        thread.start()
-    save_pretrained(engines[0], folder)
-    for thread in threads:
-        thread.join()
+    engines = [SimpleNamespace(module=module, grid=SimpleNamespace(data_parallel_id=0)) for module in modules]
+    with ThreadPoolExecutor(ranks) as pool:
+        saved = [pool.submit(save_pretrained, engine, folder, **options) for engine in engines]
+        problems = [one.exception() for one in saved]
+    assert len({(type(problem), str(problem)) for problem in problems}) == 1  # every rank raises the same
+    if problems[0] is not None:
+        raise problems[0]
     return modules
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_same_files_as_the_models_own_save(tmp_path, ranks):
-    model = small_sd_unet()
+def trained(model: Any) -> list[Any]:
+    """The layers of a model whose weights change after the list was made."""
     layers = to_layers(model)
     with torch.no_grad():
-        for layer in layers:  # "training": weights change after the list was made
+        for layer in layers:
             for parameter in layer.layer.parameters():
                 parameter.add_(0.01)
-    model.save_pretrained(tmp_path / "theirs")
-    export(layers, tmp_path / "ours", ranks=ranks)
-    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == [CONFIG, WEIGHTS]
-    theirs, ours = (load_file(tmp_path / name / WEIGHTS) for name in ("theirs", "ours"))
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[key], ours[key]) and theirs[key].dtype == ours[key].dtype for key in theirs)
-    metadata = [safe_open(tmp_path / name / WEIGHTS, "pt").metadata() for name in ("theirs", "ours")]
-    assert metadata[0] == metadata[1]
-    configs = [json.loads((tmp_path / name / CONFIG).read_text()) for name in ("theirs", "ours")]
-    assert configs[0] == configs[1]
+    return layers
+
+
+def assert_same_folders(theirs: Path, ours: Path) -> None:
+    """The same files; tensors, metadata, index and config in them."""
+    assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in theirs.iterdir())
+    for path in theirs.iterdir():
+        if path.suffix == ".json":
+            assert json.loads(path.read_text()) == json.loads((ours / path.name).read_text())
+        else:
+            assert path.read_bytes() == (ours / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "max_shard_size", "variant"), [(1, "10GB", None), (3, "2MB", "fp16"), (3, 10**6, None)]
+)
+def test_same_files_as_the_models_own_save(tmp_path, ranks, max_shard_size, variant):
+    model = small_sd_unet()
+    layers = trained(model)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_size, variant=variant)
+    export(layers, tmp_path / "ours", ranks=ranks, max_shard_size=max_shard_size, variant=variant)
+    assert_same_folders(tmp_path / "theirs", tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
@@ -95,34 +128,52 @@ def test_half_precision_stays(tmp_path):
     assert {value.dtype for value in load_file(tmp_path / WEIGHTS).values()} == {torch.bfloat16}
 
 
-def test_no_rank_sends_more_than_a_layer_at_a_time(tmp_path):
-    layers = to_layers(small_sd_unet())
-    largest = max(sum(t.nbytes for t in layer.layer.state_dict().values()) for layer in layers)
-    assert all(module.most_bytes <= largest for module in export(layers, tmp_path, ranks=3))
+def test_another_dtype_is_asked_for(tmp_path):
+    export(to_layers(small_unet()), tmp_path, dtype=torch.float16, variant="fp16")
+    read = UNet2DModel.from_pretrained(tmp_path, variant="fp16", torch_dtype=torch.float16)
+    assert {value.dtype for value in read.state_dict().values()} == {torch.float16}
+
+
+def test_the_first_rank_holds_one_shard_at_a_time(tmp_path):
+    modules = export(to_layers(small_sd_unet()), tmp_path, ranks=3, max_shard_size="1MB")
+    shards = list(tmp_path.glob("*-of-*"))
+    assert len(shards) > 5
+    assert 0 < max(modules[0].received_bytes) <= max(path.stat().st_size for path in shards)
 
 
 def test_data_parallel_replicas_send_nothing(tmp_path):
-    sent = []
     layers = to_layers(small_unet())
-    module = SimpleNamespace(
-        layer_list=layers,
-        local_layers=lambda: [(index, layer.layer) for index, layer in enumerate(layers)],
-        gather_to_first=sent.append,
-    )
-    replica = SimpleNamespace(module=module, grid=SimpleNamespace(data_parallel_id=1), global_rank=1)
-    save_pretrained(replica, tmp_path / "nothing")
-    assert sent == [None] * len(layers)
-    assert not (tmp_path / "nothing").exists()
+    shared = SimpleNamespace(slots=[None, None], barrier=threading.Barrier(2, timeout=60))
+    first, replica = (FakeModule(layers, [0] * len(layers), rank, shared) for rank in range(2))
+    replica.local_layers = first.local_layers
+    replica.gather_to_first = lambda item: [item, replica.meet(None)][0]
+    engines = [
+        SimpleNamespace(module=module, grid=SimpleNamespace(data_parallel_id=index))
+        for index, module in enumerate((first, replica))
+    ]
+    sent = []
+    replica.bring_to_first = lambda tensor, **_: [sent.append(tensor), replica.meet(None)][0]
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(save_pretrained, engine, tmp_path) for engine in engines]:
+            one.result()
+    assert set(sent) == {None}
+    UNet2DModel.from_pretrained(tmp_path)
 
 
-def test_an_older_sharded_save_does_not_shadow_the_new_one(tmp_path):
+@pytest.mark.parametrize("before", ["10GB", "1MB", "800KB"])
+@pytest.mark.parametrize("after", ["10GB", "1MB"])
+def test_an_earlier_save_does_not_shadow_the_new_one(tmp_path, before, after):
     model = small_unet()
-    model.save_pretrained(tmp_path, max_shard_size="1MB")
-    assert (tmp_path / f"{WEIGHTS}.index.json").exists()
-    with torch.no_grad():
-        model.conv_in.weight.add_(1)
-    export(to_layers(model), tmp_path)
-    assert torch.equal(UNet2DModel.from_pretrained(tmp_path).conv_in.weight, model.conv_in.weight)
+    model.save_pretrained(tmp_path / "ours", max_shard_size=before)
+    (tmp_path / "ours" / "README.md").write_text("the user's own")
+    layers = trained(model)
+    export(layers, tmp_path / "ours", max_shard_size=after)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=after)
+    (tmp_path / "theirs" / "README.md").write_text("the user's own")
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == sorted(
+        path.name for path in (tmp_path / "theirs").iterdir()
+    )
+    assert torch.equal(UNet2DModel.from_pretrained(tmp_path / "ours").conv_in.weight, model.conv_in.weight)
 
 
 def test_layers_of_the_users_own_may_stand_beside_the_models(tmp_path):
@@ -138,20 +189,35 @@ def test_lists_that_are_not_from_diffusers_are_refused(tmp_path):
 
 
 def test_a_list_with_layers_left_out_is_refused_and_writes_nothing(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds 4 of the \d+ entries of the UNet2DModel, the first is conv_norm"):
-        export(to_layers(small_unet())[:-1], tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"holds 4 of the \d+ entries to be saved, the first is conv_norm"):
+        export(to_layers(small_unet())[:-1], tmp_path / "none", ranks=2)
     assert not (tmp_path / "none").exists()
 
 
-def test_a_failed_write_leaves_the_old_files(tmp_path, monkeypatch):
-    export(to_layers(small_unet()), tmp_path)
-    before = (tmp_path / WEIGHTS).read_bytes()
+@pytest.mark.parametrize("size", ["5 bananas", "huge"])
+def test_a_shard_size_that_is_none_is_refused(tmp_path, size):
+    with pytest.raises(ConfigError, match="max_shard_size: expected bytes or text"):
+        export(to_layers(small_unet()), tmp_path, max_shard_size=size)
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError("disk full")
 
-    monkeypatch.setattr("deepspeed_pulse.models.export.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        export(to_layers(small_unet(num_class_embeds=7)), tmp_path)
-    assert (tmp_path / WEIGHTS).read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG, WEIGHTS]
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_failed_write_leaves_the_old_files_and_fails_on_every_rank(tmp_path, monkeypatch, at):
+    export(to_layers(small_unet()), tmp_path, max_shard_size="1MB")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    calls = iter(range(100))
+
+    def fail(tensors: Any, path: Path, **kwargs: Any) -> None:
+        path.write_text("half")
+        if next(calls) == at:
+            raise OSError("disk full")
+
+    monkeypatch.setattr("deepspeed_pulse.models.shards.save_file", fail)
+    with pytest.raises(FileError, match="cannot be written: disk full"):
+        export(trained(small_unet(num_class_embeds=7)), tmp_path, ranks=2, max_shard_size="1MB")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="cannot be written"):
+        export(to_layers(small_unet()), tmp_path / "file")
