@@ -20,18 +20,19 @@ def forward(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def exported() -> tuple[Any, list[Any], dict[str, frozenset[str]]]:
+def exported() -> tuple[list[Any], dict[str, nn.Module], dict[str, frozenset[str]]]:
     model = small_unet()
     layers = to_layers(model)
-    return model, layers, reads_of_export(model, pixel_entries(), forward, parts_of(layers))
+    parts = parts_of(model, layers)
+    return layers, parts, reads_of_export(model, pixel_entries(), forward, parts)
 
 
 def test_two_swapped_pops(exported):
-    _, layers, expected = exported
-    flow = flow_of_list(layers, pixel_entries())
+    layers, parts, expected = exported
+    flow = flow_of_list(layers, pixel_entries(), parts)
     assert differences(flow, expected) == []
     swapped = swap_two_pops(layers, flow.shapes)
-    assert differences(flow_of_list(swapped, pixel_entries()), expected) == [
+    assert differences(flow_of_list(swapped, pixel_entries(), parts), expected) == [
         "up_blocks.1.resnets.0: in the model it reads also ['down_blocks.1.attentions.0'], "
         "in the list ['down_blocks.0.downsamplers.0']",
         "up_blocks.1.resnets.1: in the model it reads also ['down_blocks.0.downsamplers.0'], "
@@ -40,10 +41,12 @@ def test_two_swapped_pops(exported):
 
 
 def test_a_value_popped_in_vain(exported):
-    _, layers, expected = exported
+    layers, parts, expected = exported
     last = layers[-1]
     idle = spec(_Ignoring(last.layer), name="idle", pop="temb")
-    assert differences(flow_of_list([*layers[:-1], idle], pixel_entries()), expected) == ["idle: temb is not read"]
+    assert differences(flow_of_list([*layers[:-1], idle], pixel_entries(), parts), expected) == [
+        "idle: temb is not read"
+    ]
 
 
 class _Ignoring(nn.Module):

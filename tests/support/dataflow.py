@@ -7,6 +7,7 @@ every part reads a set of other parts and of batch entries, whoever runs it.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,10 +27,11 @@ Reads = dict[str, Sources]
 NOTHING: Sources = frozenset()
 
 
-def parts_of(layers: Sequence[Any]) -> dict[str, nn.Module]:
+def parts_of(model: nn.Module, layers: Sequence[Any]) -> dict[str, nn.Module]:
     """The submodules that the layers borrow from the model, by their path in it."""
-    units = [declared.layer for declared in layers]
-    return {path: unit.get_submodule(path) for unit in units for path in unit.paths}
+    paths = {id(module): path for path, module in model.named_modules()}
+    parts = [declared.layer.get_submodule(path) for declared in layers for path in declared.layer.paths]
+    return {paths[id(part)]: part for part in parts}
 
 
 # ------------------------------------------------------------------------------------ the exported model
@@ -48,7 +50,11 @@ def reads_of_export(
     model: nn.Module, batch: dict[str, Any], forward: Callable[[Any, Any], Tensor], parts: Iterable[str]
 ) -> Reads:
     """What each part reads when the model runs its own forward."""
-    program = torch.export.export(_Whole(model, forward), (batch,), strict=False)
+    logging.disable(logging.DEBUG)  # pytest keeps every record, and torch traces into debug records by the thousand
+    try:
+        program = torch.export.export(_Whole(model, forward), (batch,), strict=False)
+    finally:
+        logging.disable(logging.NOTSET)
     by_depth = sorted(parts, key=len, reverse=True)
     sources = _placeholder_sources(program, batch)
     reads: dict[str, Sources] = defaultdict(frozenset)
@@ -108,11 +114,14 @@ class _Tracker(TorchFunctionMode):
         super().__init__()
         self.owner: str | None = None
         self.reads: dict[str, Sources] = defaultdict(frozenset)
+        self.looked_at: Sources = NOTHING  # what became a plain number
         self._known: dict[int, tuple[Tensor, Sources]] = {}  # the tensor is kept, so that its id stays its own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func in (Tensor.tolist, Tensor.item):
+            self.looked_at |= self.sources(args[0])
         made = _tensors(result)
         if made:
             found = frozenset().union(*(self.sources(used) for used in _tensors((args, kwargs))))
@@ -131,8 +140,8 @@ class _Tracker(TorchFunctionMode):
         self._known[id(tensor)] = (tensor, sources)
 
 
-def flow_of_list(layers: Sequence[Any], entries: dict[str, Any]) -> ListFlow:
-    """Run the list once and watch; the first entry is the first layer's input."""
+def flow_of_list(layers: Sequence[Any], entries: dict[str, Any], parts: dict[str, nn.Module]) -> ListFlow:
+    """Run the list once and watch its parts; the first entry is the first layer's input."""
     flow, tracker = ListFlow(), _Tracker()
     values: dict[str, Any] = {}
     for name, value in entries.items():
@@ -140,7 +149,7 @@ def flow_of_list(layers: Sequence[Any], entries: dict[str, Any]) -> ListFlow:
             tracker.mark(tensor, frozenset({f"batch {name}"}))
         values[name] = value
     hidden = values.pop(next(iter(entries)))
-    with torch.no_grad(), _watching(tracker, parts_of(layers)):
+    with torch.no_grad(), _watching(tracker, parts):
         for declared in layers:
             given = {"hidden state": hidden, **{name: values[name] for name in declared.pop}}
             tokens = {name: f"{declared.name} {name}" for name in given if _tensors(given[name])}
@@ -169,7 +178,7 @@ def _with_token(tracker: _Tracker, value: Any, token: str | None) -> Any:
 
 def _take_tokens(tracker: _Tracker, output: Any, tokens: set[str]) -> set[str]:
     """Which tokens reached a part or the output; none is left afterwards."""
-    used = set()
+    used = tokens & tracker.looked_at
     for part, sources in tracker.reads.items():
         used |= sources & tokens
         tracker.reads[part] = sources - tokens

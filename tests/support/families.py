@@ -69,9 +69,10 @@ def assert_transparent(
     *,
     ranks: Sequence[int] = (1, 2, 4),
     without_gradient: Sequence[str] = (),
+    make: Callable[..., list[Any]] = to_layers,
     **options: Any,
 ) -> list[Any]:
-    """``to_layers(model, **options)`` computes what the model computes; returns the list.
+    """``make(model, **options)`` computes what the model computes; returns the list.
 
     On one rank output and every gradient, the first entry's included, are equal bit for bit. For every larger number of
     ``ranks``, wave and linear placement, two microbatches: gradients within 1e-5 (norm of the difference over norm).
@@ -79,7 +80,7 @@ def assert_transparent(
     the model does not use. Frozen parameters get no gradient. The model's gradients are None afterwards.
     """
     reference = copy.deepcopy(model)
-    layers = to_layers(model, **options)
+    layers = make(model, **options)
     graph = Graph(layers=tuple(describe(index, layer) for index, layer in enumerate(layers)))
     assert_one_owner(model, layers)
     if 1 in ranks:
@@ -235,13 +236,14 @@ def assert_matches_export(model: nn.Module, layers: Sequence[Any], batch: Batch,
     value and hidden state is looked at by its layer. Where the list pops two values of equal shape, it is then
     run with those two swapped, which has to be noticed.
     """
-    expected = reads_of_export(model, batch, forward, parts_of(layers))
-    flow = flow_of_list(layers, flatten(batch))
+    parts = parts_of(model, layers)
+    expected = reads_of_export(model, batch, forward, parts)
+    flow = flow_of_list(layers, flatten(batch), parts)
     problems = differences(flow, expected)
     assert not problems, "\n".join(problems)
     swapped = swap_two_pops(layers, flow.shapes)
     if swapped is not None:
-        assert differences(flow_of_list(swapped, flatten(batch)), expected), "two swapped pops were not noticed"
+        assert differences(flow_of_list(swapped, flatten(batch), parts), expected), "two swapped pops were not noticed"
 
 
 def differences(flow: ListFlow, expected: Mapping[str, frozenset[str]]) -> list[str]:
