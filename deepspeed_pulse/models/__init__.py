@@ -6,8 +6,10 @@ import importlib
 from typing import Any
 
 _LAZY = {
+    "freeze": "deepspeed_pulse.models.freezing",
     "save_pretrained": "deepspeed_pulse.models.export",
     "to_layers": "deepspeed_pulse.models.families",
+    "unfreeze": "deepspeed_pulse.models.freezing",
 }
 
 __all__ = sorted(_LAZY)

@@ -1,0 +1,67 @@
+"""Which parameters of a model train: chosen by patterns over their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from deepspeed_pulse.errors import ConfigError
+
+
+def freeze(model: nn.Module, *patterns: str) -> list[str]:
+    """Take the parameters whose names match a pattern out of training; returns their names.
+
+    Patterns are those of :mod:`fnmatch` over ``model.named_parameters()``, where ``*`` matches dots too:
+    ``freeze(unet, "down_blocks.*", "*.norm?.*")``. Layers borrow the model's parameters, so it may be called
+    before or after ``to_layers``, but before the ``PipelineModule`` is made. A stage with nothing to train
+    before it computes and sends no gradient of its input.
+
+    Raises:
+        ConfigError: a pattern matches nothing; the message shows names close to it. Nothing was frozen.
+    """
+    return _set(model, patterns, trainable=False)
+
+
+def unfreeze(model: nn.Module, *patterns: str) -> list[str]:
+    """Let the parameters whose names match a pattern train; returns their names. See :func:`freeze`.
+
+    ``freeze(unet, "*")`` and then ``unfreeze(unet, "*.attn2.*")`` trains the cross attentions only.
+    """
+    return _set(model, patterns, trainable=True)
+
+
+def _set(model: nn.Module, patterns: tuple[str, ...], *, trainable: bool) -> list[str]:
+    parameters = dict(model.named_parameters())
+    if not patterns:
+        raise ConfigError('expected at least one pattern over parameter names, for example "down_blocks.*"')
+    for pattern in patterns:
+        if not _matches(parameters, pattern):
+            raise ConfigError(
+                f"the pattern {pattern!r} matches none of the {len(parameters)} parameters of the "
+                f"{type(model).__name__}; {_advice(pattern, list(parameters))}"
+            )
+    chosen = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for name in chosen:
+        parameters[name].requires_grad_(trainable)
+    return chosen
+
+
+def _matches(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _advice(pattern: str, names: list[str]) -> str:
+    """What the writer of a pattern may have meant."""
+    inside = f"{pattern.rstrip('.')}.*"
+    if _matches(names, inside):
+        return f"for everything in that module write {inside!r}"
+    wanted = pattern.strip("*.")
+    # People name modules as well as parameters, from the start or, behind a "*", from the end of the name.
+    parts = [name.split(".") for name in names]
+    known = {".".join(p[:n]): None for p in parts for n in range(1, len(p) + 1)}
+    if pattern.startswith("*"):
+        known = {".".join(p[-n:]): None for p in parts for n in range(1, len(p) + 1)}
+    return f"close to it: {', '.join(difflib.get_close_matches(wanted, known, n=3, cutoff=0.5) or names[:3])}"
