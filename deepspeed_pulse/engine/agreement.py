@@ -9,7 +9,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
-from deepspeed_pulse.engine.batches import LABELS
+from deepspeed_pulse.engine.batches import entry_text
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
 
 
@@ -111,11 +111,7 @@ def check_same_data(
         for name, expected, value in zip(names, first, others.tolist(), strict=True):
             if value not in (-1, expected):
                 raise BatchError(
-                    f"step {step}: {_entry(name)} of pipeline rank {rank} differ from those of the first pipeline "
+                    f"step {step}: {entry_text(name)} of pipeline rank {rank} differ from those of the first pipeline "
                     "rank; every rank of a pipeline must draw the same batches: seed noise, timesteps and "
                     "shuffling by step and data-parallel index, or give data_iter to the first rank only"
                 )
-
-
-def _entry(name: str) -> str:
-    return "the labels" if name == LABELS else f"the values of batch entry {name!r}"

@@ -17,29 +17,62 @@ LABELS = "<labels>"
 """Name under which labels travel to a loss rank that was given no iterator."""
 
 
+def flatten(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Entries of nested dicts by dotted name (``added_cond_kwargs.text_embeds``), in order; None stays.
+
+    Raises:
+        BatchError: a key is no string, or two entries get one name.
+    """
+    found: dict[str, Any] = {}
+    for key, value in inputs.items():
+        if not isinstance(key, str):
+            raise BatchError(f"expected names as keys of the inputs, found {key!r} in {prefix or 'the inputs'}")
+        more = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        twice = found.keys() & more.keys()
+        if twice:
+            raise BatchError(f"two entries of the batch are called {min(twice)!r}: once with a dot, once nested")
+        found.update(more)
+    return found
+
+
+def can_travel(value: Any) -> bool:
+    """True for a tensor and for a tuple or list of tensors; anything else stays on the rank that read it."""
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(isinstance(item, torch.Tensor) for item in value)
+    return isinstance(value, torch.Tensor)
+
+
 class SplitBatch:
-    """One microbatch: the first layer's input, the named entries and the labels."""
+    """One microbatch: the first layer's input, the named entries and the labels.
+
+    Entries of nested dicts have dotted names; an entry that is None is absent.
+    """
 
     def __init__(self, batch: Any, graph: Graph, input_name: str) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise BatchError(
-                f"expected a batch (inputs, labels), found {_kind(batch)}; let the data iterator yield pairs, with "
+                f"expected a batch (inputs, labels), found {kind(batch)}; let the data iterator yield pairs, with "
                 "None for labels that nothing reads"
             )
         inputs, self.labels = batch
         self.entries: Mapping[str, Any] = {}
         if isinstance(inputs, Mapping):
-            if not inputs:
-                raise BatchError("expected inputs with at least one entry, found an empty dict")
-            first = input_name if input_name in inputs else next(iter(inputs))
-            self.entries = {name: value for name, value in inputs.items() if name != first}
-            inputs = inputs[first]
-            self._check_names(graph, first)
+            named = flatten(inputs)
+            given = {name: value for name, value in named.items() if value is not None}
+            if not given:
+                raise BatchError(f"expected inputs with at least one entry, found {_of_nothing(named)}")
+            first = input_name if input_name in named else next(iter(given))
+            if first not in given:
+                raise BatchError(f"expected the first layer's input to be a tensor or tensors, found {first!r}: None")
+            inputs = given.pop(first)
+            self.entries = given
+            self._check_names(graph, first, [name for name, value in named.items() if value is None])
         elif graph.batch_entries:
-            self._complain(graph, f"the inputs are {_kind(inputs)}, not a dict with named entries")
+            self._complain(graph, f"the inputs are {kind(inputs)}, not a dict with named entries")
         self.inputs = _tensors(inputs)
+        self._read = [value.name for value in graph.batch_entries]
 
-    def _check_names(self, graph: Graph, first: str) -> None:
+    def _check_names(self, graph: Graph, first: str, absent: Sequence[str]) -> None:
         stashed = {name for layer in graph.layers for name in layer.stash}
         for name in self.entries:
             if name in stashed:
@@ -50,7 +83,9 @@ class SplitBatch:
         missing = [v for v in graph.batch_entries if v.name not in self.entries]
         if missing:
             have = ", ".join(sorted(self.entries)) or "none"
-            self._complain(graph, f"the batch's entries are: {have} (and {first!r}, the first layer's input)", missing)
+            none = f"; None: {', '.join(absent)}" if absent else ""
+            found = f"the batch's entries are: {have} (and {first!r}, the first layer's input{none})"
+            self._complain(graph, found, missing)
 
     @staticmethod
     def _complain(graph: Graph, found: str, missing: Sequence[Any] | None = None) -> None:
@@ -62,10 +97,14 @@ class SplitBatch:
         )
 
     def shapes(self) -> dict[str, str]:
-        """Readable shape and dtype of everything in the batch."""
+        """Readable shape and dtype of everything in the batch that is read."""
         found = {"inputs": _shape(self.inputs), "labels": _shape(self.labels)}
-        found.update({f"entry {name!r}": _shape(value) for name, value in self.entries.items()})
+        found.update({f"entry {name!r}": _shape(self.entries[name]) for name in self._read})
         return found
+
+    def value(self, name: str) -> Any:
+        """An entry, or the labels."""
+        return self.labels if name == LABELS else self.entries[name]
 
 
 class StepBatches:
@@ -114,8 +153,7 @@ class StepBatches:
         batch = self._held[self._drawn] = self._split(drawn)
         self._drawn += 1
         for name in self._checked_entries:
-            value = batch.labels if name == LABELS else batch.entries[name]
-            self.checksums[name] = _checksum(value, self.checksums[name])
+            self.checksums[name] = _checksum(batch.value(name), self.checksums[name])
         return batch
 
     def first(self) -> SplitBatch | None:
@@ -126,8 +164,7 @@ class StepBatches:
         return self._move(self._get(microbatch).inputs)
 
     def entry(self, name: str, microbatch: int) -> Any:
-        batch = self._get(microbatch)
-        return self._move(batch.labels if name == LABELS else batch.entries[name])
+        return self._move(self._get(microbatch).value(name))
 
     def has_entry(self, name: str) -> bool:
         return self._draw is not None and name in self._entry_names
@@ -178,10 +215,22 @@ def _tensors(inputs: Any) -> Any:
         return inputs
     if isinstance(inputs, (tuple, list)) and inputs and all(isinstance(t, torch.Tensor) for t in inputs):
         return tuple(inputs)
-    raise BatchError(f"expected the first layer's input to be a tensor or a tuple of tensors, found {_kind(inputs)}")
+    raise BatchError(f"expected the first layer's input to be a tensor or a tuple of tensors, found {kind(inputs)}")
 
 
-def _kind(value: Any) -> str:
+def entry_text(name: str) -> str:
+    """A batch entry, or the labels, in words."""
+    return "the labels" if name == LABELS else f"the values of batch entry {name!r}"
+
+
+def _of_nothing(named: Mapping[str, Any]) -> str:
+    return f"only None: {', '.join(named)}" if named else "an empty dict"
+
+
+def kind(value: Any) -> str:
+    """What a value is, with its article, for messages."""
+    if value is None:
+        return "None"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     name = type(value).__name__
@@ -202,6 +251,8 @@ def _checksum(value: Any, start: int) -> int:
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         return zlib.crc32(flat.view(torch.uint8).numpy().data, start) if flat.numel() else start
+    if isinstance(value, Mapping):
+        value = [item for pair in value.items() for item in pair]
     if isinstance(value, (tuple, list)):
         for item in value:
             start = _checksum(item, start)

@@ -20,7 +20,7 @@ from deepspeed_pulse.engine.agreement import (
     raise_everywhere,
     who_has_data,
 )
-from deepspeed_pulse.engine.batches import LABELS, ShapeKeeper, StepBatches
+from deepspeed_pulse.engine.batches import LABELS, ShapeKeeper, StepBatches, can_travel, entry_text, kind
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
 from deepspeed_pulse.engine.instructions import (
@@ -62,6 +62,9 @@ class PulseEngine(PipelineEngine):
 
     _started = False
     """False while upstream's ``__init__`` runs: there "first" and "last" mean the topology."""
+
+    _compute_loss = True
+    """Upstream sets it in every ``train_batch`` and ``eval_batch``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module, config = kwargs["model"], kwargs["config_class"]
@@ -205,22 +208,47 @@ class PulseEngine(PipelineEngine):
         except Exception as found:  # whatever a loader raises
             problem = found
         raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())
-        self._readers[mode] = who_has_data(has_data, self._plan.placement[0], self._pipelines)
-        return self._readers[mode]
+        readers = who_has_data(has_data, self._plan.placement[0], self._pipelines)
+        self._check_routed(readers)
+        self._readers[mode] = readers
+        return readers
+
+    def _check_routed(self, readers: tuple[bool, ...]) -> None:
+        """What ranks without data read is sent to them, so it must be tensors."""
+        routes = _entry_routes(self._plan, self._entries(), readers)
+        if not routes:
+            return
+        problem: Exception | None = None
+        first = self._batches.first()
+        for route in routes if first is not None else ():
+            value = first.value(route.name)
+            if not can_travel(value) and problem is None:
+                rank = self._plan.placement[route.hops[0][1]]
+                problem = BatchError(
+                    f"{entry_text(route.name)} cannot be sent: expected a tensor or a tuple of tensors, found "
+                    f"{kind(value)}; pipeline rank {rank} reads it and was given no data: pass data_iter on every "
+                    "rank, or make it a tensor"
+                )
+        raise_everywhere(problem, "the first batch cannot be sent", dist.get_world_size())
+
+    def _entries(self) -> list[NamedValue]:
+        """Batch entries that layers pop, and the labels where a loss function reads them."""
+        graph = self.module.graph
+        reads_labels = self.module.loss_fn is not None and self._compute_loss
+        return [*graph.batch_entries, *([_labels(graph)] if reads_labels else [])]
 
     def _lower(self, micro_batches: int, mode: str, readers: tuple[bool, ...]) -> _Lowered:
-        key = (micro_batches, mode, readers)
+        entries = self._entries()
+        key = (micro_batches, mode, readers, len(entries))
         if key not in self._lowered:
             plan = self._plan_for(micro_batches)
             if mode == "eval":
                 schedule = planning.forward_schedule(plan, micro_batches)
                 plan = planning.with_schedule(plan, schedule, micro_batches)
-            graph = self.module.graph
-            entries = [*graph.batch_entries, _labels(graph)]
             plan = replace(plan, routes=(*plan.routes, *_entry_routes(plan, entries, readers)))
             traffic = make_traffic(plan)
             self._communicator.open(list(traffic.channels), self._pipelines, self._pipelines.index(self.grid.pp_group))
-            usage = Usage(plan, [*graph.values, *entries], self.stage_id)
+            usage = Usage(plan, [*self.module.graph.values, *entries], self.stage_id)
             self._lowered[key] = _Lowered(plan, traffic, usage)
         return self._lowered[key]
 

@@ -42,7 +42,8 @@ class PipelineModule(upstream.PipelineModule):
         config: what ``deepspeed.initialize`` takes (path or dict); left out, the file named by
             ``--deepspeed_config`` on the command line.
         example_batch: one batch ``(inputs, labels)``; layer costs are measured on it at start.
-        input: name of the first layer's input when a batch's inputs are a dict.
+        input: name of the first layer's input when a batch's inputs are a dict. Entries of nested dicts have
+            dotted names (``added_cond_kwargs.text_embeds``), here and in ``pop``; an entry that is None is absent.
 
     Raises:
         PulseError: anything known to be wrong before the first step, the same on every rank.

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.engine.batches import can_travel, kind
+from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_of
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
@@ -58,10 +60,34 @@ class RelayLayer:
         return pack(output, {name: values[name] for name in self._after})
 
     def _first(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        names = self._before
-        if not names:
-            return state, {}
-        return state[0], dict(zip(names, state[1:], strict=True))
+        return unpack_batch(state, self._before) if self._before else (state, {})
+
+
+def pack_batch(inputs: Any, entries: Mapping[str, Any]) -> Any:
+    """What the first layer is given: the input alone, or a flat tuple of all tensors and how many each value has.
+
+    Raises:
+        BatchError: an entry is no tensor and no tuple of tensors.
+    """
+    if not entries:
+        return inputs
+    for name, value in entries.items():
+        if not can_travel(value):
+            raise BatchError(
+                f"batch entry {name!r}: expected a tensor or a tuple of tensors, found {kind(value)}; with "
+                '"pulse": {"enabled": false} entries travel in the tuple: make it a tensor, or turn pulse on'
+            )
+    found = (inputs, *(tuple(value) if isinstance(value, list) else value for value in entries.values()))
+    sizes = [-1 if isinstance(value, torch.Tensor) else len(value) for value in found]
+    return (*(tensor for value in found for tensor in tensors_of(value)), torch.tensor(sizes, dtype=torch.int64))
+
+
+def unpack_batch(state: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Inverse of :func:`pack_batch`."""
+    tensors = iter(state[:-1])
+    found = [next(tensors) if size < 0 else tuple(next(tensors) for _ in range(size)) for size in state[-1].tolist()]
+    hidden, *values = found
+    return hidden, dict(zip(names, values, strict=True))
 
 
 def pack(hidden: Any, values: dict[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_pulse.engine.agreement import check_same_block
 from deepspeed_pulse.engine.batches import SplitBatch
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
-from deepspeed_pulse.engine.relay import bytes_by_label, live_after
+from deepspeed_pulse.engine.relay import bytes_by_label, live_after, pack_batch
 
 
 class RelayEngine(PipelineEngine):
@@ -61,8 +61,8 @@ class RelayEngine(PipelineEngine):
         if batch is None or not (graph.uses_names or isinstance(batch[0], dict)):
             return batch
         split = SplitBatch(batch, graph, self.module.input_name)
-        entries = tuple(split.entries[value.name] for value in graph.batch_entries)
-        return ((split.inputs, *entries) if entries else split.inputs), split.labels
+        entries = {value.name: split.entries[value.name] for value in graph.batch_entries}
+        return pack_batch(split.inputs, entries), split.labels
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         # Upstream's pool ignores the dtype; relayed tuples mix dtypes.

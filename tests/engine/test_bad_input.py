@@ -194,6 +194,13 @@ FIRST_STEPS = {
     "no data": ("BatchError", "the first pipeline rank was given no data"),
     "loader broken on one rank": ("BatchError", "rank 1: the first batch cannot be drawn: KeyError: 'sample 17'"),
     "loader empty on one rank": ("BatchError", "rank 1: the data iterator is empty"),
+    "a number for a rank without data": (
+        "BatchError",
+        "the values of batch entry 'added.factor' cannot be sent: expected a tensor or a tuple of tensors",
+        "found a float",
+        "pipeline rank 1 reads it and was given no data: pass data_iter on every rank",
+    ),
+    "a number in the tuple": ("BatchError", "batch entry 'added.factor': expected a tensor", "turn pulse on"),
     "noise by rank": ("BatchError", "step 1", "batch entry 'c' of pipeline rank 1 differ", "seed noise"),
     "labels by rank": ("BatchError", "step 1: the labels of pipeline rank 1 differ"),
     "another shape in step 2": (

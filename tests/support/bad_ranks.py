@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from support.nested import nested_batch, scalar_layers
 from support.parity import share_groups
 from support.toy import WIDTH, DownTime, loss_fn, toy_batch, toy_layers
 from torch import nn
@@ -247,6 +248,18 @@ def still_trains(plan: str) -> None:
         raise RuntimeError("trained") from None
 
 
+def number_without_data() -> None:
+    """A layer of rank 1 reads a number; only the first rank is given data."""
+    made = engine(layers=scalar_layers(), input="latents.noisy")
+    made.train_batch((nested_batch(0, m, 0) for m in itertools.count()) if made.is_first_stage() else None)
+
+
+def relayed_number() -> None:
+    made = engine({"enabled": False}, layers=scalar_layers(), input="latents.noisy", stages=2)
+    made.data_iterator = (nested_batch(0, m, 0) for m in itertools.count())
+    made._next_batch()
+
+
 def first_steps(plan: str) -> None:
     """Two ranks; errors in ``train_batch`` that every rank finds or is told of."""
     given = rank() != 0
@@ -261,6 +274,8 @@ def first_steps(plan: str) -> None:
         "no data": lambda: engine().train_batch(),
         "loader broken on one rank": lambda: engine().train_batch(broken_on_last()),
         "loader empty on one rank": lambda: engine().train_batch(empty_on_last()),
+        "a number for a rank without data": number_without_data,
+        "a number in the tuple": relayed_number,
         "noise by rank": lambda: engine().train_batch(noise_by_rank()),
         "labels by rank": lambda: engine({"placement": "linear"}).train_batch(labels_by_rank()),
         "another shape in step 2": lambda: second_step(wider((3, 3))),

@@ -46,6 +46,10 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.toy import toy_batch, toy_layers
 
         return toy_layers, toy_batch, "hidden"
+    if name in ("nested", "scalars"):
+        from support.nested import nested_batch, nested_layers, scalar_layers
+
+        return nested_layers if name == "nested" else scalar_layers, nested_batch, "latents.noisy"
     from support.small_unet import unet_batch, unet_layers
 
     return unet_layers, unet_batch, "sample"

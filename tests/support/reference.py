@@ -41,7 +41,8 @@ class Unpartitioned(torch.nn.Module):
 
     def forward(self, inputs: Any, first: str = "hidden") -> Any:
         if isinstance(inputs, dict):
-            values, hidden = dict(inputs), inputs[first]
+            values = dotted(inputs)
+            hidden = values[first]
         else:
             values, hidden = {}, inputs
         for declared, function in zip(self.declared, self.functions, strict=True):
@@ -52,6 +53,15 @@ class Unpartitioned(torch.nn.Module):
             else:
                 hidden = result
         return hidden
+
+
+def dotted(inputs: Any) -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    found: dict[str, Any] = {}
+    for name, value in inputs.items():
+        inner = dotted(value) if isinstance(value, dict) else None
+        found.update({name: value} if inner is None else {f"{name}.{key}": more for key, more in inner.items()})
+    return found
 
 
 def train(

@@ -1,0 +1,72 @@
+"""What a batch may be: nested dicts, bools, integers, tuples, None, scalars, strings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.launch import launch
+from support.nested import nested_batch
+
+from deepspeed_pulse.engine.batches import SplitBatch, flatten
+from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.ir.graph import Graph, Layer
+
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [{"model": "scalars", "P": 1}, {"model": "nested", "P": 1, "enabled": False}],
+    4: [
+        {"model": "scalars", "P": 2, "clip": 0.1},
+        {"model": "scalars", "P": 4},
+        {"model": "nested", "P": 4, "first_rank_only": True, "untagged": True},
+        {"model": "nested", "P": 2, "first_rank_only": True, "placement": "linear"},
+        {"model": "nested", "P": 4, "enabled": False},
+        {"model": "nested", "P": 2, "enabled": False},
+    ],
+}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_nested_batches_train_as_if_unpartitioned(world: int) -> None:
+    cases = [{"M": 3, "clip": 0.0, "enabled": True, **case} for case in CASES[world]]
+    for _, output in launch("support.parity:run_cases", world, cases, timeout=200):
+        assert output.count("PASSED") == len(cases)
+
+
+def graph_that_pops(*names: str) -> Graph:
+    return Graph(layers=(Layer(name="first"), Layer(name="second", pop=names)))
+
+
+def split(inputs: Any, *names: str) -> SplitBatch:
+    return SplitBatch((inputs, None), graph_that_pops(*names), "latents.noisy")
+
+
+def test_entries_of_nested_dicts_have_dotted_names_and_none_is_absent() -> None:
+    found = split(nested_batch(0, 0, 0)[0], "added.deep.ids")
+    assert list(found.entries) == ["mask", "added.text", "added.deep.ids", "added.factor", "rotary", "how", "captions"]
+    assert found.inputs.shape == (2, 8)
+
+
+def test_the_first_entry_that_is_not_none_is_the_first_layers_input() -> None:
+    found = split({"a": None, "b": {"c": torch.ones(1)}, "d": torch.zeros(1)})
+    assert found.inputs == torch.ones(1) and list(found.entries) == ["d"]
+
+
+BAD = [
+    ({"x": torch.ones(1), "mask": None}, "layer second pops 'mask'.*must have it.*None: mask"),
+    ({"x": torch.ones(1), "added": {"mask": torch.ones(1)}}, "entries are: added.mask"),
+    ({"latents": {"noisy": None}, "mask": torch.ones(1)}, "first layer's input to be a tensor.*'latents.noisy': None"),
+    ({"x": None, "y": {"z": None}}, "found only None: x, y.z"),
+    ({"x": torch.ones(1), 3: torch.ones(1)}, "names as keys of the inputs, found 3"),
+    ({"x": torch.ones(1), "a.mask": 1, "a": {"mask": 2}}, "called 'a.mask': once with a dot, once nested"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "message"), BAD)
+def test_what_is_no_batch_is_named(inputs: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        split(inputs, "mask")
+
+
+def test_flatten_keeps_order_and_empty_dicts_vanish() -> None:
+    assert list(flatten({"b": {"d": 1, "c": {}}, "a": 2})) == ["b.d", "a"]
