@@ -13,6 +13,8 @@ from deepspeed_pulse.errors import ConfigError, GraphError
 Granularity = Literal["block", "fine"]
 
 FAMILIES = {
+    "HunyuanDiT2DModel": "hunyuan_dit",
+    "UViTModel": "uvit",
     "UNet2DConditionModel": "unet",
     "UNet2DModel": "unet",
 }

@@ -1,6 +1,6 @@
 """Layers that borrow the submodules of a model, weights and names included.
 
-A :class:`Unit` registers submodules of the model under the path they have there, so the unit's
+A :class:`Unit` registers submodules and parameters of the model under the path they have there, so the unit's
 parameters are the model's own and its state-dict keys are the model's keys: the state dicts of all
 units together are the state dict of the model, which is what :mod:`.export` writes.
 """
@@ -41,14 +41,14 @@ class Origin:
 
 
 class Unit(nn.Module):
-    """A layer whose children are submodules of ``model``, each under its path in the model."""
+    """A layer whose children are submodules or parameters of ``model``, each under its path in the model."""
 
     def __init__(self, model: nn.Module, origin: Origin, *paths: str) -> None:
         super().__init__()
         self.origin = origin
         self.paths = paths
         for path in paths:
-            _register(self, path, model.get_submodule(path))
+            _register(self, path, _part_of(model, path))
 
     def part(self, path: str | None = None) -> nn.Module:
         """The submodule at ``path``; without one, the only submodule the unit was made of."""
@@ -77,10 +77,20 @@ def check_cover(units: Iterable[Unit], origin: Origin) -> None:
         )
 
 
-def _register(root: nn.Module, path: str, module: nn.Module) -> None:
+def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
+    parent, _, last = path.rpartition(".")
+    part = getattr(model.get_submodule(parent), last)
+    assert isinstance(part, (nn.Module, nn.Parameter)), path
+    return part
+
+
+def _register(root: nn.Module, path: str, part: nn.Module | nn.Parameter) -> None:
     *parents, last = path.split(".")
     for name in parents:
         if name not in root._modules:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
-    root.add_module(last, module)
+    if isinstance(part, nn.Module):
+        root.add_module(last, part)
+    else:
+        root.register_parameter(last, part)

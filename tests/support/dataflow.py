@@ -30,8 +30,8 @@ NOTHING: Sources = frozenset()
 def parts_of(model: nn.Module, layers: Sequence[Any]) -> dict[str, nn.Module]:
     """The submodules that the layers borrow from the model, by their path in it."""
     paths = {id(module): path for path, module in model.named_modules()}
-    parts = [declared.layer.get_submodule(path) for declared in layers for path in declared.layer.paths]
-    return {paths[id(part)]: part for part in parts}
+    borrowed = [dict(declared.layer.named_modules()).get(path) for declared in layers for path in declared.layer.paths]
+    return {paths[id(part)]: part for part in borrowed if part is not None}  # the others are parameters
 
 
 # ------------------------------------------------------------------------------------ the exported model
@@ -65,9 +65,16 @@ def reads_of_export(
         owner = _owner(node, by_depth)
         if owner is not None:
             reads[owner] |= found - {owner}
-            found = frozenset({owner})
+            found = found if _returns_its_input(node) else frozenset({owner})
         sources[node.name] = found
     return dict(reads)
+
+
+def _returns_its_input(node: Any) -> bool:
+    """A conversion to the type that the tensor has already: nothing is computed, and later readers name this node."""
+    if str(node.target) not in ("aten.to.dtype", "aten.contiguous.default", "aten.dropout.default"):
+        return False
+    return bool(node.meta["val"].dtype == node.all_input_nodes[0].meta["val"].dtype)
 
 
 def _placeholder_sources(program: Any, batch: dict[str, Any]) -> dict[str, Sources]:
@@ -120,7 +127,7 @@ class _Tracker(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in (Tensor.tolist, Tensor.item):
+        if func in (Tensor.tolist, Tensor.item) or (func == Tensor.shape.__get__ and args[0].dtype == torch.bool):
             self.looked_at |= self.sources(args[0])
         made = _tensors(result)
         if made:
@@ -128,8 +135,10 @@ class _Tracker(TorchFunctionMode):
             if self.owner is not None:
                 self.reads[self.owner] |= found - {self.owner}
                 found = frozenset({self.owner})
+            unchanged = {id(used) for used in _tensors((args, kwargs))} if not func.__name__.endswith("_") else ()
             for tensor in made:
-                self.mark(tensor, found)
+                if id(tensor) not in unchanged:
+                    self.mark(tensor, found)
         return result
 
     def sources(self, tensor: Tensor) -> Sources:
