@@ -34,7 +34,7 @@ _MANY_ACTIONS = 1500
 """Above so many forwards, fewer orders are tried: planning stays within seconds."""
 
 _HUGE = 10_000
-"""Above so many forwards, one order for each memory cap."""
+"""Above so many forwards, one order for each memory cap and two without."""
 
 
 def gpipe(instance: Instance, microbatches: int) -> Schedule:
@@ -45,9 +45,10 @@ def gpipe(instance: Instance, microbatches: int) -> Schedule:
 def wave(instance: Instance, microbatches: int, cap: Cap | None = None) -> Schedule:
     """Earliest start first, forward before backward among equals, latest stage first; any placement.
 
-    Reaches 6M + 3(P-1) half-stages (forward 1, backward 2) on uniform stages in a V for M >= 1.5 P.
+    Without a cap the first microbatch goes before all others once it has turned: so the innermost rank never waits,
+    and uniform stages in a V reach 6M + 3(P-1) half-stages (forward 1, backward 2) for every M >= 1.5 P.
     """
-    return list_schedule(instance, microbatches, prefer=Prefer.FORWARD, cap=cap)
+    return list_schedule(instance, microbatches, prefer=Prefer.FORWARD if cap else Prefer.FIRST_HOME, cap=cap)
 
 
 def memory_frugal(instance: Instance, microbatches: int, half_stages: int | None = None) -> Schedule:
@@ -160,19 +161,23 @@ def _filled(instance: Instance, order: Schedule, count: int, caps: Caps) -> Orde
 
 
 def _wave_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
-    """Counts in flight from half of 1F1B's upwards, with both preferences; then the memory caps."""
+    """Counts in flight from half of 1F1B's upwards, with both preferences; then the memory caps, or none."""
     held, microbatches = _stages_a_rank(instance), instance.plan.microbatches
     forwards = instance.num_stages * microbatches
     eighths = (4, 6, 8, 9, 10, 12, 16) if forwards <= _MANY_ACTIONS else (8, 12) if forwards <= _HUGE else ()
     counts = sorted({max(held, instance.num_ranks * held * n // 8) for n in eighths})
     limits = [count_cap(instance, count) for count in counts if count < microbatches * held]
     for cap in (*limits, *caps):
-        for prefer in (Prefer.BACKWARD, Prefer.FORWARD):
-            if forwards > _HUGE and (cap is None) == (prefer is Prefer.BACKWARD):
-                continue
+        for prefer in _preferences(cap, huge=forwards > _HUGE):
             yield _listed(instance, prefer, cap)
             if split:
                 yield _listed(instance, prefer, cap, split=True)
+
+
+def _preferences(cap: Cap | None, *, huge: bool) -> tuple[Prefer, ...]:
+    if cap is None:
+        return (Prefer.FORWARD, Prefer.FIRST_HOME) if huge else (Prefer.BACKWARD, Prefer.FORWARD, Prefer.FIRST_HOME)
+    return (Prefer.BACKWARD,) if huge else (Prefer.BACKWARD, Prefer.FORWARD)
 
 
 def frugal_orders(instance: Instance, cap: Cap, split: bool) -> list[Schedule]:

@@ -20,6 +20,8 @@ class Prefer(enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    FIRST_HOME = "forward, but the first microbatch before all others on a rank's later stages"
+    """Its backward is the first that the innermost rank of a wave can run: until then forwards must keep it busy."""
     ALL_FORWARDS = "all forwards before any backward"
 
 
@@ -94,6 +96,7 @@ class _Board:
         self._prefer, self._cap, self._order = prefer, cap, order
         self._ops = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD) if split else (Op.FORWARD, Op.BACKWARD)
         self._next = {(stage, op): 0 for stage in range(instance.num_stages) for op in self._ops}
+        self._first = [instance.plan.stages_of(rank)[0] for rank in range(instance.num_ranks)]
         self._position = [0] * instance.num_ranks
         self._rank_free = [0.0] * instance.num_ranks
         self._link_free: dict[tuple[int, int], float] = defaultdict(float)
@@ -112,7 +115,7 @@ class _Board:
             if not self._can_run(rank, action):
                 continue
             start = max(self._rank_free[rank], self._ready[self._instance.key(action)])
-            key = (start, self._preference(action.op), -action.stage)
+            key = (start, self._preference(rank, action), -action.stage)
             if best is None or key < best:
                 best, choice = key, _Choice(action, start)
         return choice
@@ -130,10 +133,12 @@ class _Board:
             found.append(Action(given.stage, op, given.microbatch))
         return found
 
-    def _preference(self, op: Op) -> int:
-        if op is Op.WEIGHT_GRAD:
+    def _preference(self, rank: int, action: Action) -> int:
+        if action.op is Op.WEIGHT_GRAD:
             return 2
-        return int((op is Op.FORWARD) == (self._prefer is Prefer.BACKWARD))
+        if self._prefer is Prefer.FIRST_HOME and not action.microbatch and action.stage != self._first[rank]:
+            return -1
+        return int((action.op is Op.FORWARD) == (self._prefer is Prefer.BACKWARD))
 
     def _can_run(self, rank: int, action: Action) -> bool:
         if action.microbatch >= self._microbatches or self._waits(action):

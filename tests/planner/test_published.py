@@ -3,14 +3,13 @@
 Two-byte elements, forward and backward, 2 (P - 1) crossings of the hidden state each way; skips stay on their rank.
 """
 
-from functools import partial
+import math
 
 import pytest
 from toys import cluster, layer, plan, profile, skip, uniform
 
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
-from deepspeed_pulse.ir.schedule import Op, backward, forward
-from deepspeed_pulse.planner.heuristics import one_f_one_b
+from deepspeed_pulse.planner.heuristics import one_f_one_b, wave
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.simulate import estimate
@@ -77,47 +76,36 @@ def test_relayed_baselines():
     assert relayed_mib(80, 8, 2 * HIDDEN) == pytest.approx(916.64, rel=0.005)
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (2, 8), (3, 5), (4, 6), (4, 24), (8, 12), (8, 20)])
-def test_uniform_wave_takes_6m_plus_3p_less_3(ranks, microbatches):
-    assert microbatches >= 1.5 * ranks
-    costs, placement = uniform(2 * ranks), wave_placement(ranks)
-    orders = [partial(earliest_first, prefer=prefer) for prefer in (forwards_first, latest_stage_first)]
-    found = [simulated(placement, microbatches, order, costs) for order in orders]
-    assert min(f.makespan_ms for f in found) == pytest.approx(6 * microbatches + 3 * (ranks - 1))
-    assert min(f.gap for f in found) == pytest.approx(0, abs=1e-9)
+@pytest.mark.parametrize("ranks", [*range(1, 9), 13, 16])
+def test_uniform_wave_takes_6m_plus_3p_less_3(ranks):
+    """For every M >= 1.5 P, which is the bound."""
+    costs, placement, least = uniform(2 * ranks), wave_placement(ranks), math.ceil(1.5 * ranks)
+    for microbatches in range(least, 3 * ranks if ranks <= 8 else least + 3):
+        found = simulated(placement, microbatches, wave, costs)
+        assert found.makespan_ms == pytest.approx(6 * microbatches + 3 * (ranks - 1)), microbatches
+        assert found.gap == pytest.approx(0, abs=1e-9)
 
 
-def forwards_first(action):
-    """Best from M = 2P on."""
-    return (action.op is Op.BACKWARD, -action.stage, action.microbatch)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 6), (5, 8), (8, 12), (8, 14), (4, 16)])
+def test_the_wave_is_planned_by_that_name(ranks, microbatches):
+    options = {"placement": "wave", "schedule": "wave", "solver_seconds": 0}
+    made = make_plan(uniform(2 * ranks), cluster=cluster(), pipeline_ranks=ranks, microbatches=microbatches, **options)
+    assert made.estimate.makespan_ms == pytest.approx(6 * microbatches + 3 * (ranks - 1))
 
 
-def latest_stage_first(action):
-    """Best for fewer microbatches."""
-    return (-action.stage, action.op is Op.FORWARD, action.microbatch)
-
-
-def earliest_first(instance, microbatches, prefer):
-    """List scheduling without a memory cap: the action that can start first, among equals the preferred one."""
-    placement, rows = instance.placement, [[] for _ in range(instance.num_ranks)]
-    ready = {forward(0, m): 0.0 for m in range(microbatches)}
-    free = [0.0] * instance.num_ranks
-    while ready:
-        starts = {a: max(free[placement[a.stage]], at) for a, at in ready.items()}
-        action = min(ready, key=lambda a, starts=starts: (starts[a], prefer(a)))
-        del ready[action]
-        rows[placement[action.stage]].append(action)
-        end = free[placement[action.stage]] = starts[action] + instance.duration_ms(action)
-        ready.update(dict.fromkeys(following(action, instance.num_stages), end))
-    return tuple(map(tuple, rows))
-
-
-def following(action, num_stages):
-    """What becomes ready: down the stages, then back."""
-    if action.op is Op.BACKWARD:
-        return [backward(action.stage - 1, action.microbatch)] if action.stage else []
-    last = action.stage == num_stages - 1
-    return [backward(action.stage, action.microbatch) if last else forward(action.stage + 1, action.microbatch)]
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6), (4, 8), (5, 10), (8, 16), (8, 32)])
+def test_uniform_zbv_takes_6m_plus_p_less_1(ranks, microbatches):
+    """Split backward: a forward, an input gradient and a weight gradient of one unit each."""
+    made = make_plan(
+        uniform(2 * ranks),
+        cluster=cluster(),
+        pipeline_ranks=ranks,
+        microbatches=microbatches,
+        schedule="zbv",
+        split_backward=True,
+        solver_seconds=0,
+    )
+    assert made.estimate.makespan_ms == pytest.approx(6 * microbatches + ranks - 1)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 5), (4, 4), (8, 12), (8, 20)])
