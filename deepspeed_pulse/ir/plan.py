@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,17 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """How the schedule was found: the generator or model, and whether it is proven optimal."""
+    """How the schedule was found: the generator or model, and whether it is proven optimal.
+
+    ``generator`` and ``generator_step_ms``: the best generator that fits, which a search started from; None where no
+    search ran.
+    """
 
     name: str
     optimal: bool
     seed: int = 0
+    generator: str | None = None
+    generator_step_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +116,8 @@ class Plan:
                 {"name": r.name, "source_stage": r.source_stage, "hops": [list(hop) for hop in r.hops]}
                 for r in self.routes
             ],
-            "estimate": None if self.estimate is None else _estimate_dict(self.estimate),
-            "solver": None
-            if self.solver is None
-            else {"name": self.solver.name, "optimal": self.solver.optimal, "seed": self.solver.seed},
+            "estimate": None if self.estimate is None else asdict(self.estimate),
+            "solver": None if self.solver is None else asdict(self.solver),
         }
 
     def to_json(self) -> str:
@@ -188,12 +192,6 @@ def _read_route(fields: Fields) -> Route:
     return Route(name=fields.text("name"), source_stage=fields.integer("source_stage"), hops=tuple(hops))
 
 
-def _estimate_dict(estimate: Estimate) -> dict[str, Any]:
-    data = {name: getattr(estimate, name) for name in Estimate.__dataclass_fields__}
-    data["peak_bytes"] = list(estimate.peak_bytes)
-    return data
-
-
 def _read_estimate(fields: Fields) -> Estimate:
     fields.done(Estimate.__dataclass_fields__)
     return Estimate(
@@ -214,4 +212,6 @@ def _read_solver(fields: Fields) -> Solver:
         name=fields.text("name"),
         optimal=fields.flag("optimal", default=False),
         seed=fields.integer("seed") if fields.has("seed") else 0,
+        generator=fields.text("generator") if fields.has("generator") else None,
+        generator_step_ms=fields.number("generator_step_ms") if fields.has("generator_step_ms") else None,
     )

@@ -30,9 +30,6 @@ _LARGE = 5_000
 _TIGHTER = 0.98
 """Share of the stash left when an order did not fit the memory: what arrives early is not counted beforehand."""
 
-_WINDOW_SECONDS = 10.0
-"""More than a window's branch-and-bound nodes should ever take."""
-
 
 @dataclass(kw_only=True)
 class Improver:
@@ -117,8 +114,7 @@ class Improver:
         left = self.deadline - time.monotonic()
         if number >= len(spans) or self._over:
             return False
-        seconds = min(_WINDOW_SECONDS, left)
-        rows = reordered(self.net, search.best_rows, spans[number], search.change, search.limits, seconds=seconds)
+        rows = reordered(self.net, search.best_rows, spans[number], search.change, search.limits, seconds=left)
         if rows is None or not self.keep(self.net.schedule(rows)):
             return False
         search.adopt(rows)

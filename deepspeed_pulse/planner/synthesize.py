@@ -71,7 +71,8 @@ def synthesize(
 
     ``memory_bytes`` caps ``peak_bytes`` of every rank (None: no cap). ``split_backward``: orders may use ``I`` and
     ``W``. Never worse than the best generator. The same arguments give the same plan as long as the search ends
-    before ``solver_seconds``; 0 seconds: generators only.
+    before ``solver_seconds`` (its part with few microbatches, where there are many, before half of them); 0 seconds:
+    generators only.
 
     Raises:
         ConfigError: ``schedule`` is not available or does not fit the placement; lists those that do.
@@ -81,15 +82,24 @@ def synthesize(
     instance = Instance(replace(plan, schedule=((),) * plan.pipeline_ranks), profile, cluster)
     pool = _Pool(instance, memory_bytes, split_backward, progress)
     pool.generate(schedule)
+    start: Candidate | None = None
     if schedule == "auto" and solver_seconds > 0 and not pool.proven:
+        start = pool.best
         _solve_exactly(pool, seed, deadline)
         _improve(pool, seed, deadline)
     best = pool.best
+    solver = Solver(
+        name=best.name,
+        optimal=pool.optimal,
+        seed=seed,
+        generator=start and start.name,
+        generator_step_ms=start and start.estimate.step_ms,
+    )
     return replace(
         plan,
         schedule=best.schedule,
         estimate=best.estimate,
-        solver=Solver(name=best.name, optimal=pool.optimal, seed=seed),
+        solver=solver,
         profile_fingerprint=profile.fingerprint,
     )
 

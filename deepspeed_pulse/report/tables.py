@@ -164,5 +164,8 @@ def _caption(plan: Plan, costs: str | None) -> Iterator[Text]:
             f"{words.percent(estimate.gap)} above the lower bound of these cuts{optimal}, "
             f"{estimate.p2p_bytes_per_microbatch / 1e6:.4g} MB sent per microbatch"
         )
+        searched = words.search_result(plan)
+        if searched is not None:
+            yield Text(searched)
     if costs is not None:
         yield Text(f"costs: {costs}")

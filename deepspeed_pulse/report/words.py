@@ -49,6 +49,26 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:.1f} %"
 
 
+def search_result(plan: Plan) -> str | None:
+    """What a search made of the best generator's order; None where none ran.
+
+    ``the search did not improve on dualpipev (step 230 ms)``,
+    ``the search shortened the step of dualpipev, the best generator, by 9.4 %: 64.2 ms to 58.1 ms``.
+    """
+    solver, estimate = plan.solver, plan.estimate
+    if solver is None or estimate is None or solver.generator is None or solver.generator_step_ms is None:
+        return None
+    before, after = solver.generator_step_ms, estimate.step_ms
+    if after < before * (1 - 1e-9):
+        share = f"{100 * (1 - after / before):.2g} %"
+        return (
+            f"the search shortened the step of {solver.generator}, the best generator, by {share}: "
+            f"{before:.6g} ms to {after:.6g} ms"
+        )
+    other = "" if solver.name == solver.generator else "; its order is no longer and fits a little better"
+    return f"the search did not improve on {solver.generator} (step {before:.6g} ms){other}"
+
+
 def stage_layers(plan: Plan, stage: int, names: Sequence[str] | None = None) -> str:
     """``4-6 (down.1 .. mid)``: indices of a stage's layers, and the names of its first and last."""
     layers = plan.stage_layers(stage)

@@ -99,7 +99,7 @@ PLAN = Plan(
     routes=(Route(name="temb", source_stage=0, hops=((0, 1),)), Route(name="s", source_stage=1)),
     profile_fingerprint="ab",
     estimate=ESTIMATE,
-    solver=Solver(name="wave", optimal=True, seed=3),
+    solver=Solver(name="search", optimal=True, seed=3, generator="wave", generator_step_ms=4.5),
 )
 PROFILE = Profile(
     name="p",
@@ -189,6 +189,7 @@ def broken(thing, path, value):
         (PLAN, ["estimate", "gap"], "0", ["estimate", "'gap'", "a finite number"]),
         (PLAN, ["estimate", "extra"], 0, ["estimate", "unknown field 'extra'"]),
         (PLAN, ["solver", "optimal"], "yes", ["solver", "'optimal'", "true or false"]),
+        (PLAN, ["solver", "generator_step_ms"], -1, ["solver", "'generator_step_ms'", "a finite number >= 0"]),
         (PLAN, ["profile_fingerprint"], 1, ["'profile_fingerprint'", "a text"]),
     ],
 )

@@ -11,6 +11,7 @@ from strategies import assert_sound, instances
 from toys import cluster, layer, plan, profile, uniform
 
 from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.planner import improve
 from deepspeed_pulse.planner.bounds import lower_bound_ms, preemptive_ms
 from deepspeed_pulse.planner.heuristics import count_cap
 from deepspeed_pulse.planner.instance import Instance
@@ -106,19 +107,33 @@ def test_known_optima_under_a_cap(cap, best):
     assert search.best_ms == best
 
 
-def test_the_same_seed_gives_the_same_plan():
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "limit", "split"),
+    [(2, 3, 3000, False), (4, 8, 7000, False), (4, 8, 6000, True), (2, 16, 3000, False), (8, 16, None, False)],
+)
+def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, monkeypatch):
+    """Also where no bound ends the search: short rounds and small windows let it end by itself, HiGHS included."""
+    monkeypatch.setattr(improve, "_NODES_A_ROUND", 4_000)
+    monkeypatch.setattr("deepspeed_pulse.planner.windows.MAX_PAIRS", 40)
+    reached = []
+    monkeypatch.setattr(improve, "reordered", lambda *a, **k: (reached.append(k["seconds"]), reordered(*a, **k))[1])
     texts = [
         synthesize(
-            plan(wave_placement(2), 3),
-            uneven(2, 1),
+            plan(wave_placement(ranks), microbatches),
+            uneven(ranks, 1),
             cluster=cluster(),
-            memory_bytes=3000,
-            solver_seconds=100,
-            seed=seed,
-        ).to_json()
-        for seed in (7, 7)
+            memory_bytes=limit,
+            split_backward=split,
+            solver_seconds=1000,
+            seed=7,
+        )
+        for _ in range(2)
     ]
-    assert texts[0] == texts[1]
+    assert texts[0].to_json() == texts[1].to_json()
+    assert texts[0].solver.name == "search"
+    assert (limit is None) == texts[0].solver.optimal
+    assert bool(reached) is (limit is not None)
+    assert min(reached, default=900) > 300, "no time limit was near"
 
 
 def test_a_pattern_extends_to_any_number_of_microbatches():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
 
+from deepspeed_pulse.ir.plan import Solver
 from deepspeed_pulse.report.tables import measured_table, plan_table
 
 
@@ -37,6 +39,26 @@ def test_plan_alone(sample: Any) -> None:
     text = text_of(plan_table(bare))
     assert rows_of(text)[0] == ["0", "0", "0", "-", "-"]
     assert "predicted:" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "said"),
+    [
+        ("search", 64.0, 60.0, "the search shortened the step of wave, the best generator, by 6.2 %: 64 ms to 60 ms"),
+        ("search", 2246.987, 2243.538, "by 0.15 %: 2246.99 ms to 2243.54 ms"),
+        ("wave", 60.0, 60.0, "the search did not improve on wave (step 60 ms)\n"),
+        ("highs", 60.0, 60.0, "the search did not improve on wave (step 60 ms); its order is no longer and fits"),
+    ],
+)
+def test_what_the_search_gained_is_said(sample: Any, name: str, before: float, after: float, said: str) -> None:
+    solver = Solver(name=name, optimal=False, generator="wave", generator_step_ms=before)
+    estimate = dataclasses.replace(sample.plan.estimate, step_ms=after)
+    assert said in text_of(plan_table(dataclasses.replace(sample.plan, solver=solver, estimate=estimate)))
+
+
+def test_nothing_is_said_of_a_search_that_did_not_run(sample: Any) -> None:
+    assert sample.plan.solver.generator is None
+    assert "the search" not in text_of(plan_table(sample.plan))
 
 
 def test_costs_say_where_they_came_from(sample: Any) -> None:
