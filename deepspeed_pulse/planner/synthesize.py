@@ -92,8 +92,8 @@ def synthesize(
         name=best.name,
         optimal=pool.optimal,
         seed=seed,
-        generator=start and start.name,
-        generator_step_ms=start and start.estimate.step_ms,
+        generator=start.name if start else None,
+        generator_step_ms=start.estimate.step_ms if start else None,
     )
     return replace(
         plan,
