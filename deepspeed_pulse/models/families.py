@@ -17,6 +17,7 @@ FAMILIES = {
     "UViTModel": "uvit",
     "UNet2DConditionModel": "unet",
     "UNet2DModel": "unet",
+    "UniDiffuserModel": "unidiffuser",
 }
 """Class of the model to the module of this package whose ``to_layers`` takes it."""
 

@@ -27,6 +27,7 @@ from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.transformer_units import Piece, TokenUnit, Whole, declare, patches_value, same, unpatchify
 from deepspeed_pulse.models.units import Origin, check_cover
 
+ATTENTIONS = ("skip_norm", "skip_linear", "norm1", "attn1", "norm2", "attn2")
 TEXT = ("encoder_hidden_states", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
 
 
@@ -58,7 +59,7 @@ def _layers(model: HunyuanDiT2DModel, origin: Origin, *, fine: bool, rotary: boo
         pop |= {"skip": f"skip{num_blocks - 1 - index}"} if index > num_blocks // 2 else {}
         skip = f"skip{index}" if index < num_blocks // 2 - 1 else None
         if fine:
-            yield declare(Attentions(model, origin, path), pop=pop, name=f"{path}.attn")
+            yield declare(Attentions(model, origin, path, *ATTENTIONS), pop=pop, name=f"{path}.attn")
             yield declare(FeedForward(model, origin, path, "norm3", "ff"), skip=skip, name=f"{path}.ff")
         else:
             yield declare(Whole(model, origin, path), pop=pop, skip=skip)
@@ -91,12 +92,6 @@ class Stem(TokenUnit):
 
 class Attentions(Piece):
     """The first part of a block: long skip, attention among the patches, attention to the text."""
-
-    PARTS = ("skip_norm", "skip_linear", "norm1", "attn1", "norm2", "attn2")
-
-    def __init__(self, model: HunyuanDiT2DModel, origin: Origin, at: str) -> None:
-        block = model.get_submodule(at)
-        super().__init__(model, origin, at, *(name for name in self.PARTS if getattr(block, name, None) is not None))
 
     def forward(self, hidden: Tensor, *popped: Any) -> Tensor:
         block, given = self.block, self.given(popped)

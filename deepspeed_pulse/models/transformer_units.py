@@ -7,7 +7,7 @@ that it is known without reading memory, on every device. In a wave both layers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.units import Origin, Unit
 
 
@@ -41,10 +42,14 @@ class Whole(TokenUnit):
 
 
 class Piece(TokenUnit):
-    """Some children of one block of the model."""
+    """Some children of one block of the model, those that it has, and parts from elsewhere at their paths."""
 
-    def __init__(self, model: nn.Module, origin: Origin, at: str, *children: str) -> None:
-        super().__init__(model, origin, *(f"{at}.{child}" for child in children))
+    def __init__(
+        self, model: nn.Module, origin: Origin, at: str, *children: str, elsewhere: tuple[str, ...] = ()
+    ) -> None:
+        block = model.get_submodule(at)
+        present = (f"{at}.{child}" for child in children if getattr(block, child, None) is not None)
+        super().__init__(model, origin, *present, *elsewhere)
         self.at = at
 
     @property
@@ -71,6 +76,12 @@ def declare(
     unit.keywords, unit.stashes_output = tuple(pop), skip is not None
     stash = (*((skip,) if skip else ()), *stash)
     return spec(unit, stash=stash, pop=tuple(pop.values()), name=name or unit.paths[0])
+
+
+def refuse(model: nn.Module, problems: Iterable[str]) -> None:
+    """Raise a :class:`GraphError` that lists all problems, if there are any."""
+    if found := list(problems):
+        raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(found))
 
 
 def same(*names: str) -> dict[str, str]:

@@ -5,7 +5,7 @@
 
 ``batch`` is a dict as diffusers training scripts have it; its first entry is the first layer's input, and entries of
 nested dicts are popped under dotted names (:func:`flatten`). ``forward(model, batch)`` runs the model's own forward and
-returns the output tensor.
+returns the output, a tensor or a tuple of tensors.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _assert_bitwise(
         given = _with_gradient(batch)
         output = run(given)
         _loss(output).backward()
-        outputs.append(output.detach())
+        outputs.append(_whole(output).detach())
         inputs.append(next(iter(given.values())).grad)
         gradients.append(_taken(owner))
     assert torch.equal(*outputs), f"outputs differ by {error(outputs[1], outputs[0]):.1e}"
@@ -169,8 +169,14 @@ def _assert_close(found: Gradients, expected: Gradients, where: str) -> None:
             assert error(got, wanted) < TOLERANCE, f"{where}: {name} is off by {error(got, wanted):.1e}"
 
 
-def _loss(output: Tensor) -> Tensor:
+def _whole(output: Any) -> Tensor:
+    """A tuple of outputs as one tensor."""
+    return torch.cat([part.flatten() for part in output]) if isinstance(output, tuple) else output
+
+
+def _loss(output: Any) -> Tensor:
     """Weights every element of the output differently."""
+    output = _whole(output)
     return (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape)).sum()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import HunyuanDiT2DModel
+from diffusers import HunyuanDiT2DModel, UniDiffuserModel
 from support.small_models import prepared
 from torch import Tensor
 
@@ -74,3 +74,31 @@ def uvit_batch(*, text_dim: int | None = None) -> Batch:
         "class_labels": torch.tensor([1, 5]),
     }
     return batch | ({"encoder_hidden_states": _normal(2, 2, 5, text_dim)} if text_dim else {})
+
+
+def small_unidiffuser(**overrides: Any) -> UniDiffuserModel:
+    """UniDiffuser with 3 + 1 + 3 blocks; ``use_data_type_embedding=True`` makes it version 1."""
+    config = {
+        "text_dim": 12,
+        "clip_img_dim": 20,
+        "num_text_tokens": 5,
+        "num_attention_heads": 4,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 6,
+        "sample_size": 8,
+        "patch_size": 2,
+        "activation_fn": "gelu",
+    }
+    return prepared(UniDiffuserModel, {**config, **overrides})
+
+
+def unidiffuser_batch() -> Batch:
+    return {
+        "latent_image_embeds": _normal(1, 2, 4, 8, 8),
+        "image_embeds": _normal(2, 2, 1, 20),
+        "prompt_embeds": _normal(3, 2, 5, 12),
+        "timestep_img": torch.tensor([3, 700]),
+        "timestep_text": torch.tensor([40, 5]),
+    }
