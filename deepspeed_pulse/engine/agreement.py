@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,30 @@ def raise_everywhere(problem: Exception | None, what: str, group_size: int) -> N
         told = next((p for p in found if p is not None), None)
     if told is not None:
         raise told from (None if problem is told else problem)
+
+
+def told_by_first(make: Callable[[], Any] | None, first: int, group: Any) -> Any:
+    """What ``make`` returns on the first rank of a pipeline, on all of them; or its error, on all of them.
+
+    Args:
+        make: None on the other ranks.
+        first: global rank of the first rank.
+        group: the pipeline's process group; None when it is alone.
+    """
+    outcome: list[Any] = [None]
+    cause: Exception | None = None
+    if make is not None:
+        try:
+            outcome = [make()]
+        except (PulseError, StopIteration) as problem:
+            outcome = [problem]
+        except Exception as problem:  # whatever a loader raises
+            cause, outcome = problem, [BatchError(f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}")]
+    if group is not None:
+        dist.broadcast_object_list(outcome, src=first, group=group)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0] from cause
+    return outcome[0]
 
 
 def who_has_data(has_iterator: bool, first_rank: int, pipelines: Sequence[Sequence[int]]) -> tuple[bool, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,6 +103,12 @@ class SplitBatch:
         found.update({f"entry {name!r}": _shape(self.entries[name]) for name in self._read})
         return found
 
+    def key(self) -> int:
+        """A number that stands for these shapes, and for whole numbers and words, of which layers may make shapes."""
+        plain = {name: self.entries[name] for name in self._read if isinstance(self.entries[name], (int, str))}
+        text = repr((self.shapes(), plain))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
     def value(self, name: str) -> Any:
         """An entry, or the labels."""
         return self.labels if name == LABELS else self.entries[name]
@@ -132,6 +139,7 @@ class StepBatches:
         self._entry_names, self._checked_entries = (*entry_names, LABELS), checked_entries
         self._held: dict[int, SplitBatch] = {}
         self._drawn = 0
+        self._keys: Sequence[int] | None = None
         self.checksums = dict.fromkeys(checked_entries, 0)
 
     def _get(self, microbatch: int) -> SplitBatch:
@@ -151,6 +159,7 @@ class StepBatches:
                 "deepspeed.utils.RepeatingLoader, or stop before the incomplete step"
             ) from None
         batch = self._held[self._drawn] = self._split(drawn)
+        self._check_key(self._drawn)
         self._drawn += 1
         for name in self._checked_entries:
             self.checksums[name] = _checksum(batch.value(name), self.checksums[name])
@@ -159,6 +168,26 @@ class StepBatches:
     def first(self) -> SplitBatch | None:
         """The first microbatch, drawn if need be; None without an iterator."""
         return None if self._draw is None else self._get(0)
+
+    def draw_all(self) -> list[int]:
+        """Draw every microbatch; what stands for the shapes of each."""
+        self._get(self._num - 1)
+        return [self._held[m].key() for m in range(self._num)]
+
+    def expect(self, keys: Sequence[int]) -> None:
+        """Refuse batches, drawn already or not, whose shapes are not those the first rank of the pipeline has."""
+        self._keys = keys
+        for microbatch in self._held:
+            self._check_key(microbatch)
+
+    def _check_key(self, microbatch: int) -> None:
+        batch = self._held[microbatch]
+        if self._keys is not None and batch.key() != self._keys[microbatch]:
+            raise BatchError(
+                f"microbatch {microbatch}: expected the shapes that the first pipeline rank has drawn, found others "
+                f"({'; '.join(f'{name} {shape}' for name, shape in batch.shapes().items())}); every rank of a pipeline "
+                "must draw the same batches: choose buckets by step and data-parallel index"
+            )
 
     def inputs(self, microbatch: int) -> Any:
         return self._move(self._get(microbatch).inputs)
@@ -189,14 +218,16 @@ class StepBatches:
 
 
 class ShapeKeeper:
-    """Remembers the first batch's shapes and refuses others (shapes are agreed on once)."""
+    """Splits batches; unless shapes may change, remembers the first batch's and refuses others."""
 
-    def __init__(self, graph: Graph, input_name: str) -> None:
-        self._graph, self._input_name = graph, input_name
+    def __init__(self, graph: Graph, input_name: str, *, dynamic: bool) -> None:
+        self._graph, self._input_name, self._dynamic = graph, input_name, dynamic
         self._shapes: dict[str, str] | None = None
 
     def split(self, batch: Any) -> SplitBatch:
         found = SplitBatch(batch, self._graph, self._input_name)
+        if self._dynamic:
+            return found
         shapes = found.shapes()
         if self._shapes is None:
             self._shapes = shapes
@@ -204,8 +235,8 @@ class ShapeKeeper:
             name = next(n for n in {**self._shapes, **shapes} if self._shapes.get(n) != shapes.get(n))
             raise BatchError(
                 f"batch {name}: expected {self._shapes.get(name, 'nothing')} as in the first batch, found "
-                f"{shapes.get(name, 'nothing')}; shapes that change from step to step are not supported under pulse "
-                'yet: use drop_last=True, or set "pulse": {"enabled": false} with dynamic_shape=True'
+                f"{shapes.get(name, 'nothing')}; for shapes that change pass PipelineModule(..., dynamic_shape=True); "
+                "else use drop_last=True"
             )
         return found
 

@@ -18,6 +18,7 @@ from deepspeed_pulse.engine.agreement import (
     check_same_data,
     check_zero_stage,
     raise_everywhere,
+    told_by_first,
     who_has_data,
 )
 from deepspeed_pulse.engine.batches import LABELS, ShapeKeeper, StepBatches, can_travel, entry_text, kind
@@ -76,7 +77,10 @@ class PulseEngine(PipelineEngine):
         self._names = [value.name for value in module.graph.batch_entries]
         self._lowered: dict[Any, _Lowered] = {}
         self._readers: dict[str, tuple[bool, ...]] = {}
-        self._shapes = {mode: ShapeKeeper(module.graph, module.input_name) for mode in ("train", "eval")}
+        self._shapes = {
+            mode: ShapeKeeper(module.graph, module.input_name, dynamic=module.dynamic_shape)
+            for mode in ("train", "eval")
+        }
         self._steps = {"train": 0, "eval": 0}
         self._watchdog = Watchdog(self.global_rank, self._pulse.timeout_seconds)
         self._pipelines = self.grid.topology().get_axis_comm_lists("pipe")
@@ -176,8 +180,11 @@ class PulseEngine(PipelineEngine):
         )
         readers = self._agree_on_data(mode)
         lowered = self._lower(micro_batches, mode, readers)
+        keys = self._agree_on_shapes() if self.module.dynamic_shape else None
         self._checking = checking
-        self._runtime.begin(lowered.plan, lowered.traffic, lowered.usage, self._batches, training=training)
+        self._runtime.begin(
+            lowered.plan, lowered.traffic, lowered.usage, self._batches, training=training, shape_keys=keys
+        )
         return PulseSchedule(
             lowered.traffic.program[self.stage_id],
             training=training,
@@ -196,7 +203,8 @@ class PulseEngine(PipelineEngine):
                     f"pipeline rank {self.stage_id} was given {before} data iterator in the first step and {now} now; "
                     "give each rank the same kind of argument in every step"
                 )
-            self._batches.first()
+            if not self.module.dynamic_shape:
+                self._batches.first()
             return self._readers[mode]
         problem: Exception | None = None
         try:
@@ -212,6 +220,16 @@ class PulseEngine(PipelineEngine):
         self._check_routed(readers)
         self._readers[mode] = readers
         return readers
+
+    def _agree_on_shapes(self) -> list[int]:
+        """What stands for the shapes of this step's microbatches, as the first rank draws them."""
+        keys: list[int] = told_by_first(
+            self._batches.draw_all if self.is_first_stage() else None,
+            self.grid.pp_group[self._plan.placement[0]],
+            self.grid.get_pipe_parallel_group() if self.num_stages > 1 else None,
+        )
+        self._batches.expect(keys)
+        return keys
 
     def _check_routed(self, readers: tuple[bool, ...]) -> None:
         """What ranks without data read is sent to them, so it must be tensors."""

@@ -39,6 +39,10 @@ class PipelineModule(upstream.PipelineModule):
         num_stages: number of pipeline ranks, as upstream.
         partition_method: ``"profile"`` (the default under pulse), upstream's values, or a list of inner
             cuts: the first layer of each stage but the first, by index or by name.
+        dynamic_shape: shapes of batches may change from one microbatch to the next. The first rank then draws all
+            microbatches of a step at its start and tells the others their shapes; a shape met before costs no more
+            than that. Shapes inside the model must follow from the shapes of what is read of the batch (and from whole
+            numbers and words in it).
         config: what ``deepspeed.initialize`` takes (path or dict); left out, the file named by
             ``--deepspeed_config`` on the command line.
         example_batch: one batch ``(inputs, labels)``; layer costs are measured on it at start.
@@ -79,7 +83,7 @@ class PipelineModule(upstream.PipelineModule):
         self._example = None if example_batch is None else self._split_example(example_batch)
         self._partition_method = partition_method
         if self.pulse_enabled:
-            self._refuse_unsupported(num_stages, topology, activation_checkpoint_interval, dynamic_shape)
+            self._refuse_unsupported(num_stages, topology, activation_checkpoint_interval)
         elif num_stages == "auto":
             raise ConfigError('num_stages="auto" needs pulse: add a "pulse" block to the config')
         init_distributed(self.pulse.timeout_seconds if self.pulse else None)
@@ -125,7 +129,7 @@ class PipelineModule(upstream.PipelineModule):
         except BatchError as problem:
             raise BatchError(f"example_batch: {problem}") from None
 
-    def _refuse_unsupported(self, num_stages: Any, topology: Any, checkpoint_interval: int, dynamic: bool) -> None:
+    def _refuse_unsupported(self, num_stages: Any, topology: Any, checkpoint_interval: int) -> None:
         if num_stages == "auto":
             raise ConfigError('num_stages="auto": choosing the number of ranks is not there yet; give a number')
         if num_stages is not None and (
@@ -137,11 +141,6 @@ class PipelineModule(upstream.PipelineModule):
         if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
             raise ConfigError(
                 "topology: tensor-parallel ('model') dimensions are not supported under pulse; use pipe x data"
-            )
-        if dynamic:
-            raise ConfigError(
-                'dynamic_shape=True is not supported under pulse yet; set "pulse": {"enabled": false} to run it '
-                "upstream's way"
             )
         if checkpoint_interval:
             raise ConfigError(

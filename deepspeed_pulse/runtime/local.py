@@ -136,14 +136,23 @@ class LocalWorld:
             for rank in range(plan.pipeline_ranks)
         ]
 
-    def step(self, batches: Sequence[tuple[Any, Mapping[str, Any]]], *, training: bool = True) -> list[Stats]:
-        """Run every action of the plan once; gradients accumulate in the layers' parameters."""
+    def step(
+        self,
+        batches: Sequence[tuple[Any, Mapping[str, Any]]],
+        *,
+        training: bool = True,
+        shape_keys: Sequence[int] | None = None,
+    ) -> list[Stats]:
+        """Run every action of the plan once; gradients accumulate in the layers' parameters.
+
+        ``shape_keys``: see :meth:`RankRuntime.begin`.
+        """
         first = self._plan.placement[0]
         for runtime, usage in zip(self._ranks, self._usages, strict=True):
             routed = {route.name for route in self._plan.routes if route.hops}
             reads = runtime.rank == first or not routed & batches[0][1].keys()
             source = ListedBatches(batches, reads_entries=reads)
-            runtime.begin(self._plan, self._traffic, usage, source, training=training)
+            runtime.begin(self._plan, self._traffic, usage, source, training=training, shape_keys=shape_keys)
         for rank, index in self._order():
             step = self._traffic.program[rank][index]
             self._ranks[rank].receive(step)

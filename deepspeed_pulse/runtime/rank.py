@@ -6,7 +6,7 @@ it through DeepSpeed's instructions, :mod:`deepspeed_pulse.runtime.local` for al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device
+from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import SavedBytes, Stage
 from deepspeed_pulse.runtime.transport import Transport
 from deepspeed_pulse.runtime.usage import Usage
@@ -86,15 +87,28 @@ class RankRuntime:
         self._hidden: dict[tuple[int, int], Payload] = {}
         self._hidden_grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._runs: dict[tuple[int, int], _Run] = {}
-        self._activation_bytes: dict[int, int] = {}
+        self._book = ShapeBook()
         self._live_bytes = 0
         self.stats = Stats()
         self.spans: list[Span] = []
 
     # -- one step ----------------------------------------------------------------------------
 
-    def begin(self, plan: Plan, traffic: Traffic, usage: Usage, batches: Batches, *, training: bool) -> None:
-        """Get ready for one step of ``plan``, whose messages are ``traffic``."""
+    def begin(
+        self,
+        plan: Plan,
+        traffic: Traffic,
+        usage: Usage,
+        batches: Batches,
+        *,
+        training: bool,
+        shape_keys: Sequence[int] | None = None,
+    ) -> None:
+        """Get ready for one step of ``plan``, whose messages are ``traffic``.
+
+        ``shape_keys``: per microbatch, what stands for its batch's shapes on every rank of the pipeline; None when
+        shapes never change.
+        """
         self._plan, self._batches, self._training, self._usage = plan, batches, training, usage
         self._releases = traffic.releases[self.rank]
         self._top_stage = max(plan.stages_of(self.rank))
@@ -102,7 +116,9 @@ class RankRuntime:
         self.stats, self.spans = Stats(), []
         self._live_bytes = self._state_bytes
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
-        self._transport.begin(mine, traffic.slots, "train" if training else "eval")
+        keys = [0] * plan.microbatches if shape_keys is None else shape_keys
+        self._shapes = self._book.of("train" if training else "eval", keys)
+        self._transport.begin(mine, traffic.slots, self._shapes)
 
     def receive(self, step: Step) -> None:
         """Wait for the messages that ``step`` needs."""
@@ -163,10 +179,11 @@ class RankRuntime:
         def lookup(name: str) -> Any:
             return self.named(name, m)
 
-        if self._training and stage not in self._activation_bytes:
+        kept = self._shapes[m].activation_bytes
+        if self._training and stage not in kept:
             with SavedBytes(self._parameters) as saved:
                 output, exported = self._stages[stage].run(entry, lookup)
-            self._activation_bytes[stage] = saved.bytes
+            kept[stage] = saved.bytes
         else:
             output, exported = self._stages[stage].run(entry, lookup)
         self._keep(stage, m, leaves, output, exported)
@@ -201,7 +218,7 @@ class RankRuntime:
                 exported={name: tensors_of(value) for name, value in values.items()},
                 is_loss=last,
             )
-            self._count(self._activation_bytes[stage])
+            self._count(self._shapes[m].activation_bytes[stage])
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -221,7 +238,7 @@ class RankRuntime:
             self._device.backward(roots, gradients)
         if stage > 0:
             self._hidden_grads[stage, m] = [_gradient_of(leaf) for leaf in run.inputs]
-        self._count(-self._activation_bytes[stage])
+        self._count(-self._shapes[m].activation_bytes[stage])
 
     # -- messages ----------------------------------------------------------------------------
 

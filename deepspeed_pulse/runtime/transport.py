@@ -1,7 +1,9 @@
 """Messages of one rank: receives posted ahead, sends not waited for until the peer has them.
 
-Every boundary (an edge between two stages for the hidden state or one named value) agrees once on
-shapes, dtypes and wanted gradients: its first message is preceded by a metadata message.
+Every boundary (an edge between two stages for the hidden state or one named value) agrees on shapes,
+dtypes and wanted gradients once for each shape of the batch: the first message is preceded by a
+metadata message. Receives of what is known are posted ahead; what is not known is received when it
+is needed.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from deepspeed_pulse.errors import BatchError, RunError
 from deepspeed_pulse.ir.program import Channel, Direction, Message
 from deepspeed_pulse.runtime.payload import METADATA_INTS, Payload, Signature, num_bytes, tensors_of
 from deepspeed_pulse.runtime.protocols import Communicator, Device, Handle
-
-Edge = tuple[str, int, int]
+from deepspeed_pulse.runtime.shapes import Shapes
 
 
 @dataclass
@@ -44,8 +45,7 @@ class Transport:
         self._communicator = communicator
         self._device = device
         self._timeout_seconds = timeout_seconds
-        self._signatures: dict[str, dict[Edge, Signature]] = {}
-        self._agreed: dict[Edge, Signature] = {}
+        self._shapes: Sequence[Shapes] = ()
         self._inboxes: dict[Channel, _Inbox] = {}
         self._channel_of: dict[Message, Channel] = {}
         self._in_flight: dict[Message, list[tuple[torch.Tensor, Handle]]] = {}
@@ -53,15 +53,17 @@ class Transport:
         self.metadata_bytes = 0
         self.buffer_bytes = 0
 
-    def begin(self, channels: Mapping[Channel, Sequence[Message]], slots: Mapping[Channel, int], mode: str) -> None:
+    def begin(
+        self, channels: Mapping[Channel, Sequence[Message]], slots: Mapping[Channel, int], shapes: Sequence[Shapes]
+    ) -> None:
         """Start a step: reset counters and post the first receives.
 
         Args:
             channels: all channels that touch this rank, messages in the sender's order.
             slots: receive buffers per channel.
-            mode: boundaries agree once per mode (training and evaluation may differ in shape).
+            shapes: per microbatch, what is known of batches of its shape.
         """
-        self._agreed = self._signatures.setdefault(mode, {})
+        self._shapes = shapes
         self._channel_of = {m: c for c, messages in channels.items() for m in messages}
         self._inboxes = {
             c: _Inbox(deque(messages), slots[c], {}) for c, messages in channels.items() if c.target_rank == self._rank
@@ -70,10 +72,6 @@ class Transport:
         self.metadata_bytes = 0
         for channel, inbox in self._inboxes.items():
             self._post_ahead(channel, inbox)
-
-    def wants_gradient(self, edge: Edge) -> bool:
-        """True when the payload of this edge (agreed on by its first message) has a gradient to send back."""
-        return self._agreed[edge].wants_gradient
 
     def receive(self, message: Message) -> Payload | list[torch.Tensor | None] | None:
         """Wait for a message.
@@ -84,7 +82,7 @@ class Transport:
         """
         channel = self._channel_of[message]
         inbox = self._inboxes[channel]
-        if message.direction is Direction.BACKWARD and not self.wants_gradient(message.forward_edge):
+        if message.direction is Direction.BACKWARD and not self._agreed(message).wants_gradient:
             self._skip_unwanted(inbox)
             return None
         while message not in inbox.posted:
@@ -92,7 +90,7 @@ class Transport:
         tensors = [self._arrived(tensor, handle, message) for tensor, handle in inbox.posted.pop(message)]
         self.buffer_bytes -= num_bytes(tensors)
         self._post_ahead(channel, inbox)
-        signature = self._agreed[message.forward_edge]
+        signature = self._agreed(message)
         if message.direction is Direction.FORWARD:
             for tensor, meta in zip(tensors, signature.tensors, strict=True):
                 tensor.requires_grad_(meta.requires_grad)
@@ -102,11 +100,10 @@ class Transport:
 
     def send(self, message: Message, payload: Payload) -> None:
         """Start a forward message. The payload is kept until the peer has it."""
-        channel, edge = self._channel_of[message], message.forward_edge
+        channel, known = self._channel_of[message], self._known(message)
         signature = Signature.of(payload)
-        known = self._agreed.get(edge)
         if known is None:
-            self._agreed[edge] = signature
+            self._learn(message, signature)
             encoded = signature.encode()
             buffer = self._device.empty(encoded.shape, encoded.dtype).copy_(encoded)
             # Not waited for: the receiver may post this receive only after later actions of this rank.
@@ -115,15 +112,14 @@ class Transport:
         elif known != signature:
             raise BatchError(
                 f"{message.label} from stage {message.source_stage} to stage {message.target_stage}, microbatch "
-                f"{message.microbatch}: expected {known} as in the first step, found {signature}; shapes that change "
-                "from step to step are not supported under pulse yet: drop the last incomplete batch "
-                '(drop_last=True) or set "pulse": {"enabled": false} with dynamic_shape=True'
+                f"{message.microbatch}: expected {known} as for an earlier batch of the same shapes, found "
+                f"{signature}; what travels between stages must follow from the shapes of the batch: pad what depends on its values"
             )
         self._start(message, channel, tensors_of(payload))
 
     def send_gradient(self, message: Message, gradients: Sequence[torch.Tensor | None]) -> None:
         """Start a backward message: one gradient per tensor of the edge's payload, None where not wanted."""
-        metas = self._agreed[message.forward_edge].tensors
+        metas = self._agreed(message).tensors
         wanted = [g for g, meta in zip(gradients, metas, strict=True) if meta.requires_grad]
         assert all(g is not None for g in wanted), message
         if wanted:
@@ -141,8 +137,17 @@ class Transport:
         left = [m for inbox in self._inboxes.values() for m in (*inbox.posted, *inbox.waiting) if self._counts(m)]
         assert not left, f"messages never consumed: {left}"
 
+    def _known(self, message: Message) -> Signature | None:
+        return self._shapes[message.microbatch].signatures.get(message.forward_edge)
+
+    def _agreed(self, message: Message) -> Signature:
+        return self._shapes[message.microbatch].signatures[message.forward_edge]
+
+    def _learn(self, message: Message, signature: Signature) -> None:
+        self._shapes[message.microbatch].signatures[message.forward_edge] = signature
+
     def _counts(self, message: Message) -> bool:
-        return message.direction is Direction.FORWARD or self.wants_gradient(message.forward_edge)
+        return message.direction is Direction.FORWARD or self._agreed(message).wants_gradient
 
     def _start(self, message: Message, channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
         kept = self._in_flight.setdefault(message, [])
@@ -154,7 +159,7 @@ class Transport:
     def _post_ahead(self, channel: Channel, inbox: _Inbox) -> None:
         while len(inbox.posted) < inbox.slots:
             self._skip_unwanted(inbox)
-            if not inbox.waiting or inbox.waiting[0].forward_edge not in self._agreed:
+            if not inbox.waiting or self._known(inbox.waiting[0]) is None:
                 return
             self._post_next(channel, inbox)
 
@@ -162,7 +167,7 @@ class Transport:
         """Drop gradients at the head of the queue that their edge does not want."""
         while inbox.waiting:
             head = inbox.waiting[0]
-            signature = self._agreed.get(head.forward_edge)
+            signature = self._known(head)
             if head.direction is Direction.FORWARD or signature is None or signature.wants_gradient:
                 return
             inbox.waiting.popleft()
@@ -170,9 +175,10 @@ class Transport:
     def _post_next(self, channel: Channel, inbox: _Inbox) -> None:
         self._skip_unwanted(inbox)
         message = inbox.waiting.popleft()
-        signature = self._agreed.get(message.forward_edge)
+        signature = self._known(message)
         if signature is None:
-            signature = self._agreed[message.forward_edge] = self._receive_signature(channel, message)
+            signature = self._receive_signature(channel, message)
+            self._learn(message, signature)
         forward = message.direction is Direction.FORWARD
         buffers = [self._device.empty(m.shape, m.dtype) for m in signature.tensors if forward or m.requires_grad]
         self.buffer_bytes += num_bytes(buffers)

@@ -125,7 +125,6 @@ CONSTRUCTION = {
     "zero stages": ("ConfigError", "num_stages: expected", "an integer >= 1, found 0"),
     "auto stages": ("ConfigError", 'num_stages="auto"', "give a number"),
     "topology of another world": ("ConfigError", "topology: expected 2 ranks as this job has, found 4"),
-    "dynamic shape": ("ConfigError", "dynamic_shape=True", '"enabled": false'),
     "activation checkpoints": ("ConfigError", "activation_checkpoint_interval", "set it to 0"),
     "no layers": ("ConfigError", "layers: expected at least one layer, found none"),
     "one layer": ("ConfigError", "2 pipeline ranks for 1 layers", "use fewer ranks"),
@@ -206,12 +205,14 @@ FIRST_STEPS = {
     "another shape in step 2": (
         "BatchError",
         "batch inputs: expected [2, 8] float32 as in the first batch, found [3, 8] float32",
-        "use drop_last=True",
+        "dynamic_shape=True); else use drop_last=True",
     ),
     "no data in step 2": ("BatchError", "was given one data iterator in the first step and none now"),
     "other microbatches than the plan": ("ConfigError", "is for 2 microbatches, the engine runs 4", 'remove "plan"'),
     "refused, then trains": ("RuntimeError", "trained"),
     "evaluation of other microbatches": ("ConfigError", "is for 2 microbatches, the engine runs 5"),
+    "data over in a step of changing shapes": ("BatchError", "the data iterator ended after 1 of 2 microbatches"),
+    "data over before a step of changing shapes": ("StopIteration",),
     "data over before step 2": ("StopIteration",),
 }
 ITS_OWN_RANK = "no data in step 2"

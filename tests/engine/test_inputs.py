@@ -9,7 +9,7 @@ import torch
 from support.launch import launch
 from support.nested import nested_batch
 
-from deepspeed_pulse.engine.batches import SplitBatch, flatten
+from deepspeed_pulse.engine.batches import ShapeKeeper, SplitBatch, StepBatches, flatten
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, Layer
 
@@ -70,3 +70,52 @@ def test_what_is_no_batch_is_named(inputs: Any, message: str) -> None:
 
 def test_flatten_keeps_order_and_empty_dicts_vanish() -> None:
     assert list(flatten({"b": {"d": 1, "c": {}}, "a": 2})) == ["b.d", "a"]
+
+
+DYNAMIC: dict[int, list[dict[str, Any]]] = {
+    3: [
+        {"model": "tokens", "P": 3},
+        {"model": "tokens", "P": 3, "placement": "linear", "first_rank_only": True, "untagged": True},
+    ],
+    4: [
+        *[{"model": "tokens", "P": ranks} for ranks in (1, 2, 4)],
+        {"model": "unet buckets", "P": 2, "M": 2},
+        {"model": "tokens", "P": 4, "first_rank_only": True},
+        {"model": "tokens", "P": 2, "enabled": False},
+        {"model": "tokens", "P": 4, "enabled": False},
+    ],
+}
+
+
+@pytest.mark.parametrize("world", DYNAMIC)
+def test_changing_shapes_train_as_if_unpartitioned(world: int) -> None:
+    """At (pipeline ranks, data parallel) = (3, 1), (1, 4), (2, 2), (4, 1): shapes change in and between steps."""
+    cases = [{"M": 3, "clip": 0.0, "enabled": True, "dynamic": True, **case} for case in DYNAMIC[world]]
+    for _, output in launch("support.parity:run_cases", world, cases, timeout=200):
+        assert output.count("PASSED") == len(cases)
+
+
+@pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.soak)])
+def test_changing_shapes_leave_nothing_behind(steps: int) -> None:
+    for _, output in launch("support.engine_ranks:changes_shapes", 3, steps, timeout=250):
+        assert "PASSED" in output
+
+
+def drawn(*sizes: int) -> StepBatches:
+    batches = (({"latents.noisy": torch.ones(size, 2), "n": size}, None) for size in sizes)
+    keeper = ShapeKeeper(graph_that_pops("n"), "latents.noisy", dynamic=True)
+    return StepBatches(batches.__next__, len(sizes), keeper.split, torch.device("cpu"), ["n"])
+
+
+def test_ranks_that_draw_other_shapes_are_told_at_the_draw() -> None:
+    keys = drawn(2, 3, 2).draw_all()
+    assert keys[0] == keys[2] != keys[1]
+    late = drawn(2, 4, 2)
+    late.expect(keys)
+    late.inputs(0)
+    with pytest.raises(BatchError, match=r"microbatch 1: expected the shapes that.*found others \(inputs \[4, 2\]"):
+        late.inputs(1)
+    early = drawn(3, 3, 2)
+    early.first()
+    with pytest.raises(BatchError, match="microbatch 0: expected the shapes that the first pipeline rank has drawn"):
+        early.expect(keys)

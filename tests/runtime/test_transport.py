@@ -10,7 +10,8 @@ import torch
 from deepspeed_pulse.errors import BatchError, RunError
 from deepspeed_pulse.ir.program import Channel, Direction, Message
 from deepspeed_pulse.runtime.local import LocalDevice, Mailboxes
-from deepspeed_pulse.runtime.payload import Signature
+from deepspeed_pulse.runtime.payload import METADATA_INTS, Signature
+from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import BoundLayer, Layer, Stage
 from deepspeed_pulse.runtime.transport import Transport
 from deepspeed_pulse.runtime.values import ValueBuffer
@@ -56,7 +57,7 @@ def pair(num: int, slots: int) -> tuple[Transport, Transport, Recorder]:
         UP: [message(m, Direction.BACKWARD) for m in range(num)],
     }
     for end in ends:
-        end.begin(channels, {DOWN: slots, UP: slots}, "train")
+        end.begin(channels, {DOWN: slots, UP: slots}, ShapeBook().of("train", [0] * num))
     return ends[0], ends[1], mail
 
 
@@ -102,6 +103,23 @@ def test_another_shape_is_an_error_that_shows_both() -> None:
     sender.send(message(0), torch.ones(2, 3))
     with pytest.raises(BatchError, match=r"expected \[2, 3\] float32, no gradient .* found \[1, 3\] float32"):
         sender.send(message(1), torch.ones(1, 3))
+
+
+def test_shapes_are_agreed_on_once_a_key_and_forgotten_alike() -> None:
+    mail, device = Recorder(), LocalDevice(1)
+    ends = [Transport(rank, mail, device, 1.0) for rank in (0, 1)]
+    books = [ShapeBook(max_keys=2) for _ in ends]
+    metadata = []
+    for keys in ([7, 8, 7], [8, 7, 8], [9, 9, 9], [8, 7, 7]):
+        for end, book in zip(ends, books, strict=True):
+            end.begin({DOWN: [message(m) for m in range(3)]}, {DOWN: 3}, book.of("train", keys))
+        for m, key in enumerate(keys):
+            ends[0].send(message(m), torch.full((key,), m))
+            assert ends[1].receive(message(m)).tolist() == [m] * key
+        metadata.append(ends[0].metadata_bytes // (8 * METADATA_INTS))
+        for end in ends:
+            end.drain()
+    assert metadata == [2, 0, 1, 1], "8 was used last before 9, so 7 was forgotten"
 
 
 def test_signature_round_trip() -> None:

@@ -137,7 +137,6 @@ def construction(paths: dict[str, str]) -> None:
         "zero stages": lambda: module(stages=0),
         "auto stages": lambda: module(stages="auto"),
         "topology of another world": lambda: module(stages=None, topology=square_topology()),
-        "dynamic shape": lambda: module(dynamic_shape=True),
         "activation checkpoints": lambda: module(activation_checkpoint_interval=2),
         "no layers": lambda: module(layers=[]),
         "one layer": lambda: module(layers=[LayerSpec(nn.Linear, 2, 2)]),
@@ -260,6 +259,13 @@ def relayed_number() -> None:
     made._next_batch()
 
 
+def buckets(data: Iterator[Any]) -> None:
+    """Only the first rank has data; the other is told."""
+    made = engine(dynamic_shape=True)
+    for _ in range(2):
+        made.train_batch(data if made.is_first_stage() else None)
+
+
 def first_steps(plan: str) -> None:
     """Two ranks; errors in ``train_batch`` that every rank finds or is told of."""
     given = rank() != 0
@@ -283,6 +289,8 @@ def first_steps(plan: str) -> None:
         "other microbatches than the plan": lambda: resized(plan),
         "refused, then trains": lambda: still_trains(plan),
         "evaluation of other microbatches": lambda: engine({"plan": plan}).eval_batch(batches(), num_micro_batches=5),
+        "data over in a step of changing shapes": lambda: buckets(batches(count=1)),
+        "data over before a step of changing shapes": lambda: buckets(batches(count=2)),
         "data over before step 2": lambda: second_step(batches(count=0)),
     }
     run_cases(cases)

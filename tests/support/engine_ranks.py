@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from support.toy import loss_fn, toy_batch, toy_layers
 
 
 def make_engine(
-    ranks: int, microbatches: int, *, model: str = "toy", pulse: Any = None, optimizer: Any = None, **config: Any
+    ranks: int,
+    microbatches: int,
+    *,
+    model: str = "toy",
+    pulse: Any = None,
+    optimizer: Any = None,
+    dynamic: bool = False,
+    **config: Any,
 ) -> Any:
     import deepspeed
 
@@ -37,6 +45,7 @@ def make_engine(
         config=config,
         input=first,
         example_batch=batch(0, 0, 0) if model == "unet" else None,
+        dynamic_shape=dynamic,
     )
     made = (optimizer or (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)))(list(module.parameters()))
     engine, *_ = deepspeed.initialize(model=module, optimizer=made, config=config)
@@ -300,3 +309,26 @@ def traces(folder: str) -> None:
                 assert tuple(span.action for span in planned.spans_of(rank)) == row
     assert plans[0] == plans[1]
     print("PASSED", flush=True)
+
+
+def changes_shapes(steps: int) -> None:
+    """A rank holds no more after the last step than after the tenth; shapes met before send no more metadata."""
+    share_groups()
+    engine = make_engine(torch_world(), 3, model="tokens", dynamic=True)
+    seen: list[tuple[int, int]] = []
+    for step in range(steps):
+        engine.train_batch(data_of(engine, step, "tokens"))
+        if step >= 10:
+            assert engine.pulse_stats()["metadata_bytes"] == 0, step
+        if step % 10 == 9:
+            seen.append(live_tensors())
+    assert len(set(seen)) == 1, seen
+    print("PASSED", seen, flush=True)
+
+
+def live_tensors() -> tuple[int, int]:
+    """Tensors that are alive in this process, and the bytes below them."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+    return len(found), sum(storages.values())

@@ -50,6 +50,15 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.nested import nested_batch, nested_layers, scalar_layers
 
         return nested_layers if name == "nested" else scalar_layers, nested_batch, "latents.noisy"
+    if name == "tokens":
+        from support.buckets import token_batch, token_layers
+
+        return token_layers, token_batch, "hidden"
+    if name == "unet buckets":
+        from support.buckets import unet_bucket
+        from support.small_unet import unet_layers
+
+        return unet_layers, unet_bucket, "sample"
     from support.small_unet import unet_batch, unet_layers
 
     return unet_layers, unet_batch, "sample"
@@ -112,7 +121,13 @@ def run_case(case: dict[str, Any]) -> None:
         "pulse": pulse,
     }
     module = PipelineModule(
-        layers=layers(), num_stages=case["P"], loss_fn=mse, seed_layers=True, config=config, input=first
+        layers=layers(),
+        num_stages=case["P"],
+        loss_fn=mse,
+        seed_layers=True,
+        config=config,
+        input=first,
+        dynamic_shape=case.get("dynamic", False),
     )
     optimizer = RecordingSGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
