@@ -3,8 +3,8 @@
 A model of what a rank does, message by message, without times:
 
 * it posts receives in the channel's order, at most ``slots`` that are not consumed yet, and one more after each
-  message it consumes (or none ahead of need: the first step, while shapes are still being agreed on; a step in which some
-  shapes are known lies between the two, and a receive posted earlier never hurts);
+  message it consumes (or none ahead of need: the first step, while shapes are still being agreed on; a step in which
+  some shapes are known lies between the two, and a receive posted earlier never hurts);
 * before an action it consumes the action's messages in order, then waits for those of its own sends that its buffers
   can be reused after (``releases``); after the action it starts the sends and does not wait for them;
 * message k of a channel has moved when k + 1 were sent and k + 1 receives were posted, as backends without tags do it;

@@ -113,7 +113,8 @@ class Transport:
             raise BatchError(
                 f"{message.label} from stage {message.source_stage} to stage {message.target_stage}, microbatch "
                 f"{message.microbatch}: expected {known} as for an earlier batch of the same shapes, found "
-                f"{signature}; what travels between stages must follow from the shapes of the batch: pad what depends on its values"
+                f"{signature}; what travels between stages must follow from the shapes of the batch: pad what depends "
+                "on its values"
             )
         self._start(message, channel, tensors_of(payload))
 
