@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine import checkpoints, figures, planning
+from deepspeed_pulse.engine import figures, planning
 from deepspeed_pulse.engine.agreement import (
     check_same_block,
     check_same_data,
@@ -22,6 +22,7 @@ from deepspeed_pulse.engine.agreement import (
     who_has_data,
 )
 from deepspeed_pulse.engine.batches import LABELS, ShapeKeeper, StepBatches, can_travel, entry_text, kind
+from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
 from deepspeed_pulse.engine.instructions import (
@@ -58,7 +59,7 @@ class _Lowered:
     usage: Usage
 
 
-class PulseEngine(PipelineEngine):
+class PulseEngine(CheckpointingEngine):
     """``PipelineEngine`` whose schedule, placement and messages come from the module's plan."""
 
     _started = False
@@ -409,27 +410,6 @@ class PulseEngine(PipelineEngine):
             figures.print_measured(self._plan, timeline, stats, self._step_ms)
         if self._pulse.trace is not None:
             figures.write_trace(self._pulse.trace, [("measured", timeline)], self._plan.placement)
-
-    # -- checkpoints -------------------------------------------------------------------------
-
-    def save_checkpoint(self, save_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As upstream, and the plan beside it."""
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        saved = super().save_checkpoint(save_dir, tag, *args, **kwargs)
-        if self.global_rank == 0:
-            checkpoints.write_plan(save_dir, tag, self._plan)
-        return saved
-
-    def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As upstream. Optimizer state is kept per rank, so another placement is refused.
-
-        Raises:
-            PlanError: the checkpoint was written under other cuts or another placement.
-        """
-        weights_only = kwargs.get("load_module_only", False) or kwargs.get("load_optimizer_states", True) is False
-        if not weights_only:
-            planning.agree(lambda: checkpoints.check_plan(load_dir, tag, self._plan))
-        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,

@@ -11,11 +11,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_pulse.engine.agreement import check_same_block
 from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.relay import bytes_by_label, live_after, pack_batch
 
 
-class RelayEngine(PipelineEngine):
+class RelayEngine(CheckpointingEngine):
     """Upstream's engine for our module without a plan.
 
     Without a ``"pulse"`` block clipping is upstream's; with ``"enabled": false`` it is over all ranks.

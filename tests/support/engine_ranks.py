@@ -187,22 +187,8 @@ def resumes(folder: str) -> None:
     assert state["note"] == 7 and second.global_steps == 3
     for step in (3, 4):
         assert float(second.train_batch(data_of(second, step)).detach()) == losses[step]
-    refuses_other_plan(ranks, folder)
     check_layer_files(second, folder)
     print("PASSED", flush=True)
-
-
-def refuses_other_plan(ranks: int, folder: str) -> None:
-    from deepspeed_pulse import PulseError
-
-    other = make_engine(ranks, 3, pulse={"waves": 2, "solver_seconds": 0})
-    try:
-        other.load_checkpoint(folder)
-    except PulseError as problem:
-        assert "the checkpoint was written with" in str(problem), problem
-    else:
-        raise AssertionError("another plan was accepted")
-    other.load_checkpoint(folder, load_module_only=True)
 
 
 def check_layer_files(engine: Any, folder: str) -> None:

@@ -1,0 +1,113 @@
+"""What a checkpoint says about itself: which rank held what, so that any plan can find its state again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from deepspeed_pulse.errors import PlanError
+from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+
+FORMAT = "pulse-checkpoint/1"
+RECORD_FILE = "pulse_checkpoint.json"
+PLAN_FILE = "pulse_plan.json"
+
+Names = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """How a checkpoint is laid out.
+
+    Attributes:
+        boundaries: first layer of every stage, and the number of layers.
+        placement: pipeline rank of every stage.
+        layers: names of the layers.
+        zero_stage, dtype, optimizer: decide how upstream writes optimizer state.
+        parameters: per pipeline rank and parameter group, the names of what the optimizer trains, in its order.
+    """
+
+    pipeline_ranks: int
+    data_parallel: int
+    boundaries: tuple[int, ...]
+    placement: tuple[int, ...]
+    layers: tuple[str, ...]
+    zero_stage: int
+    dtype: str
+    optimizer: str
+    parameters: tuple[Names, ...]
+
+    @property
+    def partitioned(self) -> bool:
+        """True when every data-parallel rank has a file with its part of flat buffers."""
+        return self.zero_stage > 0 or self.dtype == "bfloat16"
+
+    def same_layout(self, other: CheckpointRecord) -> bool:
+        """True when upstream's own loading fits rank by rank; it cannot read its bf16 files without ZeRO."""
+        if self.dtype == "bfloat16" and not self.zero_stage:
+            return False
+        mine = self if self.partitioned else replace(self, data_parallel=other.data_parallel)
+        return mine == other
+
+    def check_fits(self, mine: CheckpointRecord, where: str) -> None:
+        """Raise a :class:`PlanError` when optimizer state cannot be carried over to ``mine``."""
+        way = "load weights only (load_optimizer_states=False)"
+        if self.layers != mine.layers:
+            pairs = zip_longest(self.layers, mine.layers, fillvalue="none")
+            index, (there, here) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise PlanError(
+                f"{where}: written by a model of {len(self.layers)} layers, this one has {len(mine.layers)}; the first "
+                f"that differs is layer {index}: {there} there, {here} here; "
+                "build the same layer list"
+            )
+        for name in ("dtype", "optimizer"):
+            there, here = getattr(self, name), getattr(mine, name)
+            if there != here:
+                raise PlanError(f"{where}: {name}: written with {there}, this job runs {here}; use the same, or {way}")
+        if self.dtype == "float16" and not (self.zero_stage and mine.zero_stage):
+            raise PlanError(
+                f"{where}: fp16 without ZeRO keeps optimizer state in flat buffers without names, which only fit the "
+                f"plan they were written under; use ZeRO stage 1 or bf16, or {way}"
+            )
+
+    def write(self, folder: Path) -> None:
+        data = {"format": FORMAT, **asdict(self)}
+        (folder / RECORD_FILE).write_text(write_json(data), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointRecord | None:
+        """The record of a checkpoint; None when it was written without this package."""
+        path = folder / RECORD_FILE
+        if not path.is_file():
+            return None
+        fields = read_json(read_file(path), str(path), FORMAT)
+        record = cls(
+            pipeline_ranks=fields.integer("pipeline_ranks", minimum=1),
+            data_parallel=fields.integer("data_parallel", minimum=1),
+            boundaries=fields.integers("boundaries"),
+            placement=fields.integers("placement"),
+            layers=_texts(fields, "layers"),
+            zero_stage=fields.integer("zero_stage"),
+            dtype=fields.text("dtype"),
+            optimizer=fields.text("optimizer"),
+            parameters=tuple(_names(fields, rank) for rank in fields.items("parameters")),
+        )
+        fields.done(["format", *cls.__dataclass_fields__])
+        return record
+
+
+def _texts(fields: Fields, name: str) -> tuple[str, ...]:
+    found = fields.items(name)
+    if not all(isinstance(text, str) for text in found):
+        raise fields.error(name, "a list of texts")
+    return tuple(found)
+
+
+def _names(fields: Fields, groups: Any) -> Names:
+    if not isinstance(groups, list) or not all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
+    ):
+        raise fields.error("parameters", "per rank, lists of parameter names")
+    return tuple(tuple(group) for group in groups)

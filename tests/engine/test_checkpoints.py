@@ -1,0 +1,101 @@
+"""A job can stop and go on under any plan, with the same losses; what cannot go on says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import launch
+
+from deepspeed_pulse.engine.checkpoint_files import CheckpointFolder, find_tag, load_safely, write_text
+from deepspeed_pulse.errors import FileError
+
+WAVE4, LINEAR4 = {"ranks": 4}, {"ranks": 4, "placement": "linear"}
+WAVE2, TWO_WAVES = {"ranks": 2}, {"ranks": 2, "waves": 2}
+OFF4, OFF2 = {"ranks": 4, "off": True}, {"ranks": 2, "off": True}
+
+
+def with_zero(*jobs: dict) -> list[dict]:
+    return [{**job, "zero": 1} for job in jobs]
+
+
+def test_any_plan_resumes_any_checkpoint(tmp_path: Path) -> None:
+    """World of 4: P = 2 means two replicas, so data-parallel size changes with P."""
+    sgd = {"optimizer": "sgd"}
+    cases = [
+        (WAVE4, [WAVE4, LINEAR4, WAVE2, TWO_WAVES, OFF4, *with_zero(WAVE2)]),
+        ({**WAVE2, "zero": 1}, [*with_zero(WAVE2, TWO_WAVES, WAVE4, LINEAR4, OFF2), WAVE4]),
+        ({**OFF2, "zero": 1}, with_zero(WAVE4, WAVE2)),
+        ({**TWO_WAVES, **sgd}, [{**LINEAR4, **sgd}]),
+    ]
+    launch("support.resume_ranks:resumes", 4, {"folder": str(tmp_path), "cases": cases, "naive": True}, timeout=280)
+
+
+def test_bf16_resumes_under_another_plan(tmp_path: Path) -> None:
+    bf16 = {"dtype": "bfloat16"}
+    cases = [
+        ({**WAVE2, **bf16, "zero": 1}, with_zero({**WAVE2, **bf16}, {**LINEAR4, **bf16})),
+        ({**WAVE4, **bf16}, [{**WAVE4, **bf16}, {**TWO_WAVES, **bf16}, *with_zero({**LINEAR4, **bf16})]),
+    ]
+    case = {"folder": str(tmp_path), "cases": cases, "tolerance": 1e-2}
+    launch("support.resume_ranks:resumes", 4, case, timeout=200)
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
+    launch("support.resume_ranks:refuses", 2, {"folder": str(tmp_path)}, timeout=200)
+
+
+class Stranger:
+    """A class that no checkpoint of ours holds."""
+
+
+def test_only_tensors_and_plain_data_are_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "note": [1, "x"]}, tmp_path / "plain.pt")
+    assert load_safely(tmp_path / "plain.pt")["note"] == [1, "x"]
+    torch.save({"a": Stranger()}, tmp_path / "stranger.pt")
+    with pytest.raises(FileError, match=r"stranger\.pt: cannot be read safely.*Stranger.*add_safe_globals"):
+        load_safely(tmp_path / "stranger.pt")
+    with pytest.raises(FileError, match="found none; it was not saved whole"):
+        load_safely(tmp_path / "absent.pt")
+
+
+def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, "step1")
+    (tmp_path / folder.writing).mkdir()
+    assert find_tag(tmp_path, None) is None and not (tmp_path / "step1").exists()
+    (tmp_path / folder.writing / "file").write_text("one")
+    folder.commit(save_latest=True)
+    assert find_tag(tmp_path, None) == "step1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step1"]
+
+
+def test_saving_over_a_checkpoint_never_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder(tmp_path, "step1")
+
+    def write(text: str) -> None:
+        (tmp_path / folder.writing).mkdir()
+        (tmp_path / folder.writing / "file").write_text(text)
+
+    def dies(source: Path, target: Path) -> None:
+        if source.name == folder.writing:
+            raise KeyboardInterrupt
+        source.rename(target)
+
+    write("one")
+    folder.commit(save_latest=True)
+    write("two")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("deepspeed_pulse.engine.checkpoint_files.rename", dies)
+        folder.commit(save_latest=True)
+    assert not (tmp_path / "step1").exists()
+    folder.recover()
+    assert (tmp_path / "step1" / "file").read_text() == "one"
+    folder.clear()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step1"]
+
+
+def test_small_files_are_replaced_whole(tmp_path: Path) -> None:
+    write_text(tmp_path / "latest", "a")
+    write_text(tmp_path / "latest", "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"] and (tmp_path / "latest").read_text() == "b"
