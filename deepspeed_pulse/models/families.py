@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
-from deepspeed_pulse.errors import ConfigError, GraphError
+from deepspeed_pulse.errors import ConfigError, GraphError, did_you_mean
+from deepspeed_pulse.models.switches import NOT_ENTRIES, check_switches
 
 Granularity = Literal["block", "fine"]
 
@@ -35,16 +38,28 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
     Entries of nested dicts have dotted names: ``added_cond_kwargs.text_embeds``.
 
     Raises:
-        GraphError: the model is of another kind, or has parts that layers cannot express.
+        GraphError: the model is of another kind, or has parts or switches that layers cannot express.
+
+    Warns when the model's blocks are set to recompute activations, which layers bypass.
     """
     if granularity not in ("block", "fine"):
         raise ConfigError(f'granularity: expected "block" or "fine", found {granularity!r}')
     for kind in type(model).__mro__:
         if kind.__name__ in FAMILIES:
             family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[kind.__name__]}")
+            _check_names(kind.__name__, family.to_layers, what_the_batch_has)
+            check_switches(model)
             return family.to_layers(model, granularity=granularity, **what_the_batch_has)
     raise GraphError(
         f"to_layers() takes one of {', '.join(FAMILIES)}, found {type(model).__name__}; "
         "for another model write the layer list yourself: spec(module, stash=..., pop=..., name=...) "
         "for each layer, in forward order"
     )
+
+
+def _check_names(kind: str, take: Callable[..., Any], given: dict[str, Any]) -> None:
+    known = [name for name in inspect.signature(take).parameters if name not in ("model", "granularity")]
+    for name in given:
+        if name not in known:
+            hint = f": {NOT_ENTRIES[name]}" if name in NOT_ENTRIES else did_you_mean(name, known)
+            raise GraphError(f"to_layers() of a {kind} takes {', '.join(known)}; found {name!r}{hint}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.dataflow import flow_of_list, parts_of, reads_of_export
+from support.dataflow import exported, flow_of_list, parts_of, reads_of_export
 from support.families import assert_one_owner, assert_transparent, differences, flatten, swap_two_pops
 from support.small_models import pixel_entries, small_unet
 from torch import nn
@@ -20,15 +20,15 @@ def forward(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def exported() -> tuple[list[Any], dict[str, nn.Module], dict[str, frozenset[str]]]:
+def model_seen() -> tuple[list[Any], dict[str, nn.Module], dict[str, frozenset[str]]]:
     model = small_unet()
     layers = to_layers(model)
     parts = parts_of(model, layers)
-    return layers, parts, reads_of_export(model, pixel_entries(), forward, parts)
+    return layers, parts, reads_of_export(exported(model, pixel_entries(), forward), pixel_entries(), parts)
 
 
-def test_two_swapped_pops(exported):
-    layers, parts, expected = exported
+def test_two_swapped_pops(model_seen):
+    layers, parts, expected = model_seen
     flow = flow_of_list(layers, pixel_entries(), parts)
     assert differences(flow, expected) == []
     swapped = swap_two_pops(layers, flow.shapes)
@@ -40,8 +40,8 @@ def test_two_swapped_pops(exported):
     ]
 
 
-def test_a_value_popped_in_vain(exported):
-    layers, parts, expected = exported
+def test_a_value_popped_in_vain(model_seen):
+    layers, parts, expected = model_seen
     last = layers[-1]
     idle = spec(_Ignoring(last.layer), name="idle", pop="temb")
     assert differences(flow_of_list([*layers[:-1], idle], pixel_entries(), parts), expected) == [

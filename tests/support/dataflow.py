@@ -46,15 +46,17 @@ class _Whole(nn.Module):
         return self._forward(self.model, batch)
 
 
-def reads_of_export(
-    model: nn.Module, batch: dict[str, Any], forward: Callable[[Any, Any], Tensor], parts: Iterable[str]
-) -> Reads:
-    """What each part reads when the model runs its own forward."""
+def exported(model: nn.Module, batch: dict[str, Any], forward: Callable[[Any, Any], Tensor]) -> Any:
+    """``torch.export`` of the model's own forward."""
     logging.disable(logging.DEBUG)  # pytest keeps every record, and torch traces into debug records by the thousand
     try:
-        program = torch.export.export(_Whole(model, forward), (batch,), strict=False)
+        return torch.export.export(_Whole(model, forward), (batch,), strict=False)
     finally:
         logging.disable(logging.NOTSET)
+
+
+def reads_of_export(program: Any, batch: dict[str, Any], parts: Iterable[str]) -> Reads:
+    """What each part reads when the model runs its own forward."""
     by_depth = sorted(parts, key=len, reverse=True)
     sources = _placeholder_sources(program, batch)
     reads: dict[str, Sources] = defaultdict(frozenset)

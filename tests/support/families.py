@@ -4,8 +4,8 @@
     assert_matches_export(model, layers, batch, forward)          # names, against torch.export's graph
 
 ``batch`` is a dict as diffusers training scripts have it; its first entry is the first layer's input, and entries of
-nested dicts are popped under dotted names (:func:`flatten`). ``forward(model, batch)`` runs the model's own forward and
-returns the output, a tensor or a tuple of tensors.
+nested dicts are popped under dotted names. ``forward(model, batch)`` runs the model's own forward and returns the
+output, a tensor or a tuple of tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from support.dataflow import ListFlow, flow_of_list, parts_of, reads_of_export
+from support.dataflow import ListFlow, exported, flow_of_list, parts_of, reads_of_export
 from support.reference import error
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_pulse.engine.batches import flatten
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.graph import Graph
@@ -38,14 +39,6 @@ Gradients = dict[str, Tensor | None]
 TOLERANCE = 1e-5
 NOISE = 1e-6
 """A gradient below this share of the largest is rounding noise around zero (the bias of attention keys, for one)."""
-
-
-def flatten(batch: Mapping[str, Any], prefix: str = "") -> Batch:
-    """Entries of nested dicts get dotted names: ``added_cond_kwargs.text_embeds``."""
-    flat: Batch = {}
-    for name, value in batch.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 def interpret(layers: Sequence[Any], batch: Mapping[str, Any]) -> Any:
@@ -235,15 +228,24 @@ def _plans(graph: Graph, ranks: int, microbatches: int) -> Iterator[Plan]:
 # -------------------------------------------------------------------------------------- torch.export's graph
 
 
-def assert_matches_export(model: nn.Module, layers: Sequence[Any], batch: Batch, forward: Forward) -> None:
+def assert_matches_export(
+    model: nn.Module, layers: Sequence[Any], batch: Batch, forward: Forward, *more_layers: Sequence[Any]
+) -> None:
     """The list reads what the model reads, by the graph that ``torch.export`` makes of the model's own forward.
+
+    ``more_layers`` are further lists of the same model (exporting takes long).
 
     Every submodule that a layer was made of reads the same other submodules and batch entries in both, and every popped
     value and hidden state is looked at by its layer. Where the list pops two values of equal shape, it is then
     run with those two swapped, which has to be noticed.
     """
-    parts = parts_of(model, layers)
-    expected = reads_of_export(model, batch, forward, parts)
+    program = exported(model, batch, forward)
+    for each in (layers, *more_layers):
+        _assert_same_reads(each, program, batch, parts_of(model, each))
+
+
+def _assert_same_reads(layers: Sequence[Any], program: Any, batch: Batch, parts: dict[str, nn.Module]) -> None:
+    expected = reads_of_export(program, batch, parts)
     flow = flow_of_list(layers, flatten(batch), parts)
     problems = differences(flow, expected)
     assert not problems, "\n".join(problems)

@@ -1,4 +1,4 @@
-"""Small diffusers models with the structure of the published ones, and a plain interpreter for layer lists."""
+"""Small diffusers models with the structure of the published ones, and batches for them."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def sd_entries(*, size: tuple[int, int] = (16, 16), batch_size: int = 2) -> Entr
     }
 
 
-def sdxl_entries(*, batch_size: int = 2) -> Entries:
-    """Batch entries of :func:`small_sdxl_unet`; the added conditions are flat."""
+def sdxl_entries(*, batch_size: int = 2) -> dict[str, Any]:
+    """Batch entries of :func:`small_sdxl_unet`."""
     generator = torch.Generator().manual_seed(2)
     added = {
         "text_embeds": torch.randn(batch_size, 32, generator=generator),
         "time_ids": torch.randint(512, (batch_size, 6), generator=generator).float(),
     }
-    return {**sd_entries(batch_size=batch_size), **added}
+    return {**sd_entries(batch_size=batch_size), "added_cond_kwargs": added}
 
 
 def pixel_entries(*, batch_size: int = 2) -> Entries:
@@ -97,14 +97,3 @@ def pixel_entries(*, batch_size: int = 2) -> Entries:
         "timestep": torch.randint(1000, (batch_size,), generator=generator),
         "class_labels": torch.randint(5, (batch_size,), generator=generator),
     }
-
-
-def interpret(layers: list[Any], entries: Entries) -> Tensor:
-    """Run a layer list in order with a dictionary of named values: what any engine has to reproduce."""
-    values = {name: value for name, value in entries.items() if name != "sample"}
-    hidden = entries["sample"]
-    for declared in layers:
-        output = declared.layer(hidden, *(values[name] for name in declared.pop))
-        hidden, *stashed = output if declared.stash else (output,)
-        values.update(zip(declared.stash, stashed, strict=True))
-    return hidden

@@ -1,0 +1,60 @@
+"""Switches that a user may have set on a diffusers model before it becomes layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from deepspeed_pulse.errors import GraphError
+
+NOT_ENTRIES = {
+    "cross_attention_kwargs": "layers pass none on; set a LoRA scale on the model (set_adapters) before to_layers()",
+    "down_block_additional_residuals": "hand over the ControlNet itself: to_layers(unet, controlnet=controlnet)",
+    "mid_block_additional_residual": "hand over the ControlNet itself: to_layers(unet, controlnet=controlnet)",
+    "down_intrablock_additional_residuals": "adapters that add to the inside of blocks are not supported",
+}
+"""Arguments of models' forward that no layer can read, and what to do instead."""
+
+
+def check_switches(model: nn.Module) -> None:
+    """Refuse what is for sampling only, and say so when a switch has no effect on layers.
+
+    Raises :class:`GraphError` naming every such switch; warns of gradient checkpointing.
+    """
+    problems = list(_for_sampling(model))
+    if problems:
+        raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(problems))
+    if getattr(model, "is_gradient_checkpointing", False):
+        warnings.warn(
+            f"{type(model).__name__}.enable_gradient_checkpointing() works on whole blocks, which a layer list takes "
+            "apart: most of it is bypassed. Call model.disable_gradient_checkpointing() and let the pipeline recompute "
+            "layers instead (activation_checkpoint_interval, or the plan)",
+            stacklevel=3,
+        )
+
+
+def _for_sampling(model: Any) -> Iterator[str]:
+    """One line per kind of switch, with the first module that has it on."""
+    found: dict[str, list[str]] = {
+        "runs in chunks; call model.disable_forward_chunking() (it is for sampling)": [],
+        "runs in slices; call model.set_default_attn_processor() (slicing is for sampling)": [],
+        "has fused projections; call model.unfuse_qkv_projections() (they are for sampling)": [],
+    }
+    chunks, slices, fused = found.values()
+    for path, module in model.named_modules():
+        processor = type(getattr(module, "processor", None)).__name__
+        if getattr(module, "_chunk_size", None) is not None:
+            chunks.append(path)
+        if processor.startswith("Sliced"):
+            slices.append(path)
+        # Attention without unfuse_projections keeps its flag when only the processors are put back.
+        if processor.startswith("Fused") or (
+            getattr(module, "fused_projections", False) and hasattr(module, "unfuse_projections")
+        ):
+            fused.append(path)
+    for what, paths in found.items():
+        if paths:
+            yield f"{paths[0]} {what}" + (f"; so {len(paths)} modules" if len(paths) > 1 else "")

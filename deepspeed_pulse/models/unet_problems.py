@@ -1,0 +1,67 @@
+"""What of a U-Net layers cannot express, found before it is taken apart and told all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from deepspeed_pulse.errors import GraphError
+
+Kinds = tuple[type[nn.Module], ...]
+
+
+def refuse(model: nn.Module, problems: Iterable[str]) -> None:
+    """Raise a :class:`GraphError` with every problem; none, no error."""
+    found = list(problems)
+    if found:
+        raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(found))
+
+
+def unknown_values(config: Any, handled: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    """Keys of a config whose value is not one of those handled; the first is that of configs without the key."""
+    for key, values in handled.items():
+        found = getattr(config, key, values[0])
+        if found not in values:
+            yield f"config.{key} is {found!r}, supported: {', '.join(repr(value) for value in values)}"
+
+
+def unknown_blocks(
+    model: Any, *, down: Kinds, mid: Kinds, up: Kinds, parts: Mapping[str, Kinds], plain_parts: Mapping[str, Kinds]
+) -> Iterator[str]:
+    """Blocks of another kind, blocks with FreeU on, and parts of another kind within known blocks.
+
+    Args:
+        parts: lists of modules in a block with cross attention, and the kinds of modules in them.
+        plain_parts: what is different in blocks without.
+    """
+    for path, block, kinds in _blocks(model, down, mid, up):
+        if type(block) not in kinds:
+            yield f"{path} is a {type(block).__name__}, supported: {_names(kinds)}"
+        elif any(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2")):
+            yield f"{path} has FreeU enabled; call model.disable_freeu() (it is for sampling)"
+        else:
+            crosses = getattr(block, "has_cross_attention", False)
+            yield from _unknown_parts(path, block, {**parts, **({} if crosses else plain_parts)})
+
+
+def _blocks(model: Any, down: Kinds, mid: Kinds, up: Kinds) -> Iterator[tuple[str, nn.Module, Kinds]]:
+    yield from ((f"down_blocks.{index}", block, down) for index, block in enumerate(model.down_blocks))
+    if model.mid_block is not None:
+        yield "mid_block", model.mid_block, mid
+    yield from ((f"up_blocks.{index}", block, up) for index, block in enumerate(getattr(model, "up_blocks", ())))
+
+
+def _unknown_parts(path: str, block: nn.Module, parts: Mapping[str, Kinds]) -> Iterator[str]:
+    for group, known in parts.items():
+        for index, part in enumerate(getattr(block, group, None) or ()):
+            at = f"{path}.{group}.{index}"
+            if part is not None and not isinstance(part, known):
+                yield f"{at} is a {type(part).__name__}, supported: {_names(known)}"
+            elif getattr(part, "spatial_norm", None) is not None:
+                yield f"{at} has a spatial norm, which reads the time embedding; supported: attention without"
+
+
+def _names(kinds: Kinds) -> str:
+    return ", ".join(kind.__name__ for kind in kinds)
