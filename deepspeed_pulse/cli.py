@@ -1,4 +1,4 @@
-"""``ds_pulse``: plans without a training run. Needs neither torch nor deepspeed.
+"""``ds_pulse``: profiles and plans without a training run. Only ``profile`` needs torch and deepspeed.
 
 Exit status: 0, 1 for a failed check, 2 for unusable input (one line on stderr, nothing written).
 """
@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from deepspeed_pulse.ir.timeline import Timeline
 
 OK, FAILED_CHECK, UNUSABLE = 0, 1, 2
+
+_TFLOPS = 312.0
+"""Peak rate that estimates assume: an A100's in bfloat16, by its data sheet."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,11 +64,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ds_pulse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"ds_pulse {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_profile(commands)
     _add_plan(commands)
     _add_simulate(commands)
     _add_check(commands)
     _add_show(commands)
     return parser
+
+
+def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
+    profile = commands.add_parser("profile", help="layer costs of a model, measured or estimated")
+    profile.set_defaults(command=_profile)
+    profile.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a published model's name (sd15, sdxl, ...), a diffusers folder or config.json, package.module:function",
+    )
+    profile.add_argument("--microbatch-size", type=_count, metavar="b", help="default: 1, or the function's")
+    profile.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16")
+    profile.add_argument(
+        "--granularity", choices=("block", "fine"), help="fine: attention and MLP apart; default: block"
+    )
+    profile.add_argument(
+        "--estimate", action="store_true", help="count operations instead of measuring; needs no device"
+    )
+    profile.add_argument(
+        "--tflops", type=_positive, metavar="T", help=f"what --estimate divides operations by; default: {_TFLOPS:g}"
+    )
+    profile.add_argument("--out", required=True, metavar="PROFILE", help="the profile that is written")
 
 
 def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -160,6 +186,59 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.report.files import replacing
+    from deepspeed_pulse.report.profiles import profile_table
+    from deepspeed_pulse.report.progress import visiting
+
+    if arguments.tflops is not None and not arguments.estimate:
+        raise ConfigError("--tflops goes with --estimate: measured times need no rate")
+    with replacing(arguments.out) as out, visiting(sys.stderr) as watch, _quiet():
+        from deepspeed_pulse.engine.profiles import estimate_profile, measure_profile
+        from deepspeed_pulse.models.sources import find_job
+
+        job = find_job(
+            arguments.model,
+            microbatch_size=arguments.microbatch_size,
+            dtype=arguments.dtype,
+            granularity=arguments.granularity,
+        )
+        if arguments.estimate:
+            tflops = arguments.tflops or _TFLOPS
+            estimated = estimate_profile(job, tflops=tflops, watch=watch)
+            profile, counts = estimated.profile, estimated.counts
+            figures = {
+                "forward GFLOP": [count.forward_flop / 1e9 for count in counts],
+                "backward GFLOP": [count.backward_flop / 1e9 for count in counts],
+                "weights' GFLOP": [count.weight_grad_flop / 1e9 for count in counts],
+            }
+            note = f"estimated: operations at {tflops:g} TFLOP/s; a multiplication and its addition are two operations"
+        else:
+            timed = measure_profile(job, watch=watch)
+            profile = timed.profile
+            figures = {
+                "forward ms": [layer.forward_ms for layer in profile.layers],
+                "backward ms": [layer.backward_ms for layer in profile.layers],
+                "spread %": [100 * spread for spread in timed.spread],
+            }
+            note = f"measured on {profile.device}: medians; spread is (largest - smallest) / median"
+        out.write_text(profile.to_json(), encoding="utf-8")
+    _print(profile_table(profile, figures, note=note))
+    return OK
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Log lines of the frameworks, some of which go to stdout, are left out."""
+    import logging
+
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -158,10 +158,11 @@ def _measured(request: PlanRequest) -> Profile:
     inputs, entries = request.example
     measured = measure_layers(
         request.graph,
-        [lambda i=i: _built(request, i) for i in range(len(request.layers))],
+        [lambda layer=layer: built(layer) for layer in request.layers],
         inputs,
         entries,
         request.device,
+        get_accelerator().synchronize,
     )
     return Profile(
         name="measured",
@@ -173,14 +174,13 @@ def _measured(request: PlanRequest) -> Profile:
     )
 
 
-def _built(request: PlanRequest, index: int) -> Callable[..., Any]:
-    bare = unwrap(request.layers[index])
+def built(layer: Any) -> Callable[..., Any]:
+    """The module or function that a layer of the list stands for."""
+    bare = unwrap(layer)
     if isinstance(bare, upstream.LayerSpec):
-        built = bare.build()
+        module = bare.build()
         forward_fn = getattr(bare, "forward_fn", None)
-        if forward_fn is not None:
-            return TiedCall(built, forward_fn)
-        return built
+        return module if forward_fn is None else TiedCall(module, forward_fn)
     return bare
 
 

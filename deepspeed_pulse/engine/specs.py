@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.ir.graph import Layer
+from deepspeed_pulse.ir.graph import Graph, Layer
 
 Names = str | Sequence[str]
 
@@ -105,6 +105,23 @@ def describe(index: int, layer: Any) -> Layer:
         stash=getattr(layer, "stash", ()) if not isinstance(layer, torch.nn.Module) else (),
         pop=getattr(layer, "pop", ()) if not isinstance(layer, torch.nn.Module) else (),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A layer list with a batch ``(inputs, labels)`` to try it on; tensors may be on the meta device.
+
+    ``microbatch_size``: samples in the batch; None: the leading size of the first layer's input.
+    """
+
+    name: str
+    layers: Sequence[Any]
+    batch: Any
+    microbatch_size: int | None = None
+
+    @property
+    def graph(self) -> Graph:
+        return Graph(layers=tuple(describe(index, layer) for index, layer in enumerate(self.layers)))
 
 
 class TiedCall:

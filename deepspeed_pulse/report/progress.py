@@ -1,4 +1,4 @@
-"""What the planner has so far, on one line of a terminal."""
+"""What a long command is at, on one line of a terminal."""
 
 from __future__ import annotations
 
@@ -11,24 +11,38 @@ from deepspeed_pulse.report.words import milliseconds, percent
 Show = Callable[[float, float], None]
 """Takes the best makespan found so far and the lower bound, in ms."""
 
+Visit = Callable[[str, int, int], None]
+"""Takes the name of a layer, its index and the number of layers."""
+
 
 @contextlib.contextmanager
 def solving(stream: TextIO) -> Iterator[Show | None]:
-    """A line that moves while the block runs and is gone afterwards; None where nobody watches."""
+    """Best schedule and bound while the block runs; None where nobody watches."""
+    with _line(stream, "cutting the layer list") as say:
+        yield None if say is None else lambda best_ms, bound_ms: say(describe(best_ms, bound_ms))
+
+
+@contextlib.contextmanager
+def visiting(stream: TextIO) -> Iterator[Visit | None]:
+    """The layer at hand while the block runs; None where nobody watches."""
+    with _line(stream, "building the model") as say:
+        yield None if say is None else lambda name, index, total: say(f"layer {index + 1} of {total}: {name}")
+
+
+@contextlib.contextmanager
+def _line(stream: TextIO, first: str) -> Iterator[Callable[[str], None] | None]:
+    """A line that moves while the block runs and is gone afterwards."""
     if not stream.isatty():
         yield None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=stream), transient=True) as line:
-        task = line.add_task("cutting the layer list", total=None)
-
-        def show(best_ms: float, bound_ms: float) -> None:
-            line.update(task, description=describe(best_ms, bound_ms), refresh=True)
-
-        yield show
+        task = line.add_task(first, total=None)
+        yield lambda text: line.update(task, description=escape(text), refresh=True)
 
 
 def describe(best_ms: float, bound_ms: float) -> str:

@@ -35,6 +35,12 @@ def tensors_of(payload: Payload) -> tuple[torch.Tensor, ...]:
     return (payload,) if isinstance(payload, torch.Tensor) else payload
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors among what a layer gave: of a tensor or a tuple; none of anything else."""
+    found = value if isinstance(value, (tuple, list)) else (value,)
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 

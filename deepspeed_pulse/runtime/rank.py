@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Span
-from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_of
+from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import SavedBytes, Stage
@@ -183,6 +183,7 @@ class RankRuntime:
         if self._training and stage not in kept:
             with SavedBytes(self._parameters) as saved:
                 output, exported = self._stages[stage].run(entry, lookup)
+            saved.add(t for value in exported.values() for t in tensors_in(value))
             kept[stage] = saved.bytes
         else:
             output, exported = self._stages[stage].run(entry, lookup)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_pulse.errors import GraphError, PulseError, RunError
 from deepspeed_pulse.ir.graph import Layer
@@ -44,7 +45,7 @@ class Stage:
         for layer in self._layers:
             names = layer.declared.pop
             popped = [stashed[name] if name in stashed else lookup(name) for name in names]
-            with _naming(layer.declared):
+            with naming(layer.declared):
                 result = layer.function(hidden, *popped)
             hidden = self._unstash(layer.declared, result, stashed)
         return hidden, {name: stashed[name] for name in self.exports}
@@ -66,7 +67,7 @@ class Stage:
 
 
 @contextmanager
-def _naming(layer: Layer) -> Iterator[None]:
+def naming(layer: Layer) -> Iterator[None]:
     """Say in which layer an exception happened."""
     try:
         yield
@@ -83,15 +84,22 @@ class SavedBytes:
     """Counts the bytes autograd keeps for backward, each storage once, parameters excluded."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._seen = {p.untyped_storage().data_ptr() for p in parameters}
+        # Not by address: on the meta device all storages have the same.
+        self._seen = {StorageWeakRef(p.untyped_storage()) for p in parameters}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self.bytes = 0
 
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that are kept too, for another reason."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = StorageWeakRef(storage)
+            if key not in self._seen:
+                self._seen.add(key)
+                self.bytes += storage.nbytes()
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
+        self.add([tensor])
         return tensor
 
     def __enter__(self) -> SavedBytes:

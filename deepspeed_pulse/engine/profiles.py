@@ -1,0 +1,162 @@
+"""The profile of a layer list without a run: measured layer by layer, or estimated from operation counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.costs import built, skips_of
+from deepspeed_pulse.engine.specs import Job, TiedCall
+from deepspeed_pulse.errors import BatchError, ConfigError
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.runtime.counter import LayerCount, count_layers
+from deepspeed_pulse.runtime.payload import tensors_in
+from deepspeed_pulse.runtime.probe import map_tensors
+from deepspeed_pulse.runtime.profiler import measure_layers
+
+Watch = Callable[[str, int, int], None]
+"""Called with the name of a layer, its index and the number of layers, before the layer is run."""
+
+_INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimated:
+    """A profile and the operation counts that it was made from."""
+
+    profile: Profile
+    counts: tuple[LayerCount, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A profile and, per layer, (largest - smallest) / median of the measured times."""
+
+    profile: Profile
+    spread: tuple[float, ...]
+
+
+def estimate_profile(job: Job, *, tflops: float, watch: Watch | None = None) -> Estimated:
+    """Operation counts on the meta device as times of a device that does ``tflops`` * 1e12 of them a second.
+
+    Memory-bound work counts nothing, so times are too short in all, and most of all for layers without
+    matrix products; ratios between layers are what a partition needs.
+    """
+    graph = job.graph
+    split = _split(job, graph)
+    build = [lambda layer=layer: _on_meta(layer) for layer in job.layers]
+    counted = count_layers(graph, _watched(build, graph, watch), split.inputs, split.entries)
+
+    def milliseconds(flop: int) -> float:
+        return flop / (tflops * 1e9)
+
+    layers = tuple(
+        LayerCost(
+            name=count.name,
+            forward_ms=milliseconds(count.forward_flop),
+            backward_ms=milliseconds(count.backward_flop),
+            weight_grad_ms=milliseconds(count.weight_grad_flop),
+            param_bytes=count.param_bytes,
+            activation_bytes=count.activation_bytes,
+            output_bytes=count.output_bytes,
+        )
+        for count in counted.layers
+    )
+    profile = Profile(
+        name=f"{job.name} (estimate)",
+        device=f"estimated at {tflops:g} TFLOP/s",
+        dtype=counted.dtype,
+        microbatch_size=_microbatch_size(job, split),
+        layers=layers,
+        skips=skips_of(graph, counted.value_bytes),
+    )
+    return Estimated(profile=profile, counts=counted.layers)
+
+
+def measure_profile(job: Job, *, watch: Watch | None = None) -> Timed:
+    """Run each layer on the accelerator at hand.
+
+    A batch on the meta device is replaced by random data of its shapes. Layers on the meta device are
+    made on the accelerator with random weights when their turn comes, and dropped after it, so the
+    model need not fit.
+    """
+    graph, accelerator = job.graph, get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    split = _split(job, graph)
+    build = [lambda layer=layer: _on_device(layer, device) for layer in job.layers]
+    measured = measure_layers(
+        graph,
+        _watched(build, graph, watch),
+        map_tensors(split.inputs, lambda tensor: _filled(tensor, device)),
+        {name: map_tensors(value, lambda tensor: _filled(tensor, device)) for name, value in split.entries.items()},
+        device,
+        accelerator.synchronize,
+    )
+    profile = Profile(
+        name=job.name,
+        device=accelerator.device_name(),
+        dtype=measured.dtype,
+        microbatch_size=_microbatch_size(job, split),
+        layers=measured.layers,
+        skips=skips_of(graph, measured.value_bytes),
+    )
+    return Timed(profile=profile, spread=measured.spread)
+
+
+def _split(job: Job, graph: Graph) -> SplitBatch:
+    if not job.layers:
+        raise ConfigError(f"{job.name}: expected at least one layer, found none")
+    try:
+        return SplitBatch(job.batch, graph, "hidden")
+    except BatchError as problem:
+        raise BatchError(f"{job.name}: example batch: {problem}") from None
+
+
+def _microbatch_size(job: Job, split: SplitBatch) -> int:
+    """What was asked for, else the leading size of the first layer's input."""
+    return job.microbatch_size or int(tensors_in(split.inputs)[0].shape[0])
+
+
+def _watched(build: Sequence[Callable[[], Any]], graph: Graph, watch: Watch | None) -> list[Callable[[], Any]]:
+    def make(index: int) -> Any:
+        if watch is not None:
+            watch(graph.layers[index].name, index, len(build))
+        return build[index]()
+
+    return [lambda index=index: make(index) for index in range(len(build))]
+
+
+def _on_meta(layer: Any) -> Any:
+    with torch.device("meta"):
+        function = built(layer)
+    return function.to(torch.device("meta")) if isinstance(function, (torch.nn.Module, TiedCall)) else function
+
+
+def _on_device(layer: Any, device: torch.device) -> Any:
+    """The layer, its weights random where they are on the meta device so far."""
+    function = built(layer)
+    if not isinstance(function, torch.nn.Module) or not any(p.is_meta for p in function.parameters()):
+        return function
+    made = copy.deepcopy(function).to_empty(device=device)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=_INITIAL_STD)
+        for buffer in made.buffers():
+            buffer.zero_()
+    return made
+
+
+def _filled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """In place of meta tensors, normal numbers; ones for integers and flags, which may be indices or masks."""
+    if not tensor.is_meta:
+        return tensor
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)

@@ -1,0 +1,60 @@
+"""A profile as a table: a row a layer, the whole model below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.report import words
+
+
+def profile_table(profile: Profile, figures: Mapping[str, Sequence[float]], *, note: str) -> Group:
+    """Parameters, ``figures`` and bytes of every layer; their sums; the named values.
+
+    Args:
+        figures: per layer, by heading; a heading that ends with ``%`` is not summed.
+        note: where the figures come from.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("layer", no_wrap=True)
+    columns = {
+        "parameters M": [count / 1e6 for count in words.param_counts(profile)],
+        **figures,
+        "activations MB": [layer.activation_bytes / 1e6 for layer in profile.layers],
+    }
+    output = [layer.output_bytes / 1e6 for layer in profile.layers]
+    for heading in (*columns, "output MB"):
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for index, layer in enumerate(profile.layers):
+        table.add_row(layer.name, *(_figure(column[index]) for column in (*columns.values(), output)))
+    sums = ("" if heading.endswith("%") else _figure(sum(column)) for heading, column in columns.items())
+    table.add_section()
+    table.add_row("all", *sums, "", style="bold")
+    return Group(Text(_title(profile), style="bold"), table, *map(Text, (_times(profile), _values(profile), note)))
+
+
+def _figure(value: float) -> str:
+    """Three digits, and all of them before the point."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def _title(profile: Profile) -> str:
+    return f"{profile.name}: {profile.num_layers} layers, {profile.dtype}, microbatches of {profile.microbatch_size}"
+
+
+def _times(profile: Profile) -> str:
+    forward, backward = (
+        sum(getattr(layer, f"{way}_ms") for layer in profile.layers) for way in ("forward", "backward")
+    )
+    return f"forward {words.milliseconds(forward)}, backward {words.milliseconds(backward)}"
+
+
+def _values(profile: Profile) -> str:
+    sizes = {skip.name: skip.bytes for skip in profile.skips}
+    several = f"{', '.join(sizes)}; {words.megabytes(sum(sizes.values()))} in all" if sizes else "none"
+    return f"named values: {several}"

@@ -1,0 +1,165 @@
+"""One layer at a time, cut off from its neighbours, so that the model need not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_pulse.errors import BatchError, GraphError
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
+from deepspeed_pulse.runtime.stage import BoundLayer, Stage, naming
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward of a layer: the leaves it read, what it gave and what it stashed."""
+
+    read: tuple[torch.Tensor, ...]
+    output: Any
+    stashed: dict[str, Any]
+
+
+class Probe:
+    """A layer that can be run again and again on the same input."""
+
+    def __init__(self, layer: BoundLayer, hidden: Any, values: Mapping[str, Any]) -> None:
+        self._declared = layer.declared
+        self._stage = Stage([layer], layer.declared.stash)
+        self._hidden, self._values = hidden, values
+        self._last: Pass | None = None
+        parameters = getattr(layer.function, "parameters", None)
+        self.parameters: list[torch.Tensor] = list(parameters()) if callable(parameters) else []
+        self._gradients = [p.grad for p in self.parameters]
+
+    @property
+    def name(self) -> str:
+        return self._declared.name
+
+    @property
+    def dtype(self) -> str | None:
+        """Of the first floating parameter; None without one."""
+        floating = [p.dtype for p in self.parameters if p.is_floating_point()]
+        return str(floating[0]).removeprefix("torch.") if floating else None
+
+    def run(self) -> Pass:
+        """One forward, on leaves of its own."""
+        hidden = map_tensors(self._hidden, _cut)
+        popped = {name: map_tensors(self._values[name], _cut) for name in self._declared.pop}
+        output, stashed = self._stage.run(hidden, lambda name: popped[name])
+        if isinstance(output, (tuple, list)) and len(tensors_in(output)) < len(output):
+            raise GraphError(
+                f"layer {self.name} returned a {type(output).__name__} of more than tensors, expected tensors"
+            )
+        read = tuple(t for value in (hidden, *popped.values()) for t in tensors_in(value))
+        self._last = Pass(read=read, output=output, stashed=stashed)
+        return self._last
+
+    def backward(self, *, inputs_only: bool = False) -> None:
+        """Backward of the last run, from everything the layer gave.
+
+        ``inputs_only``: gradients of what the layer read, not of its weights; the graph is kept.
+        """
+        assert self._last is not None
+        given = (self._last.output, *self._last.stashed.values())
+        roots = [t for value in given for t in tensors_in(value) if t.requires_grad]
+        wanted = [t for t in self._last.read if t.requires_grad]
+        if not roots or (inputs_only and not wanted):
+            return
+        gradients = [torch.ones_like(t) for t in roots]
+        with naming(self._declared):
+            if inputs_only:
+                torch.autograd.backward(roots, gradients, inputs=wanted, retain_graph=True)
+            else:
+                torch.autograd.backward(roots, gradients)
+
+    def leave(self) -> tuple[Any, dict[str, Any]]:
+        """What the next layers read, from the last run; parameters get back the gradients they had."""
+        assert self._last is not None
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        stashed = {name: map_tensors(value, _cut) for name, value in self._last.stashed.items()}
+        return map_tensors(self._last.output, _cut), stashed
+
+
+class Walk:
+    """Visits the layers of a graph in order, each with what the ones before it gave.
+
+    Args:
+        graph: declarations of the layers.
+        build: per layer, makes it; a layer is dropped before the next is made.
+        inputs, entries: the first layer's input and the batch entries.
+        device: where layers run.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        build: Sequence[Callable[[], Any]],
+        inputs: Any,
+        entries: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
+        self._graph, self._build, self._device = graph, build, device
+        self._hidden = map_tensors(inputs, lambda t: t.to(device))
+        self._values = {name: map_tensors(value, lambda t: t.to(device)) for name, value in entries.items()}
+        self._entries = tuple(sorted(entries))
+        self.dtype = "float32"
+        self.value_bytes: dict[str, tuple[int, bool]] = {}
+        """Per stashed value its bytes and whether it has a gradient."""
+
+    def __iter__(self) -> Iterator[Probe]:
+        """A probe for each layer; whoever takes it runs it at least once."""
+        for index in range(len(self._graph.layers)):
+            layer = self._build[index]()
+            module = getattr(layer, "module", layer)
+            home, buffers = _visit(module, self._device)
+            probe = self._probe(index, layer)
+            yield probe
+            self._hidden, stashed = probe.leave()
+            self._values.update(stashed)
+            for name, value in stashed.items():
+                tensors = tensors_in(value)
+                self.value_bytes[name] = (num_bytes(tensors), any(t.requires_grad for t in tensors))
+            self.dtype = probe.dtype or self.dtype
+            if home is not None:
+                module.to(home)
+                for buffer, saved in buffers:
+                    buffer.data = saved.to(home)
+            del layer, module, probe, buffers
+
+    def _probe(self, index: int, layer: Any) -> Probe:
+        declared = self._graph.layers[index]
+        missing = [name for name in declared.pop if name not in self._values]
+        if missing:
+            raise BatchError(
+                f"layer {declared.name} pops {missing[0]!r}, which no layer stashes and example_batch does not "
+                f"have; its entries are: {', '.join(self._entries) or 'none'}"
+            )
+        return Probe(BoundLayer(declared, layer), self._hidden, self._values)
+
+
+def _visit(module: Any, device: torch.device) -> tuple[torch.device | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Move a module to ``device``; where it came from, and copies of its buffers (running statistics)."""
+    if not isinstance(module, torch.nn.Module):
+        return None, []
+    tensors = [*module.parameters(), *module.buffers()]
+    home = tensors[0].device if tensors else device
+    module.to(device)
+    return home, [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor changed; lists become tuples."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map_tensors(item, change) for item in value)
+    return value

@@ -1,0 +1,138 @@
+"""Estimates of models, small and published: counts equal the whole model's, and the planner finds collocated cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DModel
+from support.small_models import small_unet
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from deepspeed_pulse.engine.profiles import Estimated, estimate_profile
+from deepspeed_pulse.engine.specs import Job
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.models import to_layers
+from deepspeed_pulse.models.examples import example_batch
+from deepspeed_pulse.models.published import PUBLISHED
+from deepspeed_pulse.models.sources import build_model, find_job
+from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.runtime.counter import FusedAttention
+
+PARAMETERS = {"sd15": 859.5, "sd21": 865.9, "sdxl": 2567.5}
+"""Millions, as published."""
+
+FIGURES = {"sd15": (803, 12, 13.3), "sd21": (2149, 12, 29.9)}
+"""GFLOP of a forward, skips, and their MB in bfloat16, counted by other means than this package."""
+
+
+def whole_model(model: nn.Module, batch: dict[str, Any]) -> tuple[int, int]:
+    """Operations of the model's own forward and backward."""
+    with FusedAttention():
+        with FlopCounterMode(display=False) as forward:
+            output = model(**batch, return_dict=False)[0]
+        with FlopCounterMode(display=False) as backward:
+            output.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def total(estimated: Estimated, name: str) -> int:
+    return sum(getattr(count, name) for count in estimated.counts)
+
+
+def skips(profile: Profile) -> dict[str, int]:
+    return {skip.name: skip.bytes for skip in profile.skips if skip.name.startswith("skip")}
+
+
+def test_layers_count_what_the_whole_model_counts() -> None:
+    model = small_unet().to("meta")
+    batch = example_batch(model, microbatch_size=2, dtype=torch.float32)
+    estimated = estimate_profile(Job(name="small", layers=to_layers(model), batch=(batch, None)), tflops=1)
+    assert (total(estimated, "forward_flop"), total(estimated, "backward_flop")) == whole_model(model, batch)
+    assert total(estimated, "num_params") == sum(p.numel() for p in model.parameters())
+    assert estimated.profile.microbatch_size == 2
+
+
+def test_times_are_operations_over_the_rate_and_say_so() -> None:
+    model = small_unet().to("meta")
+    batch = example_batch(model, microbatch_size=1, dtype=torch.float32)
+    estimated = estimate_profile(Job(name="small", layers=to_layers(model), batch=(batch, None)), tflops=2)
+    for count, cost in zip(estimated.counts, estimated.profile.layers, strict=True):
+        assert cost.forward_ms == pytest.approx(count.forward_flop / 2e12 * 1e3)
+        assert cost.backward_ms == pytest.approx(count.backward_flop / 2e12 * 1e3)
+        assert 0 <= cost.weight_grad_ms <= cost.backward_ms
+    assert estimated.profile.device == "estimated at 2 TFLOP/s"
+    assert estimated.profile.name == "small (estimate)"
+    assert Profile.from_json(estimated.profile.to_json()) == estimated.profile
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_numbers_of_parameters(name: str) -> None:
+    model = build_model(PUBLISHED[name])
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == PARAMETERS[name]
+
+
+def check_published(name: str) -> Profile:
+    """Counts equal the whole model's; every skip stays on its rank at P = 2, 4, 8."""
+    estimated = estimate_profile(find_job(name), tflops=312)
+    profile, (gigaflop, num_skips, megabytes) = estimated.profile, FIGURES[name]
+    model = build_model(PUBLISHED[name], dtype="bfloat16")
+    batch = example_batch(model, microbatch_size=1, dtype=torch.bfloat16)
+    assert (total(estimated, "forward_flop"), total(estimated, "backward_flop")) == whole_model(model, batch)
+    assert round(total(estimated, "forward_flop") / 1e9) == gigaflop
+    assert len(skips(profile)) == num_skips
+    assert round(sum(skips(profile).values()) / 1e6, 1) == megabytes
+    for ranks in (2, 4, 8):
+        assert not travelling_skips(profile, ranks)
+    return profile
+
+
+def travelling_skips(profile: Profile, ranks: int) -> list[str]:
+    """Skips that a wave over this many ranks sends."""
+    link = Link(bandwidth_gb_per_s=300.0, latency_us=5.0)
+    cluster = Cluster(
+        name="node", nodes=1, ranks_per_node=ranks, memory_bytes=80 * 10**9, intra_node=link, inter_node=link
+    )
+    plan = make_plan(
+        profile, cluster=cluster, pipeline_ranks=ranks, microbatches=2 * ranks, placement="wave", solver_seconds=0
+    )
+    return [route.name for route in plan.routes if route.hops and route.name in skips(profile)]
+
+
+def test_stable_diffusion_as_published() -> None:
+    check_published("sd15")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"sd15"}))
+def test_others_as_published(name: str) -> None:
+    check_published(name)
+
+
+def test_every_published_model_has_its_figures() -> None:
+    assert PARAMETERS.keys() == PUBLISHED.keys()
+
+
+def test_an_example_has_the_sizes_of_the_config() -> None:
+    batch = example_batch(build_model(PUBLISHED["sd21"]), microbatch_size=3, dtype=torch.float16)
+    assert {name: (tuple(value.shape), value.dtype) for name, value in batch.items()} == {
+        "sample": ((3, 4, 96, 96), torch.float16),
+        "timestep": ((3,), torch.int64),
+        "encoder_hidden_states": ((3, 77, 1024), torch.float16),
+    }
+
+
+def test_an_example_of_a_pixel_model_has_classes() -> None:
+    model = UNet2DModel(
+        sample_size=(16, 24),
+        block_out_channels=(32, 32),
+        num_class_embeds=5,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    batch = example_batch(model, microbatch_size=1, dtype=torch.float32)
+    assert (tuple(batch["sample"].shape), tuple(batch["class_labels"].shape)) == ((1, 3, 16, 24), (1,))
