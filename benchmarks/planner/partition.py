@@ -17,27 +17,52 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
+from bounds import Bound
 from support.cut_cases import MICROBATCHES, agrees, brute_force, key_of, random_case
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner.partition import best_partition
+from deepspeed_pulse.planner.routes import make_routes, named_values
 from deepspeed_pulse.planner.weights import Weights
+
+CASES = 500
+LARGEST = (500, 200, 0, wave_placement(32))
+LARGE = (
+    (46, 0, 0, wave_placement(4)),
+    (46, 12, 0, wave_placement(4)),
+    (46, 12, 2, wave_placement(4)),
+    (46, 12, 0, linear_placement(8)),
+    (100, 0, 0, wave_placement(8)),
+    (60, 12, 0, wave_placement(4, 2)),
+    LARGEST,
+)
+"""Layers, nested skips, crossing skips, placement."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=500)
-    differing = small(parser.parse_args().cases)
-    large()
-    return 1 if differing else 0
+    parser.add_argument("--cases", type=int, default=CASES)
+    text, bounds = measure(parser.parse_args().cases)
+    print(text)
+    missed = [bound for bound in bounds if not bound.met]
+    for bound in missed:
+        print(f"MISSED {bound}", file=sys.stderr)
+    return 1 if missed else 0
 
 
-def small(num_cases: int) -> int:
-    """How many cases differ from brute force."""
+def measure(num_cases: int) -> tuple[str, list[Bound]]:
+    """The text of both parts and what they promise; memory is this process's."""
+    lines, equal = small(num_cases)
+    more, quick = large()
+    return "\n".join([*lines, *more]), [equal, quick]
+
+
+def small(num_cases: int) -> tuple[list[str], Bound]:
+    """Cases that differ from brute force."""
     kinds: Counter[str] = Counter()
-    differing, solving, began = 0, 0.0, time.perf_counter()
+    lines, solving, began = [], 0.0, time.perf_counter()
     for seed in range(num_cases):
         case = random_case(seed)
         start = time.perf_counter()
@@ -45,42 +70,53 @@ def small(num_cases: int) -> int:
         solving += time.perf_counter() - start
         depth, expected = brute_force(case)
         if not agrees(key_of(case, found.cuts, depth, expected), expected):
-            differing += 1
-            print(f"case {seed} differs: expected {expected}, found {found}")
+            lines.append(f"case {seed} differs: expected {expected}, found {found}")
         kinds[describe_placement(case.weights.placement)] += 1
         kinds["memory cap"] += case.weights.memory_bytes is not None
         kinds["nothing fits"] += expected[0] > 0
         kinds["tolerance"] += case.tolerance > 0
         kinds["values part"] += case.weights.parts(found.cuts)
-    print(f"{num_cases} small cases: {differing} differ from brute force")
-    print(f"  {solving:.1f} s to solve, {time.perf_counter() - began:.1f} s with brute force")
-    print("  of which " + ", ".join(f"{name} {number}" for name, number in kinds.most_common()))
-    return differing
+    differing = len(lines)
+    lines.append(f"{num_cases} small cases: {differing} differ from brute force")
+    lines.append(f"  {solving:.1f} s to solve, {time.perf_counter() - began:.1f} s with brute force")
+    lines.append("  of which " + ", ".join(f"{name} {number}" for name, number in kinds.most_common()))
+    equal = Bound(
+        promise="cuts equal brute force on random small cases",
+        figure=f"{differing} of {num_cases} differ",
+        met=differing == 0,
+    )
+    return lines, equal
 
 
-def large() -> None:
+def large() -> tuple[list[str], Bound]:
     rng = random.Random(0)
-    print(f"{'layers':>6} {'skips':>5}  {'placement':<12} {'seconds':>7} {'load/ideal':>10} {'bound/ideal':>11} proven")
-    for num_layers, num_skips, crossing, placement in (
-        (46, 0, 0, wave_placement(4)),
-        (46, 12, 0, wave_placement(4)),
-        (46, 12, 2, wave_placement(4)),
-        (46, 12, 0, linear_placement(8)),
-        (100, 0, 0, wave_placement(8)),
-        (60, 12, 0, wave_placement(4, 2)),
-        (500, 200, 0, wave_placement(32)),
-    ):
+    lines = [
+        f"{'layers':>6} {'skips':>5}  {'placement':<12} {'seconds':>7} {'load/ideal':>10} {'bound/ideal':>11} "
+        f"{'values parted':>13} proven"
+    ]
+    for num_layers, num_skips, crossing, placement in LARGE:
         profile = model(rng, num_layers, num_skips, crossing)
         weights = Weights(profile, placement, cluster=box(), data_parallel=1, memory_bytes=None)
         start = time.perf_counter()
         found = best_partition(weights, microbatches=64)
         seconds = time.perf_counter() - start
+        parted = len({route.name for route in make_routes(found.cuts, placement, named_values(profile)) if route.hops})
         kind = f"{describe_placement(placement)} {max(placement) + 1}"
-        print(
-            f"{num_layers:>6} {num_skips + crossing:>5}  {kind:<12} {seconds:>7.2f} "
-            f"{found.score.load_ms / weights.ideal_ms:>10.3f} {found.bound_ms / weights.ideal_ms:>11.3f} {found.exact}"
+        lines.append(
+            f"{num_layers:>6} {num_skips + crossing:>5}  {kind:<12} "
+            f"{seconds:>7.2f} {found.score.load_ms / weights.ideal_ms:>10.3f} "
+            f"{found.bound_ms / weights.ideal_ms:>11.3f} {parted:>13} {found.exact}"
         )
-    print(f"most memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+        if placement is LARGEST[-1]:
+            last, exact, parts = seconds, found.exact, parted
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    lines.append(f"most memory: {memory:.2f} GB")
+    quick = Bound(
+        promise="500 layers, 200 nested skips, P=32: cut under 10 s and 1 GB on one core",
+        figure=f"{last:.2f} s, {memory:.2f} GB, {'proven' if exact else 'not proven'}, {parts} skips travel",
+        met=last < 10 and memory < 1 and exact and not parts,
+    )
+    return lines, quick
 
 
 def model(rng: random.Random, num_layers: int, num_skips: int, crossing: int) -> Profile:
