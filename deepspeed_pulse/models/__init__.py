@@ -6,7 +6,9 @@ import importlib
 from typing import Any
 
 _LAZY = {
+    "EMA": "deepspeed_pulse.models.ema",
     "freeze": "deepspeed_pulse.models.freezing",
+    "save_lora": "deepspeed_pulse.models.lora",
     "save_pretrained": "deepspeed_pulse.models.export",
     "to_layers": "deepspeed_pulse.models.families",
     "unfreeze": "deepspeed_pulse.models.freezing",

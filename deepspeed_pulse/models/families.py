@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import ConfigError, GraphError, did_you_mean
+from deepspeed_pulse.models.adapters import without_wrapper
 from deepspeed_pulse.models.switches import NOT_ENTRIES, check_switches
 
 Granularity = Literal["block", "fine"]
@@ -44,6 +45,7 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
     """
     if granularity not in ("block", "fine"):
         raise ConfigError(f'granularity: expected "block" or "fine", found {granularity!r}')
+    model = without_wrapper(model)
     for kind in type(model).__mro__:
         if kind.__name__ in FAMILIES:
             family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[kind.__name__]}")

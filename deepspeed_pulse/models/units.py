@@ -8,28 +8,42 @@ units together are the state dict of the model, which is what :mod:`.export` wri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.errors import ConfigError, GraphError
+from deepspeed_pulse.models.adapters import base_keys, peft_configs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where units come from; every unit knows it, so that any rank can write the model's config."""
+    """Where units come from; every unit knows it, so that any rank can write the model's config.
+
+    ``state_keys``: of the model's state dict. ``base_keys``: those without the adapters' (all, when there
+    are none), each to the key it has in the folder of a model without adapters. ``peft_config``: adapter
+    name to its config.
+    """
 
     model_class: type[nn.Module]
     config_json: str = field(repr=False)
     state_keys: tuple[str, ...] = field(repr=False)
+    base_keys: Mapping[str, str] = field(repr=False)
+    peft_config: Mapping[str, Any] = field(repr=False)
 
     @classmethod
     def of(cls, model: Any) -> Origin:
         """The origin of the units of a diffusers ``ModelMixin``."""
-        return cls(model_class=type(model), config_json=model.to_json_string(), state_keys=tuple(model.state_dict()))
+        return cls(
+            model_class=type(model),
+            config_json=model.to_json_string(),
+            state_keys=tuple(model.state_dict()),
+            base_keys=base_keys(model),
+            peft_config=peft_configs(model),
+        )
 
     def dtype_of(self, key: str, dtype: torch.dtype) -> torch.dtype:
         """``dtype``, or float32 for a weight that diffusers keeps in it (a part of its name says so)."""
@@ -56,6 +70,11 @@ class Unit(nn.Module):
             (path,) = self.paths
         return self.get_submodule(path)
 
+    @property
+    def peft_config(self) -> Mapping[str, Any]:
+        """Adapters of the model, where peft's functions look for them."""
+        return self.origin.peft_config
+
     def extra_repr(self) -> str:
         return ", ".join(self.paths)
 
@@ -64,6 +83,18 @@ def unit_of(layer: Any) -> Unit | None:
     """The unit of a layer of a list, declared, plain or yet to be built; None for layers of another make."""
     bare = getattr(layer, "layer", layer)
     return next((found for found in (bare, getattr(layer, "unit", None)) if isinstance(found, Unit)), None)
+
+
+def origin_of(layer_list: Iterable[Any], what: str) -> Origin:
+    """The one model that the layers were made from; ``what`` asks and is named in the error."""
+    units = [unit for unit in map(unit_of, layer_list) if unit is not None]
+    origins = {id(unit.origin): unit.origin for unit in units}
+    if len(origins) != 1:
+        raise ConfigError(
+            f"{what} writes layers made from one diffusers model by deepspeed_pulse.models; "
+            f"the layer list has layers of {len(origins)} models; use engine.save_checkpoint() for other lists"
+        )
+    return next(iter(origins.values()))
 
 
 def check_cover(units: Iterable[Unit], origin: Origin) -> None:

@@ -14,69 +14,17 @@ import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
 from safetensors.torch import load_file
 from support.small_models import pixel_entries, sd_entries, small_sd_unet, small_unet
+from support.thread_ranks import FakeModule, on_ranks
 
 from deepspeed_pulse.engine.specs import spec
-from deepspeed_pulse.errors import ConfigError, FileError, PulseError
+from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.models.export import WEIGHTS, save_pretrained
 
 
-class FakeModule:
-    """The part of PipelineModule that the export uses; ranks are threads that meet at a barrier."""
-
-    def __init__(self, layers: list[Any], owners: list[int], rank: int, shared: SimpleNamespace) -> None:
-        self.layer_list, self.owners, self.stage_id, self.shared = layers, owners, rank, shared
-        self.received_bytes: list[int] = []
-
-    def local_layers(self) -> list[tuple[int, Any]]:
-        return [(i, x.layer) for i, x in enumerate(self.layer_list) if self.owners[i] == self.stage_id]
-
-    def meet(self, item: Any) -> list[Any]:
-        self.shared.slots[self.stage_id] = item
-        self.shared.barrier.wait()
-        found = list(self.shared.slots)
-        self.shared.barrier.wait()
-        return found
-
-    def gather_to_first(self, item: Any) -> list[Any] | None:
-        found = self.meet(item)
-        return found if self.stage_id == 0 else None
-
-    def decide_on_first(self, make: Any, what: str) -> Any:
-        outcome = None
-        if self.stage_id == 0:
-            try:
-                outcome = make()
-            except PulseError as problem:
-                outcome = problem
-            self.received_bytes.append(0)
-        outcome = self.meet(outcome)[0]
-        if isinstance(outcome, PulseError):
-            raise outcome
-        return outcome
-
-    def bring_to_first(self, tensor: Any, *, owner: int, shape: Any, dtype: Any) -> Any:
-        found = self.meet(tensor)[owner]
-        if self.stage_id != 0:
-            return None
-        assert (tuple(found.shape), found.dtype) == (shape, dtype)
-        self.received_bytes[-1] += found.nbytes if owner else 0
-        return found
-
-
 def export(layers: list[Any], folder: Any, *, ranks: int = 1, **options: Any) -> list[FakeModule]:
-    """Run ``save_pretrained`` on ranks that each hold a wave: layer i of n and layer n - i together."""
-    owners = [min(i, len(layers) - 1 - i) * 2 * ranks // (len(layers) + 1) for i in range(len(layers))]
-    shared = SimpleNamespace(slots=[None] * ranks, barrier=threading.Barrier(ranks, timeout=60))
-    modules = [FakeModule(layers, owners, rank, shared) for rank in range(ranks)]
-    engines = [SimpleNamespace(module=module, grid=SimpleNamespace(data_parallel_id=0)) for module in modules]
-    with ThreadPoolExecutor(ranks) as pool:
-        saved = [pool.submit(save_pretrained, engine, folder, **options) for engine in engines]
-        problems = [one.exception() for one in saved]
-    assert len({(type(problem), str(problem)) for problem in problems}) == 1  # every rank raises the same
-    if problems[0] is not None:
-        raise problems[0]
-    return modules
+    """Run ``save_pretrained`` on ranks that are threads."""
+    return on_ranks(layers, lambda engine: save_pretrained(engine, folder, **options), ranks=ranks)
 
 
 def trained(model: Any) -> list[Any]:

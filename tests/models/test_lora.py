@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from diffusers import DDIMScheduler, StableDiffusionPipeline
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
+from safetensors import safe_open
+from safetensors.torch import load_file
 from support.launch import launch
+from support.reference import error
+from support.small_models import pixel_entries, sd_entries, small_sd_unet, small_unet
+from support.thread_ranks import on_ranks
+
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.models import save_lora, save_pretrained, to_layers
+from deepspeed_pulse.models.lora import DIFFUSERS_WEIGHTS, PEFT_WEIGHTS
 
 MIDDLE_ON = ("conv_in.*", "time_embedding.*", "down_blocks.*")
 """Patterns that freeze everything before the middle of a U-Net."""
@@ -13,11 +27,12 @@ MIDDLE_ON = ("conv_in.*", "time_embedding.*", "down_blocks.*")
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {"P": 2, "lora": "everywhere", "clip": 0.0},
-        {"P": 2, "lora": "last", "clip": 0.01},
+        {"P": 2, "lora": "last", "clip": 0.01, "ema": {"decay": 0.5, "foreach": True}},
         {"P": 2, "freeze": MIDDLE_ON, "clip": 0.0},
+        {"P": 2, "lora": "everywhere", "bf16": True},
     ],
     4: [
-        {"P": 4, "lora": "everywhere", "clip": 0.01},
+        {"P": 4, "lora": "everywhere", "clip": 0.01, "ema": {"use_ema_warmup": True, "power": 0.75}},
         {"P": 4, "lora": "middle", "clip": 0.0},
         {"P": 4, "lora": "middle", "clip": 0.01, "zero": 1},
         {"P": 2, "lora": "last", "clip": 0.01, "zero": 1},
@@ -29,6 +44,131 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", CASES)
-def test_what_trains_trains_as_in_one_process(world: int) -> None:
-    for _, output in launch("support.lora_ranks:run_cases", world, CASES[world], timeout=500):
-        assert output.count("PASSED") == len(CASES[world])
+def test_what_trains_trains_as_in_one_process(world: int, tmp_path: Path) -> None:
+    cases = [{**case, "out": str(tmp_path)} for case in CASES[world]]
+    for _, output in launch("support.lora_ranks:run_cases", world, cases, timeout=500):
+        assert output.count("PASSED") == len(cases)
+
+
+# ------------------------------------------------------------------------------------------ saving
+
+
+def lora_model(make: Any = small_sd_unet, name: str = "default", **options: Any) -> Any:
+    torch.manual_seed(3)
+    options = {"r": 3, "lora_alpha": 6, "target_modules": ["to_q", "proj_in", "conv1"], **options}
+    model = make()
+    inject_adapter_in_model(LoraConfig(init_lora_weights=False, **options), model, name)
+    return model
+
+
+def save(model: Any, folder: Path, *, ranks: int = 3, **options: Any) -> Path:
+    layers = to_layers(model)
+    on_ranks(layers, lambda engine: save_lora(engine, folder, **options), ranks=ranks)
+    return folder
+
+
+@torch.no_grad()
+def output_of(model: Any) -> torch.Tensor:
+    return model.eval()(**sd_entries()).sample
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["conv_out"]}])
+def test_the_file_is_the_one_diffusers_writes(tmp_path, options):
+    model = lora_model(**options)
+    StableDiffusionPipeline.save_lora_weights(
+        tmp_path / "theirs",
+        unet_lora_layers=get_peft_model_state_dict(model),
+        unet_lora_adapter_metadata=model.peft_config["default"].to_dict(),
+    )
+    save(model, tmp_path / "ours")
+    (theirs,), (ours,) = ((tmp_path / name).iterdir() for name in ("theirs", "ours"))
+    assert theirs.name == ours.name
+    assert_same_tensors(theirs, ours)
+    found, expected = metadata_of(ours), metadata_of(theirs)
+    assert found.keys() == expected.keys()
+    assert sorted(found.pop("unet.target_modules")) == sorted(expected.pop("unet.target_modules"))
+    assert found == expected
+
+
+def assert_same_tensors(theirs: Path, ours: Path) -> None:
+    expected, found = load_file(theirs), load_file(ours)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) and expected[key].dtype == found[key].dtype for key in expected)
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["lora_adapter_metadata"])
+
+
+def test_a_pipeline_loads_it(tmp_path):
+    model = lora_model()
+    save(model, tmp_path)
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
+    pipeline = StableDiffusionPipeline(
+        unet=small_sd_unet(),
+        scheduler=DDIMScheduler(steps_offset=1, clip_sample=False),
+        requires_safety_checker=False,
+        **parts,
+    )
+    pipeline.load_lora_weights(tmp_path)
+    assert error(output_of(pipeline.unet), output_of(model)) < 1e-6
+    alone = small_sd_unet()
+    alone.load_lora_adapter(tmp_path, prefix="unet", use_safetensors=True)
+    assert error(output_of(alone), output_of(model)) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_one_adapter_of_two_and_a_prefix_of_ones_own(tmp_path):
+    model = lora_model(name="style")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_k"]), model, "other")
+    keys = load_file(save(model, tmp_path, adapter_name="style", prefix="mine") / DIFFUSERS_WEIGHTS).keys()
+    assert all(key.startswith("mine.") and ".to_k." not in key for key in keys)
+    assert any(".to_q.lora_A.weight" in key for key in keys)
+    with pytest.raises(
+        ConfigError, match=r'no adapter \'stile\' \(did you mean "style"\?\); its adapters: style, other'
+    ):
+        save(model, tmp_path, adapter_name="stile")
+
+
+@pytest.mark.parametrize("make_config", [LoraConfig, LoHaConfig])
+def test_pefts_own_format_for_models_that_diffusers_loads_no_adapters_into(tmp_path, make_config):
+    torch.manual_seed(3)
+    config = make_config(r=2, target_modules=["to_q"])
+    wrapped = get_peft_model(small_unet(), config)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            parameter.add_(0.01 * parameter.requires_grad)
+    wrapped.save_pretrained(tmp_path / "theirs")
+    save(wrapped, tmp_path / "ours", format="peft")
+    assert_same_tensors(tmp_path / "theirs" / PEFT_WEIGHTS, tmp_path / "ours" / PEFT_WEIGHTS)
+    read = PeftModel.from_pretrained(small_unet(), tmp_path / "ours").eval()
+    entries = pixel_entries()
+    with torch.no_grad():
+        # The same weights; where they lie in memory changes the last bit.
+        assert error(read(**entries).sample, wrapped.eval()(**entries).sample) < 1e-6
+    with pytest.raises(ConfigError, match='no adapters into a UNet2DModel; use format="peft"'):
+        save(wrapped, tmp_path / "none")
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="this UNet2DConditionModel has no adapters; put one on before to_layers"):
+        save(small_sd_unet(), tmp_path)
+    with pytest.raises(ConfigError, match='expected "diffusers" or "peft", found \'kohya\''):
+        save(lora_model(), tmp_path, format="kohya")
+    model = small_sd_unet()
+    inject_adapter_in_model(LoHaConfig(target_modules=["to_q"]), model)
+    with pytest.raises(ConfigError, match='LORA adapters, found LOHA; use format="peft"'):
+        save(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["conv_in"]}])
+def test_the_base_model_is_saved_under_its_own_names_and_the_user_is_told(tmp_path, caplog, options):
+    model = lora_model(**options)
+    on_ranks(to_layers(model), lambda engine: save_pretrained(engine, tmp_path / "ours"), ranks=3)
+    small_sd_unet().save_pretrained(tmp_path / "theirs")
+    for path in (tmp_path / "theirs").iterdir():
+        assert path.read_bytes() == (tmp_path / "ours" / path.name).read_bytes()
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "without its adapters (default); save_lora() writes those" in told

@@ -1,19 +1,28 @@
-"""What ranks run in the tests of LoRA and freezing: equal to the same model in one process."""
+"""What ranks run in the tests of LoRA, freezing and EMA: equal to the same model in one process."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
-from support.engine_ranks import total
+from diffusers import StableDiffusionPipeline
+from diffusers.training_utils import EMAModel
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+from support.engine_ranks import as_bf16, total
 from support.parity import TOLERANCE, RecordingSGD, mse, share_groups
 from support.reference import error
 from support.small_models import small_sd_unet
 from support.small_unet import unet_batch
 
-STEPS, MICROBATCHES = 2, 2
+from deepspeed_pulse.models import EMA, freeze, save_lora, save_pretrained, to_layers
+from deepspeed_pulse.models.export import WEIGHTS
+from deepspeed_pulse.models.lora import DIFFUSERS_WEIGHTS
+
+STEPS, MICROBATCHES = 3, 2
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 TARGETS: dict[str, Any] = {
     "everywhere": [*ATTENTION, "proj_in", "conv_shortcut", "conv_in"],
@@ -41,8 +50,6 @@ def lora_unet(targets: str) -> Any:
 
 
 def frozen_unet(*patterns: str) -> Any:
-    from deepspeed_pulse.models import freeze
-
     model = unet()
     freeze(model, *patterns)
     return model
@@ -52,11 +59,14 @@ def model_of(case: dict[str, Any]) -> Any:
     return lora_unet(case["lora"]) if "lora" in case else frozen_unet(*case["freeze"])
 
 
-def reference(case: dict[str, Any], data_parallel: int) -> tuple[list[float], dict[str, torch.Tensor], Any]:
-    """Losses, gradients of the last step by parameter name, and the model, trained by its own forward."""
+def reference(case: dict[str, Any], data_parallel: int) -> tuple[list[float], dict[str, torch.Tensor], Any, Any]:
+    """Losses, gradients of the last step by name, the model, and its averages, all by the model's own forward."""
     model = model_of(case)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    average = EMAModel(
+        model.parameters(), model_cls=type(model), model_config=model.config, **case.get("ema") or {"decay": 0.9}
+    )
     losses: list[float] = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -70,14 +80,14 @@ def reference(case: dict[str, Any], data_parallel: int) -> tuple[list[float], di
             assert float(torch.nn.utils.clip_grad_norm_(trained, case["clip"])) > case["clip"], "clips nothing"
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
         optimizer.step()
-    return losses, gradients, model
+        average.step(model.parameters())
+    return losses, gradients, model, average
 
 
 def make(case: dict[str, Any], **options: Any) -> tuple[Any, RecordingSGD]:
     import deepspeed
 
     from deepspeed_pulse import PipelineModule
-    from deepspeed_pulse.models import to_layers
 
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -103,10 +113,13 @@ def data_of(engine: Any, step: int) -> Any:
 
 def run_case(case: dict[str, Any]) -> None:
     engine, optimizer = make(case)
-    losses, gradients, trained = reference(case, engine.grid.data_parallel_size)
+    losses, gradients, trained, average = reference(case, engine.grid.data_parallel_size)
+    ema = EMA(engine, **case["ema"]) if "ema" in case else None
     for step in range(STEPS):
         loss = float(engine.train_batch(data_of(engine, step)).detach())
         assert abs(loss - losses[step]) <= TOLERANCE * losses[step], (case, step, loss, losses[step])
+        if ema is not None:
+            ema.step()
     expected, before = dict(trained.named_parameters()), dict(model_of(case).named_parameters())
     for _, layer in engine.module.local_layers():
         for name, parameter in layer.named_parameters():
@@ -118,6 +131,12 @@ def run_case(case: dict[str, Any]) -> None:
                 seen = error(optimizer.seen[id(parameter)], gradients[name])
                 assert seen <= TOLERANCE, (case, "gradient", name, seen)
     check_silence(engine, case)
+    if ema is not None:
+        averages = dict(zip(expected, average.shadow_params, strict=True))
+        check_averages(ema, averages)
+        swap_weights(engine, ema)
+        save_everything(engine, ema, case, trained, average)
+        resume_elsewhere(case, ema, averages)
     engine.destroy()
 
 
@@ -134,6 +153,82 @@ def check_silence(engine: Any, case: dict[str, Any]) -> None:
         assert sent.get("hidden_grad", 0) == wanted, (case, sent, wanted)
         assert trains(layers[0]) or not any(name.startswith("value_grad") for name in sent), (case, sent)
         print("SILENT", case, sent.get("hidden_grad", 0), flush=True)
+
+
+def check_averages(ema: EMA, expected: dict[str, torch.Tensor]) -> None:
+    for name, average in ema.averages().items():
+        assert error(average, expected[name.partition(".")[2]]) <= 1e-6, name
+
+
+def swap_weights(engine: Any, ema: EMA) -> None:
+    """Averages in the engine give the loss of averaged weights; afterwards training goes on as before."""
+    before = float(engine.eval_batch(data_of(engine, 9)).detach())
+    ema.store()
+    ema.copy_to()
+    swapped = float(engine.eval_batch(data_of(engine, 9)).detach())
+    ema.restore()
+    assert float(engine.eval_batch(data_of(engine, 9)).detach()) == before != swapped
+
+
+def save_everything(engine: Any, ema: EMA, case: dict[str, Any], trained: Any, average: Any) -> None:
+    """What ranks write together is what one process writes; the placeholder is in no file."""
+    out = Path(case["out"])
+    save_lora(engine, out / "lora", ema=ema)
+    save_pretrained(engine, out / "unet", ema=ema)
+    engine.save_checkpoint(str(out / "checkpoint"), tag="last")
+    ema.save(out / "checkpoint" / "last" / "ema")
+    torch.distributed.barrier()
+    for path in [*out.rglob("*.safetensors"), *out.rglob("config.json"), *out.rglob("layer_*")]:
+        assert b"pulse_placeholder" not in path.read_bytes(), path
+    if engine.global_rank == 0:
+        same_files(out / "lora" / DIFFUSERS_WEIGHTS, lora_file(out / "theirs", trained))
+        average.copy_to(trained.parameters())
+        same_files(out / "lora_ema" / DIFFUSERS_WEIGHTS, lora_file(out / "theirs", trained))
+        unet().save_pretrained(out / "base")
+        config, added = (json.loads((out / name / "config.json").read_text()) for name in ("base", "unet_ema"))
+        assert added == {**config, **{k: v for k, v in average.state_dict().items() if k != "shadow_params"}}
+        for name in ("unet", "unet_ema"):
+            same_files(out / name / WEIGHTS, out / "base" / WEIGHTS)
+
+
+def lora_file(folder: Path, model: Any) -> Path:
+    StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(model))
+    return folder / DIFFUSERS_WEIGHTS
+
+
+def same_files(ours: Path, theirs: Path) -> None:
+    found, expected = load_file(ours), load_file(theirs)
+    assert found.keys() == expected.keys(), (ours, found.keys() ^ expected.keys())
+    for key in found:
+        assert found[key].dtype == expected[key].dtype and error(found[key], expected[key]) <= TOLERANCE, (ours, key)
+
+
+def resume_elsewhere(case: dict[str, Any], ema: EMA, expected: dict[str, torch.Tensor]) -> None:
+    """Averages go on under another plan."""
+    engine, _ = make(case, pulse={"solver_seconds": 0, "placement": "linear"})
+    other = EMA(engine)
+    other.load(Path(case["out"]) / "checkpoint" / "last" / "ema")
+    assert other.schedule() == ema.schedule()
+    check_averages(other, expected)
+    engine.destroy()
+
+
+def run_bf16_case(case: dict[str, Any]) -> None:
+    """Averages follow the fp32 master weights, which 2-byte weights only round."""
+    engine, _ = make(case, bf16={"enabled": True})
+    ema, full = EMA(engine, decay=0.9), engine.module.full_precision
+    weights = {f"{i}.{n}": p for i, x in engine.module.local_layers() for n, p in x.named_parameters()}
+    expected = {name: full(weights[name]).clone() for name in ema.averages()}
+    for step in range(STEPS):
+        engine.train_batch(map(as_bf16, data_of(engine, step)))
+        ema.step()
+        kept = 1 - (0.0, 2 / 11, 3 / 12)[step]  # EMAModel.get_decay without warm-up
+        for name, average in expected.items():
+            average -= kept * (average - full(weights[name]))
+    for name, average in ema.averages().items():
+        assert average.dtype == torch.float32 and torch.equal(average, expected[name]), name
+        assert not torch.equal(average, average.bfloat16().float()), name
+    engine.destroy()
 
 
 def trains(layer: Any) -> bool:
@@ -158,5 +253,5 @@ def run_cases(cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     share_groups()
     for case in cases:
-        run_case(case)
+        (run_bf16_case if case.get("bf16") else run_case)(case)
         print("PASSED", case, flush=True)

@@ -1,0 +1,250 @@
+"""Moving averages of the weights, each rank those of its own layers.
+
+    ema = EMA(engine, decay=0.9999)
+    for _ in range(num_steps):
+        engine.train_batch(data)
+        ema.step()
+    save_pretrained(engine, "out/unet", ema=ema)  # out/unet and out/unet_ema
+
+The averaging is diffusers' ``EMAModel`` with its options and its schedule, so every rank does what one
+process would do to the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diffusers.training_utils import EMAModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from deepspeed_pulse.errors import ConfigError, FileError, PulseError
+
+FORMAT = "pulse-ema/1"
+SCHEDULE = "ema.json"
+SHADOW = "shadow_params"
+
+
+class EMA:
+    """Exponential moving average of an engine's trainable weights; frozen ones are their own average.
+
+    Averages are kept in float32 for weights of 2 bytes and then follow the optimizer's fp32 master
+    weights, else in the weights' dtype; on the weights' device.
+
+    Args:
+        engine: an engine of this package.
+        decay, min_decay, update_after_step, use_ema_warmup, inv_gamma, power, foreach: as in
+            ``diffusers.training_utils.EMAModel``.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        decay: float = 0.9999,
+        min_decay: float = 0.0,
+        update_after_step: int = 0,
+        use_ema_warmup: bool = False,
+        inv_gamma: float = 1.0,
+        power: float = 2 / 3,
+        foreach: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._names = _trainable(engine.module)
+        self._parameters = list(dict.fromkeys(self._names.values()))
+        # torch's foreach functions take no empty lists.
+        self._average = EMAModel(self._weights(), foreach=foreach and bool(self._parameters))
+        options = {"decay": decay, "min_decay": float(min_decay), "update_after_step": update_after_step}
+        self._set({**options, "use_ema_warmup": use_ema_warmup, "inv_gamma": inv_gamma, "power": power})
+
+    def step(self) -> None:
+        """Take the weights of now into the averages: on every rank, after each ``train_batch``."""
+        if self._average.temp_stored_params is not None:
+            raise ConfigError("EMA.step(): averages may be in the engine's weights; call restore() before training")
+        self._average.step(self._weights())
+
+    def store(self) -> None:
+        """Keep the weights of now on the host, for :meth:`restore`."""
+        self._average.store(self._parameters)
+
+    def copy_to(self) -> None:
+        """Put the averages into the engine's weights, for validation; :meth:`store` before."""
+        self._average.copy_to(self._parameters)
+
+    def restore(self) -> None:
+        """Put back what :meth:`store` kept."""
+        if self._average.temp_stored_params is None:
+            raise ConfigError("EMA.restore(): nothing is stored; call store() before copy_to()")
+        self._average.restore(self._parameters)
+
+    # -- state -------------------------------------------------------------------------------
+
+    def schedule(self) -> dict[str, Any]:
+        """The options and the number of steps taken, which diffusers adds to the config of averaged weights."""
+        return {key: value for key, value in self._average.state_dict().items() if key != SHADOW}
+
+    def averages(self) -> dict[str, Tensor]:
+        """This rank's averages by layer index and name of the weight in its layer (``"3.conv1.weight"``); no copies."""
+        places = {parameter: place for place, parameter in enumerate(self._parameters)}
+        return {name: self._average.shadow_params[places[parameter]] for name, parameter in self._names.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """:meth:`schedule`, and :meth:`averages` under ``"shadow_params"``."""
+        return {**self.schedule(), SHADOW: self.averages()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. It may hold other layers too: the joined states of all ranks fit any plan.
+
+        Raises:
+            ConfigError: averages of this rank's layers are missing or of another shape. Nothing was changed.
+        """
+        found, mine = state.get(SHADOW, {}), self.averages()
+        missing = [name for name in mine if name not in found]
+        if missing:
+            raise ConfigError(
+                f"EMA: the state has no average of {len(missing)} of this rank's {len(mine)} trainable weights, the "
+                f"first is {missing[0]}; join the states of all ranks, and train the same weights as before"
+            )
+        for name, average in mine.items():
+            if found[name].shape != average.shape:
+                raise ConfigError(
+                    f"EMA: {name}: expected shape {list(average.shape)}, found {list(found[name].shape)}; the state "
+                    "belongs to another model"
+                )
+        first = {parameter: name for name, parameter in reversed(self._names.items())}
+        self._set({**state, SHADOW: [found[first[p]].to(mine[first[p]]) for p in self._parameters]})
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state, one file a layer, for example into a checkpoint's folder; collective, every rank calls it.
+
+        The schedule is written last and removed first, so a folder that loads is whole.
+
+        Raises:
+            FileError: some rank cannot write; on every rank.
+        """
+        schedule, first = Path(folder) / SCHEDULE, self._engine.global_rank == 0
+        text = json.dumps({"format": FORMAT, **self.schedule()}, indent=2) + "\n"
+        self._together(
+            lambda: first and _writing(schedule, lambda path: path.unlink(missing_ok=True)), "saving averages"
+        )
+        self._together(lambda: self._write_layers(Path(folder)), "saving averages")
+        self._together(lambda: first and _replace(schedule, lambda path: path.write_text(text)), "saving averages")
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from what :meth:`save` wrote, under this plan or another; collective, every rank calls it.
+
+        Raises:
+            FileError: a file is missing or damaged; on every rank.
+            ConfigError: the files belong to another model; on every rank.
+        """
+        self._together(lambda: self._read(Path(folder)), "loading averages")
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _weights(self) -> list[Tensor]:
+        """What is averaged: the weights, or the fp32 master copies of 2-byte ones."""
+        module = self._engine.module
+        return [
+            p if p.element_size() > 2 else module.full_precision(p).requires_grad_(p.requires_grad)
+            for p in self._parameters
+        ]
+
+    def _set(self, state: dict[str, Any]) -> None:
+        try:
+            self._average.load_state_dict(state)
+        except ValueError as problem:
+            raise ConfigError(f"EMA: {problem}") from None
+
+    def _by_layer(self) -> dict[int, dict[str, Tensor]]:
+        layers: dict[int, dict[str, Tensor]] = {}
+        for name, average in self.averages().items():
+            layers.setdefault(int(name.partition(".")[0]), {})[name] = average
+        return layers
+
+    def _write_layers(self, folder: Path) -> None:
+        if self._engine.grid.data_parallel_id != 0:
+            return
+        for index, averages in self._by_layer().items():
+            kept = {name: average.cpu().contiguous() for name, average in averages.items()}
+            _replace(folder / _file_of(index), lambda path, kept=kept: save_file(kept, path))
+
+    def _read(self, folder: Path) -> None:
+        state, averages = _schedule_in(folder / SCHEDULE), {}
+        for index in self._by_layer():
+            path = folder / _file_of(index)
+            try:
+                averages |= load_file(path)
+            except (OSError, SafetensorError) as problem:
+                raise FileError(f"{path}: expected the averages of layer {index}, found: {problem}") from None
+        self.load_state_dict({**state, SHADOW: averages})
+
+    def _together(self, act: Callable[[], Any], what: str) -> None:
+        """Run ``act``; a rank that fails makes all fail."""
+        module, problem = self._engine.module, None
+        try:
+            act()
+        except PulseError as found:
+            problem = found
+        rows = module.gather_to_first(problem)
+        module.decide_on_first(lambda: _raise_first(rows or []), what)
+        if problem is not None:
+            raise problem
+
+
+def _trainable(module: Any) -> dict[str, nn.Parameter]:
+    """Trainable weights of this rank by layer index and name; a tied one stands under every layer that has it."""
+    owners = {index: getattr(layer, "module", layer) for index, layer in module.local_layers()}
+    return {
+        f"{index}.{name}": parameter
+        for index, owner in owners.items()
+        if isinstance(owner, nn.Module)
+        for name, parameter in owner.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _file_of(layer: int) -> str:
+    return f"layer_{layer:02d}.safetensors"
+
+
+def _schedule_in(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise FileError(f"{path}: expected what EMA.save() wrote, found: {problem}") from None
+    if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
+        raise FileError(f"{path}: expected the format {FORMAT}; it was not written by EMA.save()")
+    return state
+
+
+def _writing(path: Path, write: Callable[[Path], Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except (OSError, SafetensorError) as problem:
+        raise FileError(f"{path}: averages cannot be written: {problem}") from None
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside the final name, then rename."""
+    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
+
+    def write_and_rename(path: Path) -> None:
+        try:
+            write(beside)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    _writing(path, write_and_rename)
+
+
+def _raise_first(problems: Sequence[PulseError | None]) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise problem

@@ -1,0 +1,203 @@
+"""Averages of the weights: the schedule, files and state of diffusers' EMAModel. Real ranks: test_lora.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DModel
+from diffusers.training_utils import EMAModel
+from safetensors.torch import load_file, save_file
+from support.small_models import small_unet
+from support.thread_ranks import on_ranks
+
+from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.models import EMA, freeze, save_pretrained, to_layers
+from deepspeed_pulse.models.export import CONFIG, WEIGHTS
+
+STEPS = 4
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"decay": 0.6, "min_decay": 0.2, "use_ema_warmup": True, "inv_gamma": 2.0, "power": 0.75},
+    {"decay": 0.5, "update_after_step": 2, "foreach": True},
+]
+
+
+def small() -> Any:
+    model = small_unet()
+    freeze(model, "conv_in.*", "down_blocks.0.*")
+    return model
+
+
+@torch.no_grad()
+def train(parameters: Any, step: int) -> None:
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.add_(0.01 * (step + 1))
+
+
+def reference(options: dict[str, Any]) -> tuple[Any, EMAModel]:
+    model = small()
+    average = EMAModel(model.parameters(), model_cls=UNet2DModel, model_config=model.config, **options)
+    for step in range(STEPS):
+        train(model.parameters(), step)
+        average.step(model.parameters())
+    return model, average
+
+
+def averaged(
+    act: Callable[[Any, EMA], Any], options: dict[str, Any] | None = None, *, ranks: int = 3, model: Any = None
+) -> None:
+    """Train on ranks that are threads, then ``act(engine, ema)``."""
+
+    def run(engine: Any) -> None:
+        ema = EMA(engine, **(options or {}))
+        for step in range(STEPS):
+            for _, layer in engine.module.local_layers():
+                train(layer.parameters(), step)
+            ema.step()
+        act(engine, ema)
+
+    on_ranks(to_layers(model or small()), run, ranks=ranks)
+
+
+@pytest.mark.filterwarnings("ignore:It is deprecated to pass a pretrained model name")  # diffusers about itself
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_folder_beside_the_model_is_the_one_diffusers_writes(tmp_path, options):
+    model, average = reference(options)
+    model.save_pretrained(tmp_path / "theirs")
+    average.save_pretrained(tmp_path / "theirs_ema")
+    averaged(lambda engine, ema: save_pretrained(engine, tmp_path / "ours", ema=ema), options)
+    for kind in ("", "_ema"):
+        theirs, ours = tmp_path / f"theirs{kind}", tmp_path / f"ours{kind}"
+        assert json.loads((theirs / CONFIG).read_text()) == json.loads((ours / CONFIG).read_text())
+        expected, found = load_file(theirs / WEIGHTS), load_file(ours / WEIGHTS)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+    read = EMAModel.from_pretrained(tmp_path / "ours_ema", UNet2DModel)
+    assert (read.optimization_step, read.decay) == (STEPS, options.get("decay", 0.9999))
+
+
+def test_averages_of_bfloat16_weights_are_float32_and_follow_what_full_precision_gives(tmp_path):
+    averaged(lambda engine, ema: save_pretrained(engine, tmp_path / "ours", ema=ema), model=small().to(torch.bfloat16))
+    assert {t.dtype for t in load_file(tmp_path / "ours" / WEIGHTS).values()} == {torch.bfloat16}
+    assert {t.dtype for t in load_file(tmp_path / "ours_ema" / WEIGHTS).values()} == {torch.float32}
+
+
+def test_store_copy_to_restore():
+    def swap(engine: Any, ema: EMA) -> None:
+        weights = {f"{i}.{n}": p for i, layer in engine.module.local_layers() for n, p in layer.named_parameters()}
+        before = {name: p.detach().clone() for name, p in weights.items()}
+        with pytest.raises(ConfigError, match="nothing is stored; call store"):
+            ema.restore()
+        ema.store()
+        ema.copy_to()
+        for name, average in ema.averages().items():
+            assert torch.equal(weights[name], average) and not torch.equal(average, before[name])
+        with pytest.raises(ConfigError, match=r"call restore\(\) before training"):
+            ema.step()
+        ema.restore()
+        assert all(torch.equal(weights[name], before[name]) for name in weights)
+
+    averaged(swap, {"decay": 0.5})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resume_continues_exactly_on_other_ranks(tmp_path, ranks):
+    """Files of three ranks, read by one and by two."""
+    averaged(lambda engine, ema: ema.save(tmp_path), OPTIONS[1])
+    model, average = reference(OPTIONS[1])
+    train(model.parameters(), STEPS)
+    average.step(model.parameters())
+    expected = dict(zip(dict(model.named_parameters()), average.shadow_params, strict=True))
+
+    def go_on(engine: Any) -> None:
+        ema = EMA(engine)
+        ema.load(tmp_path)
+        for _, layer in engine.module.local_layers():
+            train(layer.parameters(), STEPS)
+        ema.step()
+        for name, found in ema.averages().items():
+            assert torch.equal(found, expected[name.partition(".")[2]])
+        assert ema.schedule() == {k: v for k, v in average.state_dict().items() if k != "shadow_params"}
+
+    again, _ = reference(OPTIONS[1])
+    on_ranks(to_layers(again), go_on, ranks=ranks)
+
+
+def test_states_of_all_ranks_join(tmp_path):
+    states: list[dict[str, Any]] = []
+    averaged(lambda engine, ema: states.append(ema.state_dict()))
+    joined = {**states[0], "shadow_params": {k: v for state in states for k, v in state["shadow_params"].items()}}
+    on_ranks(to_layers(small()), lambda engine: EMA(engine).load_state_dict(joined), ranks=2)
+    with pytest.raises(
+        ConfigError, match=r"no average of \d+ of this rank's \d+ trainable weights, the first is \d+\."
+    ):
+        on_ranks(to_layers(small()), lambda engine: EMA(engine).load_state_dict(states[0]))
+    name = next(iter(joined["shadow_params"]))
+    joined["shadow_params"][name] = torch.zeros(2, 2, 2)
+    with pytest.raises(ConfigError, match=r"expected shape \[.*\], found \[2, 2, 2\]; the state belongs to another"):
+        on_ranks(to_layers(small()), lambda engine: EMA(engine).load_state_dict(joined))
+
+
+def damage(folder: Path, how: str) -> None:
+    layer = sorted(folder.glob("layer_*"))[1]
+    if how == "gone":
+        layer.unlink()
+    elif how == "cut":
+        layer.write_bytes(layer.read_bytes()[:100])
+    elif how == "foreign":
+        (folder / "ema.json").write_text("{}")
+    elif how == "renamed":
+        save_file({f"{name}x": t for name, t in load_file(layer).items()}, layer)
+    elif how == "decay":
+        state = json.loads((folder / "ema.json").read_text())
+        (folder / "ema.json").write_text(json.dumps({**state, "decay": 7.0}))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("gone", FileError, r"layer_\d\d.safetensors: expected the averages of layer \d+, found: No such file"),
+        ("cut", FileError, r"layer_\d\d.safetensors: expected the averages of layer \d+, found: "),
+        ("foreign", FileError, "ema.json: expected the format pulse-ema/1"),
+        ("renamed", ConfigError, "has no average of"),
+        ("decay", ConfigError, "Decay must be between 0 and 1"),
+    ],
+)
+def test_damaged_files_fail_on_every_rank(tmp_path, how, kind, text):
+    averaged(lambda engine, ema: ema.save(tmp_path))
+    damage(tmp_path, how)
+    with pytest.raises(kind, match=text):
+        on_ranks(to_layers(small()), lambda engine: EMA(engine).load(tmp_path), ranks=1)
+    if how in ("foreign", "decay"):
+        with pytest.raises(kind, match=text):
+            on_ranks(to_layers(small()), lambda engine: EMA(engine).load(tmp_path), ranks=2)
+
+
+def test_a_folder_that_is_a_file_fails_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="averages cannot be written"):
+        averaged(lambda engine, ema: ema.save(tmp_path / "file"))
+
+
+def test_a_save_that_broke_off_does_not_load(tmp_path, monkeypatch):
+    averaged(lambda engine, ema: ema.save(tmp_path))
+
+    def fail(tensors: Any, path: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("deepspeed_pulse.models.ema.save_file", fail)
+    with pytest.raises(FileError, match="averages cannot be written: disk full"):
+        averaged(lambda engine, ema: ema.save(tmp_path), ranks=2)
+    with pytest.raises(FileError, match="ema.json: expected what EMA.save"):
+        on_ranks(to_layers(small()), lambda engine: EMA(engine).load(tmp_path))
+
+
+def test_options_that_are_none_are_refused():
+    with pytest.raises(ConfigError, match="EMA: Decay must be between 0 and 1"):
+        on_ranks(to_layers(small()), lambda engine: EMA(engine, decay=2.0), ranks=2)
