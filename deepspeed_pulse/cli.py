@@ -114,6 +114,14 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     plan.add_argument(
         "--cuts", type=lambda text: text.split(","), metavar="A,B,..", help="first layer of each stage but the first"
     )
+    plan.add_argument(
+        "--recompute",
+        default="none",
+        type=_layers,
+        metavar="A,B,..",
+        help='layers that run again in backward: "none", "all", "auto" (as few as the memory needs), or indices and '
+        "names",
+    )
     plan.add_argument("--out", required=True, metavar="PLAN", help="the plan that is written")
 
 
@@ -179,6 +187,10 @@ def _share(text: str) -> float:
     if not 0.0 <= number <= 1.0:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
     return number
+
+
+def _layers(text: str) -> str | list[str]:
+    return text if text in ("none", "all", "auto") else [layer.strip() for layer in text.split(",")]
 
 
 def _number(text: str) -> float:
@@ -267,6 +279,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             solver_seconds=arguments.solver_seconds,
             tolerance=arguments.tolerance,
             progress=progress,
+            recompute=arguments.recompute,
         )
         out.write_text(plan.to_json(), encoding="utf-8")
     _print(plan_table(plan, profile=profile))

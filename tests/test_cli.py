@@ -55,6 +55,17 @@ def test_explicit_cuts_by_index_and_by_name(cuts: str) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_recompute_by_name_and_as_the_memory_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{PLAN} --recompute 1,3") == 0
+    assert Plan.load("plan.json").recompute == (1, 3)
+    assert "recomputed in backward: 2 of 8 layers (" in capsys.readouterr().out
+    assert run(f"{PLAN} --recompute auto") == 0
+    assert Plan.load("plan.json").recompute == ()
+    assert run(f"{PLAN} --recompute 9") == 2
+    assert "recompute: expected layer indices 0..7, found 9" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
 def test_tolerance_gives_load_for_bytes() -> None:
     """The fifth layer sends little: cutting behind it takes 5 layers instead of 4."""
     profile = json.loads(Path("profile.json").read_text())

@@ -59,7 +59,11 @@ class Solver:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Contents of a file ``pulse-plan/1``. ``boundaries`` has one entry more than ``placement``."""
+    """Contents of a file ``pulse-plan/1``. ``boundaries`` has one entry more than ``placement``.
+
+    ``recompute``: layers that run their forward again in backward instead of keeping activations, ascending; the file
+    leaves the field out where there are none.
+    """
 
     pipeline_ranks: int
     data_parallel: int
@@ -70,6 +74,7 @@ class Plan:
     placement: tuple[int, ...]
     schedule: Schedule
     routes: tuple[Route, ...] = ()
+    recompute: tuple[int, ...] = ()
     profile_fingerprint: str | None = None
     estimate: Estimate | None = None
     solver: Solver | None = None
@@ -116,6 +121,7 @@ class Plan:
                 {"name": r.name, "source_stage": r.source_stage, "hops": [list(hop) for hop in r.hops]}
                 for r in self.routes
             ],
+            **({"recompute": list(self.recompute)} if self.recompute else {}),
             "estimate": None if self.estimate is None else asdict(self.estimate),
             "solver": None if self.solver is None else asdict(self.solver),
         }
@@ -138,6 +144,7 @@ class Plan:
             placement=fields.integers("placement"),
             schedule=_read_schedule(fields, where),
             routes=fields.objects("routes", _read_route),
+            recompute=fields.integers("recompute") if fields.has("recompute") else (),
             profile_fingerprint=fields.text("profile_fingerprint") if fields.has("profile_fingerprint") else None,
             estimate=_read_estimate(fields.object("estimate")) if fields.has("estimate") else None,
             solver=_read_solver(fields.object("solver")) if fields.has("solver") else None,
@@ -165,6 +172,11 @@ def _check_form(plan: Plan, fields: Fields) -> None:
         raise fields.error("microbatches", f"at most {longest}, the number of actions in the schedule's longest row")
     if plan.estimate is not None and len(plan.estimate.peak_bytes) != plan.pipeline_ranks:
         raise fields.error("estimate", f"peak_bytes for each of the {plan.pipeline_ranks} ranks")
+    last = -1
+    for layer in plan.recompute:
+        if not last < layer < plan.num_layers:
+            raise fields.error("recompute", f"layer indices below {plan.num_layers}, ascending, each once")
+        last = layer
     if len({route.name for route in plan.routes}) != len(plan.routes):
         raise fields.error("routes", "each name at most once")
 

@@ -13,6 +13,7 @@ from deepspeed_pulse.ir.program import HIDDEN, Direction, Lowering, Message, Pro
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts, link
 from deepspeed_pulse.planner.order import Key, key_of, needs
+from deepspeed_pulse.planner.recompute import replay_bytes, with_recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Instance:
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
         _check_fit(plan, profile)
         self.plan, self.profile, self.cluster = plan, profile, cluster
-        self.costs = StageCosts.of(profile, plan.boundaries)
+        self.costs = StageCosts.of(with_recompute(profile, plan.recompute), plan.boundaries)
+        self._replayed = {split: replay_bytes(profile, plan, split=split) for split in (False, True)}
         self._values: dict[str, Skip] = {}
         for skip in profile.skips:
             self._values.setdefault(skip.name, skip)
@@ -102,6 +104,10 @@ class Instance:
 
     def key(self, action: Action) -> Key:
         return key_of(action)
+
+    def replay_bytes(self, stage: int, *, split: bool = False) -> int:
+        """What a stage's backward holds of recomputed layers at a time."""
+        return self._replayed[split][stage]
 
     def received_bytes(self, stage: int) -> int:
         """Named values of one microbatch that a route brings to this stage's rank at this stage."""

@@ -16,7 +16,9 @@ from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import kept, plan_file
 from deepspeed_pulse.planner.heuristics import GENERATORS, forward_only, generators_for
 from deepspeed_pulse.planner.partition import partition, require_layers
+from deepspeed_pulse.planner.recompute import cheapest_first, recomputed_layers, with_recompute
 from deepspeed_pulse.planner.routes import make_routes, named_values
+from deepspeed_pulse.planner.simulate import estimate
 from deepspeed_pulse.planner.synthesize import Progress, synthesize
 
 Placement = tuple[int, ...]
@@ -41,6 +43,7 @@ def make_plan(
     seed: int = 0,
     tolerance: float = 0.0,
     progress: Progress | None = None,
+    recompute: str | Sequence[int | str] = "none",
     plan_cache: str | Path | None = None,
 ) -> Plan:
     """Cuts, order, routes and estimate for a model on ``pipeline_ranks`` x ``data_parallel`` ranks of a cluster.
@@ -53,6 +56,8 @@ def make_plan(
         tolerance: share of the largest load that may be given up for fewer bytes between ranks.
         progress: told the best makespan and the lower bound, in ms, whenever an order was found.
         split_backward: the order may run backward as ``I`` and ``W``.
+        recompute: layers that run again in backward: "none", "all", a list of indices and names, or "auto": none if
+            that fits the memory, else as few as it takes, those that free most for their time first.
         plan_cache: folder in which plans that took time to solve are kept by content.
 
     Raises:
@@ -77,12 +82,14 @@ def make_plan(
         seed=seed,
         tolerance=tolerance,
         progress=progress,
+        recompute=recomputed_layers(profile, recompute),
+        recompute_more=recompute == "auto",
     )
     if plan_cache is None or solver_seconds <= 0:
-        return _fastest(request, places)
+        return _best(request, places)
     options = {name: value for name, value in vars(request).items() if name not in _NOT_OPTIONS}
     path = plan_file(plan_cache, profile, cluster, places=places, **options)
-    return kept(path, lambda: _fastest(request, places))
+    return kept(path, lambda: _best(request, places))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +110,16 @@ class _Request:
     seed: int
     tolerance: float
     progress: Progress | None
+    recompute: tuple[int, ...]
+    recompute_more: bool
 
     def plan(self, placement: Placement) -> Plan:
+        return self.order(self._without_schedule(placement))
+
+    def order(self, plan: Plan) -> Plan:
+        """The plan with the best order of its cuts."""
         return synthesize(
-            self._without_schedule(placement),
+            plan,
             self.profile,
             cluster=self.cluster,
             schedule=self.schedule,
@@ -119,7 +132,7 @@ class _Request:
 
     def _without_schedule(self, placement: Placement) -> Plan:
         cuts = self.boundaries or partition(
-            self.profile,
+            with_recompute(self.profile, self.recompute),
             placement,
             cluster=self.cluster,
             microbatches=self.microbatches,
@@ -137,7 +150,56 @@ class _Request:
             placement=placement,
             schedule=((),) * self.pipeline_ranks,
             routes=make_routes(cuts, placement, named_values(self.profile)),
+            recompute=self.recompute,
         )
+
+
+def _best(request: _Request, places: Sequence[Placement]) -> Plan:
+    """The fastest plan; where none fits the memory, one that recomputes as few layers as it takes, if it may."""
+    try:
+        return _fastest(request, places)
+    except InfeasibleError as problem:
+        if not request.recompute_more:
+            raise
+        plan = _with_fewest(request, places)
+        if plan is None:
+            raise InfeasibleError(f"{problem}; recomputing layers in backward does not help enough") from None
+        return plan
+
+
+def _with_fewest(request: _Request, places: Sequence[Placement]) -> Plan | None:
+    """Halve the number of layers that are recomputed, cheapest first; then drop each that is not needed."""
+    layers = cheapest_first(request.profile)
+
+    def plan_with(count: int) -> Plan | None:
+        chosen = tuple(sorted(layers[:count]))
+        try:
+            return _fastest(replace(request, recompute=chosen, solver_seconds=0.0, progress=None), places)
+        except InfeasibleError:
+            return None
+
+    found, few, enough = plan_with(len(layers)), 0, len(layers)
+    while found is not None and enough - few > 1:
+        middle = (few + enough) // 2
+        better = plan_with(middle)
+        few, enough, found = (few, middle, better) if better is not None else (middle, enough, found)
+    if found is None:
+        return None
+    lean = _without_spare(found, request)
+    try:
+        return min(lean, request.order(lean), key=_step_ms)
+    except InfeasibleError:  # the order fits by what other layers freed: keep it
+        return lean
+
+
+def _without_spare(plan: Plan, request: _Request) -> Plan:
+    """Recompute only what this order needs; the longest forwards are dropped first."""
+    for layer in sorted(plan.recompute, key=lambda i: -request.profile.layers[i].forward_ms):
+        fewer = replace(plan, recompute=tuple(i for i in plan.recompute if i != layer))
+        estimated = estimate(fewer, request.profile, request.cluster)
+        if max(estimated.peak_bytes) <= request.memory_bytes:
+            plan = replace(fewer, estimate=estimated)
+    return plan
 
 
 def _fastest(request: _Request, places: Sequence[Placement]) -> Plan:

@@ -20,6 +20,7 @@ def memory_over_time(instance: Instance, spans: Sequence[Span], transfers: Seque
 
     * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split); they
       include what it stashes, so a value that stays on its rank adds nothing.
+    * What a stage's backward recomputes lives while its ``B`` runs (from its ``I`` to the end of its ``W``).
     * A received hidden state lives from arrival until its ``F`` starts.
     * A received named value lives from arrival to the end of its last consumer's backward on the rank.
 
@@ -31,6 +32,10 @@ def memory_over_time(instance: Instance, spans: Sequence[Span], transfers: Seque
         if span.action.op is Op.FORWARD:
             stage, m = span.action.stage, span.action.microbatch
             intervals[span.rank].append((span.start_ms, life.end(stage, m), instance.costs.activation_bytes[stage]))
+        elif span.action.op is not Op.WEIGHT_GRAD:
+            stage, m = span.action.stage, span.action.microbatch
+            replayed = instance.replay_bytes(stage, split=span.action.op is Op.INPUT_GRAD)
+            intervals[span.rank].append((span.start_ms, life.end(stage, m), replayed))
     for transfer in transfers:
         if transfer.message.direction is Direction.FORWARD:
             until = life.received_until(transfer)

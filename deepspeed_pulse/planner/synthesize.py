@@ -244,11 +244,17 @@ def _candidates(instance: Instance, schedule: str, caps: tuple[Cap | None, ...],
 def _caps(instance: Instance, memory_bytes: int | None) -> tuple[Cap | None, ...]:
     """None where everything fits; else what state leaves for activations, and less: hidden states come on top."""
     single = _one_microbatch(instance)
-    room = [(memory_bytes or 0) - rank_state_bytes(instance, rank) for rank in range(instance.num_ranks)]
+    room = [(memory_bytes or 0) - _always(instance, rank) for rank in range(instance.num_ranks)]
     if memory_bytes is None or all(instance.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):
         return (None,)
     limits = [tuple(max(0.0, share * free) for free in room) for share in (1.0, 0.9, 0.75)]
     return tuple(byte_cap(instance, limit) for limit in (*limits, single))
+
+
+def _always(instance: Instance, rank: int) -> int:
+    """State, and what the largest backward recomputes."""
+    replayed = max(instance.replay_bytes(stage) for stage in instance.plan.stages_of(rank))
+    return rank_state_bytes(instance, rank) + replayed
 
 
 def _one_microbatch(instance: Instance) -> tuple[float, ...]:
@@ -269,5 +275,5 @@ def _too_little_memory(instance: Instance, memory_bytes: int | None, smallest: i
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "
         f"fullest rank, of which weights, gradients and optimizer state are up to {max(states) / 1e9:.3f} GB; use more "
-        "pipeline ranks, a smaller microbatch, activation checkpointing, or raise the memory limit"
+        "pipeline ranks, a smaller microbatch, recompute layers in backward, or raise the memory limit"
     )

@@ -80,6 +80,9 @@ def _shape(plan: Plan, num_layers: int) -> Iterator[str]:
         yield f"placement: rank {', '.join(map(str, idle))} holds no stage"
     if len(plan.schedule) != ranks:
         yield f"schedule: expected one row for each of the {ranks} ranks, found {len(plan.schedule)}"
+    strange_layers = [i for i in plan.recompute if not 0 <= i < num_layers]
+    if strange_layers:
+        yield f"recompute: the model has layers 0..{num_layers - 1}, found {', '.join(map(str, strange_layers))}"
     for route in plan.routes:
         if any(not 0 <= s < plan.num_stages for s in (route.source_stage, *(s for hop in route.hops for s in hop))):
             yield f"route {route.name!r}: names a stage outside 0..{plan.num_stages - 1}"

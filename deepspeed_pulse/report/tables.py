@@ -46,7 +46,7 @@ def plan_table(
         for index, stage in enumerate(plan.stages_of(rank)):
             layers = words.stage_layers(plan, stage, layer_names)
             table.add_row("" if index else str(rank), str(stage), layers, *(("", "") if index else figures))
-    return Group(Text(_title(plan), style="bold"), table, *_caption(plan, costs))
+    return Group(Text(_title(plan), style="bold"), table, *_caption(plan, costs, layer_names))
 
 
 def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory_bytes: int | None = None) -> Group:
@@ -152,7 +152,7 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _caption(plan: Plan, costs: str | None) -> Iterator[Text]:
+def _caption(plan: Plan, costs: str | None, layer_names: Sequence[str] | None) -> Iterator[Text]:
     estimate = plan.estimate
     if estimate is not None:
         yield Text(
@@ -167,5 +167,8 @@ def _caption(plan: Plan, costs: str | None) -> Iterator[Text]:
         searched = words.search_result(plan)
         if searched is not None:
             yield Text(searched)
+    recomputed = words.recomputed(plan, layer_names)
+    if recomputed is not None:
+        yield Text(recomputed)
     if costs is not None:
         yield Text(f"costs: {costs}")

@@ -8,6 +8,9 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.timeline import Timeline
 
+_SHOWN = 8
+"""Layers named in a line; the rest is counted."""
+
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -76,6 +79,15 @@ def stage_layers(plan: Plan, stage: int, names: Sequence[str] | None = None) -> 
     if first == last:
         return str(first) if names is None else f"{first} ({names[first]})"
     return f"{first}-{last}" if names is None else f"{first}-{last} ({names[first]} .. {names[last]})"
+
+
+def recomputed(plan: Plan, names: Sequence[str] | None = None) -> str | None:
+    """``recomputed in backward: 3 of 46 layers (down.0, down.1, mid)``; None where nothing is."""
+    if not plan.recompute:
+        return None
+    shown = [str(i) if names is None else names[i] for i in plan.recompute[:_SHOWN]]
+    more = [f"{len(plan.recompute) - _SHOWN} more"] if len(plan.recompute) > _SHOWN else []
+    return f"recomputed in backward: {len(plan.recompute)} of {plan.num_layers} layers ({', '.join(shown + more)})"
 
 
 def param_counts(profile: Profile) -> tuple[int, ...]:

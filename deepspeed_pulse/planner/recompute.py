@@ -1,0 +1,98 @@
+"""Layers that run again in backward instead of keeping what they saved: less memory, more time.
+
+A recomputed layer keeps its input and what it stashes. Its backward runs its forward once more, and holds what that
+saves for as long as it needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from deepspeed_pulse.errors import ConfigError, did_you_mean
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import LayerCost, Profile
+
+CHOICES = ("none", "all", "auto")
+
+
+def recomputed_layers(profile: Profile, choice: str | Sequence[int | str]) -> tuple[int, ...]:
+    """Indices of the layers that ``choice`` names: "none", "all", or a list of indices and names.
+
+    Raises:
+        ConfigError: a layer that the profile does not have, or a name that several have.
+    """
+    if isinstance(choice, str):
+        if choice not in CHOICES:
+            raise ConfigError(
+                f"recompute: expected one of {', '.join(CHOICES)} or a list of layers, found {choice!r}"
+                f"{did_you_mean(choice, CHOICES)}"
+            )
+        return tuple(range(profile.num_layers)) if choice == "all" else ()
+    names = [layer.name for layer in profile.layers]
+    return tuple(sorted({_index(names, layer) for layer in choice}))
+
+
+def _index(names: list[str], layer: int | str) -> int:
+    if isinstance(layer, str) and layer not in names and layer.isascii() and layer.isdigit():
+        layer = int(layer)
+    if isinstance(layer, str):
+        if names.count(layer) != 1:
+            raise ConfigError(
+                f"recompute: {names.count(layer)} layers are called {layer!r}{did_you_mean(layer, names)}"
+            )
+        return names.index(layer)
+    if not 0 <= layer < len(names):
+        raise ConfigError(f"recompute: expected layer indices 0..{len(names) - 1}, found {layer}")
+    return layer
+
+
+def with_recompute(profile: Profile, layers: Collection[int]) -> Profile:
+    """The profile as it is when ``layers`` are recomputed."""
+    if not layers:
+        return profile
+    kept = _kept_bytes(profile)
+    return replace(
+        profile,
+        layers=tuple(
+            _recomputed(layer, kept[index]) if index in layers else layer for index, layer in enumerate(profile.layers)
+        ),
+    )
+
+
+def _recomputed(layer: LayerCost, kept: int) -> LayerCost:
+    # Half of the backward where the profile does not say: of the backward alone, not of the forward in it.
+    weight = layer.backward_ms / 2 if layer.weight_grad_ms is None else layer.weight_grad_ms
+    return replace(
+        layer, backward_ms=layer.backward_ms + layer.forward_ms, weight_grad_ms=weight, activation_bytes=kept
+    )
+
+
+def _kept_bytes(profile: Profile) -> list[int]:
+    """Per layer, its input (unknown and left out for the first) and what it stashes."""
+    stashed: dict[str, tuple[int, int]] = {skip.name: (skip.source, skip.bytes) for skip in profile.skips}
+    kept = [0, *(layer.output_bytes for layer in profile.layers[:-1])]
+    for source, size in stashed.values():
+        kept[source] += size
+    return kept
+
+
+def replay_bytes(profile: Profile, plan: Plan, *, split: bool = False) -> tuple[int, ...]:
+    """Per stage, what its backward holds of recomputed layers at a time.
+
+    One layer's activations after another; with ``split`` the weight half still needs them all.
+    """
+    return tuple(
+        (sum if split else max)(
+            [profile.layers[i].activation_bytes for i in plan.stage_layers(stage) if i in plan.recompute] or [0]
+        )
+        for stage in range(plan.num_stages)
+    )
+
+
+def cheapest_first(profile: Profile) -> list[int]:
+    """Layers worth recomputing, those that free most bytes for a millisecond of forward first."""
+    kept = _kept_bytes(profile)
+    freed = {i: layer.activation_bytes - kept[i] for i, layer in enumerate(profile.layers)}
+    worth = [i for i, size in freed.items() if size > 0]
+    return sorted(worth, key=lambda i: (profile.layers[i].forward_ms / freed[i], i))

@@ -1,0 +1,138 @@
+"""Layers that run again in backward: what they cost, what they free, and how few are chosen."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from toys import cluster, layer, plan, profile, random_profile, rows, skip, uniform
+
+from deepspeed_pulse.errors import ConfigError, FileError, InfeasibleError
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.make import make_plan, reorder
+from deepspeed_pulse.planner.recompute import cheapest_first, with_recompute
+from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.simulate import estimate, simulate
+from deepspeed_pulse.planner.validate import check, violations
+
+SIZES = profile(
+    [
+        layer(1, 2, activation_bytes=100, output_bytes=10),
+        layer(3, 4, activation_bytes=200, output_bytes=20),
+        layer(5, 6, activation_bytes=300, output_bytes=30),
+    ],
+    [skip("a", 1, 2, 7)],
+)
+
+
+def alone(*recompute):
+    """All three layers as one stage on one rank, two microbatches, forwards first."""
+    schedule = rows("0F0 0F1 0B0 0B1")
+    return replace(plan((0,), 2, boundaries=(0, 3), schedule=schedule, of=SIZES), recompute=recompute)
+
+
+def test_a_recomputed_layer_keeps_its_input_and_what_it_stashes_and_runs_its_forward_again():
+    found = with_recompute(SIZES, [1])
+    assert [x.activation_bytes for x in found.layers] == [100, 10 + 7, 300]
+    assert [(x.forward_ms, x.backward_ms) for x in found.layers] == [(1, 2), (3, 4 + 3), (5, 6)]
+    assert with_recompute(SIZES, []) is SIZES
+
+
+def test_time_and_memory_by_hand():
+    none, some = (simulate(alone(*layers), SIZES, cluster()) for layers in ([], [1, 2]))
+    assert (none.makespan_ms, some.makespan_ms) == (2 * 9 + 2 * 12, 2 * 9 + 2 * (12 + 3 + 5))
+    assert max(b for _, b in none.memory[0]) == 2 * 600
+    kept = 100 + (10 + 7) + 20
+    assert some.memory[0] == ((0.0, kept), (9.0, 2 * kept), (18.0, 2 * kept + 300), (38.0, kept + 300), (58.0, 0))
+
+
+def test_split_backward_repeats_the_forward_in_its_input_half_and_holds_it_to_the_weight_half():
+    instance = Instance(alone(1, 2), SIZES, cluster())
+    assert instance.duration_ms(Action(0, Op.INPUT_GRAD, 0)) == 6 + 3 + 5
+    assert instance.duration_ms(Action(0, Op.WEIGHT_GRAD, 0)) == 6
+    split = replace(alone(1, 2), schedule=rows("0F0 0I0 0F1 0I1 0W0 0W1"))
+    kept = 100 + 17 + 20
+    peak = max(b for _, b in simulate(split, SIZES, cluster()).memory[0])
+    assert peak == 2 * (kept + 200 + 300)
+
+
+def test_none_all_and_lists():
+    costs = replace(uniform(4), layers=tuple(replace(layer(), name=name) for name in "abcd"))
+    ways = {"none": (), "all": (0, 1, 2, 3), "auto": (), ("d", 1): (1, 3), ("2", "a"): (0, 2)}
+    for choice, expected in ways.items():
+        found = make_plan(
+            costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, recompute=choice, solver_seconds=0
+        )
+        assert found.recompute == expected
+        assert found.estimate == estimate(found, costs, cluster())
+        assert Plan.from_json(found.to_json()) == found
+    for bad, text in {"some": "none, all, auto", ("e",): "0 layers are called 'e'", (4,): "0..3, found 4"}.items():
+        with pytest.raises(ConfigError, match=text):
+            make_plan(costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, recompute=bad)
+
+
+def test_auto_recomputes_no_more_than_the_memory_needs():
+    """One rank keeps three microbatches of 50 + 50 + 100 + 10 bytes; a recomputed layer keeps its input, 1 byte.
+
+    Layer 2 frees most for a millisecond, then 1; with 0 as well, 1 is not needed any more.
+    """
+    costs = profile([layer(f, 2, activation_bytes=a, output_bytes=1) for f, a in ((4, 50), (1, 50), (1, 100), (9, 10))])
+    options = {"cluster": cluster(), "pipeline_ranks": 1, "microbatches": 3, "placement": "linear", "schedule": "gpipe"}
+    expected = {630: (), 629: (2,), 433: (2,), 432: (1, 2), 286: (1, 2), 285: (0, 2)}
+    for memory, layers in expected.items():
+        found = make_plan(costs, memory_bytes=memory, recompute="auto", solver_seconds=0, **options)
+        assert found.recompute == layers, memory
+        assert max(found.estimate.peak_bytes) <= memory
+    with pytest.raises(InfeasibleError, match=r"no schedule found.*recomputing layers in backward does not help"):
+        make_plan(costs, memory_bytes=108, recompute="auto", solver_seconds=0, **options)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_fits_where_nothing_else_does(seed):
+    rng = random.Random(seed)
+    costs = random_profile(rng, 14, temb=True)
+    costs = replace(
+        costs, layers=tuple(replace(x, activation_bytes=(x.activation_bytes + 20) * 600) for x in costs.layers)
+    )
+    options = {"cluster": cluster(), "pipeline_ranks": 2, "microbatches": 6, "solver_seconds": 0.2 * (seed % 2)}
+    least = max(make_plan(costs, memory_bytes=None, recompute="all", **options).estimate.peak_bytes)
+    cap = int(1.3 * least)
+    with pytest.raises(InfeasibleError):
+        make_plan(costs, memory_bytes=cap, **options)
+    found = make_plan(costs, memory_bytes=cap, recompute="auto", **options)
+    check(found, num_layers=costs.num_layers, values=named_values(costs))
+    assert max(found.estimate.peak_bytes) <= cap
+    assert 0 < len(found.recompute) < costs.num_layers
+    more = reorder(found, costs, cluster=cluster(), microbatches=2, solver_seconds=0)
+    assert more.recompute == found.recompute
+
+
+def test_cheapest_first_leaves_out_what_frees_nothing():
+    costs = profile(
+        [
+            layer(2, 4, activation_bytes=40, output_bytes=30),
+            layer(1, 2, activation_bytes=30),
+            layer(1, 2, activation_bytes=9),
+        ]
+    )
+    assert cheapest_first(costs) == [0, 2]
+
+
+@pytest.mark.parametrize("bad", ["[3]", "[1, 1]", "[2, 1]", "[-1]", '["a"]', "[true]", "1"])
+def test_a_plan_file_with_a_bad_list_is_refused(bad):
+    text = alone(1).to_json().replace('"recompute": [\n  1\n ]', f'"recompute": {bad}')
+    with pytest.raises(FileError, match="field 'recompute': expected"):
+        Plan.from_json(text)
+
+
+def test_absent_empty_and_null_mean_none():
+    assert "recompute" not in alone().to_json()
+    for written in ("[]", "null"):
+        text = alone(1).to_json().replace('"recompute": [\n  1\n ]', f'"recompute": {written}')
+        assert Plan.from_json(text) == alone()
+
+
+def test_the_validator_names_layers_that_are_not_there():
+    found = violations(replace(alone(), recompute=(1, 7)), num_layers=3, values=named_values(SIZES))
+    assert found == ["recompute: the model has layers 0..2, found 7"]
