@@ -17,6 +17,7 @@ from deepspeed_pulse.models.switches import NOT_ENTRIES, check_switches
 Granularity = Literal["block", "fine"]
 
 FAMILIES = {
+    "AudioLDM2UNet2DConditionModel": "audioldm2",
     "HunyuanDiT2DModel": "hunyuan_dit",
     "UViTModel": "uvit",
     "UNet2DConditionModel": "unet",

@@ -116,12 +116,18 @@ class Walk:
 
     def transformer(self, path: str) -> Layers:
         """A transformer that reads the text, and the masks that the batch has."""
-        reads, pop = ("encoder_hidden_states", *self.masks), (self.text, *self.masks)
+        return self.transformer_reading(
+            path, {"encoder_hidden_states": self.text, **{name: name for name in self.masks}}
+        )
+
+    def transformer_reading(self, path: str, given: dict[str, str]) -> Layers:
+        """A ``Transformer2DModel``; ``given`` is the named value for each of its arguments."""
+        reads, pop = tuple(given), tuple(given.values())
         if self.fine:
             return list(fine_transformer(self.model, self.origin, path, reads=reads, pop=pop))
-        layers = self.one(CrossAttention, path, pop=pop)
-        layers[0].layer.reads = reads
-        return layers
+        unit = CrossAttention(self.model, self.origin, path)
+        unit.reads = reads
+        return [spec(unit, pop=pop, name=path)]
 
     def row_after(self, block: nn.Module, index: int) -> Iterator[str]:
         """Paths within a block of what follows its resnet ``index``."""

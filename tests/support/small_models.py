@@ -58,6 +58,26 @@ def small_unet(**overrides: Any) -> UNet2DModel:
     return prepared(UNet2DModel, {**config, **overrides})
 
 
+def small_audioldm2(**overrides: Any) -> nn.Module:
+    """Four transformers after each resnet: pixels, first text, pixels, second text."""
+    from diffusers import AudioLDM2UNet2DConditionModel
+
+    config = {
+        "sample_size": 16,
+        "block_out_channels": (16, 32),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "cross_attention_dim": ((None, 24, None, 32),) * 2,
+        "attention_head_dim": 4,
+        "class_embed_type": "simple_projection",
+        "projection_class_embeddings_input_dim": 9,
+        "class_embeddings_concat": True,
+    }
+    return prepared(AudioLDM2UNet2DConditionModel, {**config, **overrides})
+
+
 def prepared(kind: type[nn.Module], config: dict[str, Any]) -> Any:
     """A model with seeded weights, none of them all zero: a zero parameter hides wrong wiring."""
     with torch.random.fork_rng():
@@ -87,6 +107,19 @@ def sdxl_entries(*, batch_size: int = 2) -> dict[str, Any]:
         "time_ids": torch.randint(512, (batch_size, 6), generator=generator).float(),
     }
     return {**sd_entries(batch_size=batch_size), "added_cond_kwargs": added}
+
+
+def audio_entries(*, size: tuple[int, int] = (16, 16)) -> Entries:
+    """Batch entries of :func:`small_audioldm2`, the second text with a mask."""
+    generator = torch.Generator().manual_seed(4)
+    return {
+        "sample": torch.randn(2, 4, *size, generator=generator),
+        "timestep": torch.randint(1000, (2,), generator=generator),
+        "class_labels": torch.randn(2, 9, generator=generator),
+        "encoder_hidden_states": torch.randn(2, 5, 24, generator=generator),
+        "encoder_hidden_states_1": torch.randn(2, 7, 32, generator=generator),
+        "encoder_attention_mask_1": torch.tensor([[1] * 7, [1] * 3 + [0] * 4]),
+    }
 
 
 def pixel_entries(*, batch_size: int = 2) -> Entries:
