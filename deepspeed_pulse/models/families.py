@@ -22,6 +22,9 @@ FAMILIES = {
     "UViTModel": "uvit",
     "UNet2DConditionModel": "unet",
     "UNet2DModel": "unet",
+    "UNet3DConditionModel": "unet_3d",
+    "UNetMotionModel": "unet_motion",
+    "UNetSpatioTemporalConditionModel": "unet_spatio_temporal",
     "UniDiffuserModel": "unidiffuser",
 }
 """Class of the model to the module of this package whose ``to_layers`` takes it."""

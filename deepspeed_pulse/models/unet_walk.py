@@ -29,7 +29,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared, spec
-from deepspeed_pulse.models.tokens import fine_transformer
+from deepspeed_pulse.models.tokens import Cut
 from deepspeed_pulse.models.unet_units import (
     CrossAttention,
     Downsample,
@@ -122,12 +122,11 @@ class Walk:
 
     def transformer_reading(self, path: str, given: dict[str, str]) -> Layers:
         """A ``Transformer2DModel``; ``given`` is the named value for each of its arguments."""
-        reads, pop = tuple(given), tuple(given.values())
         if self.fine:
-            return list(fine_transformer(self.model, self.origin, path, reads=reads, pop=pop))
+            return list(Cut().transformer(self.model, self.origin, path, given))
         unit = CrossAttention(self.model, self.origin, path)
-        unit.reads = reads
-        return [spec(unit, pop=pop, name=path)]
+        unit.reads = tuple(given)
+        return [spec(unit, pop=tuple(given.values()), name=path)]
 
     def row_after(self, block: nn.Module, index: int) -> Iterator[str]:
         """Paths within a block of what follows its resnet ``index``."""
