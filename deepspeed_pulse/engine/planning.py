@@ -77,7 +77,6 @@ def make_planned(request: PlanRequest) -> Planned:
         waves=int(request.pulse.waves),
         boundaries=_explicit_cuts(request),
         schedule=request.pulse.schedule,
-        memory_bytes=_memory_bytes(request),
         solver_seconds=request.pulse.solver_seconds,
         plan_cache=request.pulse.plan_cache,
     )
@@ -147,9 +146,12 @@ def _memory_bytes(request: PlanRequest) -> int | None:
 
 
 def _cluster(request: PlanRequest) -> Cluster:
-    if request.pulse.cluster != "auto":
-        return Cluster.load(request.pulse.cluster)
-    return default_cluster(request.pipeline_ranks * request.data_parallel, _memory_bytes(request) or 2**50)
+    """With the memory that a rank may use, so that another order keeps to it too."""
+    memory = _memory_bytes(request)
+    if request.pulse.cluster == "auto":
+        return default_cluster(request.pipeline_ranks * request.data_parallel, memory or 2**50)
+    cluster = Cluster.load(request.pulse.cluster)
+    return cluster if memory is None else replace(cluster, memory_bytes=memory)
 
 
 def with_schedule(plan: Plan, schedule: Schedule, microbatches: int) -> Plan:

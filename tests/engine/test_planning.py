@@ -1,0 +1,53 @@
+"""Plans that the engine asks for, without ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.pulse_files import write_files
+
+from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.costs import PlanRequest
+from deepspeed_pulse.engine.planning import make_planned, reorder
+from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.ir.plan import Plan
+
+
+def peak(plan: Plan) -> int:
+    assert plan.estimate is not None
+    return max(plan.estimate.peak_bytes)
+
+
+def test_the_memory_limit_outlasts_a_change_of_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster file allows 10 GB a rank, the block less: 16 microbatches alone would take 172 MB."""
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    skips = {i: f"skip{i}" for i in range(4)}
+    layers = [
+        Layer(name=f"block{i}", stash=(skips[i],) if i < 4 else (), pop=(skips[7 - i],) if i >= 4 else ())
+        for i in range(8)
+    ]
+    block = {"profile": "profile.json", "cluster": "cluster.json", "placement": "wave", "solver_seconds": 0.1}
+
+    def planned(**more: object) -> tuple[Plan, Plan]:
+        pulse = PulseConfig.model_validate(block | more)
+        request = PlanRequest(
+            graph=Graph(layers=tuple(layers)),
+            layers=[torch.nn.Identity()] * 8,
+            pulse=pulse,
+            pipeline_ranks=2,
+            data_parallel=1,
+            microbatches=4,
+            microbatch_size=1,
+            partition_method="profile",
+            example=None,
+            device=torch.device("cpu"),
+        )
+        first = make_planned(request)
+        return first.plan, reorder(first, pulse, 16)
+
+    _, longer = planned()
+    assert peak(longer) > 170e6
+    assert max(map(peak, planned(memory_gb=0.17))) <= 170e6
