@@ -24,7 +24,9 @@ from deepspeed_pulse.report.words import summary
 
 _LANE = 0.84
 _FOOT = 0.10
-_MAX_MESSAGES = 400
+_MAX_MESSAGES = 1000
+_LEGEND_INCHES = 2.9
+"""Width of the longest entry of the legend."""
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))
 """Of neighbouring ranks' memory, so that the curves differ without colour."""
 _FONT_POINTS = 7.0
@@ -91,7 +93,10 @@ def draw_timelines(
 def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Sequence[int], *, memory: bool = False) -> Figure:
     """The picture of :func:`draw_timelines`, not yet written."""
     width, heights = _size(rows, memory)
-    figure = Figure(figsize=(width, sum(heights) + 0.75), layout="constrained")
+    handles = _legend([timeline for _, timeline in rows], tuple(placement))
+    columns = min(len(handles), int(width / _LEGEND_INCHES))
+    legend_rows = math.ceil(len(handles) / columns)
+    figure = Figure(figsize=(width, sum(heights) + 0.55 + 0.2 * legend_rows), layout="constrained")
     all_axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     end = max(timeline.makespan_ms for _, timeline in rows) or 1.0
     remaining = iter(all_axes)
@@ -104,9 +109,9 @@ def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Sequence[i
     all_axes[-1].set_xlabel("ms")
     all_axes[-1].set_xlim(-0.003 * end, 1.003 * end)
     figure.legend(
-        handles=_legend([timeline for _, timeline in rows], tuple(placement)),
+        handles=handles,
         loc="outside lower right",
-        ncols=6,
+        ncols=columns,
         frameon=False,
         fontsize=8,
     )

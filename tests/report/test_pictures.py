@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib import image
+from matplotlib.collections import LineCollection
 
+from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.simulate import simulate
 from deepspeed_pulse.report.html import write_page
-from deepspeed_pulse.report.timeline import draw_timelines
+from deepspeed_pulse.report.timeline import draw_timelines, timelines_figure
 
 
 def luminance(picture: np.ndarray) -> np.ndarray:
@@ -39,10 +42,27 @@ def test_svg_keeps_titles_and_numbers_as_text(sample: Any, tmp_path: Path) -> No
     assert len(re.findall(r">7</text>", text)) == 16
 
 
+def test_the_legend_stays_inside_and_split_backwards_have_entries(sample: Any, tmp_path: Path) -> None:
+    """Seven entries are more than one line of a P=4 picture holds."""
+    options = {"placement": "wave", "schedule": "zbv", "split_backward": True, "solver_seconds": 0}
+    plan = make_plan(sample.profile, cluster=sample.cluster, pipeline_ranks=4, microbatches=8, **options)
+    timeline = simulate(plan, sample.profile, sample.cluster)
+    figure = timelines_figure([("split", timeline)], plan.placement)
+    figure.savefig(tmp_path / "split.png")
+    (legend,) = figure.legends
+    box, page = legend.get_window_extent(), figure.bbox
+    assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0
+    words = {text.get_text().split(",")[0] for text in legend.get_texts()}
+    assert words == {"forward", "input gradient", "weight gradient", "message"}
+
+
 def test_large_timelines_are_drawn(large: Any, tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     draw_timelines([("", large.timeline)], large.plan.placement, path)
     assert path.stat().st_size > 20_000
+    figure = timelines_figure([("", large.timeline)], large.plan.placement)
+    lines = [c for c in figure.axes[0].collections if isinstance(c, LineCollection)]
+    assert [len(c.get_segments()) for c in lines] == [len(large.timeline.transfers)], "a line a message"
 
 
 def test_unknown_suffix_is_refused(sample: Any, tmp_path: Path) -> None:
