@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from deepspeed_pulse import __version__
 from deepspeed_pulse.errors import ConfigError, PlanError, PulseError
+from deepspeed_pulse.ir.fields import MAX_NUMBER
 
 if TYPE_CHECKING:
     from deepspeed_pulse.ir.cluster import Cluster
@@ -170,8 +171,8 @@ def _count(text: str) -> int:
 
 def _positive(text: str) -> float:
     number = _number(text)
-    if not 0.0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, found {text!r}")
+    if not 0.0 < number <= MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"expected a number > 0 and at most {MAX_NUMBER:g}, found {text!r}")
     return number
 
 

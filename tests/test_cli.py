@@ -151,6 +151,25 @@ def test_placement_and_schedule_are_passed_on(placement: str, schedule: str, sta
     assert stages in (None, Plan.load("plan.json").num_stages)
 
 
+@pytest.mark.parametrize("schedule", ["auto", "zbv", "vhalf", "vmin", "dualpipev", "wave", "gpipe"])
+@pytest.mark.usefixtures("folder")
+def test_split_backward_is_planned_checked_simulated_and_shown(
+    schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = "--profile profile.json --cluster cluster.json"
+    assert run(f"{PLAN} --placement wave --schedule {schedule}") == (2 if schedule in ("zbv", "vhalf", "vmin") else 0)
+    assert run(f"{PLAN} --placement wave --schedule {schedule} --split-backward") == 0
+    ops = [a.op.value for row in Plan.load("plan.json").schedule for a in row]
+    assert sorted(set(ops)) == ["F", "I", "W"]
+    assert [ops.count(op) for op in "FIW"] == [4 * 4] * 3
+    assert run(f"check plan.json {costs}") == 0
+    assert run(f"simulate plan.json {costs}") == 0
+    capsys.readouterr()
+    assert run(f"show plan.json {costs} --out a.csv") == 0
+    assert "I( input gradient  W~ weight gradient" in capsys.readouterr().out
+    assert Path("a.csv").read_text().count("W") == 16
+
+
 @pytest.mark.parametrize("profile", ["", " --profile profile.json --cluster cluster.json"])
 @pytest.mark.usefixtures("planned")
 def test_show_prints_the_grid(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +206,10 @@ ERRORS = {
     PLAN.replace("--microbatches 4", "--microbatches x"): "--microbatches: expected an integer >= 1, found 'x'",
     PLAN.replace("--pipeline-ranks 2", "--pipeline-ranks 9"): "the cluster 'toy' has 4",
     PLAN.replace("--out plan.json", ""): "required: --out",
-    PLAN + " --memory-gb nan": "--memory-gb: expected a number > 0, found 'nan'",
+    PLAN + " --memory-gb nan": "--memory-gb: expected a number > 0 and at most 1e+15, found 'nan'",
+    PLAN + " --memory-gb 1e300": "--memory-gb: expected a number > 0 and at most 1e+15, found '1e300'",
+    PLAN + " --waves 1000000000": "2 pipeline ranks with 1000000000 waves have 4000000000 stages and need as many",
+    PLAN.replace("--microbatches 4", "--microbatches 200000"): "use at most 125000 microbatches a step",
     PLAN + " --memory-gb 0.001": "memory",
     PLAN + " --solver-seconds -1": "--solver-seconds: expected a number of seconds >= 0",
     PLAN + " --schedule wav": "wav",

@@ -25,6 +25,10 @@ Placement = tuple[int, ...]
 _NOT_OPTIONS = ("profile", "cluster", "progress")
 PLACEMENTS = ("auto", "wave", "linear")
 
+MOST_STAGES = 10_000
+MOST_FORWARDS = 500_000
+"""Stages times microbatches of an order that is made in minutes and a few GB."""
+
 
 def make_plan(
     profile: Profile,
@@ -66,7 +70,9 @@ def make_plan(
     """
     _check_counts(pipeline_ranks=pipeline_ranks, microbatches=microbatches, data_parallel=data_parallel, waves=waves)
     _check_cluster(cluster, pipeline_ranks * data_parallel)
+    _check_stages(profile, pipeline_ranks, waves)
     places = _placements(profile, placement, pipeline_ranks, waves, boundaries, schedule, split_backward)
+    _check_forwards(max(map(len, places)), microbatches)
     request = _Request(
         profile=profile,
         cluster=cluster,
@@ -238,6 +244,7 @@ def reorder(
 ) -> Plan:
     """The same cuts, placement and routes with another number of microbatches."""
     _check_counts(microbatches=microbatches)
+    _check_forwards(plan.num_stages, microbatches)
     return synthesize(
         replace(plan, microbatches=microbatches),
         profile,
@@ -311,6 +318,24 @@ def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"{name}: expected an integer >= 1, found {count!r}")
+
+
+def _check_stages(profile: Profile, ranks: int, waves: int) -> None:
+    """Before a placement that large is built; fewer stages than that are compared with the layers."""
+    if 2 * ranks * waves > MOST_STAGES:
+        raise InfeasibleError(
+            f"{ranks} pipeline ranks with {waves} waves have {2 * ranks * waves} stages and need as many layers, the "
+            f"model {profile.name!r} has {profile.num_layers}; at most {MOST_STAGES} stages are planned"
+        )
+
+
+def _check_forwards(stages: int, microbatches: int) -> None:
+    if stages * microbatches > MOST_FORWARDS:
+        raise ConfigError(
+            f"microbatches: {microbatches} of {stages} stages are {stages * microbatches} forwards, at most "
+            f"{MOST_FORWARDS} are planned; use at most {MOST_FORWARDS // stages} microbatches a step, larger ones or "
+            "more data-parallel pipelines"
+        )
 
 
 def _check_cluster(cluster: Cluster, num_ranks: int) -> None:

@@ -1,6 +1,7 @@
 """The front door: what it chooses and what it refuses."""
 
 import random
+import re
 
 import pytest
 from toys import cluster, layer, profile, random_profile, skip, uniform
@@ -99,6 +100,19 @@ def test_memory_defaults_to_the_cluster_and_caps_the_peak():
     with pytest.raises(InfeasibleError, match=r"wave placement: no schedule found fits(.|\n)*linear placement: "):
         made(costs, 2, 8, cluster=cluster(memory_bytes=30))
     assert made(costs, 2, 8, cluster=cluster(memory_bytes=30), memory_bytes=10**9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_an_impossible_cap_asks_for_is_enough(seed):
+    rng = random.Random(seed)
+    sizes = [(rng.randrange(10**8), rng.randrange(10**8)) for _ in range(10)]
+    costs = profile([layer(rng.uniform(1, 2), 3, a, b, 10**6) for a, b in sizes], [skip("s", 1, 8, 10**6)])
+    options = {"placement": rng.choice(["wave", "linear"]), "split_backward": rng.random() < 0.5}
+    with pytest.raises(InfeasibleError) as caught:
+        made(costs, 2, 4, memory_bytes=10**6, **options)
+    needed = re.search(r"the most frugal one needs ([\d.]+) GB", str(caught.value))
+    found = made(costs, 2, 4, memory_bytes=int(float(needed[1]) * 1e9), **options)
+    assert max(found.estimate.peak_bytes) > (float(needed[1]) - 0.001) * 1e9, "and no more than needed"
 
 
 def test_reorder_keeps_the_cuts():

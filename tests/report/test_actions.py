@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
-from deepspeed_pulse.ir.schedule import Action, Schedule
+from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.heuristics import generators_for
 from deepspeed_pulse.planner.instance import Instance
@@ -38,18 +39,19 @@ def test_torch_validates_the_order(sample: Any) -> None:
     assert [found[stage] for stage in range(8)] == list(sample.plan.placement)
 
 
-def _accepted(order: Schedule, placement: tuple[int, ...], microbatches: int) -> None:
-    """Torch validates the order, adds sends and receives, and runs them in its own dry run without a deadlock."""
+def _accepted(plan: Plan) -> None:
+    """Torch reads the table, validates it, adds sends and receives, and runs them in its own dry run to the end."""
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _simulate_comms_compute
     from torch.distributed.pipelining.schedules import _validate_schedule as validate
 
-    ranks, stages = max(placement) + 1, len(placement)
-    actions = {rank: [_Action.from_str(str(a)) for a in row] for rank, row in enumerate(order)}
-    validate(actions, ranks, stages, microbatches)
+    placement, ranks, stages = plan.placement, plan.pipeline_ranks, plan.num_stages
+    table = csv.reader(io.StringIO(to_csv(plan)))
+    actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(table)}
+    validate(actions, ranks, stages, plan.microbatches)
     sent = _add_send_recv(actions, stage_to_rank=lambda stage: placement[stage], num_stages=stages)
     done = _simulate_comms_compute(sent, stage_to_rank=lambda stage: placement[stage], num_stages=stages)
     ran = {rank: [str(a) for a in row if a is not None] for rank, row in done.items()}
-    assert all(set(map(str, row)) <= set(ran[rank]) for rank, row in enumerate(order))
+    assert all(set(map(str, row)) <= set(ran[rank]) for rank, row in enumerate(plan.schedule))
 
 
 @pytest.mark.parametrize("placement", [wave_placement(4), wave_placement(2, 2), linear_placement(4), (0, 1, 2) * 2])
@@ -60,7 +62,7 @@ def test_torch_accepts_every_generator(placement: tuple[int, ...], split: bool) 
         for generator in generators_for("auto", placement, split=split).values():
             for order in generator.orders(instance, (None,), split):
                 with contextlib.suppress(InfeasibleError):
-                    _accepted(order(), placement, microbatches)
+                    _accepted(replace(instance.plan, schedule=order()))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -74,7 +76,7 @@ def test_torch_accepts_what_is_synthesised(split: bool) -> None:
         split_backward=split,
         solver_seconds=0.5,
     )
-    _accepted(found.schedule, found.placement, 8)
+    _accepted(found)
 
 
 def _instance(placement: tuple[int, ...], microbatches: int) -> Instance:
