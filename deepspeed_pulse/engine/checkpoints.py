@@ -24,6 +24,9 @@ class CheckpointingEngine(PipelineEngine):
     says what each rank held; when another layout resumes, optimizer state is found by parameter name.
     """
 
+    _last_save: tuple[Any, dict[str, Any]] | None = None
+    """Folder and client state of the last save, for a run that is asked to stop."""
+
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         if type(self.checkpoint_engine) is not TorchCheckpointEngine:
@@ -58,6 +61,7 @@ class CheckpointingEngine(PipelineEngine):
             self._write_record(Path(save_dir) / folder.writing, record)
             folder.commit(save_latest=save_latest)
         dist.barrier()
+        self._last_save = save_dir, client_state or {}
         return True
 
     def load_checkpoint(

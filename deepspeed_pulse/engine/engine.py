@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from deepspeed import comm as dist
@@ -32,6 +32,7 @@ from deepspeed_pulse.engine.instructions import (
     ReceiveMessages,
     SendMessages,
 )
+from deepspeed_pulse.engine.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.engine.watchdog import Watchdog
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
@@ -102,6 +103,7 @@ class PulseEngine(CheckpointingEngine):
             state_bytes=self._state_bytes(),
             timeout_seconds=self._pulse.timeout_seconds,
         )
+        self._preemption = Preemption()
         self._started = True
         if self.global_rank == 0:
             figures.print_plan(module.planned, module.graph, module.layer_list)
@@ -149,11 +151,25 @@ class PulseEngine(CheckpointingEngine):
         """As upstream: one step over the global batch; returns the mean loss."""
         start = self._engine_device.now_ms()
         with self._watchdog.watching("the start of train_batch"):
+            # here, not at the end: what the script does after a step (logs, averaged weights) is done by now
+            if self._preemption.agreed():
+                self.save_and_exit()
             loss = super().train_batch(data_iter)
         self._step_ms = self._engine_device.now_ms() - start
         if self._steps["train"] in (1, REPORT_STEP):
             self._report()
         return loss
+
+    def save_and_exit(self) -> NoReturn:
+        """End a run that was asked to stop: a checkpoint where the last one went, then exit status 143."""
+        saved = "nothing saved: this run has not saved a checkpoint yet, so it is not known where to"
+        if self._last_save is not None:
+            save_dir, client_state = self._last_save
+            self.save_checkpoint(save_dir, client_state=client_state)
+            saved = f"saved {save_dir}/global_step{self.global_steps}"
+        if self.global_rank == 0:
+            print(f"deepspeed_pulse: SIGTERM after step {self.global_steps}: {saved}; exit", flush=True)
+        raise SystemExit(EXIT_STATUS)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, forward only."""

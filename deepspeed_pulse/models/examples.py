@@ -27,6 +27,10 @@ class Shapes:
     def integers(self, *shape: int) -> Tensor:
         return torch.empty(self._microbatch_size, *shape, dtype=torch.long, device="meta")
 
+    def table(self, *shape: int) -> Tensor:
+        """Numbers that all samples share."""
+        return torch.empty(*shape, dtype=self._dtype, device="meta")
+
     @property
     def sides(self) -> tuple[int, int]:
         """Height and width of a sample."""
@@ -87,7 +91,48 @@ def _classes(shapes: Shapes) -> Tensor:
     return shapes.numbers(shapes.config.projection_class_embeddings_input_dim)
 
 
+def _hunyuan_dit(shapes: Shapes) -> dict[str, Any]:
+    config, (height, width) = shapes.config, shapes.sides
+    num_patches = (height // config.patch_size) * (width // config.patch_size)
+    batch: dict[str, Any] = {
+        "hidden_states": shapes.numbers(config.in_channels, height, width),
+        "timestep": shapes.numbers(),
+        "encoder_hidden_states": shapes.numbers(config.text_len, config.cross_attention_dim),
+        "text_embedding_mask": shapes.integers(config.text_len),
+        "encoder_hidden_states_t5": shapes.numbers(config.text_len_t5, config.cross_attention_dim_t5),
+        "text_embedding_mask_t5": shapes.integers(config.text_len_t5),
+        "image_rotary_emb": tuple(shapes.table(num_patches, config.attention_head_dim) for _ in ("cos", "sin")),
+    }
+    if config.use_style_cond_and_image_meta_size:
+        batch |= {"image_meta_size": shapes.numbers(6), "style": shapes.integers()}
+    return batch
+
+
+def _uvit(shapes: Shapes) -> dict[str, Any]:
+    config = shapes.config
+    batch = {"sample": shapes.numbers(config.in_channels, *shapes.sides), "timestep": shapes.integers()}
+    if config.num_classes is not None:
+        batch["class_labels"] = shapes.integers()
+    if config.text_dim is not None:
+        batch["encoder_hidden_states"] = shapes.numbers(config.num_text_tokens, config.text_dim)
+    return batch
+
+
+def _unidiffuser(shapes: Shapes) -> dict[str, Any]:
+    config = shapes.config
+    return {
+        "latent_image_embeds": shapes.numbers(config.in_channels, *shapes.sides),
+        "image_embeds": shapes.numbers(1, config.clip_img_dim),
+        "prompt_embeds": shapes.numbers(config.num_text_tokens, config.text_dim),
+        "timestep_img": shapes.integers(),
+        "timestep_text": shapes.integers(),
+    }
+
+
 EXAMPLES: dict[str, Callable[[Shapes], dict[str, Any]]] = {
+    "HunyuanDiT2DModel": _hunyuan_dit,
+    "UViTModel": _uvit,
+    "UniDiffuserModel": _unidiffuser,
     "UNet2DModel": _unet_2d,
     "UNet2DConditionModel": _unet_2d_condition,
 }

@@ -17,11 +17,21 @@ from deepspeed_pulse.models.switches import NOT_ENTRIES, check_switches
 Granularity = Literal["block", "fine"]
 
 FAMILIES = {
+    "AudioLDM2UNet2DConditionModel": "audioldm2",
+    "CogVideoXTransformer3DModel": "cogvideox",
+    "FluxTransformer2DModel": "flux",
     "HunyuanDiT2DModel": "hunyuan_dit",
-    "UViTModel": "uvit",
+    "HunyuanVideoTransformer3DModel": "hunyuan_video",
+    "PixArtTransformer2DModel": "pixart",
+    "SD3Transformer2DModel": "sd3",
     "UNet2DConditionModel": "unet",
     "UNet2DModel": "unet",
+    "UNet3DConditionModel": "unet_3d",
+    "UNetMotionModel": "unet_motion",
+    "UNetSpatioTemporalConditionModel": "unet_spatio_temporal",
+    "UViTModel": "uvit",
     "UniDiffuserModel": "unidiffuser",
+    "WanTransformer3DModel": "wan",
 }
 """Class of the model to the module of this package whose ``to_layers`` takes it."""
 

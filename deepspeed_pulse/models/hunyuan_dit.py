@@ -24,7 +24,18 @@ from diffusers import HunyuanDiT2DModel
 from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
-from deepspeed_pulse.models.transformer_units import Piece, TokenUnit, Whole, declare, patches_value, same, unpatchify
+from deepspeed_pulse.models.transformer_units import (
+    Piece,
+    TokenUnit,
+    Whole,
+    declare,
+    foreign,
+    numbered,
+    patches_value,
+    refuse,
+    same,
+    unpatchify,
+)
 from deepspeed_pulse.models.units import Origin, check_cover
 
 ATTENTIONS = ("skip_norm", "skip_linear", "norm1", "attn1", "norm2", "attn2")
@@ -42,6 +53,7 @@ def to_layers(model: HunyuanDiT2DModel, *, granularity: str = "block", image_rot
 
     With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
     """
+    refuse(model, foreign(model, numbered(model, "blocks"), ("HunyuanDiTBlock",)))
     origin = Origin.of(model)
     layers = list(_layers(model, origin, fine=granularity == "fine", rotary=image_rotary_emb))
     check_cover((declared.layer for declared in layers), origin)

@@ -8,6 +8,48 @@ from __future__ import annotations
 
 from typing import Any
 
+_LATENT = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "num_classes": 1001}
+_PIXEL = {**_LATENT, "sample_size": 64, "patch_size": 4, "in_channels": 3}
+_M = {"hidden_size": 768, "num_layers": 16, "num_attention_heads": 12}
+_L = {"hidden_size": 1024, "num_layers": 20, "num_attention_heads": 16}
+_H = {"hidden_size": 1152, "num_layers": 28, "num_attention_heads": 16}
+
+UVIT_SIZES: dict[str, dict[str, Any]] = {
+    "M/2": {**_LATENT, **_M},
+    "M/4": {**_PIXEL, **_M},
+    "L/2": {**_LATENT, **_L},
+    "L/4": {**_PIXEL, **_L},
+    "H/2": {**_LATENT, **_H},
+    "H/4": {**_LATENT, **_H, "sample_size": 64, "patch_size": 4},
+    "1B": {**_LATENT, **_H, "in_channels": 3, "num_layers": 56},
+    "2.7B": {**_LATENT, "in_channels": 3, "hidden_size": 2048, "num_layers": 48, "num_attention_heads": 32},
+}
+"""U-ViT by name, width and depth.
+
+M, L and H are Bao et al.'s, table 1 (class-conditional ImageNet; /2 and H/4 on latents, M/4 and L/4 on 64x64
+pixels). 1B and 2.7B have the tokens (258), widths and, for 2.7B, the blocks of the PULSE paper (arXiv 2606.19163);
+the depth of 1B is the one that gives its number of parameters at its width.
+"""
+
+_UVIT_NAMED = ("M/2", "L/2", "H/2", "1B", "2.7B")
+
+_HUNYUAN_DIT = {
+    "_class_name": "HunyuanDiT2DModel",
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 4,
+    "num_layers": 40,
+    "num_attention_heads": 16,
+    "attention_head_dim": 88,
+    "hidden_size": 1408,
+    "mlp_ratio": 4.3637,
+    "cross_attention_dim": 1024,
+    "cross_attention_dim_t5": 2048,
+    "pooled_projection_dim": 1024,
+    "text_len": 77,
+    "text_len_t5": 256,
+}
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     # stable-diffusion-v1-5/stable-diffusion-v1-5, 512 x 512
     "sd15": {
@@ -39,4 +81,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": 2816,
     },
+    # Tencent-Hunyuan/HunyuanDiT-v1.1-Diffusers and v1.2-Diffusers, 1024 x 1024
+    "hunyuan-dit-1.1": {**_HUNYUAN_DIT, "use_style_cond_and_image_meta_size": True},
+    "hunyuan-dit": {**_HUNYUAN_DIT, "use_style_cond_and_image_meta_size": False},
+    # thu-ml/unidiffuser-v1, 512 x 512
+    "unidiffuser": {
+        "_class_name": "UniDiffuserModel",
+        "text_dim": 64,
+        "clip_img_dim": 512,
+        "num_text_tokens": 77,
+        "num_attention_heads": 24,
+        "attention_head_dim": 64,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 30,
+        "sample_size": 64,
+        "patch_size": 2,
+        "activation_fn": "gelu",
+        "num_embeds_ada_norm": 1000,
+        "ff_final_dropout": True,
+        "use_data_type_embedding": True,
+    },
+    # 256 x 256, but for the two of the PULSE paper, which are on pixels
+    **{f"uvit-{size.split('/')[0].lower()}": {"_class_name": "UViTModel", **UVIT_SIZES[size]} for size in _UVIT_NAMED},
 }

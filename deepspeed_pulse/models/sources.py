@@ -64,11 +64,12 @@ def build_model(config: Mapping[str, Any], *, dtype: str = "float32", where: str
     name = config.get("_class_name")
     if not isinstance(name, str):
         raise ConfigError(f"{where}: expected the name of a diffusers model in _class_name, found {name!r}")
-    kind = getattr(diffusers, name, None)
-    if name not in FAMILIES or kind is None:
+    if name not in FAMILIES:
         raise ConfigError(
             f"{where}: expected one of {', '.join(FAMILIES)} in _class_name, found {name}{did_you_mean(name, FAMILIES)}"
         )
+    family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[name]}")
+    kind = getattr(diffusers, name, None) or getattr(family, name)
     try:
         with torch.device("meta"):
             model: nn.Module = kind.from_config(dict(config))

@@ -11,7 +11,8 @@ is a named value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +26,12 @@ from deepspeed_pulse.models.units import Origin, Unit
 class Entry(Unit):
     """Norm and projection of an image ``(batch, channels, height, width)`` to tokens; stashes the image."""
 
-    def __init__(self, model: Any, origin: Origin, path: str) -> None:
-        super().__init__(model, origin, f"{path}.norm", f"{path}.proj_in")
-        self.linear = model.get_submodule(path).use_linear_projection
+    def __init__(self, model: Any, origin: Origin, path: str, *more: str) -> None:
+        super().__init__(model, origin, *(f"{path}.{name}" for name in ("norm", "proj_in", *more)))
+        self.linear = getattr(model.get_submodule(path), "use_linear_projection", True)
 
-    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        norm, proj_in = map(self.part, self.paths)
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        norm, proj_in = map(self.part, self.paths[:2])
         hidden = norm(image)
         return (proj_in(_tokens(hidden)) if self.linear else _tokens(proj_in(hidden))), image
 
@@ -40,7 +41,7 @@ class Exit(Producer):
 
     def __init__(self, model: Any, origin: Origin, path: str) -> None:
         super().__init__(model, origin, f"{path}.proj_out")
-        self.linear = model.get_submodule(path).use_linear_projection
+        self.linear = getattr(model.get_submodule(path), "use_linear_projection", True)
 
     def run(self, hidden: Tensor, residual: Tensor) -> Tensor:
         if self.linear:
@@ -93,26 +94,31 @@ class Mlp(Unit):
         return ff(norm(hidden)) + hidden
 
 
-def fine_transformer(
-    model: Any, origin: Origin, path: str, *, reads: tuple[str, ...], pop: tuple[str, ...]
-) -> Iterator[Declared]:
-    """The layers of a ``Transformer2DModel``; ``pop`` are the named values for the arguments ``reads``."""
-    residual = f"{path}.residual"
-    yield spec(Entry(model, origin, path), stash=residual, name=f"{path}.entry")
-    for index, _ in enumerate(model.get_submodule(path).transformer_blocks):
-        yield from fine_block(model, origin, f"{path}.transformer_blocks.{index}", reads=reads, pop=pop)
-    yield spec(Exit(model, origin, path), pop=residual, name=f"{path}.exit")
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The units that a transformer is cut into."""
 
+    entry: type[Unit] = Entry
+    attention: type[Attention] = Attention
+    exit: type[Producer] = Exit
+    ends_pop: tuple[str, ...] = ()  # what entry and exit pop besides the residual
 
-def fine_block(
-    model: Any, origin: Origin, path: str, *, reads: tuple[str, ...], pop: tuple[str, ...]
-) -> Iterator[Declared]:
-    """Attention and MLP of a ``BasicTransformerBlock``."""
-    norm = model.get_submodule(path).norm_type
-    if norm != "layer_norm":
-        raise GraphError(f"{path} has norm_type {norm!r}, supported: 'layer_norm'; use granularity=\"block\"")
-    yield spec(Attention(model, origin, path, reads=reads), pop=pop, name=f"{path}.attention")
-    yield spec(Mlp(model, origin, path), name=f"{path}.mlp")
+    def transformer(self, model: Any, origin: Origin, path: str, given: Mapping[str, str]) -> Iterator[Declared]:
+        """The layers of a ``Transformer2DModel`` or one like it; ``given`` is the named value for each argument."""
+        residual = f"{path}.residual"
+        yield spec(self.entry(model, origin, path), pop=self.ends_pop, stash=residual, name=f"{path}.entry")
+        for index, _ in enumerate(model.get_submodule(path).transformer_blocks):
+            yield from self.block(model, origin, f"{path}.transformer_blocks.{index}", given)
+        yield spec(self.exit(model, origin, path), pop=(residual, *self.ends_pop), name=f"{path}.exit")
+
+    def block(self, model: Any, origin: Origin, path: str, given: Mapping[str, str]) -> Iterator[Declared]:
+        """Attention and MLP of a ``BasicTransformerBlock``."""
+        norm = model.get_submodule(path).norm_type
+        if norm != "layer_norm":
+            raise GraphError(f"{path} has norm_type {norm!r}, supported: 'layer_norm'; use granularity=\"block\"")
+        unit = self.attention(model, origin, path, reads=tuple(given))
+        yield spec(unit, pop=tuple(given.values()), name=f"{path}.attention")
+        yield spec(Mlp(model, origin, path), name=f"{path}.mlp")
 
 
 def _tokens(image: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ that it is known without reading memory, on every device. In a wave both layers 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -58,6 +59,40 @@ class Piece(TokenUnit):
         return self.get_submodule(self.at)
 
 
+class Remembered:
+    """What is computed from a few tensors alone, kept while they stay the same objects with the same content.
+
+    Layers that read the same table (rotary angles, masks) share one of these: on each rank the table is made
+    once for a microbatch, and held once for all their backwards, instead of being sent.
+    """
+
+    def __init__(self) -> None:
+        self._sources: tuple[Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()
+        self._result: Any = None
+
+    def get(self, compute: Callable[[], Any], *sources: Tensor) -> Any:
+        """``compute()``, or what it gave when it was last asked for with these ``sources``."""
+        if any(source.is_inference() for source in sources):
+            return compute()  # such tensors do not tell whether they were changed
+        versions = tuple(source._version for source in sources)
+        same_objects = len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources))
+        if not same_objects or versions != self._versions:
+            self._sources, self._versions, self._result = sources, versions, compute()
+        return self._result
+
+
+class Sharing(TokenUnit):
+    """A layer that makes something together with the other layers of its kind on a rank."""
+
+    shared: Remembered
+
+    def sharing(self, shared: Remembered) -> Any:
+        """This layer, after it was told what it shares."""
+        self.shared = shared
+        return self
+
+
 def declare(
     unit: TokenUnit,
     *,
@@ -84,6 +119,19 @@ def refuse(model: nn.Module, problems: Iterable[str]) -> None:
         raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(found))
 
 
+def foreign(model: nn.Module, paths: Iterable[str], kinds: tuple[str, ...]) -> Iterator[str]:
+    """Lines about submodules whose class is none of ``kinds``: they may read or return something else."""
+    for path in paths:
+        kind = type(model.get_submodule(path)).__name__
+        if kind not in kinds:
+            yield f"{path} is a {kind}, supported: {', '.join(kinds)}"
+
+
+def numbered(model: nn.Module, path: str) -> list[str]:
+    """The paths of the items of a ``ModuleList``."""
+    return [f"{path}.{index}" for index in range(len(model.get_submodule(path)))]
+
+
 def same(*names: str) -> dict[str, str]:
     """Values whose keyword is their name."""
     return {name: name for name in names}
@@ -92,6 +140,12 @@ def same(*names: str) -> dict[str, str]:
 def patches_value(hidden: Tensor, *size: int) -> Tensor:
     """A value without content whose shape is ``size``: patches in height and width, for videos frames first."""
     return hidden.new_zeros(size, dtype=torch.bool)
+
+
+def size_only(patches: Tensor, patch_size: Sequence[int]) -> Tensor:
+    """A video ``(1, 1, frames, height, width)`` of that many patches, for what reads its shape and device only."""
+    size = (count * length for count, length in zip(patches.shape, patch_size, strict=True))
+    return patches.new_zeros(()).expand(1, 1, *size)
 
 
 def unpatchify(tokens: Tensor, size: Sequence[int], patch_size: int) -> Tensor:

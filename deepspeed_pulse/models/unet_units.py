@@ -76,8 +76,11 @@ class Stem(Producer):
         if self.center:
             sample = 2 * sample - 1.0
         temb = self.embed(sample, entries)
-        text = (self.encoder_hid_proj(entries["encoder_hidden_states"]),) if self.projects_text else ()
-        return self.leave(self.enter(sample, entries), temb, *text)
+        return self.leave(self.enter(sample, entries), temb, *self.more(sample, entries))
+
+    def more(self, sample: Tensor, entries: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """What is stashed besides ``temb``."""
+        return (self.encoder_hid_proj(entries["encoder_hidden_states"]),) if self.projects_text else ()
 
     def enter(self, sample: Tensor, entries: dict[str, Tensor]) -> Tensor:
         """The sample as a hidden state."""
@@ -122,14 +125,14 @@ class Resnet(Producer):
 class SkipResnet(Resnet):
     """A resnet on the way up: reads the hidden state joined with its skip."""
 
-    def forward(self, hidden: Tensor, skip: Tensor, temb: Tensor) -> Any:
+    def forward(self, hidden: Tensor, skip: Tensor, *popped: Tensor) -> Any:
         if hidden.shape[-2:] != skip.shape[-2:]:
             raise BatchError(
                 f"layer {self.paths[0]}: the hidden state is {_by(hidden)}, its skip {_by(skip)}: the sample's height "
                 "or width is not divisible by the model's total downsampling; "
                 "make the list with to_layers(model, upsample_size=True)"
             )
-        return super().forward(torch.cat([hidden, skip], dim=-3), temb)
+        return super().forward(torch.cat([hidden, skip], dim=1), *popped)
 
 
 class SelfAttention(Producer):

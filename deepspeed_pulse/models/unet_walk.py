@@ -29,7 +29,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared, spec
-from deepspeed_pulse.models.tokens import fine_transformer
+from deepspeed_pulse.models.tokens import Cut
 from deepspeed_pulse.models.unet_units import (
     CrossAttention,
     Downsample,
@@ -116,12 +116,17 @@ class Walk:
 
     def transformer(self, path: str) -> Layers:
         """A transformer that reads the text, and the masks that the batch has."""
-        reads, pop = ("encoder_hidden_states", *self.masks), (self.text, *self.masks)
+        return self.transformer_reading(
+            path, {"encoder_hidden_states": self.text, **{name: name for name in self.masks}}
+        )
+
+    def transformer_reading(self, path: str, given: dict[str, str]) -> Layers:
+        """A ``Transformer2DModel``; ``given`` is the named value for each of its arguments."""
         if self.fine:
-            return list(fine_transformer(self.model, self.origin, path, reads=reads, pop=pop))
-        layers = self.one(CrossAttention, path, pop=pop)
-        layers[0].layer.reads = reads
-        return layers
+            return list(Cut().transformer(self.model, self.origin, path, given))
+        unit = CrossAttention(self.model, self.origin, path)
+        unit.reads = tuple(given)
+        return [spec(unit, pop=tuple(given.values()), name=path)]
 
     def row_after(self, block: nn.Module, index: int) -> Iterator[str]:
         """Paths within a block of what follows its resnet ``index``."""

@@ -25,7 +25,17 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import BatchError
-from deepspeed_pulse.models.transformer_units import Piece, TokenUnit, Whole, declare, refuse, same, unpatchify
+from deepspeed_pulse.models.transformer_units import (
+    Piece,
+    TokenUnit,
+    Whole,
+    declare,
+    foreign,
+    numbered,
+    refuse,
+    same,
+    unpatchify,
+)
 from deepspeed_pulse.models.units import Origin, check_cover
 
 BLOCKS = ("UniDiffuserBlock", "UTransformerBlock")
@@ -103,22 +113,16 @@ def _block(
 
 
 def _problems(model: UniDiffuserModel, *, data_type: bool, text: bool) -> Iterator[str]:
-    config, transformer = model.config, model.transformer
+    config = model.config
     if config.norm_type != "layer_norm":
         yield f"config.norm_type is {config.norm_type!r}, supported: 'layer_norm'"
     if data_type and not config.use_data_type_embedding:
         yield "data_type=True was asked for, but config.use_data_type_embedding is False"
     if text and config.cross_attention_dim is None:
         yield f"{TEXT}=True was asked for, but config.cross_attention_dim is None"
-    named = [(f"transformer.transformer_in_blocks.{i}", b) for i, b in enumerate(transformer.transformer_in_blocks)]
-    named += [("transformer.transformer_mid_block", transformer.transformer_mid_block)]
-    named += [
-        (f"transformer.transformer_out_blocks.{i}.block", pair["block"])
-        for i, pair in enumerate(transformer.transformer_out_blocks)
-    ]
-    for path, block in named:
-        if type(block).__name__ not in BLOCKS:
-            yield f"{path} is a {type(block).__name__}, supported: {', '.join(BLOCKS)}"
+    paths = [*numbered(model, "transformer.transformer_in_blocks"), "transformer.transformer_mid_block"]
+    paths += [f"{path}.block" for path in numbered(model, "transformer.transformer_out_blocks")]
+    yield from foreign(model, paths, BLOCKS)
 
 
 # ---------------------------------------------------------------------------------------- layers

@@ -30,31 +30,9 @@ from torch.nn import functional
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import BatchError, ConfigError, did_you_mean
+from deepspeed_pulse.models.published import UVIT_SIZES as SIZES
 from deepspeed_pulse.models.transformer_units import Whole, declare, same, unpatchify
 from deepspeed_pulse.models.units import Origin, check_cover
-
-_LATENT = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "num_classes": 1001}
-_PIXEL = {**_LATENT, "sample_size": 64, "patch_size": 4, "in_channels": 3}
-_M = {"hidden_size": 768, "num_layers": 16, "num_attention_heads": 12}
-_L = {"hidden_size": 1024, "num_layers": 20, "num_attention_heads": 16}
-_H = {"hidden_size": 1152, "num_layers": 28, "num_attention_heads": 16}
-
-SIZES: dict[str, dict[str, Any]] = {
-    "M/2": {**_LATENT, **_M},
-    "M/4": {**_PIXEL, **_M},
-    "L/2": {**_LATENT, **_L},
-    "L/4": {**_PIXEL, **_L},
-    "H/2": {**_LATENT, **_H},
-    "H/4": {**_LATENT, **_H, "sample_size": 64, "patch_size": 4},
-    "1B": {**_LATENT, **_H, "in_channels": 3, "num_layers": 56},
-    "2.7B": {**_LATENT, "in_channels": 3, "hidden_size": 2048, "num_layers": 48, "num_attention_heads": 32},
-}
-"""Configurations by name, width and depth.
-
-M, L and H are Bao et al.'s, table 1 (class-conditional ImageNet; /2 and H/4 on latents, M/4 and L/4 on 64x64
-pixels). 1B and 2.7B have the tokens (258), widths and, for 2.7B, the blocks of the PULSE paper (arXiv 2606.19163);
-the depth of 1B is the one that gives its number of parameters at its width.
-"""
 
 
 class UViTModel(ModelMixin, ConfigMixin):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,9 +81,9 @@ class Weights:
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])
         """Hidden state that crosses a cut before a layer, one way."""
         self.values = _values(profile)
-        self.paired = tuple(value for value in self.values if len(value.targets) == 1)
-        """Values with one consumer, whose ends belong on one rank; all others are sent wherever the cuts part them."""
-        self.travelling = tuple(value for value in self.values if len(value.targets) > 1)
+        self.paired = _over_the_turn([value for value in self.values if len(value.targets) == 1], self.work_ms)
+        """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
+        self.travelling = tuple(value for value in self.values if value not in self.paired)
         self._slow = _slowness(self.placement, cluster, data_parallel)
 
     def without_memory(self) -> Weights:
@@ -186,6 +187,26 @@ def _values(profile: Profile) -> tuple[Value, ...]:
         )
         for value in named_values(profile)
     )
+
+
+def _over_the_turn(pairs: Sequence[Value], work_ms: Floats) -> tuple[Value, ...]:
+    """Of values with one consumer, those that jump over the layer that most of them jump over.
+
+    There a wave turns, and only mirror stages can hold both ends of such a value. One that begins and ends on the
+    same side (the residual of a transformer cut into its blocks) is local unless a cut falls between; then it goes
+    to the next stage beside the hidden state, and is worth no more than its bytes. Of several such layers the one
+    nearest to the middle of the work inside the values that jump over all of them.
+    """
+    jumps = Counter(layer for value in pairs for layer in range(value.source + 1, value.targets[0] + 1))
+    fullest = [layer for layer in sorted(jumps) if jumps[layer] == max(jumps.values())]
+    if not fullest:
+        return tuple(pairs)
+    around = [value for value in pairs if value.source < fullest[0] and fullest[-1] <= value.targets[0]]
+    first = max((value.source for value in around), default=0)
+    last = min((value.targets[0] for value in around), default=len(work_ms) - 1)
+    middle = (work_ms[first] + work_ms[last]) / 2
+    turn = min(fullest, key=lambda layer: abs(float(work_ms[layer] - middle)))
+    return tuple(value for value in pairs if value.source < turn <= value.targets[0])
 
 
 def _slowness(placement: tuple[int, ...], cluster: Cluster, data_parallel: int) -> Floats:

@@ -194,7 +194,7 @@ def test_a_save_that_broke_off_does_not_load(tmp_path, monkeypatch):
     monkeypatch.setattr("deepspeed_pulse.models.ema.save_file", fail)
     with pytest.raises(FileError, match="averages cannot be written: disk full"):
         averaged(lambda engine, ema: ema.save(tmp_path), ranks=2)
-    with pytest.raises(FileError, match="ema.json: expected what EMA.save"):
+    with pytest.raises(FileError, match=r"ema\.json: expected what EMA\.save"):
         on_ranks(to_layers(small()), lambda engine: EMA(engine).load(tmp_path))
 
 

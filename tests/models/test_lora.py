@@ -12,9 +12,25 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.families import assert_transparent
 from support.launch import launch
 from support.reference import error
-from support.small_models import pixel_entries, sd_entries, small_sd_unet, small_unet
+from support.small_models import (
+    pixel_entries,
+    sd_entries,
+    sdxl_entries,
+    small_sd_unet,
+    small_sdxl_unet,
+    small_unet,
+)
+from support.small_transformers import (
+    hunyuan_dit_batch,
+    small_hunyuan_dit,
+    small_unidiffuser,
+    small_uvit,
+    unidiffuser_batch,
+    uvit_batch,
+)
 from support.thread_ranks import on_ranks
 
 from deepspeed_pulse.errors import ConfigError
@@ -48,6 +64,37 @@ def test_what_trains_trains_as_in_one_process(world: int, tmp_path: Path) -> Non
     cases = [{**case, "out": str(tmp_path)} for case in CASES[world]]
     for _, output in launch("support.lora_ranks:run_cases", world, cases, timeout=500):
         assert output.count("PASSED") == len(cases)
+
+
+# ---------------------------------------------------------------------------------------- families
+
+FAMILIES = {
+    "sdxl": (small_sdxl_unet, sdxl_entries),
+    "hunyuan_dit": (small_hunyuan_dit, hunyuan_dit_batch),
+    "unidiffuser": (small_unidiffuser, unidiffuser_batch),
+    "uvit": (small_uvit, uvit_batch),
+}
+
+
+@pytest.mark.parametrize("granularity", ["block", "fine"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_every_family_carry_adapters(family: str, granularity: str) -> None:
+    """On whatever is linear or a convolution, so no layer reads a weight past its adapter."""
+    make, batch = FAMILIES[family]
+    model = make()
+    kinds = (torch.nn.Linear, torch.nn.Conv2d)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    options = {"r": 2, "init_lora_weights": False, "lora_bias": False}
+    inject_adapter_in_model(LoraConfig(target_modules=names, **options), model)
+    # Parts that the models themselves do not call: one is unused, of the other they read the weights.
+    uncalled = ("transformer.pos_embed.proj.", ".pooler.")
+    unused = [name for name, _ in model.named_parameters() if any(part in name for part in uncalled)]
+
+    def forward(model: Any, batch: dict[str, Any]) -> Any:
+        output = model(**batch, return_dict=False) if family != "unidiffuser" else model(**batch)
+        return output[0] if len(output) == 1 else output
+
+    assert_transparent(model, batch(), forward, ranks=(1, 2), without_gradient=unused, granularity=granularity)
 
 
 # ------------------------------------------------------------------------------------------ saving

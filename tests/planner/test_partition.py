@@ -56,6 +56,17 @@ def test_a_lone_skip_that_would_ruin_the_balance_travels():
     assert sum(cuts[s + 1] - cuts[s] for s in (0, 7)) == 4
 
 
+def test_a_value_on_one_side_of_the_turn_does_not_hold_the_cuts():
+    """As heavy as the skips, the residual 2 -> 5 would cost a quarter of a rank's load to keep; the skips stay."""
+    skips = [skip("outer", 0, 15, 5), skip("middle", 1, 14, 5), skip("inner", 7, 8, 5), skip("residual", 2, 5, 5)]
+    weights = Weights(
+        profile([layer()] * 16, skips), wave_placement(4), cluster=cluster(), data_parallel=1, memory_bytes=None
+    )
+    assert [value.name for value in weights.paired] == ["outer", "middle", "inner"]
+    found = best_partition(weights, microbatches=8)
+    assert found.cuts == (0, 2, 4, 6, 8, 10, 12, 14, 16)
+
+
 def test_one_crossing_skip_does_not_part_the_nested_ones():
     nested = [skip(f"s{i}", 2 * i, 45 - 2 * i, 500) for i in range(11)]
     rng = random.Random(0)

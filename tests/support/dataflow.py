@@ -63,7 +63,7 @@ def reads_of_export(program: Any, batch: dict[str, Any], parts: Iterable[str]) -
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        found = frozenset().union(*(sources.get(used.name, NOTHING) for used in node.all_input_nodes))
+        found = frozenset().union(*(sources.get(used.name, NOTHING) for used in _read_by(node)))
         owner = _owner(node, by_depth)
         if owner is not None:
             reads[owner] |= found - {owner}
@@ -72,9 +72,14 @@ def reads_of_export(program: Any, batch: dict[str, Any], parts: Iterable[str]) -
     return dict(reads)
 
 
+def _read_by(node: Any) -> list[Any]:
+    """The nodes whose content an operation reads; of the tensor whose type another takes on, that is none."""
+    return node.all_input_nodes[:1] if str(node.target).startswith("aten.type_as.") else node.all_input_nodes
+
+
 def _returns_its_input(node: Any) -> bool:
     """A conversion to the type that the tensor has already: nothing is computed, and later readers name this node."""
-    if str(node.target) not in ("aten.to.dtype", "aten.contiguous.default", "aten.dropout.default"):
+    if not str(node.target).startswith(("aten.to.", "aten.type_as.", "aten.contiguous.", "aten.dropout.")):
         return False
     return bool(node.meta["val"].dtype == node.all_input_nodes[0].meta["val"].dtype)
 

@@ -1,0 +1,42 @@
+"""A polite request to stop (SIGTERM): all ranks agree at the end of a step, save, and exit."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+EXIT_STATUS = 128 + signal.SIGTERM
+"""What a shell reports for a process that SIGTERM ended."""
+
+
+class Preemption:
+    """Listens for SIGTERM on this rank, and asks at step ends whether any rank has heard it.
+
+    A handler of the user's own stays in charge: then this listens to nothing, but still hears other
+    ranks. A second SIGTERM ends the process at once, as does a failure: an unfinished save is absent.
+    """
+
+    def __init__(self) -> None:
+        self._heard = False
+        self._group: Any = None
+        if get_accelerator().device_name() != "cpu":
+            # over host memory, so that asking waits for no kernel
+            self._group = torch.distributed.new_group(backend="gloo")
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, number: int, frame: Any) -> None:
+        self._heard = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def agreed(self) -> bool:
+        """True on every rank when any rank was asked to stop. Collective over the world."""
+        heard = torch.tensor([int(self._heard)])
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.all_reduce(heard, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        return bool(heard.item())

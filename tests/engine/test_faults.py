@@ -1,0 +1,24 @@
+"""A rank that dies anywhere costs at most the steps since the last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.launch import launch
+
+
+@pytest.mark.timeout(600)
+def test_death_at_named_points_is_resumed_exactly(tmp_path: Path) -> None:
+    launch("support.fault_ranks:die_at_named_points", 1, str(tmp_path), timeout=580)
+
+
+def test_sigterm_is_agreed_on_saved_and_resumed(tmp_path: Path) -> None:
+    launch("support.fault_ranks:stop_politely", 1, str(tmp_path), timeout=200)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_death_at_random_moments_is_resumed_exactly(tmp_path: Path) -> None:
+    case = {"folder": str(tmp_path), "seeds": 30}
+    launch("support.fault_ranks:die_at_random_moments", 1, case, timeout=1700)
