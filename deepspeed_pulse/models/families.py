@@ -24,6 +24,7 @@ FAMILIES = {
     "HunyuanVideoTransformer3DModel": "hunyuan_video",
     "PixArtTransformer2DModel": "pixart",
     "SD3Transformer2DModel": "sd3",
+    "Kandinsky3UNet": "kandinsky3",
     "UNet2DConditionModel": "unet",
     "UNet2DModel": "unet",
     "UNet3DConditionModel": "unet_3d",

@@ -68,7 +68,7 @@ class Attention(Unit):
     def forward(self, hidden: Tensor, *popped: Tensor) -> Tensor:
         given = dict(zip(self.reads, popped, strict=True))
         text = given.get("encoder_hidden_states")
-        masks = {name: _bias(given[name], hidden) for name in given if name.endswith("mask")}
+        masks = {name: bias_of_mask(given[name], hidden) for name in given if name.endswith("mask")}
         hidden = self._attend("1", hidden, text if self.text_first else None, masks.get("attention_mask"))
         return self._attend("2", hidden, text, masks.get("encoder_attention_mask")) if self.two else hidden
 
@@ -129,6 +129,6 @@ def _image(tokens: Tensor, like: Tensor) -> Tensor:
     return tokens.unflatten(1, like.shape[-2:]).permute(0, 3, 1, 2).contiguous()
 
 
-def _bias(mask: Tensor, hidden: Tensor) -> Tensor:
+def bias_of_mask(mask: Tensor, hidden: Tensor) -> Tensor:
     """A mask ``(batch, keys)`` of 1 = keep as what is added to attention scores."""
     return ((1 - mask.to(hidden.dtype)) * -10000.0).unsqueeze(1)

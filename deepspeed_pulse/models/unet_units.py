@@ -125,12 +125,13 @@ class Resnet(Producer):
 class SkipResnet(Resnet):
     """A resnet on the way up: reads the hidden state joined with its skip."""
 
+    remedy = "make the list with to_layers(model, upsample_size=True)"
+
     def forward(self, hidden: Tensor, skip: Tensor, *popped: Tensor) -> Any:
         if hidden.shape[-2:] != skip.shape[-2:]:
             raise BatchError(
                 f"layer {self.paths[0]}: the hidden state is {_by(hidden)}, its skip {_by(skip)}: the sample's height "
-                "or width is not divisible by the model's total downsampling; "
-                "make the list with to_layers(model, upsample_size=True)"
+                f"or width is not divisible by the model's total downsampling; {self.remedy}"
             )
         return super().forward(torch.cat([hidden, skip], dim=1), *popped)
 
@@ -172,14 +173,16 @@ class Upsample(Producer):
 class Head(Unit):
     """Norm, activation and ``conv_out``; with Fourier time embedding the output is scaled by the time."""
 
+    activation = "conv_act"
+
     def __init__(self, model: Any, origin: Origin) -> None:
-        present = tuple(name for name in ("conv_norm_out", "conv_act") if getattr(model, name) is not None)
-        super().__init__(model, origin, *present, "conv_out")
-        self.normed = "conv_norm_out" in present
+        normed = model.conv_norm_out is not None
+        super().__init__(model, origin, *(("conv_norm_out", self.activation) if normed else ()), "conv_out")
+        self.normed = normed
 
     def forward(self, hidden: Tensor, timestep: Tensor | None = None) -> Tensor:
         if self.normed:
-            hidden = self.conv_act(self.conv_norm_out(hidden))
+            hidden = self.part(self.activation)(self.conv_norm_out(hidden))
         output = self.conv_out(hidden)
         return output if timestep is None else output / timestep.expand(output.shape[0]).reshape(-1, 1, 1, 1)
 

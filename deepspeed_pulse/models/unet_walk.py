@@ -160,7 +160,7 @@ class Walk:
         for number, block in enumerate(self.model.up_blocks):
             path = f"up_blocks.{number}"
             for index in range(len(block.resnets)):
-                yield from self.skip_resnet(f"{path}.resnets.{index}", self._waiting.pop())
+                yield from self.skip_resnet(f"{path}.resnets.{index}", self.next_skip())
                 yield from self._after(path, block, index)
             size = (f"size{self._sized[number]}",) if number in self._sized else ()
             for index, sampler in enumerate(block.upsamplers or ()):
@@ -176,6 +176,10 @@ class Walk:
         self.declared += [*before, replace(last, stash=(*skip, *last.stash))]
         self._waiting.append(f"skip{number}")
         self._num_skips += 1
+
+    def next_skip(self) -> str:
+        """The skip to pop: the last one that still waits."""
+        return self._waiting.pop()
 
     def part(self, path: str) -> Layers:
         """The layers of one resnet, attention or resampler, by its class."""

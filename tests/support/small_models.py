@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import (
+    Kandinsky3UNet,
     UNet2DConditionModel,
     UNet2DModel,
     UNet3DConditionModel,
@@ -132,6 +133,20 @@ def small_motion_unet(**overrides: Any) -> nn.Module:
     return prepared(UNetMotionModel, {**config, **overrides})
 
 
+def small_kandinsky3(**overrides: Any) -> nn.Module:
+    """Kandinsky 3's four levels with two resnet pairs a block."""
+    config = {
+        "time_embedding_dim": 32,
+        "groups": 4,
+        "attention_head_dim": 8,
+        "layers_per_block": 2,
+        "block_out_channels": (16, 32, 32, 32),
+        "cross_attention_dim": 32,
+        "encoder_hid_dim": 24,
+    }
+    return prepared(Kandinsky3UNet, {**config, **overrides})
+
+
 def prepared(kind: type[nn.Module], config: dict[str, Any]) -> Any:
     """A model with seeded weights, none of them all zero: a zero parameter hides wrong wiring."""
     with torch.random.fork_rng():
@@ -173,6 +188,17 @@ def audio_entries(*, size: tuple[int, int] = (16, 16)) -> Entries:
         "encoder_hidden_states": torch.randn(2, 5, 24, generator=generator),
         "encoder_hidden_states_1": torch.randn(2, 7, 32, generator=generator),
         "encoder_attention_mask_1": torch.tensor([[1] * 7, [1] * 3 + [0] * 4]),
+    }
+
+
+def kandinsky_entries(*, size: tuple[int, int] = (16, 8)) -> Entries:
+    """Batch entries of :func:`small_kandinsky3`."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "sample": torch.randn(2, 4, *size, generator=generator),
+        "timestep": torch.randint(1000, (2,), generator=generator),
+        "encoder_hidden_states": torch.randn(2, 7, 24, generator=generator),
+        "encoder_attention_mask": torch.tensor([[1] * 7, [1] * 3 + [0] * 4]),
     }
 
 
