@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,8 @@ def to_layers(
     encoder_attention_mask: bool = False,
     timestep_cond: bool = False,
     upsample_size: bool | None = None,
+    controlnet: Any = None,
+    conditioning_scale: float = 1.0,
 ) -> list[Declared]:
     """The layer list of a diffusers U-Net; its modules and weights are the model's own, not copies.
 
@@ -66,6 +69,10 @@ def to_layers(
     down path then also stashes the size that each upsampler has to produce (two integers a level). The default takes it
     from ``model.config.sample_size``.
 
+    ``controlnet`` is a ``ControlNetModel`` to train together with the U-Net, or while the U-Net is frozen; its layers
+    stand between the U-Net's (see :mod:`.controlnet`), read ``controlnet_cond`` and scale what they add by
+    ``conditioning_scale``.
+
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     if upsample_size is None:
@@ -73,14 +80,16 @@ def to_layers(
     entries = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
     asked = {**entries, "timestep_cond": timestep_cond, "upsample_size": upsample_size}
     refuse(model, problems(model, tuple(name for name, wanted in asked.items() if wanted)))
-    walk = UnetWalk(
-        model,
-        granularity=granularity,
-        upsample_size=upsample_size,
-        timestep_cond=timestep_cond,
-        masks=tuple(name for name, wanted in entries.items() if wanted),
-    )
-    return walk.layers()
+    options: dict[str, Any] = {
+        "granularity": granularity,
+        "upsample_size": upsample_size,
+        "timestep_cond": timestep_cond,
+        "masks": tuple(name for name, wanted in entries.items() if wanted),
+    }
+    if controlnet is None:
+        return UnetWalk(model, **options).layers()
+    controlled = importlib.import_module("deepspeed_pulse.models.controlnet").controlled_layers
+    return controlled(model, controlnet, conditioning_scale=conditioning_scale, **options)
 
 
 class UnetWalk(Walk):

@@ -80,7 +80,7 @@ class Walk:
     def layers(self) -> Layers:
         """Every layer, in forward order."""
         for row in self.encoder():
-            self.push(row)
+            self.declared += self.pushed(row)
         self.declared += self.middle()
         self.declared += self.decoder()
         self.declared += self.head()
@@ -167,18 +167,23 @@ class Walk:
                 at = f"{path}.upsamplers.{index}"
                 yield from self.upsample(at, size) if isinstance(sampler, Upsample2D) else self.part(at)
 
-    def push(self, row: Layers) -> None:
-        """Add a row whose last layer, a :class:`Producer`, stashes the next skip."""
+    def pushed(self, row: Layers) -> Layers:
+        """A row whose last layer, a :class:`Producer`, now stashes the next skip."""
         *before, last = row
         number = self._num_skips
         last.layer.skip, last.layer.size = True, number in self._sized.values()
         skip = (f"skip{number}", f"size{number}") if last.layer.size else (f"skip{number}",)
-        self.declared += [*before, replace(last, stash=(*skip, *last.stash))]
         self._waiting.append(f"skip{number}")
         self._num_skips += 1
+        return [*before, replace(last, stash=(*skip, *last.stash))]
+
+    @property
+    def last_skip(self) -> str:
+        """The last skip that still waits."""
+        return self._waiting[-1]
 
     def next_skip(self) -> str:
-        """The skip to pop: the last one that still waits."""
+        """The same, popped."""
         return self._waiting.pop()
 
     def part(self, path: str) -> Layers:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import (
+    ControlNetModel,
     Kandinsky3UNet,
     UNet2DConditionModel,
     UNet2DModel,
@@ -145,6 +146,31 @@ def small_kandinsky3(**overrides: Any) -> nn.Module:
         "encoder_hid_dim": 24,
     }
     return prepared(Kandinsky3UNet, {**config, **overrides})
+
+
+def small_controlnet(**overrides: Any) -> nn.Module:
+    """The ControlNet of :func:`small_controlled_unet`."""
+    config = {
+        "block_out_channels": (32, 64, 64),
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "cross_attention_dim": 32,
+        "attention_head_dim": 4,
+        "conditioning_embedding_out_channels": (4, 8, 8, 8),
+    }
+    return prepared(ControlNetModel, {**config, **overrides})
+
+
+def small_controlled_unet(**overrides: Any) -> UNet2DConditionModel:
+    """A U-Net of three levels."""
+    config = {
+        "block_out_channels": (32, 64, 64),
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        "layers_per_block": 1,
+    }
+    return small_sd_unet(**{**config, **overrides})
 
 
 def prepared(kind: type[nn.Module], config: dict[str, Any]) -> Any:
