@@ -20,6 +20,7 @@ from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.runtime.profiler import measure_layers
+from deepspeed_pulse.runtime.state import param_bytes
 
 NO_DEVICE = "none"
 """Device of a profile whose times are only weights."""
@@ -117,7 +118,7 @@ def _parameters(layer: Any) -> list[torch.Tensor]:
 def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:
     """A profile whose forward times are weights (backward twice as long)."""
     largest = max(weights)
-    param_bytes = [sum(p.numel() * p.element_size() for p in _parameters(layer)) for layer in request.layers]
+    sizes = [param_bytes(_parameters(layer)) for layer in request.layers]
     return Profile(
         name="weights",
         device=NO_DEVICE,
@@ -132,7 +133,7 @@ def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:
                 activation_bytes=0,
                 output_bytes=0,
             )
-            for layer, weight, size in zip(request.graph.layers, weights, param_bytes, strict=True)
+            for layer, weight, size in zip(request.graph.layers, weights, sizes, strict=True)
         ),
         skips=skips_of(request.graph, {}),
     )
@@ -206,7 +207,7 @@ def _content(request: PlanRequest) -> dict[str, Any]:
     inputs, entries = request.example
     return {
         "layers": [(layer.name, layer.stash, layer.pop) for layer in request.graph.layers],
-        "shapes": [[list(p.shape) for p in _parameters(layer)] for layer in request.layers],
+        "parameters": [[(list(p.shape), p.requires_grad) for p in _parameters(layer)] for layer in request.layers],
         "batch": {name: _described(value) for name, value in {"": inputs, **entries}.items()},
         "device": request.device.type,
         "threads": torch.get_num_threads(),

@@ -42,6 +42,7 @@ from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime
+from deepspeed_pulse.runtime.state import state_bytes
 from deepspeed_pulse.runtime.usage import Usage
 
 CHECKED_STEPS, CHECK_EVERY = 3, 100
@@ -100,7 +101,7 @@ class PulseEngine(CheckpointingEngine):
             device=self._engine_device,
             finish=self._finish_microbatch,
             parameters=tuple(module.parameters()),
-            state_bytes=self._state_bytes(),
+            state_bytes=state_bytes(module.parameters()),
             timeout_seconds=self._pulse.timeout_seconds,
         )
         self._preemption = Preemption()
@@ -409,12 +410,6 @@ class PulseEngine(CheckpointingEngine):
     def pulse_planned_timeline(self) -> Timeline | None:
         """The step as the simulator predicts it; None when layer costs were not measured. Local."""
         return planning.planned_timeline(self.module.planned, self._plan_for(self.micro_batches))
-
-    def _state_bytes(self) -> int:
-        """Weights, gradients, master copy and two moments, as the planner counts them."""
-        parameters = list(self.module.parameters())
-        factor = 8 if parameters and parameters[0].element_size() == 2 else 4
-        return factor * sum(p.numel() * p.element_size() for p in parameters)
 
     def _report(self) -> None:
         """After the first steps: measured beside predicted, and the trace."""

@@ -16,10 +16,16 @@ _FOUR_BYTE_STATE, _TWO_BYTE_STATE = 4, 8
 _TWO_BYTE_DTYPES = ("float16", "bfloat16")
 
 
+def state_factor(dtype: str) -> int:
+    """k of "state = k * param_bytes": weights, gradients, fp32 master and two Adam moments."""
+    return _TWO_BYTE_STATE if dtype in _TWO_BYTE_DTYPES else _FOUR_BYTE_STATE
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """Times in ms and sizes in bytes of one layer for one microbatch.
 
+    ``param_bytes``: of trained parameters, and 1/k of those of frozen ones (:func:`state_factor`).
     ``activation_bytes``: kept from forward to backward, stashed values included.
     ``weight_grad_ms``: the part of ``backward_ms`` that computes weight gradients, if known.
     """
@@ -61,8 +67,8 @@ class Profile:
 
     @property
     def state_factor(self) -> int:
-        """k of "state = k * param_bytes": weights, gradients, fp32 master and two Adam moments."""
-        return _TWO_BYTE_STATE if self.dtype in _TWO_BYTE_DTYPES else _FOUR_BYTE_STATE
+        """:func:`state_factor` of the profile's dtype."""
+        return state_factor(self.dtype)
 
     @property
     def fingerprint(self) -> str:

@@ -15,6 +15,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
 from deepspeed_pulse.runtime.probe import Probe, Walk
 from deepspeed_pulse.runtime.stage import SavedBytes
+from deepspeed_pulse.runtime.state import param_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def _count(probe: Probe) -> LayerCount:
         backward_flop=backward.get_total_flops(),
         weight_grad_flop=backward.get_total_flops() - inputs_only.get_total_flops(),
         num_params=sum(p.numel() for p in probe.parameters),
-        param_bytes=num_bytes(probe.parameters),
+        param_bytes=param_bytes(probe.parameters),
         activation_bytes=saved.bytes,
         output_bytes=num_bytes(tensors_in(run.output)),
     )

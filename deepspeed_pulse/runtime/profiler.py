@@ -15,6 +15,7 @@ from deepspeed_pulse.ir.profile import LayerCost
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
 from deepspeed_pulse.runtime.probe import Probe, Walk
 from deepspeed_pulse.runtime.stage import SavedBytes
+from deepspeed_pulse.runtime.state import param_bytes
 
 _REPEATS = 5
 
@@ -66,7 +67,7 @@ def _measure(probe: Probe, synchronize: Callable[[], None]) -> tuple[LayerCost, 
         name=probe.name,
         forward_ms=statistics.median(f for f, _ in times),
         backward_ms=statistics.median(b for _, b in times),
-        param_bytes=num_bytes(probe.parameters),
+        param_bytes=param_bytes(probe.parameters),
         activation_bytes=saved.bytes,
         output_bytes=num_bytes(tensors_in(run.output)),
     )

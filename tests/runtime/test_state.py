@@ -1,0 +1,42 @@
+"""Frozen parameters need their weights and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.ir.profile import state_factor
+from deepspeed_pulse.runtime.counter import count_layers
+from deepspeed_pulse.runtime.profiler import measure_layers
+from deepspeed_pulse.runtime.state import param_bytes, state_bytes
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 4), (torch.bfloat16, 8)])
+def test_state_of_trained_and_frozen(dtype: torch.dtype, factor: int) -> None:
+    layer = torch.nn.Linear(16, 16, dtype=dtype)
+    layer.bias.requires_grad_(False)
+    weight, bias = layer.weight.nbytes, layer.bias.nbytes
+    assert state_bytes(layer.parameters()) == factor * weight + bias
+    assert factor * param_bytes(layer.parameters()) == factor * weight + bias
+
+
+def frozen_around_one(device: str) -> list[Callable[[], torch.nn.Module]]:
+    """Three layers of which the second trains."""
+    return [
+        lambda trains=trains: torch.nn.Linear(16, 16, bias=False, device=device).requires_grad_(trains)
+        for trains in (False, True, False)
+    ]
+
+
+def test_profiles_count_frozen_layers_so() -> None:
+    graph = Graph(layers=tuple(Layer(name=str(index), stash=(), pop=()) for index in range(3)))
+    expected = [16 * 16, 4 * 16 * 16, 16 * 16]
+    measured = measure_layers(graph, frozen_around_one("cpu"), torch.randn(2, 16), {}, torch.device("cpu"))
+    assert [layer.param_bytes for layer in measured.layers] == expected
+    assert state_factor(measured.dtype) == 4
+    counted = count_layers(graph, frozen_around_one("meta"), torch.randn(2, 16), {})
+    assert [layer.param_bytes for layer in counted.layers] == expected
+    assert [layer.backward_flop > 0 for layer in counted.layers] == [False, True, True]
