@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,23 @@ def raise_everywhere(problem: Exception | None, what: str, group_size: int) -> N
         told = next((p for p in found if p is not None), None)
     if told is not None:
         raise told from (None if problem is told else problem)
+
+
+def check_something_trains(parameters: Iterable[torch.nn.Parameter], group_size: int) -> None:
+    """Some rank of the world must have a trainable parameter.
+
+    Args:
+        parameters: this rank's, without the placeholder.
+        group_size: ranks of the world.
+    """
+    found: list[Any] = [any(p.requires_grad for p in parameters)]
+    if group_size > 1:
+        mine, found = found[0], [None] * group_size
+        dist.all_gather_object(found, mine)
+    if not any(found):
+        raise ConfigError(
+            "no layer has a trainable parameter: the loss depends on no trainable parameter; unfreeze some layer"
+        )
 
 
 def told_by_first(make: Callable[[], Any] | None, first: int, group: Any) -> Any:

@@ -16,6 +16,7 @@ from deepspeed_pulse.engine import figures, planning
 from deepspeed_pulse.engine.agreement import (
     check_same_block,
     check_same_data,
+    check_something_trains,
     check_zero_stage,
     raise_everywhere,
     told_by_first,
@@ -32,6 +33,7 @@ from deepspeed_pulse.engine.instructions import (
     ReceiveMessages,
     SendMessages,
 )
+from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER
 from deepspeed_pulse.engine.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.engine.watchdog import Watchdog
@@ -234,6 +236,9 @@ class PulseEngine(CheckpointingEngine):
         except Exception as found:  # whatever a loader raises
             problem = found
         raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())
+        if mode == "train":
+            ours = (p for name, p in self.module.named_parameters() if name != PLACEHOLDER)
+            check_something_trains(ours, dist.get_world_size())
         readers = who_has_data(has_data, self._plan.placement[0], self._pipelines)
         self._check_routed(readers)
         self._readers[mode] = readers

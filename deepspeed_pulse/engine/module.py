@@ -19,6 +19,7 @@ from deepspeed_pulse.engine import hook, planning
 from deepspeed_pulse.engine.batches import SplitBatch
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.costs import PlanRequest
+from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER
 from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
 from deepspeed_pulse.engine.start import Config, check_world, init_distributed, load_config
@@ -224,7 +225,7 @@ class PipelineModule(upstream.PipelineModule):
         self._adopt_tied_calls()
         if not any(p.requires_grad for p in self.parameters()):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
-            self.register_parameter("pulse_placeholder", torch.nn.Parameter(torch.zeros(1)))
+            self.register_parameter(PLACEHOLDER, torch.nn.Parameter(torch.zeros(1)))
 
     def _build_tied(self) -> None:
         """Build tied modules as their first layer would be, so that initial weights do not depend on the plan."""

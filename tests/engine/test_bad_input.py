@@ -200,6 +200,7 @@ FIRST_STEPS = {
         "pipeline rank 1 reads it and was given no data: pass data_iter on every rank",
     ),
     "a number in the tuple": ("BatchError", "batch entry 'added.factor': expected a tensor", "turn pulse on"),
+    "all frozen": ("ConfigError", "no layer has a trainable parameter", "unfreeze some layer"),
     "noise by rank": ("BatchError", "step 1", "batch entry 'c' of pipeline rank 1 differ", "seed noise"),
     "labels by rank": ("BatchError", "step 1: the labels of pipeline rank 1 differ"),
     "another shape in step 2": (
@@ -230,7 +231,6 @@ IN_A_STEP = {
     "no loss": ("ConfigError", "action 1F0: the last layer (there is no loss_fn)", "shape [2, 3]", "pass loss_fn="),
     "two losses": ("ConfigError", "loss_fn: expected a scalar loss, found tuple"),
     "loss of no gradient": ("ConfigError", "loss_fn: the loss depends on no trainable parameter"),
-    "all frozen": ("ConfigError", "the loss depends on no trainable parameter", "unfreeze some layer"),
     "data ends in the step": ("BatchError", "action 0F1: the data iterator ended after 1 of 2 microbatches"),
     "another shape in the step": ("BatchError", "action 0F1: batch inputs: expected [2, 8]", "found [3, 8]"),
     "an entry missing later": ("BatchError", "action 0F1: layer 4.Middle pops 'c'"),

@@ -282,6 +282,7 @@ def first_steps(plan: str) -> None:
         "loader empty on one rank": lambda: engine().train_batch(empty_on_last()),
         "a number for a rank without data": number_without_data,
         "a number in the tuple": relayed_number,
+        "all frozen": lambda: frozen_engine().train_batch(batches()),
         "noise by rank": lambda: engine().train_batch(noise_by_rank()),
         "labels by rank": lambda: engine({"placement": "linear"}).train_batch(labels_by_rank()),
         "another shape in step 2": lambda: second_step(wider((3, 3))),
@@ -311,7 +312,7 @@ def frozen(layers: list[Any]) -> list[Any]:
 def frozen_engine() -> Any:
     import deepspeed
 
-    made = module(layers=frozen(toy_layers()), stages=1)
+    made = module(layers=frozen(toy_layers()))
     optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
     return deepspeed.initialize(model=made, optimizer=optimizer, config=config_with())[0]
 
@@ -331,7 +332,6 @@ def in_a_step(_: Any) -> None:
         "no loss": lambda: step_of(loss_fn=None),
         "two losses": lambda: step_of(loss_fn=two_losses),
         "loss of no gradient": lambda: step_of(loss_fn=lambda output, labels: loss_fn(output.detach(), labels)),
-        "all frozen": lambda: frozen_engine().train_batch(batches()),
         "data ends in the step": lambda: step_of(batches(count=1)),
         "another shape in the step": lambda: step_of(wider((2, 3))),
         "an entry missing later": lambda: step_of(itertools.chain(batches(count=1), without("c"))),
