@@ -2,6 +2,7 @@
 #
 #   make test                     lint, types, tests
 #   make train                    the example on 4 ranks; STEPS= DATA= SIZE= RANKS= CONFIG= change it
+#   make text-to-image            text to image on 4 ranks, STEPS= DATA= RANKS= change it; FLAGS= are train.py's
 #   make soak bench pictures      slow proofs, benchmarks, the pictures of docs/
 #   make test-diffusers-old       tests of the models with the oldest diffusers supported, in .venv-old
 
@@ -10,12 +11,19 @@ BIN := .venv/bin
 OLD := .venv-old/bin
 RANKS ?= 4
 CONFIG ?= examples/unet/ds_config.json
-TRAIN_FLAGS = $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if $(SIZE),--size $(SIZE))
+TRAIN_FLAGS = --deepspeed_config $(CONFIG) $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if $(SIZE),--size $(SIZE))
+
+TEXT_TO_IMAGE_FLAGS = --center_crop --random_flip --cache_latents --proportion_empty_prompts 0.1 \
+    --max_train_steps $(or $(STEPS),200) --learning_rate 1e-3 --lr_scheduler cosine --lr_warmup_steps 20 \
+    --checkpointing_steps 100 --resume_from_checkpoint latest --validation_steps 50 --guidance_scale 3 \
+    --validation_prompts "the face of a ginger tabby cat" "a cup of coffee on a red saucer" "craters on the moon" \
+    "a rocket under a blue evening sky" "a red motorcycle in a garage" "the retina of a human eye" \
+    $(if $(DATA),--train_data_dir $(DATA)) $(FLAGS)
 
 # A rank is one process with one thread, and tests never depend on the accelerator at hand.
 TEST_ENV = OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=1
 
-.PHONY: all .venv .venv-old test test-diffusers-old lint types train soak bench pictures clean
+.PHONY: all .venv .venv-old test test-diffusers-old lint types train text-to-image soak bench pictures clean
 all: test
 
 .venv: .venv/.stamp
@@ -46,13 +54,20 @@ test: lint types
 test-diffusers-old: .venv-old
 	$(TEST_ENV) $(OLD)/python -m pytest $(or $(TESTS),tests/models)
 
-# With fewer accelerators than ranks, the ranks are processes on the CPU. A free port lets runs stand side by side.
+# $(call ranks,SCRIPT FLAGS): with fewer accelerators than ranks, the ranks are processes on the CPU. A free port lets
+# runs stand side by side.
+define ranks
+@count=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count())'); \
+if [ "$$count" -lt $(RANKS) ]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; fi; \
+port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'); \
+set -x; PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) --master_port $$port $(1)
+endef
+
 train: .venv
-	@count=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count())'); \
-	if [ "$$count" -lt $(RANKS) ]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; fi; \
-	port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'); \
-	set -x; PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) --master_port $$port \
-	    examples/unet/train.py --deepspeed_config $(CONFIG) $(TRAIN_FLAGS)
+	$(call ranks,examples/unet/train.py $(TRAIN_FLAGS))
+
+text-to-image: .venv
+	$(call ranks,examples/text_to_image/train.py $(TEXT_TO_IMAGE_FLAGS))
 
 # Slow proofs: full products. TESTS= narrows them.
 soak: .venv

@@ -39,6 +39,8 @@ class RelayEngine(CheckpointingEngine):
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         # Without gradients the tuple looks different, so shapes are agreed on anew.
         self.reset_activation_shape()
+        # Upstream adds outputs without a loss to the last training loss, whatever their shape.
+        self.total_loss = None
         try:
             return super().eval_batch(*args, **kwargs)
         finally:
