@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_pulse.models.shards import write_sharded
 from deepspeed_pulse.models.units import Origin, Unit, origin_of
@@ -32,6 +32,7 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     variant: str | None = None,
     ema: EMA | None = None,
+    model_class: type[nn.Module] | None = None,
 ) -> Path:
     """Write the trained weights as a normal diffusers folder, to be read by ``from_pretrained``.
 
@@ -51,13 +52,14 @@ def save_pretrained(
         ema: also write the averaged weights, in float32 unless ``dtype`` says otherwise, to a folder of
             the same name with ``_ema`` (``unet_ema`` beside ``unet``), with the averaging's state in its
             config: ``EMAModel.from_pretrained`` of diffusers reads both.
+        model_class: which model, when the list was made of two (a U-Net and its ControlNet).
 
     Raises:
         ConfigError: the layer list was not made from a diffusers model, or layers of that model were
             left out of it; on every rank.
         FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
-    origin = origin_of(engine.module.layer_list, "save_pretrained()")
+    origin = origin_of(engine.module.layer_list, "save_pretrained()", model_class)
     files = {"name": WEIGHTS, "variant": variant, "max_shard_size": max_shard_size}
 
     def write(
@@ -87,7 +89,7 @@ def _tensors(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> dic
     return {
         origin.base_keys[key]: averaged.get(f"{index}.{key}", tensor)
         for index, layer in engine.module.local_layers()
-        if isinstance(layer, Unit)
+        if isinstance(layer, Unit) and layer.origin is origin
         for key, tensor in layer.state_dict(keep_vars=True).items()
         if key in origin.base_keys
     }

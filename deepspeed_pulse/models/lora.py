@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.models.shards import write_sharded
@@ -42,6 +42,7 @@ def save_lora(
     prefix: str | None = None,
     dtype: torch.dtype | None = None,
     ema: EMA | None = None,
+    model_class: type[nn.Module] | None = None,
 ) -> Path:
     """Write one adapter; a collective call, every rank makes it.
 
@@ -61,12 +62,13 @@ def save_lora(
         dtype: of the weights in the file; left out, the one the engine computes in. ``torch.float32``
             then writes the optimizer's fp32 master weights.
         ema: also write the averaged adapter, in float32, to a folder of the same name with ``_ema``.
+        model_class: which model, when the list was made of two (a U-Net and its ControlNet).
 
     Raises:
         ConfigError: the model has no such adapter, or diffusers cannot load it; on every rank.
         FileError: rank 0 cannot write; on every rank.
     """
-    origin = origin_of(engine.module.layer_list, "save_lora()")
+    origin = origin_of(engine.module.layer_list, "save_lora()", model_class)
     config = _config(origin, adapter_name)
     if format == "diffusers":
         _check_diffusers(origin, config)
@@ -80,7 +82,7 @@ def save_lora(
         raise ConfigError(f'format: expected "diffusers" or "peft", found {format!r}')
 
     def write(to: str | os.PathLike[str], averaged: dict[str, Tensor], dtype: torch.dtype | None) -> Path:
-        tensors = {prefix + key: tensor for key, tensor in _adapter(engine, adapter_name, averaged).items()}
+        tensors = {prefix + key: tensor for key, tensor in _adapter(engine, origin, adapter_name, averaged).items()}
         dtypes = {} if dtype is None else dict.fromkeys(tensors, dtype)
         return write_sharded(
             engine, to, tensors, name=name, max_shard_size=UNLIMITED, dtypes=dtypes, metadata=metadata, texts=texts
@@ -91,13 +93,13 @@ def save_lora(
     return write(folder, {}, dtype)
 
 
-def _adapter(engine: Any, name: str, averaged: dict[str, Tensor]) -> dict[str, Tensor]:
+def _adapter(engine: Any, origin: Origin, name: str, averaged: dict[str, Tensor]) -> dict[str, Tensor]:
     """The adapter's tensors on this rank, under the names that peft gives them in files."""
     from peft import get_peft_model_state_dict
 
     found: dict[str, Tensor] = {}
     for index, unit in engine.module.local_layers():
-        if isinstance(unit, Unit):
+        if isinstance(unit, Unit) and unit.origin is origin:
             state = {key: averaged.get(f"{index}.{key}", t) for key, t in unit.state_dict(keep_vars=True).items()}
             found |= get_peft_model_state_dict(unit, state, name, save_embedding_layers=False)
     return found

@@ -85,16 +85,21 @@ def unit_of(layer: Any) -> Unit | None:
     return next((found for found in (bare, getattr(layer, "unit", None)) if isinstance(found, Unit)), None)
 
 
-def origin_of(layer_list: Iterable[Any], what: str) -> Origin:
-    """The one model that the layers were made from; ``what`` asks and is named in the error."""
+def origin_of(layer_list: Iterable[Any], what: str, model_class: type[nn.Module] | None = None) -> Origin:
+    """The one model of a list, or the one of ``model_class``; ``what`` asks and is named in the error."""
     units = [unit for unit in map(unit_of, layer_list) if unit is not None]
-    origins = {id(unit.origin): unit.origin for unit in units}
-    if len(origins) != 1:
+    origins = {id(unit.origin): unit.origin for unit in units}.values()
+    found = [one for one in origins if issubclass(one.model_class, model_class or nn.Module)]
+    if len(found) == 1:
+        return found[0]
+    if not origins:
         raise ConfigError(
-            f"{what} writes layers made from one diffusers model by deepspeed_pulse.models; "
-            f"the layer list has layers of {len(origins)} models; use engine.save_checkpoint() for other lists"
+            f"{what} writes a diffusers model; no layer of this list was made of one by deepspeed_pulse.models: use "
+            "engine.save_checkpoint() for other lists"
         )
-    return next(iter(origins.values()))
+    kinds = ", ".join(one.model_class.__name__ for one in origins)
+    asked = "which one was not said" if model_class is None else f"{len(found)} of them are a {model_class.__name__}"
+    raise ConfigError(f"{what} writes one model; the layers were made of {kinds}, and {asked}; pass model_class=")
 
 
 def check_cover(units: Iterable[Unit], origin: Origin) -> None:

@@ -13,7 +13,14 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
 from safetensors.torch import load_file
-from support.small_models import pixel_entries, sd_entries, small_sd_unet, small_unet
+from support.small_models import (
+    pixel_entries,
+    sd_entries,
+    small_controlled_unet,
+    small_controlnet,
+    small_sd_unet,
+    small_unet,
+)
 from support.thread_ranks import FakeModule, on_ranks
 
 from deepspeed_pulse.engine.specs import spec
@@ -130,10 +137,24 @@ def test_layers_of_the_users_own_may_stand_beside_the_models(tmp_path):
 
 
 def test_lists_that_are_not_from_diffusers_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"layers of 0 models; use engine\.save_checkpoint"):
+    with pytest.raises(ConfigError, match=r"no layer of this list was made of one .* use engine\.save_checkpoint"):
         export([spec(torch.nn.Linear(2, 2))], tmp_path)
-    with pytest.raises(ConfigError, match="layers of 2 models"):
+    with pytest.raises(
+        ConfigError, match="made of UNet2DModel, UNet2DModel, and which one was not said; pass model_class="
+    ):
         export(to_layers(small_unet()) + to_layers(small_unet()), tmp_path)
+
+
+def test_one_of_two_models_is_saved(tmp_path):
+    models = (small_controlled_unet(), small_controlnet())
+    layers = to_layers(models[0], controlnet=models[1])
+    for model in models:
+        name = type(model).__name__
+        model.save_pretrained(tmp_path / "theirs" / name)
+        export(layers, tmp_path / "ours" / name, ranks=2, model_class=type(model))
+        assert_same_folders(tmp_path / "theirs" / name, tmp_path / "ours" / name)
+    with pytest.raises(ConfigError, match="made of UNet2DConditionModel, ControlNetModel, and 0 of them are a UNet2DM"):
+        export(layers, tmp_path, model_class=UNet2DModel)
 
 
 def test_a_list_with_layers_left_out_is_refused_and_writes_nothing(tmp_path):
