@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import ConfigError, GraphError, did_you_mean
 from deepspeed_pulse.models.adapters import without_wrapper
-from deepspeed_pulse.models.switches import NOT_ENTRIES, check_switches
+from deepspeed_pulse.models.switches import NOT_ENTRIES, check_bypassed, check_switches
 
 Granularity = Literal["block", "fine"]
 
@@ -62,7 +62,9 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
             family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[kind.__name__]}")
             _check_names(kind.__name__, family.to_layers, what_the_batch_has)
             check_switches(model)
-            return family.to_layers(model, granularity=granularity, **what_the_batch_has)
+            layers: list[Declared] = family.to_layers(model, granularity=granularity, **what_the_batch_has)
+            check_bypassed(model, layers)
+            return layers
     raise GraphError(
         f"to_layers() takes one of {', '.join(FAMILIES)}, found {type(model).__name__}; "
         "for another model write the layer list yourself: spec(module, stash=..., pop=..., name=...) "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.models.units import unit_of
 
 NOT_ENTRIES = {
     "cross_attention_kwargs": "layers pass none on; set a LoRA scale on the model (set_adapters) before to_layers()",
@@ -36,6 +37,31 @@ def check_switches(model: nn.Module) -> None:
         )
 
 
+def check_bypassed(model: nn.Module, layers: Iterable[Any]) -> None:
+    """Refuse hooks on modules that no layer calls: the model itself and what the layers take apart.
+
+    Such hooks (of users, of offloading, of accelerate) would silently never run. Raises :class:`GraphError`.
+    """
+    called = {id(module) for unit in map(unit_of, layers) if unit is not None for module in unit.modules()}
+    found = [
+        path or "the model itself"
+        for path, module in model.named_modules()
+        if id(module) not in called and _is_hooked(module)
+    ]
+    if found:
+        raise GraphError(
+            f"this {type(model).__name__} cannot become a layer list: there are hooks or a changed forward on "
+            f"{', '.join(found)}, which no layer calls; remove them before to_layers(), or put them on what "
+            "the layers are named after"
+        )
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    own = vars(module).get("forward")
+    changed = own is not None and getattr(own, "__func__", None) is not type(module).forward
+    return changed or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _for_sampling(model: Any) -> Iterator[str]:
     """One line per kind of switch, with the first module that has it on."""
     found: dict[str, list[str]] = {
@@ -55,6 +81,8 @@ def _for_sampling(model: Any) -> Iterator[str]:
             getattr(module, "fused_projections", False) and hasattr(module, "unfuse_projections")
         ):
             fused.append(path)
+    if getattr(model, "is_cache_enabled", False):
+        yield "a cache of block outputs is on; call model.disable_cache() (it is for sampling)"
     for what, paths in found.items():
         if paths:
             yield f"{paths[0]} {what}" + (f"; so {len(paths)} modules" if len(paths) > 1 else "")
