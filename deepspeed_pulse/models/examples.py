@@ -13,6 +13,12 @@ from deepspeed_pulse.errors import ConfigError, GraphError
 CLIP_TOKENS = 77
 """Tokens of a CLIP text encoder, whose output the U-Nets read."""
 
+FRAMES = 16
+"""Frames of a video where the config names no number."""
+
+SOUND_TOKENS = 8
+"""Of the language model that AudioLDM2 reads beside its text encoder."""
+
 
 class Shapes:
     """Makes meta tensors of a microbatch size and dtype, with a look at the model's config."""
@@ -21,8 +27,9 @@ class Shapes:
         self.model, self.config = model, model.config
         self._microbatch_size, self._dtype = microbatch_size, dtype
 
-    def numbers(self, *shape: int) -> Tensor:
-        return torch.empty(self._microbatch_size, *shape, dtype=self._dtype, device="meta")
+    def numbers(self, *shape: int, rows: int = 1) -> Tensor:
+        """``rows`` for each sample."""
+        return torch.empty(rows * self._microbatch_size, *shape, dtype=self._dtype, device="meta")
 
     def integers(self, *shape: int) -> Tensor:
         return torch.empty(self._microbatch_size, *shape, dtype=torch.long, device="meta")
@@ -76,10 +83,16 @@ def _unet_2d_condition(shapes: Shapes) -> dict[str, Any]:
     }
     if shapes.model.class_embedding is not None:
         batch["class_labels"] = _classes(shapes)
-    if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        batch["added_cond_kwargs"] = {"text_embeds": shapes.numbers(pooled), "time_ids": shapes.numbers(6)}
-    return batch
+    return batch | _text_and_sizes(shapes)
+
+
+def _text_and_sizes(shapes: Shapes) -> dict[str, Any]:
+    """What SDXL adds."""
+    config = shapes.config
+    if config.addition_embed_type != "text_time":
+        return {}
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    return {"added_cond_kwargs": {"text_embeds": shapes.numbers(pooled), "time_ids": shapes.numbers(6)}}
 
 
 def _classes(shapes: Shapes) -> Tensor:
@@ -89,6 +102,46 @@ def _classes(shapes: Shapes) -> Tensor:
     if kind == "identity":
         return shapes.numbers(shapes.model.time_embedding.linear_2.out_features)
     return shapes.numbers(shapes.config.projection_class_embeddings_input_dim)
+
+
+def _stable_video(shapes: Shapes) -> dict[str, Any]:
+    config = shapes.config
+    added = config.projection_class_embeddings_input_dim // config.addition_time_embed_dim
+    return {
+        "sample": shapes.numbers(config.num_frames, config.in_channels, *shapes.sides),
+        "timestep": shapes.numbers(),
+        "encoder_hidden_states": shapes.numbers(1, config.cross_attention_dim),
+        "added_time_ids": shapes.numbers(added),
+    }
+
+
+def _unet_3d(shapes: Shapes) -> dict[str, Any]:
+    config = shapes.config
+    return {
+        "sample": shapes.numbers(config.in_channels, FRAMES, *shapes.sides),
+        "timestep": shapes.integers(),
+        "encoder_hidden_states": shapes.numbers(CLIP_TOKENS, config.cross_attention_dim),
+    }
+
+
+def _unet_motion(shapes: Shapes) -> dict[str, Any]:
+    text = shapes.numbers(CLIP_TOKENS, shapes.config.cross_attention_dim, rows=FRAMES)
+    return {**_unet_3d(shapes), "encoder_hidden_states": text, **_text_and_sizes(shapes)}
+
+
+def _audioldm2(shapes: Shapes) -> dict[str, Any]:
+    config = shapes.config
+    widths = config.cross_attention_dim if isinstance(config.cross_attention_dim, int) else None
+    texts = [widths] if widths else [width for width in config.cross_attention_dim[0] if width is not None]
+    batch = {
+        "sample": shapes.numbers(config.in_channels, *shapes.sides),
+        "timestep": shapes.integers(),
+        "encoder_hidden_states": shapes.numbers(SOUND_TOKENS, texts[0]),
+        "encoder_hidden_states_1": shapes.numbers(CLIP_TOKENS, texts[-1]),
+    }
+    if shapes.model.class_embedding is not None:
+        batch["class_labels"] = _classes(shapes)
+    return batch
 
 
 def _hunyuan_dit(shapes: Shapes) -> dict[str, Any]:
@@ -130,10 +183,14 @@ def _unidiffuser(shapes: Shapes) -> dict[str, Any]:
 
 
 EXAMPLES: dict[str, Callable[[Shapes], dict[str, Any]]] = {
+    "AudioLDM2UNet2DConditionModel": _audioldm2,
     "HunyuanDiT2DModel": _hunyuan_dit,
     "UViTModel": _uvit,
     "UniDiffuserModel": _unidiffuser,
     "UNet2DModel": _unet_2d,
     "UNet2DConditionModel": _unet_2d_condition,
+    "UNet3DConditionModel": _unet_3d,
+    "UNetMotionModel": _unet_motion,
+    "UNetSpatioTemporalConditionModel": _stable_video,
 }
 """Class of the model to the arguments of its ``forward``."""

@@ -81,6 +81,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": 2816,
     },
+    # stabilityai/stable-video-diffusion-img2vid, 14 frames, and -xt, 25 frames; 576 x 1024 has as many latents as the
+    # square that the config names
+    "svd": {"_class_name": "UNetSpatioTemporalConditionModel", "sample_size": 96, "num_frames": 14},
+    "svd-xt": {"_class_name": "UNetSpatioTemporalConditionModel", "sample_size": 96, "num_frames": 25},
+    # ali-vilab/text-to-video-ms-1.7b, 256 x 256
+    "text-to-video": {
+        "_class_name": "UNet3DConditionModel",
+        "sample_size": 32,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 1024,
+    },
+    # guoyww/animatediff-motion-adapter-v1-5-2 on Stable Diffusion 1.5, 512 x 512
+    "animatediff": {
+        "_class_name": "UNetMotionModel",
+        "sample_size": 64,
+        "cross_attention_dim": 768,
+        "num_attention_heads": 8,
+        "motion_num_attention_heads": 8,
+        "motion_max_seq_length": 32,
+    },
     # Tencent-Hunyuan/HunyuanDiT-v1.1-Diffusers and v1.2-Diffusers, 1024 x 1024
     "hunyuan-dit-1.1": {**_HUNYUAN_DIT, "use_style_cond_and_image_meta_size": True},
     "hunyuan-dit": {**_HUNYUAN_DIT, "use_style_cond_and_image_meta_size": False},
