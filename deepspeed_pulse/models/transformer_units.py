@@ -71,6 +71,9 @@ class Remembered:
         self._versions: tuple[int, ...] = ()
         self._result: Any = None
 
+    def __deepcopy__(self, memo: Any) -> Remembered:
+        return self  # copies of layers share as the layers do
+
     def get(self, compute: Callable[[], Any], *sources: Tensor) -> Any:
         """``compute()``, or what it gave when it was last asked for with these ``sources``."""
         if any(source.is_inference() for source in sources):

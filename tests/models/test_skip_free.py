@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_the_rotary_table_is_made_once_a_microbatch_and_not_stashed(name):
     make, make_batch = MODELS[name]
     model, made = make(), []
     getattr(model, "rope" if name != "flux" else "pos_embed").register_forward_hook(lambda *_: made.append(1))
-    layers, batch = to_layers(model), make_batch()
+    layers, batch = copy.deepcopy(to_layers(model)), make_batch()
     interpret(layers, batch)
     assert len(made) == 1
     changed = {**batch, "img_ids": batch["img_ids"].clone()} if name == "flux" else batch
