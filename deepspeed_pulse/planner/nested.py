@@ -10,11 +10,13 @@ Keeping both ends of every skip on one rank is a property of states alone: no sk
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from deepspeed_pulse.planner.space import CutSpace, Stage, slack
-from deepspeed_pulse.planner.weights import Floats, Weights
+from deepspeed_pulse.planner.weights import Floats, Value, Weights
 
 State = tuple[int, int]
 
@@ -25,8 +27,10 @@ class NestedCuts(CutSpace[State]):
     def __init__(
         self, weights: Weights, in_flight: tuple[int, ...], *, clean: bool, most_ms: float = float("inf")
     ) -> None:
-        self._only_clean = clean
-        self._both, self._targets = _skip_sums(weights)
+        partable = weights.travelling if clean else weights.values
+        self._several = [value for value in partable if len(value.targets) > 1]
+        self._lone = [value for value in partable if len(value.targets) == 1]
+        self._both, self._targets = _skip_sums(weights.num_layers, self._lone)
         self._clean = _crossing(weights) == 0 if clean else np.ones((weights.num_layers + 1,) * 2, dtype=bool)
         super().__init__(weights, in_flight, len(weights.placement) // 2, most_ms)
 
@@ -110,14 +114,16 @@ class NestedCuts(CutSpace[State]):
         (i, j), (rows, columns) = state, self._window(state)
         hidden = 2.0 * self._hidden(state)
         total = hidden if k > 1 else np.zeros_like(hidden)
-        if not self._only_clean:
+        if self._lone:
             total = total + self._parted_bytes(state)
+        if not self._several:
+            return total
         first, last = np.arange(rows.start, rows.stop)[:, None], np.arange(columns.start, columns.stop)[None, :]
 
         def inside(layer: int) -> npt.NDArray[np.bool_]:
             return ((first <= layer) & (layer < i)) | ((j <= layer) & (layer < last))
 
-        for value in self.weights.travelling:
+        for value in self._several:
             reads = np.logical_or.reduce([inside(target) for target in value.targets])
             total = total + value.both_ways * (reads & ~inside(value.source))
         return total
@@ -133,11 +139,11 @@ def _crossing(weights: Weights) -> npt.NDArray[np.int64]:
     return count
 
 
-def _skip_sums(weights: Weights) -> tuple[Floats, Floats]:
-    """Bytes of such values with source < a and target < b, as [a, b]; and with target < b, as [b]."""
-    n = weights.num_layers
+def _skip_sums(num_layers: int, values: Sequence[Value]) -> tuple[Floats, Floats]:
+    """Bytes of values with one consumer with source < a and target < b, as [a, b]; and with target < b, as [b]."""
+    n = num_layers
     both, targets = np.zeros((n + 1, n + 1)), np.zeros(n + 1)
-    for value in weights.paired:
+    for value in values:
         both[value.source + 1, value.targets[0] + 1] += value.both_ways
         targets[value.targets[0] + 1] += value.both_ways
     return both.cumsum(axis=0).cumsum(axis=1), targets.cumsum()

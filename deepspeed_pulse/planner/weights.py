@@ -81,7 +81,8 @@ class Weights:
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])
         """Hidden state that crosses a cut before a layer, one way."""
         self.values = _values(profile)
-        self.paired = _over_the_turn([value for value in self.values if len(value.targets) == 1], self.work_ms)
+        lone = [value for value in self.values if len(value.targets) == 1]
+        self.paired = _nested(_over_the_turn(lone, self.work_ms))
         """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
         self.travelling = tuple(value for value in self.values if value not in self.paired)
         self._slow = _slowness(self.placement, cluster, data_parallel)
@@ -207,6 +208,28 @@ def _over_the_turn(pairs: Sequence[Value], work_ms: Floats) -> tuple[Value, ...]
     middle = (work_ms[first] + work_ms[last]) / 2
     turn = min(fullest, key=lambda layer: abs(float(work_ms[layer] - middle)))
     return tuple(value for value in pairs if value.source < turn <= value.targets[0])
+
+
+def _nested(pairs: Sequence[Value]) -> tuple[Value, ...]:
+    """Of all ways to choose values that lie inside one another, the one with most bytes.
+
+    Mirror stages hold both ends of such values at any number of cuts; one that crosses many others costs balance, and
+    would part those for whose sake the wave is there. ``most[i]``: of the choices whose innermost value is i.
+    """
+    inwards = sorted(pairs, key=lambda value: (value.source, -value.targets[0]))
+    most: list[float] = []
+    around: list[int | None] = []
+    for value in inwards:
+        outer = [i for i in range(len(most)) if inwards[i].targets[0] >= value.targets[0]]
+        best = max(outer, key=lambda i: most[i], default=None)
+        around.append(best)
+        most.append(value.both_ways + (0.0 if best is None else most[best]))
+    chosen: list[Value] = []
+    at = max(range(len(most)), key=lambda i: most[i], default=None)
+    while at is not None:
+        chosen.append(inwards[at])
+        at = around[at]
+    return tuple(value for value in pairs if value in chosen)
 
 
 def _slowness(placement: tuple[int, ...], cluster: Cluster, data_parallel: int) -> Floats:

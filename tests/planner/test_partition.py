@@ -79,6 +79,38 @@ def test_one_crossing_skip_does_not_part_the_nested_ones():
     assert found.score.load_ms < 1.1 * weights.ideal_ms
 
 
+@pytest.mark.parametrize("crossed", [(3, 4), (2, 7), (0, 10)])
+def test_skips_that_cross_others_give_way_to_the_nested_ones(crossed):
+    """Two of eleven equal skips swap their targets: the load stays that of the nine others, within 2 %."""
+    rng = random.Random(1)
+    layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=100) for _ in range(46)]
+    ends = [(2 * i, 45 - 2 * i) for i in range(11)]
+    a, b = crossed
+    swapped = dict(enumerate(ends)) | {a: (ends[a][0], ends[b][1]), b: (ends[b][0], ends[a][1])}
+
+    def found(pairs):
+        skips = [skip(f"s{i}", source, target, 500) for i, (source, target) in pairs]
+        weights = Weights(
+            profile(layers, skips), wave_placement(4), cluster=cluster(), data_parallel=1, memory_bytes=None
+        )
+        return weights, best_partition(weights, microbatches=8)
+
+    weights, best = found(swapped.items())
+    assert best.exact and not weights.parts(best.cuts)
+    assert best.score.load_ms < 1.02 * found((i, e) for i, e in enumerate(ends) if i not in crossed)[1].score.load_ms
+
+
+def test_heavier_skips_are_the_nested_ones():
+    """One skip of 100 bytes crosses three of 30: it stays and they travel; of 80 it is the other way round."""
+    ends = [(0, 13), (2, 11), (4, 9)]
+    for size, kept in ((100, ["heavy"]), (80, ["s0", "s1", "s2"])):
+        skips = [*(skip(f"s{i}", a, b, 30) for i, (a, b) in enumerate(ends)), skip("heavy", 6, 15, size)]
+        weights = Weights(
+            profile([layer()] * 16, skips), wave_placement(2), cluster=cluster(), data_parallel=1, memory_bytes=None
+        )
+        assert [value.name for value in weights.paired] == kept
+
+
 def test_a_slow_link_pulls_the_cut_to_where_little_is_sent():
     """Cutting in the middle would send 1000 bytes at 1 byte a ms; one layer further it is 1."""
     sizes = (9, 9, 9, 1000, 1, 9, 9, 9)
