@@ -18,6 +18,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime, Stats
+from deepspeed_pulse.runtime.replay import Checkpoint, non_reentrant
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
 
@@ -105,10 +106,18 @@ class LocalWorld:
         graph: the layer list's declarations.
         functions: one callable per layer.
         loss_fn: ``loss_fn(output, microbatch)``.
+        checkpoint, interval: how layers that the plan recomputes run; see :class:`Stage`.
     """
 
     def __init__(
-        self, plan: Plan, graph: Graph, functions: Sequence[Callable[..., Any]], loss_fn: Callable[[Any, int], Any]
+        self,
+        plan: Plan,
+        graph: Graph,
+        functions: Sequence[Callable[..., Any]],
+        loss_fn: Callable[[Any, int], Any],
+        *,
+        checkpoint: Checkpoint = non_reentrant,
+        interval: int = 1,
     ) -> None:
         self._plan = plan
         self._traffic = make_traffic(plan)
@@ -122,8 +131,11 @@ class LocalWorld:
             return loss
 
         def stage(rank: int, index: int) -> Stage:
-            layers = [BoundLayer(graph.layers[i], functions[i]) for i in plan.stage_layers(index)]
-            return Stage(layers, self._usages[rank].exports(index))
+            layers = [
+                BoundLayer(graph.layers[i], functions[i], recompute=i in plan.recompute)
+                for i in plan.stage_layers(index)
+            ]
+            return Stage(layers, self._usages[rank].exports(index), checkpoint=checkpoint, interval=interval)
 
         self._ranks = [
             RankRuntime(

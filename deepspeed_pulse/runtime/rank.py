@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class RankRuntime:
         communicator, device: see :mod:`deepspeed_pulse.runtime.protocols`.
         finish: turns the last layer's output into the loss.
         state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``.
+        replay_bytes: per stage, what its backward holds of recomputed layers; counted likewise.
         timeout_seconds: silence of a peer after which a wait raises.
     """
 
@@ -74,6 +76,7 @@ class RankRuntime:
         finish: Finish,
         parameters: tuple[torch.Tensor, ...] = (),
         state_bytes: int = 0,
+        replay_bytes: Sequence[int] = (),
         timeout_seconds: float = 600.0,
     ) -> None:
         self.rank = rank
@@ -82,6 +85,7 @@ class RankRuntime:
         self._finish = finish
         self._parameters = parameters
         self._state_bytes = state_bytes
+        self._replay_bytes = dict(enumerate(replay_bytes))
         self._transport = Transport(rank, communicator, device, timeout_seconds)
         self._values = ValueBuffer()
         self._hidden: dict[tuple[int, int], Payload] = {}
@@ -103,13 +107,17 @@ class RankRuntime:
         *,
         training: bool,
         shape_keys: Sequence[int] | None = None,
+        first_number: int = 0,
     ) -> None:
         """Get ready for one step of ``plan``, whose messages are ``traffic``.
+
+        ``first_number``: the number by which layers that are seeded know the first microbatch.
 
         ``shape_keys``: per microbatch, what stands for its batch's shapes on every rank of the pipeline; None when
         shapes never change.
         """
         self._plan, self._batches, self._training, self._usage = plan, batches, training, usage
+        self._first_number = first_number
         self._releases = traffic.releases[self.rank]
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
@@ -179,14 +187,15 @@ class RankRuntime:
         def lookup(name: str) -> Any:
             return self.named(name, m)
 
+        run = partial(self._stages[stage].run, entry, lookup, number=self._first_number + m)
         kept = self._shapes[m].activation_bytes
         if self._training and stage not in kept:
             with SavedBytes(self._parameters) as saved:
-                output, exported = self._stages[stage].run(entry, lookup)
+                output, exported = run(saved=saved)
             saved.add(t for value in exported.values() for t in tensors_in(value))
             kept[stage] = saved.bytes
         else:
-            output, exported = self._stages[stage].run(entry, lookup)
+            output, exported = run()
         self._keep(stage, m, leaves, output, exported)
 
     def _leaves(self, hidden: Any) -> tuple[torch.Tensor, ...]:
@@ -235,8 +244,10 @@ class RankRuntime:
             _pair(run.outputs, received, roots, gradients)
         for name, tensors in run.exported.items():
             _pair(tensors, self._values.gradients(name, m), roots, gradients)
+        self._count(self._replay_bytes.get(stage, 0))
         if roots:
             self._device.backward(roots, gradients)
+        self._count(-self._replay_bytes.get(stage, 0))
         if stage > 0:
             self._hidden_grads[stage, m] = [_gradient_of(leaf) for leaf in run.inputs]
         self._count(-self._shapes[m].activation_bytes[stage])

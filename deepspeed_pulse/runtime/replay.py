@@ -1,0 +1,105 @@
+"""Layers run again in backward: a function of values as a function of tensors, as checkpointing wants it.
+
+Every tensor that goes in is an argument, so that gradients reach popped values also where the checkpoint function
+cuts the graph (reentrant), and the random state that is kept belongs to the right devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from deepspeed_pulse.errors import GraphError
+
+Checkpoint = Callable[..., Any]
+"""``checkpoint(function, *tensors)`` returns what ``function`` does and runs it again in backward."""
+
+
+def non_reentrant(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """torch's, with the random state of the forward; arguments need no gradient."""
+    return torch_checkpoint(function, *tensors, use_reentrant=False)
+
+
+def replayed(
+    checkpoint: Checkpoint,
+    function: Callable[[Sequence[Any], bool], Sequence[Any]],
+    values: Sequence[Any],
+    parameters: Sequence[torch.Tensor],
+    name: str,
+) -> Sequence[Any]:
+    """What ``function(values, False)`` returns, checkpointed; in backward it runs as ``function(values, True)``.
+
+    Args:
+        values: tensors, tuples or lists of them, or anything else.
+        parameters: what ``function`` reads besides.
+        name: of the layers, for errors.
+    """
+    tensors: list[torch.Tensor] = []
+    shape = [_take_apart(value, tensors) for value in values]
+    outcome: list[Any] = []
+    runs = 0
+
+    def flat(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nonlocal runs
+        runs += 1
+        parts = iter(given)
+        found: list[torch.Tensor] = []
+        results = [_take_apart(r, found) for r in function([_put_together(s, parts) for s in shape], runs > 1)]
+        if runs == 1:
+            outcome.append(results)
+        return tuple(found)
+
+    if checkpoint is not non_reentrant:
+        tensors = _anchored(tensors, parameters)
+    found = checkpoint(flat, *tensors)
+    (results,) = outcome
+    outcome.clear()  # what is no tensor must not be kept alive by its own graph
+    if checkpoint is not non_reentrant and any(map(_has_other, results)):
+        raise GraphError(f"layers {name}: activation_checkpoint_func takes layers that return tensors only")
+    parts = iter((found,) if isinstance(found, torch.Tensor) else found)
+    return [_put_together(result, parts) for result in results]
+
+
+def _anchored(tensors: list[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One argument that needs a gradient: without any, a reentrant checkpoint gives none to the parameters."""
+    if any(t.requires_grad for t in tensors) or not any(p.requires_grad for p in parameters):
+        return tensors
+    device = tensors[0].device if tensors else parameters[0].device
+    return [*tensors, torch.zeros(1, device=device, requires_grad=True)]
+
+
+class _Slot:
+    """Where a tensor was."""
+
+
+@dataclass(frozen=True)
+class _Other:
+    value: Any
+
+
+_SLOT = _Slot()
+
+
+def _take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _SLOT
+    if type(value) in (tuple, list):
+        return type(value)(_take_apart(item, tensors) for item in value)
+    return _Other(value)
+
+
+def _put_together(shape: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if shape is _SLOT:
+        return next(tensors)
+    if isinstance(shape, _Other):
+        return shape.value
+    return type(shape)(_put_together(item, tensors) for item in shape)
+
+
+def _has_other(shape: Any) -> bool:
+    return isinstance(shape, _Other) if shape is _SLOT or isinstance(shape, _Other) else any(map(_has_other, shape))
