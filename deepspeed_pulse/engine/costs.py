@@ -40,6 +40,7 @@ class PlanRequest:
     partition_method: str | Sequence[int | str]
     example: tuple[Any, dict[str, Any]] | None
     device: torch.device
+    recompute: str | Sequence[int] = "auto"
 
 
 def make_profile(request: PlanRequest) -> tuple[Profile, str]:
@@ -82,11 +83,11 @@ def _method_weights(request: PlanRequest, method: str) -> list[int]:
         return [max(count, 1) for count in parameter_counts(request.layers)]
     if kind.startswith("type:"):
         pattern = re.compile(method.split(":", 1)[1], re.IGNORECASE)
-        found = [bool(pattern.search(_type_name(layer))) for layer in request.layers]
+        found = [bool(pattern.search(type_name(layer))) for layer in request.layers]
         if not any(found):
             raise ConfigError(
                 f"partition_method {method!r} matches no layer; layers are of types "
-                f"{', '.join(sorted({_type_name(layer) for layer in request.layers}))}"
+                f"{', '.join(sorted({type_name(layer) for layer in request.layers}))}"
             )
         return [1000 if hit else 1 for hit in found]
     raise ConfigError(
@@ -95,7 +96,8 @@ def _method_weights(request: PlanRequest, method: str) -> list[int]:
     )
 
 
-def _type_name(layer: Any) -> str:
+def type_name(layer: Any) -> str:
+    """Name of a layer's class or function."""
     bare = unwrap(layer)
     if isinstance(bare, upstream.LayerSpec):
         return str(bare.typename.__name__)

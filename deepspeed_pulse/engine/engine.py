@@ -75,7 +75,7 @@ class PulseEngine(CheckpointingEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module, config = kwargs["model"], kwargs["config_class"]
         check_same_block(module, kwargs.get("config"))
-        _check_supported(config)
+        _check_supported(config, module)
         super().__init__(*args, **kwargs)
         self._pulse = module.pulse
         self._plan: Plan = module.plan
@@ -104,6 +104,7 @@ class PulseEngine(CheckpointingEngine):
             finish=self._finish_microbatch,
             parameters=tuple(module.parameters()),
             state_bytes=state_bytes(module.parameters()),
+            replay_bytes=planning.replay_bytes(module.planned, module.checkpointing.interval),
             timeout_seconds=self._pulse.timeout_seconds,
         )
         self._preemption = Preemption()
@@ -203,7 +204,13 @@ class PulseEngine(CheckpointingEngine):
         keys = self._agree_on_shapes() if self.module.dynamic_shape else None
         self._checking = checking
         self._runtime.begin(
-            lowered.plan, lowered.traffic, lowered.usage, self._batches, training=training, shape_keys=keys
+            lowered.plan,
+            lowered.traffic,
+            lowered.usage,
+            self._batches,
+            training=training,
+            shape_keys=keys,
+            first_number=self.global_steps * self.micro_batches,
         )
         return PulseSchedule(
             lowered.traffic.program[self.stage_id],
@@ -437,14 +444,15 @@ class PulseEngine(CheckpointingEngine):
     }
 
 
-def _check_supported(config: Any) -> None:
+def _check_supported(config: Any, module: Any) -> None:
     check_zero_stage(int(config.zero_optimization_stage))
     if config.float16_config.enabled:
         raise ConfigError("fp16 is not supported under pulse yet; use bf16 or fp32")
-    if config.pipeline["activation_checkpoint_interval"]:
+    interval = config.pipeline["activation_checkpoint_interval"]
+    if interval and interval != module.checkpointing.interval:
         raise ConfigError(
-            "pipeline.activation_checkpoint_interval is not supported under pulse yet: set it to 0, and call "
-            "torch.utils.checkpoint inside your layers"
+            f"pipeline.activation_checkpoint_interval: the module was planned with {module.checkpointing.interval}, "
+            f"deepspeed.initialize brings {interval}; pass config= to PipelineModule, the same as to initialize"
         )
 
 

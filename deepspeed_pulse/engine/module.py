@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine import hook, planning
 from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.checkpointing import resolve
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.costs import PlanRequest
 from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER
@@ -40,6 +42,13 @@ class PipelineModule(upstream.PipelineModule):
         num_stages: number of pipeline ranks, as upstream.
         partition_method: ``"profile"`` (the default under pulse), upstream's values, or a list of inner
             cuts: the first layer of each stage but the first, by index or by name.
+        activation_checkpoint_interval: recompute layers in backward, so many in a row from one input; 0: as few as the
+            memory needs, none if it is enough.
+        activation_checkpoint_func: under pulse torch's non-reentrant checkpoint is the default;
+            ``deepspeed.checkpointing.checkpoint`` is reentrant, which works too.
+        checkpointable_layers: class names of the layers that an interval applies to.
+        seed_layers: as upstream: initial weights depend on the layer, and random numbers in it on layer and microbatch,
+            not on the plan.
         dynamic_shape: shapes of batches may change from one microbatch to the next. The first rank then draws all
             microbatches of a step at its start and tells the others their shapes; a shape met before costs no more
             than that. Shapes inside the model must follow from the shapes of what is read of the batch (and from whole
@@ -65,7 +74,7 @@ class PipelineModule(upstream.PipelineModule):
         base_seed: int = 1234,
         partition_method: str | Sequence[int | str] | None = None,
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Any = upstream.checkpointing.checkpoint,
+        activation_checkpoint_func: Any = None,
         checkpointable_layers: list[str] | None = None,
         dynamic_shape: bool = False,
         *,
@@ -83,8 +92,9 @@ class PipelineModule(upstream.PipelineModule):
         self._relay: list[RelayLayer] | None = None
         self._example = None if example_batch is None else self._split_example(example_batch)
         self._partition_method = partition_method
+        self._checkpoint_arguments = (activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers)
         if self.pulse_enabled:
-            self._refuse_unsupported(num_stages, topology, activation_checkpoint_interval)
+            self._refuse_unsupported(num_stages, topology)
         elif num_stages == "auto":
             raise ConfigError('num_stages="auto" needs pulse: add a "pulse" block to the config')
         init_distributed(self.pulse.timeout_seconds if self.pulse else None)
@@ -100,7 +110,7 @@ class PipelineModule(upstream.PipelineModule):
             base_seed=base_seed,
             partition_method=partition_method if isinstance(partition_method, str) else "parameters",
             activation_checkpoint_interval=activation_checkpoint_interval,
-            activation_checkpoint_func=activation_checkpoint_func,
+            activation_checkpoint_func=self._upstream_checkpoint(activation_checkpoint_func),
             checkpointable_layers=checkpointable_layers,
             dynamic_shape=dynamic_shape,
         )
@@ -124,13 +134,28 @@ class PipelineModule(upstream.PipelineModule):
             return PulseConfig() if self.graph.uses_names else None
         return parse_pulse(self.ds_config.get("pulse"))
 
+    def _upstream_checkpoint(self, given: Any) -> Any:
+        """What layers that run the upstream way are checkpointed with.
+
+        A reentrant checkpoint runs forward without gradients, where the relayed tuple looks different.
+        """
+        upstreams = upstream.checkpointing
+        if not self.graph.uses_names:
+            return given or upstreams.checkpoint
+        if given is upstreams.checkpoint and not self.pulse_enabled:
+            raise ConfigError(
+                "activation_checkpoint_func: values relayed in the tuple need a non-reentrant checkpoint, found "
+                "deepspeed.checkpointing.checkpoint; leave it out, or turn pulse on"
+            )
+        return given or upstreams.non_reentrant_checkpoint
+
     def _split_example(self, example_batch: Any) -> SplitBatch:
         try:
             return SplitBatch(example_batch, self.graph, self.input_name)
         except BatchError as problem:
             raise BatchError(f"example_batch: {problem}") from None
 
-    def _refuse_unsupported(self, num_stages: Any, topology: Any, checkpoint_interval: int) -> None:
+    def _refuse_unsupported(self, num_stages: Any, topology: Any) -> None:
         if num_stages == "auto":
             raise ConfigError('num_stages="auto": choosing the number of ranks is not there yet; give a number')
         if num_stages is not None and (
@@ -142,11 +167,6 @@ class PipelineModule(upstream.PipelineModule):
         if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
             raise ConfigError(
                 "topology: tensor-parallel ('model') dimensions are not supported under pulse; use pipe x data"
-            )
-        if checkpoint_interval:
-            raise ConfigError(
-                "activation_checkpoint_interval is not supported under pulse yet: set it to 0, and call "
-                "torch.utils.checkpoint inside your layers"
             )
         if not self.layer_list:
             raise ConfigError("layers: expected at least one layer, found none")
@@ -197,6 +217,8 @@ class PipelineModule(upstream.PipelineModule):
                 parsed = deepspeed.DeepSpeedConfig(deepcopy(self.ds_config), self._grid)
             except Exception as problem:  # upstream raises assertions, ValueErrors and pydantic's errors
                 raise ConfigError(f"DeepSpeed refuses the config: {problem}") from problem
+        pipeline = {} if parsed is None else parsed.pipeline
+        self.checkpointing = resolve(self.layer_list, *self._checkpoint_arguments, pipeline)
         example = None if self._example is None else (self._example.inputs, dict(self._example.entries))
         return PlanRequest(
             graph=self.graph,
@@ -209,6 +231,7 @@ class PipelineModule(upstream.PipelineModule):
             partition_method=self._partition_method or "profile",
             example=example,
             device=torch.device(get_accelerator().device_name(self.local_rank)),
+            recompute=self.checkpointing.layers,
         )
 
     def _build(self) -> None:
@@ -265,16 +288,45 @@ class PipelineModule(upstream.PipelineModule):
 
     def bound_layers(self) -> dict[int, BoundLayer]:
         """Layers on this rank with their declarations, by layer index."""
-        return {index: BoundLayer(self.graph.layers[index], function) for index, function in self.local_layers()}
+        recompute = () if self.plan is None else self.plan.recompute
+        seeded = self.seed_layers and self.plan is not None  # without a plan upstream seeds them
+        return {
+            index: BoundLayer(
+                self.graph.layers[index],
+                function,
+                recompute=index in recompute,
+                seed=partial(self._seed_layer, index) if seeded else None,
+            )
+            for index, function in self.local_layers()
+        }
+
+    def _seed_layer(self, index: int, number: int) -> None:
+        """As upstream under ``seed_layers``: random numbers depend on layer and microbatch, not on the plan."""
+        seed = (self.base_seed * (number + 2) + index) % 2**32
+        (self.seed_fn or upstream.ds_utils.set_random_seed)(seed)
 
     def stages(self, usage: Usage) -> dict[int, Stage]:
         """The stages of this rank, ready to run."""
         assert self.plan is not None
         bound = self.bound_layers()
         return {
-            stage: Stage([bound[i] for i in self.plan.stage_layers(stage)], usage.exports(stage))
+            stage: Stage(
+                [bound[i] for i in self.plan.stage_layers(stage)],
+                usage.exports(stage),
+                checkpoint=self.checkpointing.function,
+                interval=max(1, self.checkpointing.interval),
+            )
             for stage in self.plan.stages_of(self.stage_id)
         }
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """As upstream without pulse; the plan counts on what is recomputed, so under pulse it is fixed at the start."""
+        if self.pulse_enabled and interval != self.checkpointing.interval:
+            raise ConfigError(
+                f"set_checkpoint_interval({interval}): under pulse the plan counts on what is recomputed; pass "
+                "activation_checkpoint_interval to PipelineModule instead"
+            )
+        super().set_checkpoint_interval(interval)
 
     # -- forward, checkpoints, gathering -----------------------------------------------------
 
@@ -284,11 +336,27 @@ class PipelineModule(upstream.PipelineModule):
             return super().forward(forward_input)
         if self._relay is None:
             self._relay = relay_layers(self.graph, self.bound_layers())
-        functions, self.forward_funcs = self.forward_funcs, self._relay
-        try:
+        with self._relaying():
             return super().forward(forward_input)
+
+    @contextmanager
+    def _relaying(self) -> Iterator[None]:
+        """Layers between relayed tuples, also where a checkpoint runs them again."""
+        before = self.forward_funcs, self.activation_checkpoint_func
+        checkpoint = self.activation_checkpoint_func
+
+        def relayed_checkpoint(function: Any, *args: Any) -> Any:
+            def relayed(*inputs: Any) -> Any:
+                with self._relaying():
+                    return function(*inputs)
+
+            return checkpoint(relayed, *args)
+
+        self.forward_funcs, self.activation_checkpoint_func = self._relay, relayed_checkpoint
+        try:
+            yield
         finally:
-            self.forward_funcs = functions
+            self.forward_funcs, self.activation_checkpoint_func = before
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """Upstream's file name of a layer, found by its index in the model."""

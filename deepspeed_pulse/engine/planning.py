@@ -22,6 +22,7 @@ from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import make as planner
 from deepspeed_pulse.planner.cost import default_cluster
+from deepspeed_pulse.planner.recompute import replay_bytes as planned_replay
 from deepspeed_pulse.planner.simulate import simulate
 from deepspeed_pulse.planner.validate import check
 
@@ -78,6 +79,7 @@ def make_planned(request: PlanRequest) -> Planned:
         boundaries=_explicit_cuts(request),
         schedule=request.pulse.schedule,
         solver_seconds=request.pulse.solver_seconds,
+        recompute=request.recompute,
         plan_cache=request.pulse.plan_cache,
     )
     return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
@@ -126,7 +128,15 @@ def _given_plan(request: PlanRequest) -> Plan:
         check(plan, num_layers=len(request.graph.layers), values=request.graph.values)
     except PlanError as problem:
         raise PlanError(f'{path}: {problem}\nplan anew with ds_pulse plan, or remove "plan" from the block') from None
-    return plan
+    asked = () if isinstance(request.recompute, str) else tuple(request.recompute)
+    return replace(plan, recompute=plan.recompute or asked)
+
+
+def replay_bytes(planned: Planned, interval: int) -> tuple[int, ...]:
+    """Per stage, what its backward holds of recomputed layers, as profiled; nothing where no profile is known."""
+    if planned.profile is None:
+        return ()
+    return planned_replay(planned.profile, planned.plan, interval=max(1, interval))
 
 
 def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:

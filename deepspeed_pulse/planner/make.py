@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster
@@ -23,6 +24,10 @@ from deepspeed_pulse.planner.synthesize import Progress, synthesize
 
 Placement = tuple[int, ...]
 _NOT_OPTIONS = ("profile", "cluster", "progress")
+_UNLIMITED = 2**62
+_SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+"""Of the layers worth recomputing, how many are tried in search of the fastest plan."""
+
 PLACEMENTS = ("auto", "wave", "linear")
 
 MOST_STAGES = 10_000
@@ -61,7 +66,7 @@ def make_plan(
         progress: told the best makespan and the lower bound, in ms, whenever an order was found.
         split_backward: the order may run backward as ``I`` and ``W``.
         recompute: layers that run again in backward: "none", "all", a list of indices and names, or "auto": none if
-            that fits the memory, else as few as it takes, those that free most for their time first.
+            that fits the memory, else those that free most for their time, where that is faster than other cuts.
         plan_cache: folder in which plans that took time to solve are kept by content.
 
     Raises:
@@ -122,6 +127,10 @@ class _Request:
     def plan(self, placement: Placement) -> Plan:
         return self.order(self._without_schedule(placement))
 
+    def quick(self, **changes: Any) -> _Request:
+        """The same without a search."""
+        return replace(self, solver_seconds=0.0, progress=None, **changes)
+
     def order(self, plan: Plan) -> Plan:
         """The plan with the best order of its cuts."""
         return synthesize(
@@ -161,41 +170,33 @@ class _Request:
 
 
 def _best(request: _Request, places: Sequence[Placement]) -> Plan:
-    """The fastest plan; where none fits the memory, one that recomputes as few layers as it takes, if it may."""
-    try:
+    """The fastest plan; where memory binds and it may, one that recomputes layers if that is faster than other cuts."""
+    if not request.recompute_more or _fits_freely(request, places):
         return _fastest(request, places)
-    except InfeasibleError as problem:
-        if not request.recompute_more:
-            raise
-        plan = _with_fewest(request, places)
-        if plan is None:
-            raise InfeasibleError(f"{problem}; recomputing layers in backward does not help enough") from None
-        return plan
-
-
-def _with_fewest(request: _Request, places: Sequence[Placement]) -> Plan | None:
-    """Halve the number of layers that are recomputed, cheapest first; then drop each that is not needed."""
     layers = cheapest_first(request.profile)
-
-    def plan_with(count: int) -> Plan | None:
-        chosen = tuple(sorted(layers[:count]))
+    found: list[Plan] = []
+    problem: InfeasibleError | None = None
+    for count in sorted({round(share * len(layers)) for share in _SHARES}):
         try:
-            return _fastest(replace(request, recompute=chosen, solver_seconds=0.0, progress=None), places)
-        except InfeasibleError:
-            return None
-
-    found, few, enough = plan_with(len(layers)), 0, len(layers)
-    while found is not None and enough - few > 1:
-        middle = (few + enough) // 2
-        better = plan_with(middle)
-        few, enough, found = (few, middle, better) if better is not None else (middle, enough, found)
-    if found is None:
-        return None
-    lean = _without_spare(found, request)
+            plan = _fastest(request.quick(recompute=tuple(sorted(layers[:count]))), places)
+        except InfeasibleError as reason:
+            problem = problem or reason
+        else:
+            found.append(_without_spare(plan, request))
+    if not found:
+        raise InfeasibleError(f"{problem}; recomputing layers in backward does not help enough")
+    lean = min(found, key=lambda plan: (_step_ms(plan), len(plan.recompute)))
     try:
-        return min(lean, request.order(lean), key=_step_ms)
+        return min(lean, request.order(lean), key=_step_ms) if lean.recompute else _fastest(request, places)
     except InfeasibleError:  # the order fits by what other layers freed: keep it
         return lean
+
+
+def _fits_freely(request: _Request, places: Sequence[Placement]) -> bool:
+    """Memory does not bind: the plan that ignores it fits."""
+    estimated = _fastest(request.quick(memory_bytes=_UNLIMITED), places).estimate
+    assert estimated is not None
+    return max(estimated.peak_bytes) <= request.memory_bytes
 
 
 def _without_spare(plan: Plan, request: _Request) -> Plan:

@@ -6,7 +6,7 @@ saves for as long as it needs it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
@@ -77,17 +77,28 @@ def _kept_bytes(profile: Profile) -> list[int]:
     return kept
 
 
-def replay_bytes(profile: Profile, plan: Plan, *, split: bool = False) -> tuple[int, ...]:
+def replay_bytes(profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1) -> tuple[int, ...]:
     """Per stage, what its backward holds of recomputed layers at a time.
 
-    One layer's activations after another; with ``split`` the weight half still needs them all.
+    The activations of one run of ``interval`` layers after another; with ``split`` the weight half needs them all.
     """
-    return tuple(
-        (sum if split else max)(
-            [profile.layers[i].activation_bytes for i in plan.stage_layers(stage) if i in plan.recompute] or [0]
-        )
-        for stage in range(plan.num_stages)
-    )
+    chosen = set(plan.recompute)
+    found = []
+    for stage in range(plan.num_stages):
+        layers = [i for i in plan.stage_layers(stage) if i in chosen]
+        size = [profile.layers[i].activation_bytes for i in layers]
+        runs = [sum(size[a:b]) for a, b in _runs(layers, interval)]
+        found.append(sum(runs) if split else max(runs, default=0))
+    return tuple(found)
+
+
+def _runs(layers: Sequence[int], interval: int) -> Iterator[tuple[int, int]]:
+    """Positions of at most ``interval`` layers that follow one another."""
+    start = 0
+    for end in range(1, len(layers) + 1):
+        if end == len(layers) or layers[end] != layers[end - 1] + 1 or end - start == interval:
+            yield start, end
+            start = end
 
 
 def cheapest_first(profile: Profile) -> list[int]:

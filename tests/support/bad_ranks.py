@@ -124,6 +124,8 @@ def square_topology() -> Any:
 
 def construction(paths: dict[str, str]) -> None:
     """Two ranks; errors at ``PipelineModule(...)`` and at ``deepspeed.initialize``."""
+    import deepspeed
+
     from deepspeed_pulse import LayerSpec, spec
 
     inputs, labels = toy_batch(0, 0, 0)
@@ -137,7 +139,14 @@ def construction(paths: dict[str, str]) -> None:
         "zero stages": lambda: module(stages=0),
         "auto stages": lambda: module(stages="auto"),
         "topology of another world": lambda: module(stages=None, topology=square_topology()),
-        "activation checkpoints": lambda: module(activation_checkpoint_interval=2),
+        "negative interval": lambda: module(activation_checkpoint_interval=-1),
+        "checkpointable layers of another model": lambda: module(
+            activation_checkpoint_interval=1, checkpointable_layers=["Middel"]
+        ),
+        "reentrant in the tuple": lambda: module(
+            {"enabled": False}, activation_checkpoint_func=deepspeed.checkpointing.checkpoint
+        ),
+        "interval set later": lambda: module().set_checkpoint_interval(1),
         "no layers": lambda: module(layers=[]),
         "one layer": lambda: module(layers=[LayerSpec(nn.Linear, 2, 2)]),
         "three layers in a wave": lambda: module(
@@ -180,8 +189,8 @@ def construction(paths: dict[str, str]) -> None:
         "zero 2": lambda: engine(config=config_with(zero_optimization={"stage": 2})),
         "zero 3": lambda: engine(config=config_with(zero_optimization={"stage": 3})),
         "fp16": lambda: engine(config=config_with(fp16={"enabled": True})),
-        "activation checkpoints in the config": lambda: engine(
-            config=config_with(pipeline={"activation_checkpoint_interval": 1})
+        "another interval in the config": lambda: engine(
+            initialize=config_with(pipeline={"activation_checkpoint_interval": 1})
         ),
         "another block": lambda: engine(initialize=config_with({"waves": 2})),
         "no block": lambda: engine(initialize=CONFIG),

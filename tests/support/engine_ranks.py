@@ -22,6 +22,7 @@ def make_engine(
     pulse: Any = None,
     optimizer: Any = None,
     dynamic: bool = False,
+    interval: int = 0,
     **config: Any,
 ) -> Any:
     import deepspeed
@@ -46,6 +47,7 @@ def make_engine(
         input=first,
         example_batch=batch(0, 0, 0) if model == "unet" else None,
         dynamic_shape=dynamic,
+        activation_checkpoint_interval=interval,
     )
     made = (optimizer or (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)))(list(module.parameters()))
     engine, *_ = deepspeed.initialize(model=module, optimizer=made, config=config)
@@ -318,3 +320,39 @@ def live_tensors() -> tuple[int, int]:
     found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
     return len(found), sum(storages.values())
+
+
+def recomputes(folder: str) -> None:
+    """Peaks fall with an interval, and again by as much as ``memory_gb`` asks for; losses stay."""
+    from deepspeed_pulse.planner.make import make_plan
+
+    share_groups()
+    engine = make_engine(torch_world(), 4, model="unet")
+    planned = engine.module.planned
+    path = Path(folder, "profile.json")
+    if engine.global_rank == 0:
+        path.write_text(planned.profile.to_json())
+    torch.distributed.barrier()
+    options = {"pipeline_ranks": torch_world(), "microbatches": 4, "placement": "wave", "solver_seconds": 0}
+    plan = make_plan(planned.profile, cluster=planned.cluster, recompute="all", **options)
+    cap = max(plan.estimate.peak_bytes) * 1.02 / 1e9
+    pulse = {"solver_seconds": 0, "placement": "wave", "profile": str(path)}
+    found = [trained(engine)]
+    for more in ({}, {"memory_gb": cap}):
+        engine = make_engine(torch_world(), 4, model="unet", pulse={**pulse, **more}, interval=0 if more else 1)
+        found.append(trained(engine))
+    assert 0 < len(engine.module.plan.recompute) < engine.module.plan.num_layers
+    (most, losses), *others = found
+    for peak, others_losses in others:
+        assert peak < most
+        assert all(abs(a - b) <= TOLERANCE * b for a, b in zip(others_losses, losses, strict=True))
+    assert found[2][0] <= 1.05 * cap * 1e9, (found[2][0], cap)
+    print("PASSED", [(peak, losses[-1]) for peak, losses in found], flush=True)
+
+
+def trained(engine: Any) -> tuple[int, list[float]]:
+    """Peak of the fullest rank, and losses."""
+    losses = [float(engine.train_batch(data_of(engine, step, "unet")).detach()) for step in range(2)]
+    peak = torch.tensor(engine.pulse_stats()["peak_live_bytes"])
+    torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+    return int(peak), losses

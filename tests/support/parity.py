@@ -50,6 +50,10 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.nested import nested_batch, nested_layers, scalar_layers
 
         return nested_layers if name == "nested" else scalar_layers, nested_batch, "latents.noisy"
+    if name == "noisy":
+        from support.noisy import noisy_batch, noisy_layers
+
+        return noisy_layers, noisy_batch, "hidden"
     if name == "tokens":
         from support.buckets import token_batch, token_layers
 
@@ -78,7 +82,10 @@ def reference_run(model: str, microbatches: int, data_parallel: int, clip: float
         losses, gradients = [], {}
         for step in range(STEPS):
             data = [batch(step, m, d) for d in range(data_parallel) for m in range(microbatches)]
-            loss, gradients = train(unpartitioned, optimizer, data, mse, clip, first)
+            numbers = [step * microbatches + m for _ in range(data_parallel) for m in range(microbatches)]
+            loss, gradients = train(
+                unpartitioned, optimizer, data, mse, clip, first, numbers if model == "noisy" else None
+            )
             losses.append(loss)
         by_layer = {
             index: {
@@ -128,6 +135,9 @@ def run_case(case: dict[str, Any]) -> None:
         config=config,
         input=first,
         dynamic_shape=case.get("dynamic", False),
+        activation_checkpoint_interval=case.get("interval", 0),
+        activation_checkpoint_func=deepspeed.checkpointing.checkpoint if case.get("reentrant") else None,
+        checkpointable_layers=case.get("checkpointable"),
     )
     optimizer = RecordingSGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)

@@ -39,13 +39,16 @@ class Unpartitioned(torch.nn.Module):
                 self.by_layer[index] = module
                 self.add_module(str(index), module)
 
-    def forward(self, inputs: Any, first: str = "hidden") -> Any:
+    def forward(self, inputs: Any, first: str = "hidden", number: int | None = None) -> Any:
+        """``number``: of the microbatch, where layers draw random numbers."""
         if isinstance(inputs, dict):
             values = dotted(inputs)
             hidden = values[first]
         else:
             values, hidden = {}, inputs
-        for declared, function in zip(self.declared, self.functions, strict=True):
+        for index, (declared, function) in enumerate(zip(self.declared, self.functions, strict=True)):
+            if number is not None:
+                torch.manual_seed(BASE_SEED * (number + 2) + index)
             result = function(hidden, *[values[name] for name in declared.pop])
             if declared.stash:
                 hidden, *stashed = result
@@ -71,12 +74,13 @@ def train(
     loss_fn: Callable[..., torch.Tensor],
     clip: float,
     first: str = "hidden",
+    numbers: Sequence[int | None] | None = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """One step over all microbatches; the mean loss and every gradient as the optimizer saw it."""
     optimizer.zero_grad()
     total = 0.0
-    for inputs, labels in microbatches:
-        loss = loss_fn(model(inputs, first), labels) / len(microbatches)
+    for (inputs, labels), number in zip(microbatches, numbers or [None] * len(microbatches), strict=True):
+        loss = loss_fn(model(inputs, first, number), labels) / len(microbatches)
         loss.backward()
         total += float(loss)
     if clip:
