@@ -65,7 +65,7 @@ class Run:
 
     def _engine(self) -> Any:
         args = self.args
-        unet = UNet2DConditionModel.from_pretrained(self.folder.path / UNET)
+        unet = UNet2DConditionModel.from_pretrained(self.folder.path / UNET, torch_dtype=self.dtype)
         if args.rank:
             torch.manual_seed(args.seed)  # the same first adapters on every rank
             unet.requires_grad_(False)

@@ -3,15 +3,17 @@
     deepspeed --num_accelerators 4 examples/text_to_image/train.py --validation_prompts "a cup of coffee"
 
 The flags are those of diffusers' own text-to-image script where they make sense; optimizer, precision and
-clipping are ds_config's. ``--output_dir`` becomes a pipeline folder (with ``--rank``: LoRA weights for one), with
+clipping are ds_config's. ``--output_dir`` becomes a pipeline folder (with ``--rank``: gets LoRA weights for one), with
 checkpoints, ``loss.csv`` and the images of ``validation/`` beside it.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 import transformers
@@ -26,6 +28,7 @@ from validate import save_row
 from deepspeed_pulse.models import EMA, save_lora, save_pretrained
 
 AVERAGES = "ema"  # inside a checkpoint
+LORA = "lora"
 
 
 def share_cores() -> None:
@@ -104,19 +107,26 @@ class Training:
         self.ema.restore()
 
     def _export(self) -> None:
-        """The output folder becomes a pipeline whose U-Net is the trained one, or holds LoRA weights for one."""
-        with self._averaged():
-            if self.args.rank:
-                save_lora(self.engine, self.out)
-            else:
-                save_pretrained(self.engine, self.out / UNET)
+        """The output folder becomes a pipeline whose U-Net is the trained one, or gets LoRA weights for one."""
+        save, target = (save_lora, self.out / LORA) if self.args.rank else (save_pretrained, self.out / UNET)
+        save(self.engine, target, dtype=torch.float32, ema=self.ema)
         if not self.first:
             return
+        if self.ema is not None:
+            put_in_place(target.with_name(f"{target.name}_ema"), target)
+        base = self.run.folder
         if self.args.rank:
-            print(f"wrote {self.out}: load_lora_weights({str(self.out)!r}) on the pipeline of {self.run.folder.path}")
+            print(f"wrote {target}: load_lora_weights({str(target)!r}) adds it to the pipeline of {base.path}")
         else:
-            self.run.folder.copy_frozen(self.out)
+            base.copy_frozen(self.out)
             print(f"wrote {self.out}: StableDiffusionPipeline.from_pretrained({str(self.out)!r}) loads it")
+
+
+def put_in_place(averages: Path, target: Path) -> None:
+    """The averaged weights instead of the last ones, with the config of the latter."""
+    for weights in averages.glob("*.safetensors*"):
+        weights.replace(target / weights.name)
+    shutil.rmtree(averages)
 
 
 def main(words: list[str] | None = None) -> Run:

@@ -121,7 +121,7 @@ def test_validation_images_are_those_of_the_pipeline(runs, pipeline, name):
     loaded = StableDiffusionPipeline.from_pretrained(pipeline if name == "lora" else runs[name])
     loaded.set_progress_bar_config(disable=True)
     if name == "lora":
-        loaded.load_lora_weights(runs[name])
+        loaded.load_lora_weights(runs[name] / "lora")
     latents = torch.randn((2, 8, 16, 16), generator=torch.Generator().manual_seed(0))
     expected = loaded(list(PROMPTS), latents=latents, num_inference_steps=2, guidance_scale=5.0).images
     for index, image in enumerate(expected):
