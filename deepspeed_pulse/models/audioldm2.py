@@ -20,8 +20,9 @@ from diffusers.pipelines.audioldm2 import modeling_audioldm2 as blocks
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
-from deepspeed_pulse.models.unet_problems import refuse, unknown_blocks
+from deepspeed_pulse.models.unet_problems import unknown_blocks
 from deepspeed_pulse.models.unet_walk import Layers, Walk, size_is_odd
+from deepspeed_pulse.models.units import refuse
 
 BLOCKS = {
     "down": (DownBlock2D, blocks.CrossAttnDownBlock2D),

@@ -26,10 +26,9 @@ from deepspeed_pulse.models.transformer_units import (
     foreign,
     numbered,
     patches_value,
-    refuse,
     same,
 )
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
 ROTARY = "image_rotary_emb"
 

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.models.switches import check_switches
+from deepspeed_pulse.models.switches import check_bypassed, check_switches
 from deepspeed_pulse.models.unet import BLOCKS, CONFIG, PARTS, PLAIN_PARTS, UnetWalk
-from deepspeed_pulse.models.unet_problems import refuse, unknown_blocks, unknown_values
+from deepspeed_pulse.models.unet_problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unet_units import Stem
 from deepspeed_pulse.models.unet_walk import Layers, Walk
-from deepspeed_pulse.models.units import Origin, Unit, check_cover
+from deepspeed_pulse.models.units import Origin, Unit, check_cover, refuse
 
 PREFIX = "controlnet."
 
@@ -169,7 +169,9 @@ def controlled_layers(unet: Any, controlnet: Any, *, conditioning_scale: float =
         raise GraphError(f"controlnet: expected a ControlNetModel, found {type(controlnet).__name__}")
     refuse(controlnet, _problems(controlnet, options.get("masks", ())))
     check_switches(controlnet)
-    return ControlledWalk(unet, controlnet, conditioning_scale=conditioning_scale, **options).layers()
+    layers = ControlledWalk(unet, controlnet, conditioning_scale=conditioning_scale, **options).layers()
+    check_bypassed(controlnet, layers)
+    return layers
 
 
 def _problems(controlnet: Any, masks: tuple[str, ...]) -> Iterator[str]:

@@ -26,10 +26,9 @@ from deepspeed_pulse.models.transformer_units import (
     declare,
     foreign,
     numbered,
-    refuse,
     same,
 )
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
 
 def to_layers(model: FluxTransformer2DModel, *, granularity: str = "block") -> list[Declared]:

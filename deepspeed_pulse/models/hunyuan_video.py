@@ -27,11 +27,10 @@ from deepspeed_pulse.models.transformer_units import (
     foreign,
     numbered,
     patches_value,
-    refuse,
     same,
     size_only,
 )
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
 MASK = "encoder_attention_mask"
 REPLACE = "token_replace"

@@ -23,11 +23,10 @@ from deepspeed_pulse.models.transformer_units import (
     foreign,
     numbered,
     patches_value,
-    refuse,
     same,
     unpatchify,
 )
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
 ADDED = "added_cond_kwargs."
 TEXT = "encoder_hidden_states"

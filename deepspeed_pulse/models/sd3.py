@@ -23,11 +23,10 @@ from deepspeed_pulse.models.transformer_units import (
     foreign,
     numbered,
     patches_value,
-    refuse,
     same,
     unpatchify,
 )
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
 
 def to_layers(model: SD3Transformer2DModel, *, granularity: str = "block") -> list[Declared]:

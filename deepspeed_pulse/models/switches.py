@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.models.units import unit_of
+from deepspeed_pulse.models.units import refuse, unit_of
 
 NOT_ENTRIES = {
     "cross_attention_kwargs": "layers pass none on; set a LoRA scale on the model (set_adapters) before to_layers()",
@@ -25,9 +25,7 @@ def check_switches(model: nn.Module) -> None:
 
     Raises :class:`GraphError` naming every such switch; warns of gradient checkpointing.
     """
-    problems = list(_for_sampling(model))
-    if problems:
-        raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(problems))
+    refuse(model, _for_sampling(model))
     if getattr(model, "is_gradient_checkpointing", False):
         warnings.warn(
             f"{type(model).__name__}.enable_gradient_checkpointing() works on whole blocks, which a layer list takes "

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, spec
-from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.units import Origin, Unit
 
 
@@ -114,12 +113,6 @@ def declare(
     unit.keywords, unit.stashes_output = tuple(pop), skip is not None
     stash = (*((skip,) if skip else ()), *stash)
     return spec(unit, stash=stash, pop=tuple(pop.values()), name=name or unit.paths[0])
-
-
-def refuse(model: nn.Module, problems: Iterable[str]) -> None:
-    """Raise a :class:`GraphError` that lists all problems, if there are any."""
-    if found := list(problems):
-        raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(found))
 
 
 def foreign(model: nn.Module, paths: Iterable[str], kinds: tuple[str, ...]) -> Iterator[str]:

@@ -15,9 +15,10 @@ from diffusers.models.unets import unet_2d_blocks as blocks
 from diffusers.models.upsampling import Upsample2D
 
 from deepspeed_pulse.engine.specs import Declared, spec
-from deepspeed_pulse.models.unet_problems import refuse, unknown_blocks, unknown_values
+from deepspeed_pulse.models.unet_problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unet_units import Head
 from deepspeed_pulse.models.unet_walk import Layers, Walk, size_is_odd
+from deepspeed_pulse.models.units import refuse
 
 BLOCKS = {
     "down": (

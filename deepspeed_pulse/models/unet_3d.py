@@ -12,8 +12,9 @@ from diffusers.models.unets import unet_3d_blocks as blocks
 from diffusers.models.upsampling import Upsample2D
 
 from deepspeed_pulse.engine.specs import Declared
-from deepspeed_pulse.models.unet_problems import refuse, unknown_blocks
+from deepspeed_pulse.models.unet_problems import unknown_blocks
 from deepspeed_pulse.models.unet_walk import Layers, size_is_odd
+from deepspeed_pulse.models.units import refuse
 from deepspeed_pulse.models.video_walk import VideoWalk
 
 BLOCKS = {

@@ -14,8 +14,9 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
-from deepspeed_pulse.models.unet_problems import refuse, unknown_blocks, unknown_values
+from deepspeed_pulse.models.unet_problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unet_walk import Layers, size_is_odd
+from deepspeed_pulse.models.units import refuse
 from deepspeed_pulse.models.video_units import Temporal
 from deepspeed_pulse.models.video_walk import VideoWalk
 

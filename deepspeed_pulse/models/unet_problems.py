@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from deepspeed_pulse.errors import GraphError
-
 Kinds = tuple[type[nn.Module], ...]
-
-
-def refuse(model: nn.Module, problems: Iterable[str]) -> None:
-    """Raise a :class:`GraphError` with every problem; none, no error."""
-    found = list(problems)
-    if found:
-        raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(found))
 
 
 def unknown_values(config: Any, handled: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:

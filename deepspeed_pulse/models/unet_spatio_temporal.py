@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.models.tokens import Entry, Exit
-from deepspeed_pulse.models.unet_problems import refuse, unknown_blocks
+from deepspeed_pulse.models.unet_problems import unknown_blocks
 from deepspeed_pulse.models.unet_units import Producer, Resnet, SkipResnet
 from deepspeed_pulse.models.unet_walk import Layers, size_is_odd
-from deepspeed_pulse.models.units import Origin, Unit
+from deepspeed_pulse.models.units import Origin, Unit, refuse
 from deepspeed_pulse.models.video_units import FrameHead, FrameStem, per_frame
 from deepspeed_pulse.models.video_walk import WITHIN_FRAMES, VideoWalk
 

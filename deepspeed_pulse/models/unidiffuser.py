@@ -32,11 +32,10 @@ from deepspeed_pulse.models.transformer_units import (
     declare,
     foreign,
     numbered,
-    refuse,
     same,
     unpatchify,
 )
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
 BLOCKS = ("UniDiffuserBlock", "UTransformerBlock")
 TEXT = "encoder_hidden_states"

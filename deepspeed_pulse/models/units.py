@@ -113,6 +113,12 @@ def check_cover(units: Iterable[Unit], origin: Origin) -> None:
         )
 
 
+def refuse(model: nn.Module, problems: Iterable[str]) -> None:
+    """Raise a :class:`GraphError` that lists all problems, if there are any."""
+    if found := list(problems):
+        raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(found))
+
+
 def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
     parent, _, last = path.rpartition(".")
     part = getattr(model.get_submodule(parent), last)

@@ -26,11 +26,10 @@ from deepspeed_pulse.models.transformer_units import (
     foreign,
     numbered,
     patches_value,
-    refuse,
     same,
     size_only,
 )
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
 IMAGE = "encoder_hidden_states_image"
 ATTENTIONS = ("scale_shift_table", "norm1", "attn1", "norm2", "attn2")

@@ -16,12 +16,18 @@ from support.families import assert_transparent
 from support.launch import launch
 from support.reference import error
 from support.small_models import (
+    kandinsky_entries,
     pixel_entries,
     sd_entries,
     sdxl_entries,
+    small_kandinsky3,
     small_sd_unet,
     small_sdxl_unet,
+    small_svd_unet,
     small_unet,
+    small_unet_3d,
+    svd_entries,
+    video_entries,
 )
 from support.small_transformers import (
     hunyuan_dit_batch,
@@ -70,6 +76,9 @@ def test_what_trains_trains_as_in_one_process(world: int, tmp_path: Path) -> Non
 
 FAMILIES = {
     "sdxl": (small_sdxl_unet, sdxl_entries),
+    "svd": (small_svd_unet, svd_entries),
+    "unet_3d": (small_unet_3d, video_entries),
+    "kandinsky3": (small_kandinsky3, kandinsky_entries),
     "hunyuan_dit": (small_hunyuan_dit, hunyuan_dit_batch),
     "unidiffuser": (small_unidiffuser, unidiffuser_batch),
     "uvit": (small_uvit, uvit_batch),
