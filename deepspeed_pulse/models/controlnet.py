@@ -30,6 +30,7 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.models.adapters import without_wrapper
 from deepspeed_pulse.models.switches import check_bypassed, check_switches
 from deepspeed_pulse.models.unet import BLOCKS, CONFIG, PARTS, PLAIN_PARTS, UnetWalk
 from deepspeed_pulse.models.unet_problems import unknown_blocks, unknown_values
@@ -165,6 +166,7 @@ def controlled_layers(unet: Any, controlnet: Any, *, conditioning_scale: float =
 
     Raises :class:`GraphError` naming every part of the ControlNet that cannot be expressed.
     """
+    controlnet = without_wrapper(controlnet)
     if not isinstance(controlnet, ControlNetModel):
         raise GraphError(f"controlnet: expected a ControlNetModel, found {type(controlnet).__name__}")
     refuse(controlnet, _problems(controlnet, options.get("masks", ())))
