@@ -148,7 +148,7 @@ ERRORS = {
     "pipeline --out missing/p.json": "cannot write missing/p.json",
     "pipeline": "required: --out",
     "pipeline --tflops 3 --out p.json": "--tflops goes with --estimate",
-    "pipeline --estimate --tflops 0 --out p.json": "--tflops: expected a number > 0, found '0'",
+    "pipeline --estimate --tflops 0 --out p.json": "--tflops: expected a number > 0",
     "pipeline --dtype int8 --out p.json": "--dtype: invalid choice",
     "pipeline --microbatch-size 0 --out p.json": "--microbatch-size: expected an integer >= 1",
     "nowhere:model --out p.json": "cannot import nowhere",

@@ -50,6 +50,15 @@ _HUNYUAN_DIT = {
     "text_len_t5": 256,
 }
 
+_PIXART = {"_class_name": "PixArtTransformer2DModel", "sample_size": 128, "caption_channels": 4096}
+
+
+def _sd3(depth: int) -> dict[str, Any]:
+    """As many heads as blocks."""
+    sizes = {"num_layers": depth, "num_attention_heads": depth, "caption_projection_dim": 64 * depth}
+    return {"_class_name": "SD3Transformer2DModel", "sample_size": 128, **sizes}
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     # stable-diffusion-v1-5/stable-diffusion-v1-5, 512 x 512
     "sd15": {
@@ -124,4 +133,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     # 256 x 256, but for the two of the PULSE paper, which are on pixels
     **{f"uvit-{size.split('/')[0].lower()}": {"_class_name": "UViTModel", **UVIT_SIZES[size]} for size in _UVIT_NAMED},
+    # kandinsky-community/kandinsky-3, 1024 x 1024
+    "kandinsky3": {"_class_name": "Kandinsky3UNet"},
+    # PixArt-alpha/PixArt-XL-2-1024-MS and PixArt-Sigma-XL-2-1024-MS
+    "pixart-alpha": {**_PIXART, "use_additional_conditions": True},
+    "pixart-sigma": {**_PIXART, "use_additional_conditions": False},
+    # stabilityai/stable-diffusion-3-medium-diffusers and stable-diffusion-3.5-large, 1024 x 1024
+    "sd3-medium": {**_sd3(24), "pos_embed_max_size": 192},
+    "sd3.5-large": {**_sd3(38), "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
+    # black-forest-labs/FLUX.1-dev, 1024 x 1024
+    "flux-dev": {"_class_name": "FluxTransformer2DModel", "guidance_embeds": True},
+    # Wan-AI/Wan2.1-T2V-1.3B-Diffusers and 14B, 81 frames of 480 x 832
+    "wan-1.3b": {
+        "_class_name": "WanTransformer3DModel",
+        "num_attention_heads": 12,
+        "ffn_dim": 8960,
+        "num_layers": 30,
+    },
+    "wan-14b": {"_class_name": "WanTransformer3DModel"},
+    # hunyuanvideo-community/HunyuanVideo, 129 frames of 720 x 1280
+    "hunyuan-video": {"_class_name": "HunyuanVideoTransformer3DModel"},
+    # THUDM/CogVideoX-2b and 5b, 49 frames of 480 x 720
+    "cogvideox-2b": {"_class_name": "CogVideoXTransformer3DModel"},
+    "cogvideox-5b": {
+        "_class_name": "CogVideoXTransformer3DModel",
+        "num_attention_heads": 48,
+        "num_layers": 42,
+        "use_rotary_positional_embeddings": True,
+    },
 }

@@ -18,7 +18,8 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.models.examples import example_batch
+from deepspeed_pulse.models.examples import EXAMPLES, example_batch
+from deepspeed_pulse.models.families import FAMILIES
 from deepspeed_pulse.models.published import PUBLISHED
 from deepspeed_pulse.models.sources import build_model, find_job
 from deepspeed_pulse.planner.make import make_plan
@@ -40,6 +41,17 @@ PARAMETERS = {
     "uvit-h": 500.8,
     "uvit-1b": 984.2,
     "uvit-2.7b": 2671.3,
+    "kandinsky3": 3055.3,
+    "pixart-alpha": 611.3,
+    "pixart-sigma": 610.9,
+    "sd3-medium": 2028.3,
+    "sd3.5-large": 8056.6,
+    "flux-dev": 11901.4,
+    "wan-1.3b": 1419.0,
+    "wan-14b": 14288.5,
+    "hunyuan-video": 12821.0,
+    "cogvideox-2b": 1693.8,
+    "cogvideox-5b": 5570.3,
 }
 """Millions: as published, to the digits published."""
 
@@ -48,8 +60,6 @@ FIGURES = {
     "sd21": (2149, 12, 29.9),
     "sdxl": (6761, 9, 51.1),
     "svd-xt": (79948, 12, 746.5),
-    "text-to-video": (4887, 12, 53.1),
-    "animatediff": (17749, 12, 212.3),
     "hunyuan-dit": (14366, 19, 219.2),
     "uvit-h": (266, 14, 8.3),
     "unidiffuser": (2329, 15, 50.9),
@@ -85,6 +95,16 @@ def test_layers_count_what_the_whole_model_counts() -> None:
     assert estimated.profile.microbatch_size == 2
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(set(PUBLISHED) - set(FIGURES)))
+@pytest.mark.parametrize("granularity", ["block", "fine"])
+def test_layers_of_published_models_count_what_the_whole_model_counts(name: str, granularity: str) -> None:
+    estimated = estimate_profile(find_job(name, granularity=granularity), tflops=312)
+    model = build_model(PUBLISHED[name], dtype="bfloat16")
+    batch = example_batch(model, microbatch_size=1, dtype=torch.bfloat16)
+    assert (total(estimated, "forward_flop"), total(estimated, "backward_flop")) == whole_model(model, batch)
+
+
 def test_times_are_operations_over_the_rate_and_say_so() -> None:
     model = small_unet().to("meta")
     batch = example_batch(model, microbatch_size=1, dtype=torch.float32)
@@ -105,10 +125,7 @@ def test_published_numbers_of_parameters(name: str) -> None:
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == PARAMETERS[name]
 
 
-SLOWER = ("text-to-video", "animatediff")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.soak) if n in SLOWER else n for n in FIGURES])
+@pytest.mark.parametrize("name", FIGURES)
 def test_operations_and_skips_as_published(name: str) -> None:
     """Counts equal the whole model's; every skip stays on its rank at P = 2, 4, 8."""
     estimated = estimate_profile(find_job(name), tflops=312)
@@ -146,7 +163,8 @@ def test_fine_layers_balance_where_blocks_cannot() -> None:
     assert not travelling_skips(profile, 8)
 
 
-def test_every_published_model_has_its_figures() -> None:
+def test_every_family_has_an_example_and_every_published_model_its_number() -> None:
+    assert EXAMPLES.keys() == FAMILIES.keys()
     assert PARAMETERS.keys() == PUBLISHED.keys()
 
 
