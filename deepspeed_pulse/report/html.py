@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report.words import summary
 
@@ -21,7 +22,9 @@ def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement
     data = [_row(title, timeline, tuple(placement)) for title, timeline in rows]
     title = "; ".join(title for title, _ in rows if title) or "timeline"
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = _PAGE.replace("@TITLE@", html.escape(title)).replace("@DATA@", text)
+    split = any(span.action.op is Op.WEIGHT_GRAD for _, timeline in rows for span in timeline.spans)
+    page = _PAGE.replace("@SPLIT@", _SPLIT if split else "")
+    page = page.replace("@TITLE@", html.escape(title)).replace("@DATA@", text)
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -50,6 +53,10 @@ def _row(title: str, timeline: Timeline, placement: tuple[int, ...]) -> dict[str
     }
 
 
+_SPLIT = """Backward is split: dark colours are its input gradients (I),
+<b style="background:#8d8d8d;color:#fff">W</b>weight gradient, first
+<b style="background:#6f6f6f;color:#fff">W</b>weight gradient, second."""
+
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>@TITLE@</title>
 <style>
@@ -61,7 +68,7 @@ canvas { display: block; width: 100%; cursor: grab } canvas:active { cursor: gra
 <p><b style="background:#cfe3f7">F</b>forward, first stage of the rank
 <b style="background:#bfe8d2">F</b>forward, second
 <b style="background:#2f6db0;color:#fff">B</b>backward, first
-<b style="background:#1f7f4f;color:#fff">B</b>backward, second.
+<b style="background:#1f7f4f;color:#fff">B</b>backward, second. @SPLIT@
 Wheel: zoom. Drag: move. Double click: all of it.</p>
 <script>
 "use strict";

@@ -54,6 +54,9 @@ def test_the_legend_stays_inside_and_split_backwards_have_entries(sample: Any, t
     assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0
     words = {text.get_text().split(",")[0] for text in legend.get_texts()}
     assert words == {"forward", "input gradient", "weight gradient", "message"}
+    for shown, there in ((timeline, True), (sample.timeline, False)):
+        write_page(tmp_path / "page.html", [("", shown)], plan.placement)
+        assert ("weight gradient" in (tmp_path / "page.html").read_text()) is there
 
 
 def test_large_timelines_are_drawn(large: Any, tmp_path: Path) -> None:
