@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -191,6 +191,12 @@ class PipelineModule(upstream.PipelineModule):
         self.parts = [int(part) for part in self.parts]
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
         self._local_layers = list(range(self._local_start, self._local_stop))
+
+    def _count_layer_params(self) -> Any:
+        """As upstream, which builds every layer; layers that would read files are counted on the meta device."""
+        reads = any(getattr(layer, "reads_files", False) for layer in self.layer_list)
+        with torch.device("meta") if reads else nullcontext():
+            return super()._count_layer_params()
 
     def _check_divides(self) -> None:
         if self.num_stages > self._num_layers:

@@ -29,6 +29,9 @@ class LayerSpec(upstream.LayerSpec):
     ``(hidden, *stashed)``, both in the order declared.
     """
 
+    reads_files = False
+    """True for a layer whose ``build`` reads weights, but under ``torch.device("meta")`` does not."""
+
     def __init__(
         self,
         typename: type[torch.nn.Module],

@@ -32,6 +32,7 @@ RELIED_ON = {
     "deepspeed.utils": ("safe_get_full_fp32_param",),
     "deepspeed.runtime.pipe.module.PipelineModule": (
         "_build",
+        "_count_layer_params",
         "_index_tied_modules",
         "_partition_layers",
         "_set_bounds",

@@ -8,6 +8,8 @@ from typing import Any
 _LAZY = {
     "EMA": "deepspeed_pulse.models.ema",
     "freeze": "deepspeed_pulse.models.freezing",
+    "from_config": "deepspeed_pulse.models.lazy",
+    "from_pretrained": "deepspeed_pulse.models.lazy",
     "save_lora": "deepspeed_pulse.models.lora",
     "save_pretrained": "deepspeed_pulse.models.export",
     "to_layers": "deepspeed_pulse.models.families",

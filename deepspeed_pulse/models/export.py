@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_pulse.models.folder import CONFIG, WEIGHTS
 from deepspeed_pulse.models.shards import write_sharded
 from deepspeed_pulse.models.units import Origin, Unit, origin_of
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from deepspeed_pulse.models.ema import EMA
 
 logger = logging.getLogger(__name__)
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-CONFIG = "config.json"
 
 
 def save_pretrained(

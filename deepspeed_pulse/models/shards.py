@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.models.folder import WEIGHTS, varied
 
 _SHARD = r"-\d{5}-of-\d{5}"
 
@@ -50,7 +51,7 @@ def write_sharded(
     tensors: Mapping[str, Tensor],
     *,
     keys: Sequence[str] | None = None,
-    name: str = "diffusion_pytorch_model.safetensors",
+    name: str = WEIGHTS,
     variant: str | None = None,
     max_shard_size: int | str = "10GB",
     dtypes: Mapping[str, torch.dtype] | None = None,
@@ -155,12 +156,12 @@ class _Names:
     @property
     def single(self) -> str:
         """The file that holds everything."""
-        return self._varied(self.name)
+        return varied(self.name, self.variant)
 
     @property
     def index(self) -> str:
         """The file that says which shard holds what."""
-        return self._varied(f"{self.name}.index.json")
+        return varied(f"{self.name}.index.json", self.variant)
 
     @property
     def pattern(self) -> str:
@@ -171,10 +172,6 @@ class _Names:
         """True when a file is a shard of some save under these names."""
         before, after = (re.escape(part) for part in self.pattern.split("{suffix}"))
         return re.fullmatch(before + _SHARD + after, name) is not None
-
-    def _varied(self, name: str) -> str:
-        stem, _, extension = name.rpartition(".")
-        return name if self.variant is None else f"{stem}.{self.variant}.{extension}"
 
 
 class _Writer:

@@ -77,12 +77,17 @@ class Probe:
                 torch.autograd.backward(roots, gradients)
 
     def leave(self) -> tuple[Any, dict[str, Any]]:
-        """What the next layers read, from the last run; parameters get back the gradients they had."""
+        """What the next layers read, from the last run; parameters get back the gradients they had.
+
+        The probe lets go of the layer: whoever took it may hold it until the next layer is made.
+        """
         assert self._last is not None
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = gradient
         stashed = {name: map_tensors(value, _cut) for name, value in self._last.stashed.items()}
-        return map_tensors(self._last.output, _cut), stashed
+        output = map_tensors(self._last.output, _cut)
+        del self._stage, self._last, self.parameters, self._gradients
+        return output, stashed
 
 
 class Walk:
@@ -119,12 +124,12 @@ class Walk:
             home, buffers = _visit(module, self._device)
             probe = self._probe(index, layer)
             yield probe
+            self.dtype = probe.dtype or self.dtype
             self._hidden, stashed = probe.leave()
             self._values.update(stashed)
             for name, value in stashed.items():
                 tensors = tensors_in(value)
                 self.value_bytes[name] = (num_bytes(tensors), any(t.requires_grad for t in tensors))
-            self.dtype = probe.dtype or self.dtype
             if home is not None:
                 module.to(home)
                 for buffer, saved in buffers:

@@ -187,7 +187,8 @@ class SavedBytes:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.add([tensor])
-        return tensor
+        # Without its graph: an output that keeps itself, graph and parameters included, would never be freed.
+        return tensor.detach()
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()

@@ -26,7 +26,8 @@ from support.thread_ranks import FakeModule, on_ranks
 from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.models.export import WEIGHTS, save_pretrained
+from deepspeed_pulse.models.export import save_pretrained
+from deepspeed_pulse.models.folder import WEIGHTS
 
 
 def export(layers: list[Any], folder: Any, *, ranks: int = 1, **options: Any) -> list[FakeModule]:

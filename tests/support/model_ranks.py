@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.parity import mse, share_groups
+from support.parity import TOLERANCE, RecordingSGD, mse, share_groups
+from support.reference import error
 from support.small_models import small_sd_unet
 from support.small_unet import unet_batch
 
@@ -30,7 +35,7 @@ def make_engine(layers: list[Any], ranks: int, microbatches: int = 2, **config: 
     }
     module = PipelineModule(layers=layers, num_stages=ranks, loss_fn=mse, config=config, input="sample")
     trainable = [p for p in module.parameters() if p.requires_grad]
-    sgd = torch.optim.SGD(trainable, lr=0.05, momentum=0.9)
+    sgd = RecordingSGD(trainable, lr=0.05, momentum=0.9)
     optimizer = torch.optim.AdamW(trainable) if "bf16" in config else sgd  # ZeRO knows Adam
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
@@ -43,11 +48,20 @@ def batches(engine: Any, step: int, dtype: torch.dtype = torch.float32) -> Any:
         yield cast, labels.to(dtype)
 
 
-def saves(folder: str) -> None:
-    """Trained on 4 ranks in each precision and saved; what is in the files is what the ranks hold."""
+def run(folders: dict[str, str]) -> None:
+    """Everything below, in one launch of 4 ranks."""
+    share_groups()
+    draws_the_same_for_every_plan(folders["pretrained"])  # also loads what else takes memory: planner, libraries
+    holds_its_share(folders["large"])
+    trains_as_the_whole_model(folders)
+    saves_in_each_precision(folders["precisions"])
+    print("PASSED", flush=True)
+
+
+def saves_in_each_precision(folder: str) -> None:
+    """Trained in each precision and saved; what is in the files is what the ranks hold."""
     from deepspeed_pulse.models import save_pretrained, to_layers
 
-    share_groups()
     zero1 = {"zero_optimization": {"stage": 1}}
     for name, ranks, config in (
         ("fp32", 4, {}),
@@ -65,7 +79,6 @@ def saves(folder: str) -> None:
             save_pretrained(engine, f"{folder}/{name} masters", dtype=torch.float32)
             check_files(engine, Path(folder, f"{name} masters"), torch.float32, rounds_to=dtype)
         engine.destroy()
-    print("PASSED", flush=True)
 
 
 def check_files(engine: Any, folder: Path, dtype: torch.dtype, rounds_to: torch.dtype | None = None) -> None:
@@ -82,3 +95,140 @@ def check_files(engine: Any, folder: Path, dtype: torch.dtype, rounds_to: torch.
             assert torch.equal(written[key].to(rounds_to or dtype), weight), (folder, key)
             inexact += int(not torch.equal(written[key], weight.to(dtype)))
     assert bool(inexact) == (rounds_to is not None), (folder, inexact)
+
+
+def trains_as_the_whole_model(folders: dict[str, str]) -> None:
+    """Loss and gradients of the first step, and the weights after the last, are those of the model's own forward."""
+    from diffusers import UNet2DConditionModel
+
+    from deepspeed_pulse.models import from_pretrained, save_pretrained
+
+    microbatches = 2
+    engine = make_engine(from_pretrained(folders["pretrained"]), 4, microbatches)
+    whole = UNet2DConditionModel.from_pretrained(folders["pretrained"]).train()
+    optimizer = RecordingSGD(whole.parameters(), lr=0.05, momentum=0.9)
+    names = dict(whole.named_parameters())
+    for step in range(TRAINED_STEPS):
+        loss = float(engine.train_batch(batches(engine, step)).detach())
+        optimizer.zero_grad()
+        expected = 0.0
+        for inputs, labels in itertools.islice(batches(engine, step), microbatches):
+            share = mse(whole(**inputs).sample, labels) / microbatches
+            share.backward()
+            expected += float(share.detach())
+        optimizer.step()
+        assert abs(loss - expected) <= TOLERANCE * expected, (step, loss, expected)
+        scale = max(float(gradient.norm()) for gradient in optimizer.seen.values())
+        for _, layer in engine.module.local_layers():
+            for name, parameter in layer.named_parameters():
+                gradient = optimizer.seen[id(names[name])]
+                if float(gradient.norm()) > 1e-6 * scale:
+                    assert error(engine.optimizer.seen[id(parameter)], gradient) <= TOLERANCE, (step, name)
+                assert error(parameter, names[name]) <= TOLERANCE, (step, name)
+    save_pretrained(engine, folders["trained"], max_shard_size="2MB")
+    if engine.global_rank == 0:
+        whole.save_pretrained(folders["expected"], max_shard_size="2MB")
+    engine.destroy()
+
+
+def holds_its_share(folder: str) -> None:
+    """Loading, with and without measuring costs, never takes more than 40 % of the model's bytes on a rank."""
+    from diffusers import UNet2DModel
+
+    from deepspeed_pulse import PipelineModule
+    from deepspeed_pulse.models import from_pretrained
+    from deepspeed_pulse.models.lazy import LazyLayer
+
+    with torch.device("meta"):
+        whole = sum(p.numel() * 4 for p in UNet2DModel.from_config(UNet2DModel.load_config(folder)).parameters())
+    example = ({"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([7])}, torch.randn(1, 3, 8, 8))
+    build = LazyLayer.build
+    for example_batch in (None, example):
+        gc.collect()
+        before, most = live_bytes(), [0]
+
+        def counting(self: Any, log: bool = False, before: int = before, most: list[int] = most) -> Any:
+            made = build(self, log)
+            most[0] = max(most[0], live_bytes() - before)
+            return made
+
+        LazyLayer.build = counting
+        with resident_bytes() as resident:
+            module = PipelineModule(
+                layers=from_pretrained(folder),
+                num_stages=4,
+                loss_fn=mse,
+                config={"train_micro_batch_size_per_gpu": 1, "pulse": {"solver_seconds": 0, "placement": "wave"}},
+                input="sample",
+                example_batch=example_batch,
+            )
+        LazyLayer.build = build
+        mine = sum(p.numel() * 4 for p in module.parameters())
+        print(
+            f"SHARE measured={example_batch is not None} own={mine / whole:.3f} tensors={most[0] / whole:.3f} "
+            f"resident={resident[0] / whole:.3f}",
+            flush=True,
+        )
+        assert mine <= most[0] <= 0.4 * whole, (mine, most, whole)
+        assert resident[0] <= 0.4 * whole, (resident, whole)
+        del module
+        gc.collect()
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors of this process that have memory, each storage once."""
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@contextmanager
+def resident_bytes() -> Iterator[list[int]]:
+    """The most memory that this process had of its own (not the pages of files), beyond what it had before."""
+
+    def now() -> int:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["RssAnon"].split()[0]) * 1024
+
+    gc.collect()
+    start, most, done = now(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            most[0] = max(most[0], now() - start)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        watcher.join()
+        most[0] = max(most[0], now() - start)
+
+
+def draws_the_same_for_every_plan(folder: str) -> None:
+    """Initial weights of 4 ranks, cut in two ways, upstream's way too, are those that one process draws."""
+    from deepspeed_pulse import PipelineModule
+    from deepspeed_pulse.models import from_config
+
+    expected: dict[str, torch.Tensor] = {}
+    for layer in from_config(folder, seed=5):
+        expected.update(layer.build().state_dict())
+    for pulse, method in (({"solver_seconds": 0}, None), ({"solver_seconds": 0}, "uniform"), (False, "parameters")):
+        torch.manual_seed(17)  # must not matter
+        module = PipelineModule(
+            layers=from_config(folder, seed=5),
+            num_stages=4,
+            loss_fn=mse,
+            config={"train_micro_batch_size_per_gpu": 1, "pulse": pulse},
+            input="sample",
+            partition_method=method,
+        )
+        found = {key: value for _, layer in module.local_layers() for key, value in layer.state_dict().items()}
+        assert 0 < len(found) < len(expected)
+        for key, value in found.items():
+            assert torch.equal(value, expected[key]), key

@@ -1,0 +1,505 @@
+"""Layers that read or draw their own weights: the same model as diffusers', whichever rank builds what."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import UNet2DConditionModel, UNet2DModel
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+from support.small_models import interpret, pixel_entries, sd_entries, small_sd_unet, small_unet
+from torch import nn
+
+from deepspeed_pulse.engine.costs import parameter_counts
+from deepspeed_pulse.engine.specs import describe, spec
+from deepspeed_pulse.errors import ConfigError, FileError, GraphError
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.models import freeze, from_config, from_pretrained, to_layers
+from deepspeed_pulse.models.folder import WEIGHTS
+from deepspeed_pulse.models.skeleton import Skeleton
+from deepspeed_pulse.runtime.profiler import measure_layers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small class-conditional U-Net as a folder; tests that change it take a copy."""
+    folder = tmp_path_factory.mktemp("saved") / "unet"
+    small_unet().save_pretrained(folder)
+    return folder
+
+
+def built(layers: list[Any]) -> list[Any]:
+    return [spec(layer.build(), stash=layer.stash, pop=layer.pop, name=layer.layer_name) for layer in layers]
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    return json.loads(model.to_json_string())
+
+
+def state_of(layers: list[Any]) -> dict[str, torch.Tensor]:
+    return {key: value for layer in layers for key, value in layer.build().state_dict().items()}
+
+
+def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype, key
+        assert torch.equal(found[key], value), key
+
+
+# ------------------------------------------------------------------------------- from_pretrained
+
+
+@pytest.mark.parametrize(
+    ("max_shard_size", "variant"), [("10GB", None), ("1MB", None), ("10GB", "fp16"), ("1MB", "fp16")]
+)
+def test_the_weights_and_the_output_are_the_models(tmp_path, max_shard_size, variant):
+    model = small_sd_unet()
+    model.save_pretrained(tmp_path / "unet", max_shard_size=max_shard_size, variant=variant)
+    layers = from_pretrained(tmp_path, subfolder="unet", variant=variant)
+    assert_same_state(state_of(layers), model.state_dict())
+    entries = sd_entries()
+    with torch.no_grad():
+        assert torch.equal(interpret(built(layers), entries), model(**entries).sample)
+
+
+def test_the_list_is_that_of_to_layers(saved):
+    lazy, eager = from_pretrained(saved), to_layers(small_unet())
+    assert [describe(i, x) for i, x in enumerate(lazy)] == [describe(i, x) for i, x in enumerate(eager)]
+    assert [x.typename for x in lazy] == [type(x.layer) for x in eager]
+    assert repr(lazy[1]) == "Resnet(down_blocks.0.resnets.0)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+def test_dtypes_are_those_of_diffusers(tmp_path, dtype):
+    small_unet().half().save_pretrained(tmp_path)
+    expected = UNet2DModel.from_pretrained(tmp_path, torch_dtype=dtype)
+    assert_same_state(state_of(from_pretrained(tmp_path, torch_dtype=dtype)), expected.state_dict())
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_weights_with_the_names_of_old_versions(tmp_path, saved):
+    weights = load_file(saved / WEIGHTS)
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    for new, name in old.items():
+        for key in [key for key in weights if f".attentions.0.{new}." in key]:
+            weights[key.replace(new, name)] = weights.pop(key)
+    shutil.copy(saved / "config.json", tmp_path)
+    save_file(weights, tmp_path / WEIGHTS)
+    assert_same_state(state_of(from_pretrained(tmp_path)), small_unet().state_dict())
+
+
+def test_every_build_is_a_layer_of_its_own(saved):
+    layer = from_pretrained(saved)[1]
+    first, second = layer.build(), layer.build()
+    with torch.no_grad():
+        next(first.parameters()).add_(1)
+    assert not torch.equal(next(first.parameters()), next(second.parameters()))
+    assert first.origin is second.origin
+    assert first.training
+    assert all(parameter.requires_grad for parameter in first.parameters())
+
+
+def test_counting_parameters_reads_no_files(tmp_path, saved):
+    shutil.copytree(saved, tmp_path / "unet")
+    layers = from_pretrained(tmp_path / "unet")
+    shutil.rmtree(tmp_path / "unet")
+    assert sum(parameter_counts(layers)) == sum(p.numel() for p in small_unet().parameters())
+    with pytest.raises(FileError, match="cannot be read"):
+        layers[0].build()
+
+
+def test_measuring_holds_one_layer_at_a_time(saved):
+    layers = from_pretrained(saved)
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def build(layer: Any) -> nn.Module:
+        assert all(one() is None for one in alive), "the layer before is still there"
+        made = layer.build()
+        alive.extend(map(weakref.ref, made.parameters()))
+        return made
+
+    graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
+    entries = pixel_entries()
+    gc.disable()
+    try:
+        measure_layers(
+            graph, [lambda x=x: build(x) for x in layers], entries.pop("sample"), entries, torch.device("cpu")
+        )
+    finally:
+        gc.enable()
+    assert len(alive) == len(list(small_unet().parameters()))
+
+
+# ------------------------------------------------------------------------------------ from_config
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    config = config_of(small_unet())
+    expected = state_of(from_config(config, seed=3))
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    layers = from_config(config, seed=3)
+    for index in (5, 0, len(layers) - 1):  # a rank builds some of the layers, in its own order
+        found = layers[index].build().state_dict()
+        assert_same_state(found, {key: expected[key] for key in found})
+    assert torch.equal(torch.get_rng_state(), before)
+    other = state_of(from_config(config, seed=4))
+    assert any(not torch.equal(other[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("make", [small_sd_unet, small_unet], ids=["conditional", "pixel"])
+def test_initial_weights_have_the_distribution_of_the_constructor(make):
+    kind, config = type(make()), make().config
+    skeleton = Skeleton(lambda: kind.from_config(config))
+    ours = skeleton.initial(list(skeleton.entries))
+    theirs = [kind.from_config(config).state_dict() for _ in range(2)]
+    for key, first in theirs[0].items():
+        if torch.equal(first, theirs[1][key]):  # no random numbers in it
+            assert torch.equal(ours[key], first), key
+        elif first.numel() >= 64:
+            assert ours[key].std() == pytest.approx(float(first.std()), rel=0.4), key
+            assert abs(float(ours[key].mean())) < 5 * float(first.std()) / first.numel() ** 0.5 + 1e-3, key
+    drawn = [value.flatten()[:4] for value in ours.values() if value.std() > 0]
+    assert len({tuple(one.tolist()) for one in drawn}) == len(drawn), "two parameters were drawn alike"
+
+
+def test_a_config_is_a_dict_a_file_or_a_folder(saved):
+    content = json.loads((saved / "config.json").read_text())
+    first = from_config(content)[0].build().state_dict()
+    for config, options in ((saved, {}), (saved / "config.json", {}), (saved.parent, {"subfolder": "unet"})):
+        assert_same_state(from_config(config, **options)[0].build().state_dict(), first)
+
+
+def test_a_new_model_in_another_dtype(saved):
+    half = from_config(saved, dtype=torch.bfloat16)
+    whole = state_of(from_config(saved))
+    assert_same_state(state_of(half), {key: value.bfloat16() for key, value in whole.items()})
+
+
+# --------------------------------------------------------------------- what the constructor computes
+
+TABLES = {
+    "HunyuanDiT2DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "in_channels": 4,
+        "patch_size": 2,
+        "sample_size": 8,
+        "num_layers": 4,
+        "cross_attention_dim": 16,
+        "cross_attention_dim_t5": 16,
+        "pooled_projection_dim": 16,
+        "hidden_size": 16,
+        "text_len": 4,
+        "text_len_t5": 4,
+    },
+    "SD3Transformer2DModel": {
+        "num_layers": 1,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "caption_projection_dim": 16,
+        "pooled_projection_dim": 16,
+        "sample_size": 8,
+        "pos_embed_max_size": 8,
+    },
+    "PixArtTransformer2DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 1,
+        "cross_attention_dim": 16,
+        "caption_channels": 8,
+        "sample_size": 8,
+    },
+    "WanTransformer3DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "text_dim": 16,
+        "freq_dim": 16,
+        "ffn_dim": 32,
+        "num_layers": 1,
+        "rope_max_seq_len": 32,
+    },
+    "CogVideoXTransformer3DModel": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "time_embed_dim": 8,
+        "text_embed_dim": 8,
+        "num_layers": 1,
+        "sample_width": 8,
+        "sample_height": 8,
+        "sample_frames": 9,
+        "max_text_seq_length": 8,
+    },
+    "UNetSpatioTemporalConditionModel": {
+        "block_out_channels": (32, 64),
+        "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        "cross_attention_dim": 32,
+        "num_attention_heads": 4,
+        "projection_class_embeddings_input_dim": 24,
+        "addition_time_embed_dim": 8,
+        "sample_size": 8,
+    },
+    "UNet2DModel": {
+        "block_out_channels": (32, 32),
+        "down_block_types": ("DownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "UpBlock2D"),
+        "time_embedding_type": "fourier",
+        "norm_num_groups": 8,
+        "sample_size": 8,
+    },
+}
+"""Models whose constructors compute tables, mix factors or frequencies, in small configurations."""
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_that_are_computed_and_not_saved(tmp_path, name, dtype):
+    """Everything a diffusers model holds after loading is in a filled skeleton: buffers, attributes, all."""
+    from deepspeed_pulse.models.lazy import _cast_saved
+
+    kind = getattr(diffusers, name)
+    kind(**TABLES[name]).save_pretrained(tmp_path)
+    theirs = kind.from_pretrained(tmp_path, torch_dtype=dtype)
+    skeleton = Skeleton(
+        lambda: kind.from_config(kind.load_config(tmp_path)),
+        dtype=dtype or torch.float32,
+        cast=lambda model: None if dtype is None else _cast_saved(model, dtype),
+    )
+    assert all(tensor.is_meta for tensor in skeleton.entries.values())
+    ours = copy.deepcopy(skeleton.model)
+    weights = load_file(tmp_path / WEIGHTS)
+    ours.load_state_dict({k: v.to(skeleton.entries[k].dtype) for k, v in weights.items()}, assign=True)
+    assert_same_state(tensors_of(ours), tensors_of(theirs))
+    if dtype is None:
+        drawn = skeleton.initial(list(skeleton.entries))
+        for key, value in kind(**TABLES[name]).state_dict().items():
+            assert drawn[key].shape == value.shape, key
+            if not value.any():
+                assert not drawn[key].any(), key
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and tensors that are plain attributes."""
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    for path, module in model.named_modules():
+        found |= {f"{path}.{name}": v for name, v in vars(module).items() if isinstance(v, torch.Tensor)}
+    return found
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+
+
+def test_tied_parameters_are_refused():
+    with pytest.raises(GraphError, match="Tied has one parameter under two names"):
+        Skeleton(Tied)
+
+
+# ---------------------------------------------------------------------------------------- prepare
+
+
+def test_prepare_freezes(saved):
+    layers = from_pretrained(saved, prepare=lambda model: freeze(model, "*.norm?.*"))
+    frozen = {name for layer in layers for name, p in layer.build().named_parameters() if not p.requires_grad}
+    assert frozen == {name for name in small_unet().state_dict() if ".norm1." in name or ".norm2." in name}
+
+
+def test_prepare_adds_adapters_that_start_alike(saved):
+    def add(model: Any) -> None:
+        model.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_q", "to_v"]), model)
+
+    layers = from_pretrained(saved, prepare=add)
+    whole = small_unet()
+    expected = interpret(to_layers(whole), pixel_entries())
+    with torch.no_grad():
+        assert torch.equal(interpret(built(layers), pixel_entries()), expected)  # B starts at zero
+    parameters = {name: p for layer in layers for name, p in layer.build().named_parameters()}
+    assert {name for name, p in parameters.items() if p.requires_grad} == {n for n in parameters if ".lora_" in n}
+    again = state_of(from_pretrained(saved, prepare=add))
+    assert_same_state(again, {name: parameters[name].detach() for name in again})
+    a = {name: p for name, p in parameters.items() if "lora_A" in name}
+    assert a
+    assert all(p.any() for p in a.values())
+
+
+def magnitudes(model: Any) -> None:
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_q"], use_dora=True), model)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (magnitudes, "to_q.lora_magnitude_vector.default.weight is computed from weights that are not there yet"),
+        (lambda model: nn.init.zeros_(model.conv_in.weight), "the values of a parameter 'weight' were changed"),
+        (lambda model: setattr(model, "conv_in", nn.Conv2d(3, 32, 3)), "2 parameters are no longer part of the model"),
+        (lambda model: model.to("meta"), "conv_in.weight is computed from weights .*, or replaces some"),
+    ],
+    ids=["DoRA", "initialise", "replace", "move"],
+)
+def test_prepare_has_no_weights(saved, prepare, message):
+    with pytest.raises(ConfigError, match=message):
+        from_pretrained(saved, prepare=prepare)
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    weights = load_file(folder / WEIGHTS)
+    change(weights)
+    save_file(weights, folder / WEIGHTS)
+
+
+def reconfigure(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def cut_off(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "diffusion_pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def shard(folder: Path) -> None:
+    small_unet().save_pretrained(folder, max_shard_size="1MB")
+    (folder / WEIGHTS).unlink()
+
+
+def lose_shard(folder: Path) -> None:
+    shard(folder)
+    next(folder.glob("*-00002-of-*")).unlink()
+
+
+def edit_index(folder: Path, change: Any) -> None:
+    shard(folder)
+    path = folder / f"{WEIGHTS}.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+BAD = {
+    "no folder": (shutil.rmtree, "expected a folder with config.json and weights, found none; a model of the Hugging"),
+    "no config": (lambda f: (f / "config.json").unlink(), "expected a config.json, found none$"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json: cannot be read as JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "expected a JSON object, found list"),
+    "unknown class": (
+        lambda f: reconfigure(f, _class_name="UNet2dModel"),
+        r'field "_class_name": expected one of .*, found \'UNet2dModel\' \(did you mean "UNet2DModel"\?\)',
+    ),
+    "no class": (lambda f: reconfigure(f, _class_name=None), r'field "_class_name": expected one of .*, found None'),
+    "unusable field": (
+        lambda f: reconfigure(f, down_block_types=["Nothing2D"] * 3),
+        "no UNet2DModel can be made of it: ValueError: Nothing2D does not exist",
+    ),
+    "quantized": (lambda f: reconfigure(f, quantization_config={"quant_method": "gguf"}), "quantized models cannot"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), rf"expected {WEIGHTS} or an index .*, found only config\.json"),
+    "pickle": (
+        as_pickle,
+        r"pickle files \(diffusion_pytorch_model\.bin\)\. Pickle can run code, so it is not read\..*conv",
+    ),
+    "pickle in disguise": (
+        lambda f: torch.save({}, f / WEIGHTS),
+        rf"{WEIGHTS}: is a pickle file under another name",
+    ),
+    "another variant": (
+        lambda f: (f / WEIGHTS).rename(f / WEIGHTS.replace(".safe", ".fp16.safe")),
+        "found the variants fp16; pass variant=",
+    ),
+    "git-lfs": (lambda f: (f / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+    "cut off": (cut_off, rf"{WEIGHTS}: is damaged or incomplete"),
+    "empty": (lambda f: (f / WEIGHTS).write_bytes(b""), rf"{WEIGHTS}: is damaged or incomplete"),
+    "garbage": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 99), rf"{WEIGHTS}: is damaged or incomplete"),
+    "missing keys": (
+        lambda f: rewrite(f, lambda w: [w.pop(key) for key in list(w) if key.startswith("conv_")]),
+        r"6 missing from the weights: conv_in.weight, conv_in.bias, .* and 1 more$",
+    ),
+    "extra keys": (
+        lambda f: rewrite(f, lambda w: w.update(more=torch.zeros(1))),
+        "1 in the weights but not in the model: more$",
+    ),
+    "shapes": (
+        lambda f: rewrite(f, lambda w: w.update({"conv_in.bias": torch.zeros(3)})),
+        r"1 of another shape: conv_in\.bias is \[3\], expected \[32\]$",
+    ),
+    "another model's config": (lambda f: reconfigure(f, layers_per_block=2), r"\d+ missing from the weights: down_blo"),
+    "missing shard": (lose_shard, r"names 1 files that are not there: diffusion_pytorch_model-00002-of-"),
+    "index leaves the folder": (
+        lambda f: edit_index(f, lambda m: m.update({"conv_in.bias": "../x.safetensors"})),
+        "expected names of safetensors files in the same folder, found '../x.safetensors'",
+    ),
+    "index names a pickle": (
+        lambda f: edit_index(f, lambda m: m.update({"conv_in.bias": "x.bin"})),
+        "expected names of safetensors files in the same folder, found 'x.bin'",
+    ),
+    "index and shards differ": (
+        lambda f: edit_index(f, lambda m: m.pop("conv_in.bias")),
+        r"does not fit its shards: conv_in\.bias of .*00001-of-.* is not in the index$",
+    ),
+    "index is no index": (
+        lambda f: (f / f"{WEIGHTS}.index.json").write_text("{}"),
+        r'index\.json: field "weight_map": expected an object',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders(tmp_path, saved, name):
+    """Before anything is built, one error that says which file and what was expected."""
+    spoil, message = BAD[name]
+    folder = tmp_path / "unet"
+    shutil.copytree(saved, folder)
+    spoil(folder)
+    with pytest.raises(FileError, match=message) as found:
+        from_pretrained(folder)
+    assert str(folder) in str(found.value)
+
+
+def test_a_pipeline_folder_names_its_models(tmp_path, saved):
+    shutil.copytree(saved, tmp_path / "unet")
+    with pytest.raises(FileError, match="it has models in unet: pass subfolder="):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.int8}, r"dtype: expected a floating-point torch\.dtype"),
+        ({"torch_dtype": "bf16"}, "found 'bf16'"),
+        ({"dtype": torch.float32, "torch_dtype": torch.float16}, "the same option"),
+        ({"granularity": "coarse"}, 'expected "block" or "fine"'),
+    ],
+)
+def test_bad_options(saved, options, message):
+    with pytest.raises(ConfigError, match=message):
+        from_pretrained(saved, **options)
+
+
+def test_a_derived_class(saved):
+    class Mine(UNet2DModel):
+        pass
+
+    assert from_pretrained(saved, model_class=Mine)[0].unit.origin.model_class is Mine
+    with pytest.raises(FileError, match="expected the 193 tensors of the UNet2DConditionModel"):
+        from_pretrained(saved, model_class=UNet2DConditionModel)
