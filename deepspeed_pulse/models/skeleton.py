@@ -5,16 +5,20 @@ the moment a module registers it (what ``accelerate.init_empty_weights`` does, a
 model is used to it). What a constructor computes and does not save (rotary tables, position tables) is
 therefore there, exactly; what it would only fill with random numbers costs nothing.
 
-**Initial weights.** The constructor runs again, and this time the wanted parameters stay. Each random
-operation in it is seeded by the user's seed and its position in the constructor, so a parameter gets
-the same values whichever others stay with it, on whichever rank. The distribution is the constructor's
-own, special initialisations included (zeroed projections, scaled tables), because no other code runs.
+**Initial weights.** The constructor runs again, and this time the wanted parameters stay. Random numbers
+for a parameter are seeded by the user's seed, by which parameter it is and by how often it was filled
+before, so it gets the same values whichever others stay with it, on whichever rank. The distribution is
+the constructor's own, special initialisations included (zeroed projections, scaled tables), because no
+other code runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,9 +26,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_pulse.errors import GraphError
-
-_STRIDE = 0x9E3779B1
-"""Seeds of operations are this far apart: the CPU generator takes 32 bits, and all are different."""
 
 
 class Skeleton:
@@ -77,60 +78,96 @@ class Skeleton:
 
     def _construct(self, keep: Collection[int]) -> tuple[Any, dict[int, int]]:
         """The model with the parameters numbered in ``keep``, and the number of each by its id."""
+        registry = _Registry(keep)
         default = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
             with (
                 torch.random.fork_rng(devices=[]),
                 torch.device("cpu"),
-                _parameters_on_meta(keep) as numbers,
-                _SeededOperations(self._seed),
+                registry.registering(),
+                _SeededDraws(self._seed, registry),
             ):
-                return self._make(), numbers
+                return self._make(), {id(parameter): number for number, parameter in enumerate(registry.parameters)}
         finally:
             torch.set_default_dtype(default)
 
 
-class _SeededOperations(TorchDispatchMode):
-    """Seeds each random operation by its position among them."""
+class _Registry:
+    """Numbers parameters in the order in which modules register them, and moves all but some to the meta device."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, keep: Collection[int]) -> None:
+        self._keep = keep
+        self.parameters: list[nn.Parameter] = []
+        self._numbers: dict[int, int] = {}
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Number of the parameter whose memory a tensor is, or is a part of."""
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    @contextmanager
+    def registering(self) -> Iterator[None]:
+        """While parameters are registered in this registry. Not for several threads at once."""
+        register = nn.Module.register_parameter
+
+        def register_here(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            register(module, name, parameter)
+            if parameter is not None and self.number_of(parameter) is None:
+                module._parameters[name] = self._add(parameter)
+
+        nn.Module.register_parameter = register_here  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+    def _add(self, parameter: nn.Parameter) -> nn.Parameter:
+        if len(self.parameters) not in self._keep:
+            empty = torch.empty_like(parameter, device="meta")
+            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        self._numbers[parameter.untyped_storage()._cdata] = len(self.parameters)
+        self.parameters.append(parameter)
+        return parameter
+
+
+class _SeededDraws(TorchDispatchMode):
+    """Seeds every random operation by what it is for: a parameter, or else its place among the others.
+
+    Some functions of ``torch.nn.init`` draw into a tensor of their own first, and not at all for a
+    parameter on the meta device; such a draw counts for the parameter that the function was given.
+    """
+
+    def __init__(self, seed: int, registry: _Registry) -> None:
         super().__init__()
-        self._next = seed
+        self._seed, self._registry = seed, registry
+        self._drawn: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.default_generator.manual_seed(self._next % 2**32)
-            self._next += _STRIDE
+            purpose = self._purpose(args)
+            place = (purpose + 1) * 4096 + self._drawn[purpose]
+            self._drawn[purpose] += 1
+            # The CPU generator takes 32 bits; odd factors keep all places apart.
+            torch.default_generator.manual_seed((place * 0x9E3779B1 + self._seed * 0x85EBCA77) % 2**32)
         return func(*args, **(kwargs or {}))
 
+    def _purpose(self, args: Sequence[Any]) -> int:
+        number = self._registry.number_of(args[0]) if args and isinstance(args[0], Tensor) else None
+        if number is None:
+            given = _given_to_init()
+            number = None if given is None else self._registry.number_of(given)
+        return -1 if number is None else number
 
-@contextmanager
-def _parameters_on_meta(keep: Collection[int]) -> Iterator[dict[int, int]]:
-    """Parameters move to the meta device when they are registered, but for those numbered in ``keep``.
 
-    Yields the number of every registered parameter by its id. Not for several threads at once.
-    """
-    numbers: dict[int, int] = {}
-    alive: list[nn.Parameter] = []  # an id is one parameter's only while that parameter lives
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is None or id(parameter) in numbers:
-            return
-        if len(alive) not in keep:
-            empty = torch.empty_like(parameter, device="meta")
-            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = parameter
-        numbers[id(parameter)] = len(alive)
-        alive.append(parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield numbers
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+def _given_to_init() -> Tensor | None:
+    """The tensor that the function of ``torch.nn.init`` which is running, if any, was given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == nn.init.__name__:
+            tensor = frame.f_locals.get("tensor")
+            return tensor if isinstance(tensor, Tensor) else None
+        frame = frame.f_back
+    return None
 
 
 def _empty_saved_buffers(model: nn.Module) -> None:

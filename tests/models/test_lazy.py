@@ -16,7 +16,16 @@ import torch
 from diffusers import UNet2DConditionModel, UNet2DModel
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
-from support.small_models import interpret, pixel_entries, sd_entries, small_sd_unet, small_unet
+from support.families import interpret
+from support.small_models import pixel_entries, sd_entries, small_sd_unet, small_unet
+from support.small_transformers import (
+    hunyuan_dit_batch,
+    small_hunyuan_dit,
+    small_unidiffuser,
+    small_uvit,
+    unidiffuser_batch,
+    uvit_batch,
+)
 from torch import nn
 
 from deepspeed_pulse.engine.costs import parameter_counts
@@ -70,6 +79,28 @@ def test_the_weights_and_the_output_are_the_models(tmp_path, max_shard_size, var
     entries = sd_entries()
     with torch.no_grad():
         assert torch.equal(interpret(built(layers), entries), model(**entries).sample)
+
+
+FAMILIES = {
+    "hunyuan_dit": (small_hunyuan_dit, hunyuan_dit_batch),
+    "unidiffuser": (small_unidiffuser, unidiffuser_batch),
+    "uvit": (small_uvit, uvit_batch),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(tmp_path, family):
+    make, batch = FAMILIES[family]
+    model = make()
+    model.save_pretrained(tmp_path)
+    layers = from_pretrained(tmp_path, granularity="fine")
+    assert_same_state(state_of(layers), model.state_dict())
+    with torch.no_grad():
+        found, expected = interpret(built(layers), batch()), interpret(to_layers(model, granularity="fine"), batch())
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    fine, block = (state_of(from_config(tmp_path, granularity=cut)) for cut in ("fine", "block"))
+    assert_same_state(fine, block)
 
 
 def test_the_list_is_that_of_to_layers(saved):
@@ -157,7 +188,7 @@ def test_initial_weights_depend_on_the_seed_alone():
     assert any(not torch.equal(other[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("make", [small_sd_unet, small_unet], ids=["conditional", "pixel"])
+@pytest.mark.parametrize("make", [small_sd_unet, small_unet, small_hunyuan_dit, small_uvit])
 def test_initial_weights_have_the_distribution_of_the_constructor(make):
     kind, config = type(make()), make().config
     skeleton = Skeleton(lambda: kind.from_config(config))
@@ -171,6 +202,36 @@ def test_initial_weights_have_the_distribution_of_the_constructor(make):
             assert abs(float(ours[key].mean())) < 5 * float(first.std()) / first.numel() ** 0.5 + 1e-3, key
     drawn = [value.flatten()[:4] for value in ours.values() if value.std() > 0]
     assert len({tuple(one.tolist()) for one in drawn}) == len(drawn), "two parameters were drawn alike"
+
+
+class Awkward(nn.Module):
+    """Initialised in ways that draw into tensors of their own, depend on what was drawn, or draw several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        nn.init.trunc_normal_(self.first.weight, std=0.5, a=-0.5, b=0.5)
+        self.table = nn.Parameter(torch.randn(4, 8) / 8**0.5)
+        self.second = nn.Linear(8, 8)
+        for module in (self.first, self.second):
+            nn.init.orthogonal_(module.weight.data.view(8, -1))
+            nn.init.trunc_normal_(module.bias, a=1.5, b=2.5)
+        self.third = nn.Linear(8, 8)
+        self.third.weight.data.normal_().mul_(2)
+        early = nn.Parameter(torch.empty(64))
+        nn.init.trunc_normal_(early)
+        self.early = early
+
+
+def test_what_a_parameter_gets_does_not_depend_on_the_others():
+    skeleton = Skeleton(Awkward)
+    together = skeleton.initial(list(skeleton.entries))
+    for key in skeleton.entries:
+        assert_same_state(skeleton.initial([key]), {key: together[key]})
+    first = together["first.weight"]
+    assert torch.allclose(first @ first.T, torch.eye(8), atol=1e-5)
+    assert together["second.bias"].min() >= 1.5
+    assert together["early"].std() > 0.5
 
 
 def test_a_config_is_a_dict_a_file_or_a_folder(saved):
