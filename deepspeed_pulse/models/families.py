@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
-from deepspeed_pulse.errors import ConfigError, GraphError, did_you_mean
+from deepspeed_pulse.errors import ConfigError, FileError, GraphError, did_you_mean
 from deepspeed_pulse.models.adapters import without_wrapper
 from deepspeed_pulse.models.switches import NOT_ENTRIES, check_bypassed, check_switches
 
@@ -35,6 +35,32 @@ FAMILIES = {
     "WanTransformer3DModel": "wan",
 }
 """Class of the model to the module of this package whose ``to_layers`` takes it."""
+
+
+def class_of(config: Mapping[str, Any], where: str) -> Any:
+    """The class that a config names, of diffusers or of this package; ``where`` names the config in errors."""
+    import diffusers  # takes seconds, which a list of the user's own need not wait for
+
+    name = config.get("_class_name")
+    if name not in FAMILIES:
+        raise FileError(
+            f"{where}: expected one of {', '.join(FAMILIES)} in _class_name, found {name}"
+            f"{did_you_mean(str(name), FAMILIES)}"
+        )
+    family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[name]}")
+    return getattr(diffusers, name, None) or getattr(family, name)
+
+
+def construct(kind: Any, config: Mapping[str, Any], where: str) -> Any:
+    """A new model of a diffusers class; what its constructor raises becomes a :class:`FileError`."""
+    if config.get("quantization_config") is not None:
+        raise FileError(f"{where}: expected no quantization_config: quantized models cannot be trained")
+    try:
+        return kind.from_config(dict(config))
+    except Exception as problem:  # whatever the model's constructor raises for the values it finds
+        raise FileError(
+            f"{where}: {kind.__name__} refuses the config: {type(problem).__name__}: {problem}"
+        ) from problem
 
 
 def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_the_batch_has: Any) -> list[Declared]:

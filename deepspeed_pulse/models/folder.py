@@ -49,13 +49,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         parts = sorted(one.parent.name for one in folder.glob(f"*/{CONFIG}"))
         hint = f"; it has models in {', '.join(parts)}: pass subfolder=" if parts else ""
         raise FileError(f"{folder}: expected a {CONFIG}, found none{hint}")
+    return read_object(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a :class:`FileError` when it holds something else."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise FileError(f"{path}: cannot be read as JSON: {problem}") from None
-    if not isinstance(config, dict):
-        raise FileError(f"{path}: expected a JSON object, found {type(config).__name__}")
-    return config
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as problem:
+        raise FileError(f"{path}: not a JSON file: {problem}") from None
+    if not isinstance(content, dict):
+        raise FileError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +158,7 @@ def _sharded(folder: Path, index: str) -> dict[str, Place]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     """Key to file name, from an index."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
-        raise FileError(f"{path}: cannot be read as JSON: {problem}") from None
-    files = index.get("weight_map") if isinstance(index, dict) else None
+    files = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise FileError(f'{path}: field "weight_map": expected an object of tensor names to file names')
     for name in files.values():

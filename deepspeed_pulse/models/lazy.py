@@ -10,19 +10,18 @@ wrap every unit in a :class:`LazyLayer`.
 from __future__ import annotations
 
 import copy
-import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, LayerSpec
-from deepspeed_pulse.errors import ConfigError, FileError, did_you_mean
-from deepspeed_pulse.models.families import FAMILIES, Granularity, to_layers
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.models.families import Granularity, class_of, construct, to_layers
 from deepspeed_pulse.models.folder import CONFIG, WeightFiles, read_config
 from deepspeed_pulse.models.prepare import Prepare, run_prepare
 from deepspeed_pulse.models.skeleton import Skeleton
@@ -41,14 +40,14 @@ class LazyLayer(LayerSpec):
 
     reads_files = True
 
-    def __init__(self, declared: Declared, skeleton: Skeleton, fill: Fill) -> None:
+    def __init__(self, declared: Declared, skeleton: Skeleton, fill: Fill, shared: Mapping[int, nn.Module]) -> None:
         assert isinstance(declared.layer, Unit)
         super().__init__(type(declared.layer), stash=declared.stash, pop=declared.pop, layer_name=declared.name)
-        self.unit, self._skeleton, self._fill = declared.layer, skeleton, fill
+        self.unit, self._skeleton, self._fill, self._shared = declared.layer, skeleton, fill, shared
 
     def build(self, log: bool = False) -> nn.Module:
         """The layer with its weights, on the CPU."""
-        built = copy.deepcopy(self.unit)
+        built = copy.deepcopy(self.unit, dict(self._shared))
         if torch.get_default_device().type == "meta":
             return built
         with torch.device("cpu"):
@@ -86,7 +85,7 @@ def from_pretrained(
         dtype: of the floating-point weights (``torch_dtype`` is the same); parts that the model keeps in
             float32 stay so. Left out, float32, whatever the files hold.
         variant: for example ``"fp16"``, part of the file names.
-        model_class: left out, the class that ``config.json`` names.
+        model_class: a class derived from a known one; left out, the class that ``config.json`` names.
         prepare: is given the model before it is cut, its weights not read yet: to freeze parameters, add
             adapters or set options (:func:`~.prepare.run_prepare`). What it adds keeps its values.
         granularity, what_the_batch_has: as for :func:`~.families.to_layers`.
@@ -98,9 +97,10 @@ def from_pretrained(
     path = Path(folder) / (subfolder or "")
     dtype = _dtype(dtype, torch_dtype)
     config = read_config(path)
-    kind = model_class or _class(config, path / CONFIG)
+    where = str(path / CONFIG)
+    kind = model_class or class_of(config, where)
     skeleton = Skeleton(
-        lambda: _construct(kind, config, path / CONFIG),
+        lambda: construct(kind, config, where),
         dtype=dtype or torch.float32,
         cast=lambda model: None if dtype is None else _cast_saved(model, dtype),
     )
@@ -143,9 +143,9 @@ def from_config(
     """
     dtype = _dtype(dtype, torch_dtype)
     where, content = _config(config, subfolder)
-    kind = model_class or _class(content, where)
+    kind = model_class or class_of(content, where)
     skeleton = Skeleton(
-        lambda: _construct(kind, content, where),
+        lambda: construct(kind, content, where),
         seed=seed,
         cast=lambda model: None if dtype is None else model.to(dtype),
     )
@@ -158,7 +158,19 @@ def _lazy_layers(
     if prepare is not None:
         run_prepare(skeleton, prepare)
     layers = to_layers(skeleton.model, granularity=granularity, **what_the_batch_has)
-    return [LazyLayer(one, skeleton, fill) if isinstance(one.layer, Unit) else one for one in layers]
+    shared = _shared_modules([one.layer for one in layers if isinstance(one.layer, nn.Module)])
+    return [LazyLayer(one, skeleton, fill, shared) if isinstance(one.layer, Unit) else one for one in layers]
+
+
+def _shared_modules(units: Iterable[nn.Module]) -> dict[int, nn.Module]:
+    """Modules that are part of several units, by id: tables without weights, which a rank holds once."""
+    units_of: Counter[int] = Counter()
+    modules: dict[int, nn.Module] = {}
+    for unit in units:
+        inside = {id(module): module for module in unit.modules()}
+        units_of.update(inside.keys())
+        modules |= inside
+    return {key: modules[key] for key, count in units_of.items() if count > 1}
 
 
 def _cast_saved(model: nn.Module, dtype: torch.dtype) -> None:
@@ -184,25 +196,3 @@ def _config(config: Any, subfolder: str | None) -> tuple[str, Mapping[str, Any]]
         return "config", config
     path = Path(config) / (subfolder or "")
     return str(path), read_config(path.parent if path.name == CONFIG else path)
-
-
-def _class(config: Mapping[str, Any], where: Any) -> Any:
-    name = config.get("_class_name")
-    if name not in FAMILIES:
-        raise FileError(
-            f'{where}: field "_class_name": expected one of {", ".join(FAMILIES)}, found {name!r}'
-            f"{did_you_mean(str(name), FAMILIES)}; or pass model_class="
-        )
-    family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[name]}")
-    return getattr(diffusers, name, None) or getattr(family, name)
-
-
-def _construct(kind: Any, config: Mapping[str, Any], where: Any) -> Any:
-    if config.get("quantization_config") is not None:
-        raise FileError(f'{where}: field "quantization_config": quantized models cannot be trained; expected none')
-    try:
-        return kind.from_config(dict(config))
-    except Exception as problem:  # whatever the model's constructor raises
-        raise FileError(
-            f"{where}: no {kind.__name__} can be made of it: {type(problem).__name__}: {problem}"
-        ) from problem

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +19,8 @@ from torch import nn
 from deepspeed_pulse.engine.specs import Job
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError, did_you_mean
 from deepspeed_pulse.models.examples import example_batch
-from deepspeed_pulse.models.families import FAMILIES, to_layers
+from deepspeed_pulse.models.families import class_of, construct, to_layers
+from deepspeed_pulse.models.folder import read_object
 from deepspeed_pulse.models.published import PUBLISHED
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -59,22 +59,8 @@ def find_job(
 
 def build_model(config: Mapping[str, Any], *, dtype: str = "float32", where: str = "config") -> nn.Module:
     """A diffusers model on the meta device."""
-    import diffusers  # takes seconds, which a function's own layers need not wait for
-
-    name = config.get("_class_name")
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}: expected the name of a diffusers model in _class_name, found {name!r}")
-    if name not in FAMILIES:
-        raise ConfigError(
-            f"{where}: expected one of {', '.join(FAMILIES)} in _class_name, found {name}{did_you_mean(name, FAMILIES)}"
-        )
-    family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[name]}")
-    kind = getattr(diffusers, name, None) or getattr(family, name)
-    try:
-        with torch.device("meta"):
-            model: nn.Module = kind.from_config(dict(config))
-    except Exception as problem:  # whatever the model's constructor raises for the values it finds
-        raise ConfigError(f"{where}: {name} refuses the config: {type(problem).__name__}: {problem}") from problem
+    with torch.device("meta"):
+        model: nn.Module = construct(class_of(config, where), config, where)
     # Some models make parameters from numbers, which stay on the CPU.
     return nn.Module.to(model, torch.device("meta"), DTYPES[dtype])
 
@@ -99,13 +85,7 @@ def _read_config(path: Path) -> dict[str, Any]:
                 f"{path}: expected config.json in the folder or in its {' or '.join(BACKBONES)}/; found none"
             )
         path = found[0]
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise FileError(f"{path}: not a JSON file: {problem}") from None
-    if not isinstance(config, dict):
-        raise FileError(f"{path}: expected a JSON object, found {type(config).__name__}")
-    return config
+    return read_object(path)
 
 
 def _called(model: str, given: dict[str, Any]) -> Job:
