@@ -34,6 +34,8 @@ class Probe:
         parameters = getattr(layer.function, "parameters", None)
         self.parameters: list[torch.Tensor] = list(parameters()) if callable(parameters) else []
         self._gradients = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None  # or backward would add into it
 
     @property
     def name(self) -> str:
