@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from diffusers import ControlNetModel
 from support.families import assert_matches_export, assert_transparent
-from support.small_models import (
-    sd_entries,
-    sdxl_entries,
-    small_controlled_unet,
-    small_controlnet,
-    small_sdxl_unet,
-    small_unet,
-)
-from torch import Tensor, nn
+from support.launch import launch
+from support.small_controlnet import Both, both, entries, forward, layers_of
+from support.small_models import sdxl_entries, small_controlled_unet, small_sdxl_unet, small_unet
+from torch import nn
 
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models import to_layers
-
-
-class Both(nn.Module):
-    def __init__(self, unet: nn.Module, controlnet: nn.Module, scale: float = 1.0) -> None:
-        super().__init__()
-        self.unet, self.controlnet, self.scale = unet, controlnet, scale
-
-
-def both(scale: float = 1.0, unet: dict[str, Any] | None = None, **config: Any) -> Both:
-    return Both(small_controlled_unet(**(unet or {})), small_controlnet(**config), scale)
-
-
-def entries(size: tuple[int, int] = (16, 16)) -> dict[str, Any]:
-    image = torch.rand(2, 3, 8 * size[0], 8 * size[1], generator=torch.Generator().manual_seed(8))
-    return {**sd_entries(size=size), "controlnet_cond": image}
-
-
-def forward(models: Any, batch: dict[str, Any]) -> Tensor:
-    """The two calls of diffusers' training script."""
-    batch = dict(batch)
-    image, mask = batch.pop("controlnet_cond"), batch.pop("encoder_attention_mask", None)
-    down, mid = models.controlnet(**batch, controlnet_cond=image, conditioning_scale=models.scale, return_dict=False)
-    more = {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
-    return models.unet(**batch, encoder_attention_mask=mask, **more, return_dict=False)[0]
-
-
-def layers_of(models: Any, **options: Any) -> list[Any]:
-    return to_layers(models.unet, controlnet=models.controlnet, conditioning_scale=models.scale, **options)
 
 
 @pytest.mark.parametrize("granularity", ["block", "fine"])
@@ -127,3 +93,8 @@ def test_what_does_not_fit_is_named():
     models.controlnet.set_attention_slice(2)
     with pytest.raises(GraphError, match="this ControlNetModel cannot become a layer list"):
         layers_of(models)
+
+
+def test_training_on_two_ranks_equals_one_process(tmp_path):
+    """The ControlNet trains, the U-Net is frozen; each is saved by itself."""
+    assert str(launch("support.small_controlnet:trains", 2, str(tmp_path))).count("PASSED") == 2

@@ -1,4 +1,4 @@
-"""Transformers on real ranks: pairs as hidden state, tuples as named values and batch entries, several outputs."""
+"""Families on real ranks: pairs as hidden state, tuples as named values and batch entries, several outputs."""
 
 from __future__ import annotations
 

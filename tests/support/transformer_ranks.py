@@ -1,4 +1,4 @@
-"""What ranks run in the tests of transformers: training equals one process, and what is saved loads."""
+"""What ranks run in the tests of families: training equals one process, and what is saved loads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import small_models as unets
 from support import small_transformers as small
 from support.parity import share_groups
 from support.reference import error
@@ -22,6 +23,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "unidiffuser": (small.small_unidiffuser, small.unidiffuser_batch, {"granularity": "fine"}, {"placement": "wave"}),
     "flux": (small.small_flux, small.flux_batch, {"granularity": "fine"}, {"placement": "linear"}),
     "flux relayed": (small.small_flux, small.flux_batch, {"granularity": "fine"}, {"enabled": False}),
+    "svd": (unets.small_svd_unet, unets.svd_entries, {}, {"placement": "wave"}),
     "hunyuan-video": (small.small_hunyuan_video, small.hunyuan_video_batch, {}, {"placement": "wave"}),
 }
 
