@@ -121,10 +121,11 @@ def uneven(seeds: int) -> Iterator[Case]:
 
 def uneven_split(seeds: int) -> Iterator[Case]:
     for ranks, m in ((4, 8), (8, 16)):
-        for seed in range(seeds):
-            yield Case(
-                name="uneven, split", ranks=ranks, microbatches=m, seconds=15, cap=2 * ranks, split=True, seed=seed
-            )
+        for cap in (None, 2 * ranks + 1):
+            for seed in range(seeds):
+                yield Case(
+                    name="uneven, split", ranks=ranks, microbatches=m, seconds=15, cap=cap, split=True, seed=seed
+                )
 
 
 def messages(seeds: int) -> Iterator[Case]:

@@ -68,9 +68,17 @@ def solve(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float, most
         return None
     cuts, bound = start
     score = weights.score(cuts, depth)
-    if score.load_ms <= slack(bound * (1 + tolerance)):
+    if score.load_ms <= slack(bound * (1 + tolerance)) and _reached(make, weights, depth, tolerance, most, bound):
         return Found(cuts=cuts, score=score, bound_ms=bound, exact=True)
     return _Search(make, weights, depth, tolerance).run(cuts, bound)
+
+
+def _reached(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float, most: float, bound: float) -> bool:
+    """Whether cuts have the load without values' links with them too: what a tolerance is a share of."""
+    if not tolerance:
+        return True
+    plain = relaxed(make, weights, most=most)
+    return plain is not None and weights.score(plain[0], depth).load_ms <= slack(bound)
 
 
 def _smallest(make: MakeSpace, weights: Weights, most: float) -> Space | None:
@@ -120,7 +128,8 @@ class _Search:
         space = _within_memory(self.make(self.score.load_ms))
         space.solve(space.load_ms, total=False)
         self._minimise(space, _ANY, lambda score: score.load_ms)
-        load = self.score.load_ms * (1 + self.tolerance)
+        least = self.score.load_ms
+        load = least * (1 + self.tolerance)
         space = _within_memory(self.make(load))
         space.limit(space.load_ms, load)
         if not self.tolerance:
@@ -130,7 +139,7 @@ class _Search:
         space.solve(space.crossing_bytes, total=True)
         self._minimise(space, load, lambda score: score.bytes)
         exact = self.nodes > 0
-        return Found(cuts=self.best, score=self.score, bound_ms=self.score.load_ms if exact else bound, exact=exact)
+        return Found(cuts=self.best, score=self.score, bound_ms=least if exact else bound, exact=exact)
 
     def _minimise(self, space: Space, load: float, key: Callable[[Score], float]) -> None:
         """Replace the best cuts by those with a smaller key, among cuts within ``load``."""

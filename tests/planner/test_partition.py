@@ -19,9 +19,12 @@ from deepspeed_pulse.planner.simulate import simulate
 from deepspeed_pulse.planner.weights import Weights
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", [*range(120), 159])
 def test_equals_brute_force(seed):
-    """``benchmarks/planner/partition.py`` tries 500 of these."""
+    """``benchmarks/planner/partition.py`` tries 500 of these.
+
+    159: a tolerance is a share of the best load with the values' links, not of the smaller one without them.
+    """
     case = random_case(seed)
     found = best_partition(case.weights, microbatches=MICROBATCHES, tolerance=case.tolerance)
     depth, expected = brute_force(case)
