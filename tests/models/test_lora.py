@@ -12,7 +12,7 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.families import assert_transparent
+from support.families import assert_transparent, interpret
 from support.launch import launch
 from support.reference import error
 from support.small_models import (
@@ -39,8 +39,10 @@ from support.small_transformers import (
 )
 from support.thread_ranks import on_ranks
 
+from deepspeed_pulse import spec
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.models import save_lora, save_pretrained, to_layers
+from deepspeed_pulse.models import from_pretrained, save_lora, save_pretrained, to_layers
+from deepspeed_pulse.models.export import WEIGHTS
 from deepspeed_pulse.models.lora import DIFFUSERS_WEIGHTS, PEFT_WEIGHTS
 
 MIDDLE_ON = ("conv_in.*", "time_embedding.*", "down_blocks.*")
@@ -241,3 +243,19 @@ def test_the_base_model_is_saved_under_its_own_names_and_the_user_is_told(tmp_pa
         assert path.read_bytes() == (tmp_path / "ours" / path.name).read_bytes()
     (told,) = (record.getMessage() for record in caplog.records)
     assert "without its adapters (default); save_lora() writes those" in told
+
+
+def test_adapters_on_layers_that_read_their_own_weights(tmp_path):
+    small_sd_unet().save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["to_q", "conv_in"], init_lora_weights=False)
+    lazy = from_pretrained(tmp_path / "base", prepare=lambda model: model.add_adapter(config))
+    layers = [spec(layer.build(), stash=layer.stash, pop=layer.pop, name=layer.layer_name) for layer in lazy]
+    trains = {name for layer in layers for name, p in layer.layer.named_parameters() if p.requires_grad}
+    assert trains and all(".lora_" in name for name in trains)
+    on_ranks(layers, lambda engine: save_lora(engine, tmp_path / "lora"), ranks=3)
+    on_ranks(layers, lambda engine: save_pretrained(engine, tmp_path / "again"), ranks=3)
+    assert_same_tensors(tmp_path / "base" / WEIGHTS, tmp_path / "again" / WEIGHTS)
+    read = small_sd_unet()
+    read.load_lora_adapter(tmp_path / "lora", prefix="unet", use_safetensors=True)
+    with torch.no_grad():
+        assert error(interpret(layers, sd_entries()), output_of(read)) < 1e-6
