@@ -289,10 +289,10 @@ class PulseEngine(CheckpointingEngine):
         entries = self._entries()
         key = (micro_batches, mode, readers, len(entries))
         if key not in self._lowered:
-            plan = self._plan_for(micro_batches)
             if mode == "eval":
-                schedule = planning.forward_schedule(plan, micro_batches)
-                plan = planning.with_schedule(plan, schedule, micro_batches)
+                plan = planning.evaluation_plan(self.module.planned, self._pulse, micro_batches)
+            else:
+                plan = self._plan_for(micro_batches)
             plan = replace(plan, routes=(*plan.routes, *_entry_routes(plan, entries, readers)))
             traffic = make_traffic(plan)
             self._communicator.open(list(traffic.channels), self._pipelines, self._pipelines.index(self.grid.pp_group))

@@ -87,14 +87,10 @@ def make_planned(request: PlanRequest) -> Planned:
 
 def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     """The same cuts with another number of microbatches."""
-    plan = planned.plan
-    if planned.profile is None or planned.cluster is None:
-        raise ConfigError(
-            f"the plan {pulse.plan} is for {plan.microbatches} microbatches, the engine runs {microbatches}: set "
-            f'gradient_accumulation_steps to {plan.microbatches} or remove "plan" from the "pulse" block'
-        )
+    check_may_differ(planned, pulse, microbatches)
+    assert planned.profile is not None and planned.cluster is not None
     return planner.reorder(
-        plan,
+        planned.plan,
         planned.profile,
         cluster=planned.cluster,
         microbatches=microbatches,
@@ -103,9 +99,24 @@ def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     )
 
 
-def forward_schedule(plan: Plan, microbatches: int) -> Schedule:
-    """Order of forwards for evaluation."""
-    return planner.forward_schedule(plan, microbatches)
+def check_may_differ(planned: Planned, pulse: PulseConfig, microbatches: int) -> None:
+    """A plan that the user gave holds for its own number of microbatches only.
+
+    Raises:
+        ConfigError: it is for another number.
+    """
+    if planned.profile is None or planned.cluster is None:
+        raise ConfigError(
+            f"the plan {pulse.plan} is for {planned.plan.microbatches} microbatches, the engine runs {microbatches}: "
+            f'set gradient_accumulation_steps to {planned.plan.microbatches} or remove "plan" from the "pulse" block'
+        )
+
+
+def evaluation_plan(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
+    """The same cuts, forwards only; nothing is solved, as no order of forwards is better than another."""
+    if microbatches != planned.plan.microbatches:
+        check_may_differ(planned, pulse, microbatches)
+    return with_schedule(planned.plan, planner.forward_schedule(planned.plan, microbatches), microbatches)
 
 
 def _given_plan(request: PlanRequest) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any
 
 INDEX = "model_index.json"
 UNET, SCHEDULER = "unet", "scheduler"
+SCHEDULER_CONFIG = "scheduler_config.json"
 KIND = "StableDiffusionPipeline"
 
 
@@ -21,12 +22,13 @@ class FolderError(Exception):
 class PipelineFolder:
     """The sizes that follow from the configs of a pipeline's parts; no weights are read.
 
-    ``factor``: side of an image over side of its latents; ``latent_channels``; ``tokens`` and ``width``
-    of the text states; ``resolution`` the pipeline was made for, in pixels.
+    ``factor``: side of an image over side of its latents; ``unet_factor``: that over the U-Net's smallest side;
+    ``tokens`` and ``width`` of the text states; ``resolution`` the pipeline was made for, in pixels.
     """
 
     path: Path
     factor: int
+    unet_factor: int
     latent_channels: int
     resolution: int
     tokens: int
@@ -45,7 +47,7 @@ class PipelineFolder:
         if index.get("_class_name") != KIND:
             raise FolderError(f"{path}: expected a {KIND}, found a {index.get('_class_name')}")
         vae, unet, text = (_json(path / part / "config.json") for part in ("vae", UNET, "text_encoder"))
-        scheduler = _json(path / SCHEDULER / "scheduler_config.json")
+        scheduler = _json(path / SCHEDULER / SCHEDULER_CONFIG)
         if prediction_type is not None:
             scheduler["prediction_type"] = prediction_type
         if unet["in_channels"] != vae["latent_channels"]:
@@ -62,6 +64,7 @@ class PipelineFolder:
         return cls(
             path=path,
             factor=factor,
+            unet_factor=2 ** (len(unet["block_out_channels"]) - 1),
             latent_channels=vae["latent_channels"],
             resolution=unet["sample_size"] * factor,
             tokens=text["max_position_embeddings"],
@@ -78,12 +81,18 @@ class PipelineFolder:
 
     def copy_frozen(self, target: Path) -> None:
         """Everything but the U-Net into ``target``, whose U-Net was written before; the index comes last."""
-        for part in sorted(self.path.iterdir()):
-            if part.is_dir() and part.name not in (UNET, SCHEDULER):
-                shutil.copytree(part, target / part.name, dirs_exist_ok=True)
-        (target / SCHEDULER).mkdir(parents=True, exist_ok=True)
-        (target / SCHEDULER / "scheduler_config.json").write_text(json.dumps(self.scheduler, indent=2) + "\n")
-        shutil.copy2(self.path / INDEX, target / INDEX)
+        if target.resolve() != self.path.resolve():
+            for part in self._frozen_parts():
+                shutil.copytree(self.path / part, target / part, dirs_exist_ok=True)
+            (target / SCHEDULER).mkdir(parents=True, exist_ok=True)
+            shutil.copy2(self.path / INDEX, target / INDEX)
+        (target / SCHEDULER / SCHEDULER_CONFIG).write_text(json.dumps(self.scheduler, indent=2) + "\n")
+
+    def _frozen_parts(self) -> list[str]:
+        """Folders that the index names: a component is a library and a class, an absent one has none."""
+        index = _json(self.path / INDEX)
+        parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
+        return [part for part in parts if part not in (UNET, SCHEDULER)]
 
 
 def _json(path: Path, wanted: str = "expected this file of a pipeline folder") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +14,16 @@ import deepspeed
 import torch
 from arguments import configuration, refuse
 from batches import Batch, Batches, Views, example, weighted_error
-from diffusers import DDPMScheduler, UNet2DConditionModel
+from diffusers import DDPMScheduler
 from diffusers.optimization import get_scheduler
 from encode import CACHE_CHUNK, Cached, Encoders, OnTheFly
-from folder import INDEX, UNET, PipelineFolder
+from folder import UNET, PipelineFolder
 from images import Captioned, Images, read_captions
 from peft import LoraConfig
 from validate import Validation
 
 from deepspeed_pulse import PipelineModule
-from deepspeed_pulse.models import to_layers
+from deepspeed_pulse.models import from_pretrained
 
 SMALL_PIPELINE = "small_pipeline"
 WAIT_SECONDS = 1800.0
@@ -65,13 +66,15 @@ class Run:
 
     def _engine(self) -> Any:
         args = self.args
-        unet = UNet2DConditionModel.from_pretrained(self.folder.path / UNET, torch_dtype=self.dtype)
-        if args.rank:
-            torch.manual_seed(args.seed)  # the same first adapters on every rank
-            unet.requires_grad_(False)
-            unet.add_adapter(LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=list(ATTENTION)))
+        layers = from_pretrained(
+            self.folder.path,
+            subfolder=UNET,
+            dtype=self.dtype,
+            prepare=self._add_adapters if args.rank else None,
+            upsample_size=self.latents[-1] % self.folder.unet_factor != 0,
+        )
         module = PipelineModule(
-            layers=to_layers(unet, upsample_size=self.latents[-1] % 2**unet.num_upsamplers != 0),
+            layers=layers,
             num_stages=args.pipeline_ranks or int(os.environ.get("WORLD_SIZE", "1")),
             loss_fn=weighted_error,
             input="sample",
@@ -90,6 +93,11 @@ class Run:
             ),
         )
         return engine
+
+    def _add_adapters(self, unet: Any) -> None:
+        torch.manual_seed(self.args.seed)  # the same first adapters on every rank
+        unet.requires_grad_(False)
+        unet.add_adapter(LoraConfig(r=self.args.rank, lora_alpha=self.args.rank, target_modules=list(ATTENTION)))
 
     def _encoders(self) -> Encoders | None:
         """VAE and text encoder, on ranks that read data: the first, or upstream's first and last without pulse."""
@@ -142,19 +150,27 @@ def small_folder(out: Path, entries: Sequence[Captioned], *, seed: int) -> Path:
     """The small pipeline in the output folder; the first rank makes it when there is none, the others wait."""
     folder = out / SMALL_PIPELINE
     deadline = time.monotonic() + WAIT_SECONDS
-    if os.environ.get("RANK", "0") == "0" and not (folder / INDEX).is_file():
-        import small_pipeline  # which loads much of diffusers
-
-        print(f"no --pretrained_model_name_or_path: making a small pipeline with random weights in {folder}")
-        threads = torch.get_num_threads()
-        torch.set_num_threads(min(os.cpu_count() or 1, threads * int(os.environ.get("LOCAL_SIZE", "1"))))
-        small_pipeline.make(folder, entries, seed=seed)
-        torch.set_num_threads(threads)
-    while not (folder / INDEX).is_file():
+    if os.environ.get("RANK", "0") == "0" and not folder.is_dir():
+        print(f"no --pretrained_model_name_or_path: making a small pipeline in {folder}", flush=True)
+        make_small(folder, entries, seed=seed)
+    while not folder.is_dir():
         if time.monotonic() > deadline:
-            refuse(f"{folder}: the first rank made no pipeline in {WAIT_SECONDS:.0f} s")
+            refuse(f"{folder}: the first rank made no pipeline in {WAIT_SECONDS:.0f} s", alone=True)
         time.sleep(0.2)
     return folder
+
+
+def make_small(folder: Path, entries: Sequence[Captioned], *, seed: int) -> None:
+    """Whole or absent, with all cores of the ranks that wait."""
+    import small_pipeline  # which loads much of diffusers
+
+    making = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(making, ignore_errors=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(os.cpu_count() or 1, threads * int(os.environ.get("LOCAL_SIZE", "1"))))
+    small_pipeline.make(making, entries, seed=seed)
+    torch.set_num_threads(threads)
+    making.rename(folder)
 
 
 def cached(images: Images, encoders: Encoders | None, *, mirror: bool) -> Cached | None:

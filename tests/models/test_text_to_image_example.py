@@ -292,7 +292,7 @@ def test_a_pipeline_that_does_not_fit_is_named(example, pipeline, tmp_path, part
 
 def test_sizes_follow_from_the_folder(example, pipeline):
     folder = example.folder.PipelineFolder.read(pipeline)
-    assert (folder.resolution, folder.factor, folder.latents(64), folder.tokens) == (64, 4, (8, 16, 16), 24)
+    assert (folder.resolution, folder.factor, folder.latents(64), folder.tokens) == (64, 4, (8, 16, 16), 16)
     with pytest.raises(example.folder.FolderError, match="a multiple of 4, found 66"):
         folder.latents(66)
 
