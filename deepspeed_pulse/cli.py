@@ -210,7 +210,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         raise ConfigError("--tflops goes with --estimate: measured times need no rate")
     with replacing(arguments.out) as out, visiting(sys.stderr) as watch, _quiet():
         from deepspeed_pulse.engine.profiles import estimate_profile, measure_profile
-        from deepspeed_pulse.models.sources import find_job
+        from deepspeed_pulse.models.catalogue.sources import find_job
 
         job = find_job(
             arguments.model,

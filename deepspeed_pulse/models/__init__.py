@@ -6,14 +6,14 @@ import importlib
 from typing import Any
 
 _LAZY = {
-    "EMA": "deepspeed_pulse.models.ema",
-    "freeze": "deepspeed_pulse.models.freezing",
-    "from_config": "deepspeed_pulse.models.lazy",
-    "from_pretrained": "deepspeed_pulse.models.lazy",
-    "save_lora": "deepspeed_pulse.models.lora",
-    "save_pretrained": "deepspeed_pulse.models.export",
+    "EMA": "deepspeed_pulse.models.weights.ema",
+    "freeze": "deepspeed_pulse.models.weights.freezing",
+    "from_config": "deepspeed_pulse.models.weights.lazy",
+    "from_pretrained": "deepspeed_pulse.models.weights.lazy",
+    "save_lora": "deepspeed_pulse.models.weights.lora",
+    "save_pretrained": "deepspeed_pulse.models.weights.export",
     "to_layers": "deepspeed_pulse.models.families",
-    "unfreeze": "deepspeed_pulse.models.freezing",
+    "unfreeze": "deepspeed_pulse.models.weights.freezing",
 }
 
 __all__ = sorted(_LAZY)

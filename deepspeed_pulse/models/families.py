@@ -17,22 +17,22 @@ from deepspeed_pulse.models.switches import NOT_ENTRIES, check_bypassed, check_s
 Granularity = Literal["block", "fine"]
 
 FAMILIES = {
-    "AudioLDM2UNet2DConditionModel": "audioldm2",
-    "CogVideoXTransformer3DModel": "cogvideox",
-    "FluxTransformer2DModel": "flux",
-    "HunyuanDiT2DModel": "hunyuan_dit",
-    "HunyuanVideoTransformer3DModel": "hunyuan_video",
-    "Kandinsky3UNet": "kandinsky3",
-    "PixArtTransformer2DModel": "pixart",
-    "SD3Transformer2DModel": "sd3",
-    "UNet2DConditionModel": "unet",
-    "UNet2DModel": "unet",
-    "UNet3DConditionModel": "unet_3d",
-    "UNetMotionModel": "unet_motion",
-    "UNetSpatioTemporalConditionModel": "unet_spatio_temporal",
-    "UViTModel": "uvit",
-    "UniDiffuserModel": "unidiffuser",
-    "WanTransformer3DModel": "wan",
+    "AudioLDM2UNet2DConditionModel": "unets.audioldm2",
+    "CogVideoXTransformer3DModel": "transformers.cogvideox",
+    "FluxTransformer2DModel": "transformers.flux",
+    "HunyuanDiT2DModel": "transformers.hunyuan_dit",
+    "HunyuanVideoTransformer3DModel": "transformers.hunyuan_video",
+    "Kandinsky3UNet": "unets.kandinsky3",
+    "PixArtTransformer2DModel": "transformers.pixart",
+    "SD3Transformer2DModel": "transformers.sd3",
+    "UNet2DConditionModel": "unets.unet_2d",
+    "UNet2DModel": "unets.unet_2d",
+    "UNet3DConditionModel": "unets.unet_3d",
+    "UNetMotionModel": "unets.unet_motion",
+    "UNetSpatioTemporalConditionModel": "unets.unet_spatio_temporal",
+    "UViTModel": "transformers.uvit",
+    "UniDiffuserModel": "transformers.unidiffuser",
+    "WanTransformer3DModel": "transformers.wan",
 }
 """Class of the model to the module of this package whose ``to_layers`` takes it."""
 

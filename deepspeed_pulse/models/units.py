@@ -2,7 +2,7 @@
 
 A :class:`Unit` registers submodules and parameters of the model under the path they have there, so the unit's
 parameters are the model's own and its state-dict keys are the model's keys: the state dicts of all
-units together are the state dict of the model, which is what :mod:`.export` writes.
+units together are the state dict of the model, which is what :mod:`.weights.export` writes.
 """
 
 from __future__ import annotations

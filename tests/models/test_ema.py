@@ -17,7 +17,7 @@ from support.thread_ranks import on_ranks
 
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.models import EMA, freeze, save_pretrained, to_layers
-from deepspeed_pulse.models.export import CONFIG, WEIGHTS
+from deepspeed_pulse.models.weights.export import CONFIG, WEIGHTS
 
 STEPS = 4
 OPTIONS: list[dict[str, Any]] = [
@@ -191,7 +191,7 @@ def test_a_save_that_broke_off_does_not_load(tmp_path, monkeypatch):
     def fail(tensors: Any, path: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("deepspeed_pulse.models.ema.save_file", fail)
+    monkeypatch.setattr("deepspeed_pulse.models.weights.ema.save_file", fail)
     with pytest.raises(FileError, match="averages cannot be written: disk full"):
         averaged(lambda engine, ema: ema.save(tmp_path), ranks=2)
     with pytest.raises(FileError, match=r"ema\.json: expected what EMA\.save"):

@@ -18,10 +18,10 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.models.examples import EXAMPLES, example_batch
+from deepspeed_pulse.models.catalogue.examples import EXAMPLES, example_batch
+from deepspeed_pulse.models.catalogue.published import PUBLISHED
+from deepspeed_pulse.models.catalogue.sources import build_model, find_job
 from deepspeed_pulse.models.families import FAMILIES
-from deepspeed_pulse.models.published import PUBLISHED
-from deepspeed_pulse.models.sources import build_model, find_job
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.runtime.counter import FusedAttention
 

@@ -26,8 +26,8 @@ from support.thread_ranks import FakeModule, on_ranks
 from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.models.export import save_pretrained
-from deepspeed_pulse.models.folder import WEIGHTS
+from deepspeed_pulse.models.weights.export import save_pretrained
+from deepspeed_pulse.models.weights.folder import WEIGHTS
 
 
 def export(layers: list[Any], folder: Any, *, ranks: int = 1, **options: Any) -> list[FakeModule]:
@@ -181,7 +181,7 @@ def test_a_failed_write_leaves_the_old_files_and_fails_on_every_rank(tmp_path, m
         if next(calls) == at:
             raise OSError("disk full")
 
-    monkeypatch.setattr("deepspeed_pulse.models.shards.save_file", fail)
+    monkeypatch.setattr("deepspeed_pulse.models.weights.shards.save_file", fail)
     with pytest.raises(FileError, match="cannot be written: disk full"):
         export(trained(small_unet(num_class_embeds=7)), tmp_path, ranks=2, max_shard_size="1MB")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -45,8 +45,8 @@ from deepspeed_pulse.engine.specs import describe, spec
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.models import freeze, from_config, from_pretrained, to_layers
-from deepspeed_pulse.models.folder import WEIGHTS
-from deepspeed_pulse.models.skeleton import Skeleton
+from deepspeed_pulse.models.weights.folder import WEIGHTS
+from deepspeed_pulse.models.weights.skeleton import Skeleton
 from deepspeed_pulse.runtime.profiler import measure_layers
 
 

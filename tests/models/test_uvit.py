@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_pulse.errors import BatchError, ConfigError
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.models.uvit import SIZES, UViTModel, uvit
+from deepspeed_pulse.models.transformers.uvit import SIZES, UViTModel, uvit
 
 
 def forward(model: Any, batch: dict[str, Any]) -> Tensor:

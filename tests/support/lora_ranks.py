@@ -19,8 +19,8 @@ from support.small_models import small_sd_unet
 from support.small_unet import unet_batch
 
 from deepspeed_pulse.models import EMA, freeze, save_lora, save_pretrained, to_layers
-from deepspeed_pulse.models.export import WEIGHTS
-from deepspeed_pulse.models.lora import DIFFUSERS_WEIGHTS
+from deepspeed_pulse.models.weights.export import WEIGHTS
+from deepspeed_pulse.models.weights.lora import DIFFUSERS_WEIGHTS
 
 STEPS, MICROBATCHES = 3, 2
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]

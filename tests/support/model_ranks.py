@@ -137,7 +137,7 @@ def holds_its_share(folder: str) -> None:
 
     from deepspeed_pulse import PipelineModule
     from deepspeed_pulse.models import from_pretrained
-    from deepspeed_pulse.models.lazy import LazyLayer
+    from deepspeed_pulse.models.weights.lazy import LazyLayer
 
     with torch.device("meta"):
         whole = sum(p.numel() * 4 for p in UNet2DModel.from_config(UNet2DModel.load_config(folder)).parameters())
@@ -219,7 +219,7 @@ def draws_the_same_for_every_plan(folder: str) -> None:
 
     from deepspeed_pulse import PipelineModule
     from deepspeed_pulse.models import from_config
-    from deepspeed_pulse.models.skeleton import Skeleton
+    from deepspeed_pulse.models.weights.skeleton import Skeleton
 
     config = UNet2DConditionModel.load_config(folder)
     skeleton = Skeleton(lambda: UNet2DConditionModel.from_config(config), seed=5)

@@ -18,7 +18,7 @@ from diffusers import (
 from support.small_models import prepared
 from torch import Tensor
 
-from deepspeed_pulse.models.uvit import UViTModel
+from deepspeed_pulse.models.transformers.uvit import UViTModel
 
 Batch = dict[str, Any]
 

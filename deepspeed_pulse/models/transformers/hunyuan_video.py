@@ -1,0 +1,167 @@
+"""``HunyuanVideoTransformer3DModel`` as a layer list.
+
+    x_embedder ──temb──▶ every block and proj_out
+    transformer_blocks.0, ...                 (hidden, text) attend together, each with its own weights
+    single_transformer_blocks.0, ...          (hidden, text) with the same weights
+    proj_out
+
+The rotary table and the mask over patches and text are made on every rank, once for a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideoTransformer3DModel
+from torch import Tensor
+
+from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.transformers.joint_blocks import (
+    JointAttention,
+    JointBlock,
+    JointFeedForward,
+    JointUnit,
+    joint_halves,
+)
+from deepspeed_pulse.models.transformers.units import (
+    Remembered,
+    Sharing,
+    TokenUnit,
+    declare,
+    foreign,
+    numbered,
+    patches_value,
+    same,
+    size_only,
+)
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
+
+MASK = "encoder_attention_mask"
+REPLACE = "token_replace"
+
+
+def to_layers(model: HunyuanVideoTransformer3DModel, *, granularity: str = "block") -> list[Declared]:
+    """The layer list of a HunyuanVideo transformer; its modules and weights are the model's own, not copies.
+
+    The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
+    ``encoder_hidden_states``, ``encoder_attention_mask``, ``pooled_projections``, and ``guidance`` when the config
+    has ``guidance_embeds``.
+
+    With ``granularity="fine"`` the attention of a block of two streams is one layer and its feed-forwards
+    another. The blocks of one stream stay whole: they compute both at once and project them together.
+    """
+    fine = granularity == "fine"
+    refuse(model, _problems(model, fine=fine))
+    origin = Origin.of(model)
+    layers = list(_layers(model, origin, fine=fine))
+    check_cover((declared.layer for declared in layers), origin)
+    return layers
+
+
+def _layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
+    guidance = ("guidance",) if model.config.guidance_embeds else ()
+    replaced = ("token_replace_emb",) if model.config.image_condition_type == REPLACE else ()
+    entries = ("timestep", "encoder_hidden_states", MASK, "pooled_projections", *guidance)
+    yield declare(Stem(model, origin), pop=same(*entries), stash=("patches", "temb", *replaced))
+    shared = Remembered()
+    pop = same("patches", "temb", MASK, *replaced)
+    paths = [*numbered(model, "transformer_blocks"), *numbered(model, "single_transformer_blocks")]
+    for path in paths:
+        last = path == paths[-1]
+        if path.startswith("single"):
+            yield declare(Block(model, origin, path, "rope", last=last).sharing(shared), pop=pop)
+        elif fine:
+            attention = Attention(model, origin, path, "rope").sharing(shared)
+            yield from joint_halves(attention, JointFeedForward(model, origin, path, last=last), pop=pop)
+        else:
+            yield declare(TwoStreamBlock(model, origin, path, "rope", last=last).sharing(shared), pop=pop)
+    yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
+
+
+def _problems(model: HunyuanVideoTransformer3DModel, *, fine: bool) -> Iterator[str]:
+    for kind in ("Transformer", "SingleTransformer"):
+        blocks = "transformer_blocks" if kind == "Transformer" else "single_transformer_blocks"
+        known = (f"HunyuanVideo{kind}Block", f"HunyuanVideoTokenReplace{kind}Block")
+        yield from foreign(model, numbered(model, blocks), known)
+    if fine and model.config.image_condition_type == REPLACE:
+        yield (
+            f"config.image_condition_type is {REPLACE!r}, whose blocks treat the first frame apart: they are layers "
+            'of granularity "block" only'
+        )
+
+
+class Stem(TokenUnit):
+    """Patches, the refined text, and the embedding of time, guidance and pooled text."""
+
+    def __init__(self, model: HunyuanVideoTransformer3DModel, origin: Origin) -> None:
+        super().__init__(model, origin, "x_embedder", "context_embedder", "time_text_embed")
+        self.patch_size = _patch_size(model)
+
+    def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Any, ...]:
+        given = self.given(popped)
+        timestep, text, mask = given["timestep"], given["encoder_hidden_states"], given[MASK]
+        patches = patches_value(hidden, *(n // p for n, p in zip(hidden.shape[2:], self.patch_size, strict=True)))
+        temb, replaced = self.time_text_embed(timestep, given["pooled_projections"], given.get("guidance"))
+        streams = self.x_embedder(hidden), self.context_embedder(text, timestep, mask)
+        return (streams, patches, temb) if replaced is None else (streams, patches, temb, replaced)
+
+
+class _Masked(JointUnit, Sharing):
+    """A layer that knows where the patches are and which text is padding."""
+
+    def inputs(self, popped: tuple[Any, ...]) -> dict[str, Any]:
+        given = self.given(popped)
+        patches, mask = given.pop("patches"), given.pop(MASK)
+        given["attention_mask"], given["image_rotary_emb"] = self.shared.get(
+            lambda: (_joint_mask(patches, mask), self._angles(patches)), patches, mask
+        )
+        if "token_replace_emb" in given:
+            given["num_tokens"] = patches[0].numel()
+        return given
+
+    def _angles(self, patches: Tensor) -> tuple[Tensor, Tensor]:
+        patch = (self.rope.patch_size_t, self.rope.patch_size, self.rope.patch_size)
+        return self.rope(size_only(patches, patch))
+
+
+class Block(_Masked, JointBlock):
+    """A block of one stream."""
+
+
+class TwoStreamBlock(Block):
+    """A block of two streams, which has another word for the rotary table."""
+
+    def inputs(self, popped: tuple[Any, ...]) -> dict[str, Any]:
+        given = super().inputs(popped)
+        given["freqs_cis"] = given.pop("image_rotary_emb")
+        return given
+
+
+class Attention(_Masked, JointAttention):
+    """The attention of a block of two streams."""
+
+
+class Head(TokenUnit):
+    """Norm, projection, and patches back to a video."""
+
+    def __init__(self, model: HunyuanVideoTransformer3DModel, origin: Origin) -> None:
+        super().__init__(model, origin, "norm_out", "proj_out")
+        self.patch_size = _patch_size(model)
+
+    def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Any:
+        tokens = self.proj_out(self.norm_out(hidden, temb))
+        grid = tokens.unflatten(1, patches.shape).unflatten(-1, (-1, *self.patch_size))
+        return grid.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def _patch_size(model: HunyuanVideoTransformer3DModel) -> tuple[int, int, int]:
+    return (model.config.patch_size_t, model.config.patch_size, model.config.patch_size)
+
+
+def _joint_mask(patches: Tensor, mask: Tensor) -> Tensor:
+    """``(batch, 1, 1, keys)``: True for all patches, and for as many text tokens as ``mask`` (batch, text) has ones."""
+    length = patches.numel() + mask.sum(dim=1, dtype=torch.int)
+    keys = torch.arange(patches.numel() + mask.shape[1], device=mask.device)
+    return (keys < length[:, None])[:, None, None]

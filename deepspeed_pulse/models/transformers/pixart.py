@@ -1,0 +1,168 @@
+"""``PixArtTransformer2DModel`` (PixArt-Alpha and -Sigma) as a layer list.
+
+    pos_embed ──modulation, text_states──▶ every block;  ──temb──▶ proj_out
+    transformer_blocks.0, ..., transformer_blocks.n-1
+    proj_out
+
+No long skips. The text projection is trained, so the projected text travels as a named value with a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from diffusers import PixArtTransformer2DModel
+from torch import Tensor, nn
+
+from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.transformers.units import (
+    Piece,
+    TokenUnit,
+    declare,
+    foreign,
+    numbered,
+    patches_value,
+    same,
+    unpatchify,
+)
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
+
+ADDED = "added_cond_kwargs."
+TEXT = "encoder_hidden_states"
+
+
+def to_layers(
+    model: PixArtTransformer2DModel,
+    *,
+    granularity: str = "block",
+    attention_mask: bool = False,
+    encoder_attention_mask: bool = False,
+) -> list[Declared]:
+    """The layer list of a PixArt transformer; its modules and weights are the model's own, not copies.
+
+    The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
+    ``encoder_hidden_states``; ``added_cond_kwargs.resolution`` and ``added_cond_kwargs.aspect_ratio`` when the
+    model has ``use_additional_conditions``; ``attention_mask`` and ``encoder_attention_mask`` when the flags of
+    these names say that the batch has them.
+
+    With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
+    """
+    refuse(model, _problems(model))
+    origin = Origin.of(model)
+    asked = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
+    masks = tuple(name for name, wanted in asked.items() if wanted)
+    layers = list(_layers(model, origin, fine=granularity == "fine", masks=masks))
+    check_cover((declared.layer for declared in layers), origin)
+    return layers
+
+
+def _layers(
+    model: PixArtTransformer2DModel, origin: Origin, *, fine: bool, masks: tuple[str, ...]
+) -> Iterator[Declared]:
+    projects = model.caption_projection is not None
+    pop = same("timestep", *((TEXT,) if projects else ()))
+    if model.use_additional_conditions:
+        pop |= {name: ADDED + name for name in ("resolution", "aspect_ratio")}
+    stash = ("patches", "modulation", "temb", *(("text_states",) if projects else ()))
+    yield declare(Stem(model, origin), pop=pop, stash=stash)
+    pop = {"timestep": "modulation", TEXT: "text_states" if projects else TEXT, **same(*masks)}
+    for path in numbered(model, "transformer_blocks"):
+        if fine:
+            mlp = f"{path}.modulation"
+            yield declare(Attentions(model, origin, path), pop=pop, stash=(mlp,), name=f"{path}.attn")
+            yield declare(FeedForward(model, origin, path, "norm2", "ff"), pop={"modulation": mlp}, name=f"{path}.ff")
+        else:
+            yield declare(Block(model, origin, path), pop=pop)
+    yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
+
+
+def _problems(model: PixArtTransformer2DModel) -> Iterator[str]:
+    if model.config.attention_type != "default":
+        yield f"config.attention_type is {model.config.attention_type!r}, supported: 'default'"
+    yield from foreign(model, numbered(model, "transformer_blocks"), ("BasicTransformerBlock",))
+
+
+class Stem(TokenUnit):
+    """Patches with their positions, the embedding of time and sizes, what it makes of it for blocks, and the text."""
+
+    def __init__(self, model: PixArtTransformer2DModel, origin: Origin) -> None:
+        projection = ("caption_projection",) if model.caption_projection is not None else ()
+        super().__init__(model, origin, "pos_embed", "adaln_single", *projection)
+
+    def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, ...]:
+        given = self.given(popped)
+        height, width = (side // self.pos_embed.patch_size for side in hidden.shape[-2:])
+        tokens = self.pos_embed(hidden)
+        sizes = {name: given.get(name) for name in ("resolution", "aspect_ratio")}
+        modulation, temb = self.adaln_single(
+            given["timestep"], sizes, batch_size=len(tokens), hidden_dtype=tokens.dtype
+        )
+        leaving = tokens, patches_value(hidden, height, width), modulation, temb
+        if TEXT not in given:
+            return leaving
+        text = self.caption_projection(given[TEXT])
+        return (*leaving, text.view(len(tokens), -1, tokens.shape[-1]))
+
+
+class _Masked(TokenUnit):
+    """A layer whose masks, of 1 for keep and 0 for drop, become what is added to attention scores."""
+
+    def read(self, hidden: Tensor, popped: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        given = self.given(popped)
+        return {name: _bias(value, hidden) if name.endswith("mask") else value for name, value in given.items()}
+
+
+class Block(_Masked):
+    """One block, called as the model calls it."""
+
+    def forward(self, hidden: Tensor, *popped: Tensor) -> Any:
+        return self.part()(hidden, **self.read(hidden, popped))
+
+
+class Attentions(_Masked, Piece):
+    """The attentions of one block; stashes shift, scale and gate of its feed-forward."""
+
+    def __init__(self, model: nn.Module, origin: Origin, at: str) -> None:
+        super().__init__(model, origin, at, "scale_shift_table", "norm1", "attn1", "attn2")
+        self.only_text = bool(model.get_submodule(at).only_cross_attention)
+
+    def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        block, given = self.block, self.read(hidden, popped)
+        modulation = block.scale_shift_table[None] + given["timestep"].reshape(len(hidden), 6, -1)
+        shift, scale, gate, *mlp = modulation.chunk(6, dim=1)
+        normed = block.norm1(hidden) * (1 + scale) + shift
+        text = given[TEXT] if self.only_text else None
+        hidden = (
+            gate * block.attn1(normed, encoder_hidden_states=text, attention_mask=given.get("attention_mask")) + hidden
+        )
+        if "attn2" in block._modules:
+            mask = given.get("encoder_attention_mask")
+            hidden = block.attn2(hidden, encoder_hidden_states=given[TEXT], attention_mask=mask) + hidden
+        return hidden, tuple(mlp)
+
+
+class FeedForward(Piece):
+    """The feed-forward of one block."""
+
+    def forward(self, hidden: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
+        shift, scale, gate = modulation
+        return gate * self.block.ff(self.block.norm2(hidden) * (1 + scale) + shift) + hidden
+
+
+class Head(TokenUnit):
+    """Norm, projection, and patches back to a picture."""
+
+    def __init__(self, model: PixArtTransformer2DModel, origin: Origin) -> None:
+        super().__init__(model, origin, "norm_out", "scale_shift_table", "proj_out")
+        self.patch_size = model.config.patch_size
+
+    def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Any:
+        shift, scale = (self.scale_shift_table[None] + temb[:, None]).chunk(2, dim=1)
+        tokens = self.proj_out(self.norm_out(hidden) * (1 + scale) + shift)
+        return unpatchify(tokens, patches.shape, self.patch_size)
+
+
+def _bias(mask: Tensor, hidden: Tensor) -> Tensor:
+    """A mask ``(batch, keys)`` as ``(batch, 1, keys)`` of 0 and -10000; with three dimensions it is that already."""
+    return ((1 - mask.to(hidden.dtype)) * -10000.0).unsqueeze(1) if mask.ndim == 2 else mask

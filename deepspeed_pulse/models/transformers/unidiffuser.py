@@ -1,0 +1,247 @@
+"""``UniDiffuserModel``, diffusers' U-ViT over pictures and texts, as a layer list.
+
+    embeddings
+    transformer_in_blocks.0 ──skip0──────────────┐
+    ...                                          │
+    transformer_in_blocks.n-1 ──skip──────┐      │
+    transformer_mid_block                 │      │
+    transformer_out_blocks.0 ←────────────┘      │
+    ...                                          │
+    transformer_out_blocks.n-1 ←─────────────────┘
+    outputs
+
+Latents, picture embedding, text and both times are tokens of one sequence. The output is the model's: the
+noise of latents, picture embedding and text, a tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from diffusers import UniDiffuserModel
+from torch import Tensor
+
+from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.models.transformers.units import (
+    Piece,
+    TokenUnit,
+    Whole,
+    declare,
+    foreign,
+    numbered,
+    same,
+    unpatchify,
+)
+from deepspeed_pulse.models.units import Origin, check_cover, refuse
+
+BLOCKS = ("UniDiffuserBlock", "UTransformerBlock")
+TEXT = "encoder_hidden_states"
+
+
+def to_layers(
+    model: UniDiffuserModel,
+    *,
+    granularity: str = "block",
+    data_type: bool = False,
+    encoder_hidden_states: bool = False,
+) -> list[Declared]:
+    """The layer list of a UniDiffuser; its modules and weights are the model's own, not copies.
+
+    The first layer's input is ``latent_image_embeds``. Batch entries that the layers pop: ``image_embeds``,
+    ``prompt_embeds``, ``timestep_img``, ``timestep_text``; ``data_type`` and ``encoder_hidden_states`` when the
+    flags of these names say that the batch has them. Without a data type a model that embeds it takes 1, as
+    its own forward does.
+
+    With ``granularity="fine"`` the attention of a block is one layer and its feed-forward another.
+    """
+    refuse(model, _problems(model, data_type=data_type, text=encoder_hidden_states))
+    origin = Origin.of(model)
+    layers = list(
+        _layers(
+            model,
+            origin,
+            fine=granularity == "fine",
+            data_type=("data_type",) if data_type else (),
+            text=(TEXT,) if encoder_hidden_states else (),
+        )
+    )
+    check_cover((declared.layer for declared in layers), origin)
+    return layers
+
+
+def _layers(
+    model: UniDiffuserModel, origin: Origin, *, fine: bool, data_type: tuple[str, ...], text: tuple[str, ...]
+) -> Iterator[Declared]:
+    entries = ("image_embeds", "prompt_embeds", "timestep_img", "timestep_text", *data_type)
+    yield declare(Stem(model, origin), pop=same(*entries), name="embeddings")
+    num_blocks = len(model.transformer.transformer_in_blocks)
+    for index in range(num_blocks):
+        path = f"transformer.transformer_in_blocks.{index}"
+        yield from _block(model, origin, path, pop=same(*text), skip=f"skip{index}", fine=fine)
+    # The model reads no text in the middle.
+    yield from _block(model, origin, "transformer.transformer_mid_block", pop={}, skip=None, fine=fine)
+    for index in range(num_blocks):
+        path = f"transformer.transformer_out_blocks.{index}"
+        pop = {"skip": f"skip{num_blocks - 1 - index}", **same(*text)}
+        yield from _block(model, origin, f"{path}.block", pop=pop, skip=None, fine=fine, join=f"{path}.skip")
+    yield declare(Head(model, origin), pop={}, name="outputs")
+
+
+def _block(
+    model: UniDiffuserModel,
+    origin: Origin,
+    path: str,
+    *,
+    pop: dict[str, str],
+    skip: str | None,
+    fine: bool,
+    join: str = "",
+) -> Iterator[Declared]:
+    name = path.removeprefix("transformer.").removesuffix(".block")
+    if fine:
+        attentions = Attentions(model, origin, path, "norm1", "attn1", "norm2", "attn2", join=join)
+        yield declare(attentions, pop=pop, name=f"{name}.attn")
+        yield declare(FeedForward(model, origin, path, "norm3", "ff"), skip=skip, name=f"{name}.ff")
+    elif join:
+        yield declare(SkipBlock(model, origin, path, join), pop=pop, name=name)
+    else:
+        yield declare(Whole(model, origin, path), pop=pop, skip=skip, name=name)
+
+
+def _problems(model: UniDiffuserModel, *, data_type: bool, text: bool) -> Iterator[str]:
+    config = model.config
+    if config.norm_type != "layer_norm":
+        yield f"config.norm_type is {config.norm_type!r}, supported: 'layer_norm'"
+    if data_type and not config.use_data_type_embedding:
+        yield "data_type=True was asked for, but config.use_data_type_embedding is False"
+    if text and config.cross_attention_dim is None:
+        yield f"{TEXT}=True was asked for, but config.cross_attention_dim is None"
+    paths = [*numbered(model, "transformer.transformer_in_blocks"), "transformer.transformer_mid_block"]
+    paths += [f"{path}.block" for path in numbered(model, "transformer.transformer_out_blocks")]
+    yield from foreign(model, paths, BLOCKS)
+
+
+# ---------------------------------------------------------------------------------------- layers
+
+
+class Stem(TokenUnit):
+    """Everything that becomes a token, with its position.
+
+    ``transformer.pos_embed`` is here because it has to be somewhere: the model never calls it.
+    """
+
+    PARTS = (
+        "vae_img_in",
+        "clip_img_in",
+        "text_in",
+        "timestep_img_proj",
+        "timestep_img_embed",
+        "timestep_text_proj",
+        "timestep_text_embed",
+        "pos_embed",
+        "pos_embed_drop",
+        "transformer.pos_embed",
+    )
+    DATA_TYPE = ("data_type_token_embedding", "data_type_pos_embed_token")
+
+    def __init__(self, model: UniDiffuserModel, origin: Origin) -> None:
+        super().__init__(model, origin, *self.PARTS, *(self.DATA_TYPE if model.use_data_type_embedding else ()))
+        self.typed, self.num_text_tokens = bool(model.use_data_type_embedding), model.num_text_tokens
+
+    def forward(self, latents: Tensor, *popped: Tensor) -> Tensor:
+        given = self.given(popped)
+        if given["prompt_embeds"].shape[1] != self.num_text_tokens:
+            raise BatchError(
+                f"prompt_embeds: expected {self.num_text_tokens} text tokens (config.num_text_tokens), "
+                f"found {given['prompt_embeds'].shape[1]}; pad or cut the texts"
+            )
+        times = [
+            self._time(self.timestep_img_proj, self.timestep_img_embed, given["timestep_img"], latents),
+            self._time(self.timestep_text_proj, self.timestep_text_embed, given["timestep_text"], latents),
+        ]
+        positions = self.pos_embed
+        if self.typed:
+            kinds = given.get("data_type", torch.ones(1, dtype=torch.int, device=latents.device))
+            times.append(self.data_type_token_embedding(kinds.expand(len(latents))).unsqueeze(1))
+            positions = torch.cat([positions[:, :2], self.data_type_pos_embed_token, positions[:, 2:]], dim=1)
+        embeds = self.text_in(given["prompt_embeds"]), self.clip_img_in(given["image_embeds"])
+        return self.pos_embed_drop(torch.cat([*times, *embeds, self.vae_img_in(latents)], dim=1) + positions)
+
+    def _time(self, project: Any, embed: Any, timestep: Tensor, latents: Tensor) -> Tensor:
+        waves = project(timestep.expand(len(latents)))
+        return embed(waves.to(self.pos_embed.dtype)).unsqueeze(1)
+
+
+class SkipBlock(TokenUnit):
+    """A block on the way out, and the layer that joins its skip."""
+
+    def __init__(self, model: UniDiffuserModel, origin: Origin, path: str, join: str) -> None:
+        super().__init__(model, origin, join, path)
+
+    def forward(self, hidden: Tensor, *popped: Tensor) -> Tensor:
+        join, block = map(self.part, self.paths)
+        given = self.given(popped)
+        return block(join(hidden, given.pop("skip")), **given)
+
+
+class Half(Piece):
+    """Half a block, with the block's own order of norm, branch and residual."""
+
+    def __init__(self, model: UniDiffuserModel, origin: Origin, at: str, *children: str, join: str = "") -> None:
+        super().__init__(model, origin, at, *children, elsewhere=(join,) if join else ())
+        block = model.get_submodule(at)
+        self.join = join
+        self.norm_first, self.only_text = bool(block.pre_layer_norm), bool(block.only_cross_attention)
+        self.norm_on_backbone = type(block).__name__ == "UniDiffuserBlock"
+
+    def residual(self, hidden: Tensor, norm: Any, branch: Any) -> Tensor:
+        """``branch`` of ``hidden``, normed before or after, in the branch alone or in what it is added to."""
+        if self.norm_on_backbone:
+            hidden = norm(hidden) if self.norm_first else hidden
+            hidden = branch(hidden) + hidden
+            return hidden if self.norm_first else norm(hidden)
+        output = branch(norm(hidden) if self.norm_first else hidden)
+        return (output if self.norm_first else norm(output)) + hidden
+
+
+class Attentions(Half):
+    """The first half: the long skip, attention among the tokens and, where the block has it, to the text."""
+
+    def forward(self, hidden: Tensor, *popped: Tensor) -> Tensor:
+        block, given = self.block, self.given(popped)
+        if self.join:
+            hidden = self.part(self.join)(hidden, given["skip"])
+        text = given.get(TEXT)
+        first = text if self.only_text else None
+        hidden = self.residual(hidden, block.norm1, lambda normed: block.attn1(normed, encoder_hidden_states=first))
+        if "attn2" in block._modules:
+            hidden = self.residual(hidden, block.norm2, lambda normed: block.attn2(normed, encoder_hidden_states=text))
+        return hidden
+
+
+class FeedForward(Half):
+    """The second half."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.leave(self.residual(hidden, self.block.norm3, self.block.ff))
+
+
+class Head(TokenUnit):
+    """The tokens of latents, picture embedding and text, each projected back."""
+
+    PARTS = ("transformer.norm_out", "vae_img_out", "clip_img_out", "text_out")
+
+    def __init__(self, model: UniDiffuserModel, origin: Origin) -> None:
+        super().__init__(model, origin, *self.PARTS)
+        self.num_times = 3 if model.use_data_type_embedding else 2
+        self.num_text_tokens, self.patch_size = model.num_text_tokens, model.patch_size
+        self.side = model.sample_size // model.patch_size
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = (self.num_times, self.num_text_tokens, 1, self.side * self.side)
+        _, text, image, latents = self.part("transformer.norm_out")(hidden).split(lengths, dim=1)
+        latents = unpatchify(self.vae_img_out(latents), (self.side, self.side), self.patch_size)
+        return latents, self.clip_img_out(image), self.text_out(text)

@@ -1,0 +1,165 @@
+"""``Kandinsky3UNet`` as a layer list: one skip a level, stashed by the last resnet of a down block.
+
+conv_in, down_blocks.0.resnets_in.0, [.attentions.1], .resnets_out.0, ... ──skip0──────┐
+down_blocks.1.attentions.0, .resnets_in.0, ... ──skip1────────────────────────────┐    │
+down_blocks.2..., up_blocks.0...                                                  │    │
+up_blocks.1.resnets_in.0 ←────────────────────────────────────────────────────────┘    │
+..., up_blocks.1.attentions.0, up_blocks.2.resnets_in.0 ←──────────────────────────────┘
+..., conv_out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from diffusers.models.unets import unet_kandinsky3 as blocks
+from torch import Tensor, nn
+
+from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.models.unets.tokens import bias_of_mask
+from deepspeed_pulse.models.unets.units import Head, Producer, SkipResnet, Stem
+from deepspeed_pulse.models.unets.walk import Layers, Walk
+from deepspeed_pulse.models.units import Origin, Unit
+
+MASK = "encoder_attention_mask"
+
+
+def to_layers(model: Any, *, granularity: str = "block") -> list[Declared]:
+    """The layer list of a ``Kandinsky3UNet``; modules and weights are the model's own.
+
+    The first layer's input is ``sample``. Batch entries that the layers pop: ``timestep``, ``encoder_hidden_states``
+    and ``encoder_attention_mask`` (1 = keep), which the model cannot do without. Text is projected once; the projection
+    travels, with its gradient.
+
+    ``granularity="fine"`` cuts attention blocks into attention and MLP.
+
+    Raises :class:`GraphError` naming every part of the model that cannot be expressed.
+    """
+    return Kandinsky3Walk(model, granularity=granularity).layers()
+
+
+class KandinskyStem(Stem):
+    """``temb`` also holds the pooled text."""
+
+    def __init__(self, model: Any, origin: Origin) -> None:
+        super().__init__(model, origin, "add_time_condition")
+
+    def entries(self, *, timestep_cond: bool) -> dict[str, bool]:
+        return dict.fromkeys(("timestep", "encoder_hidden_states", MASK), True)
+
+    def forward(self, sample: Tensor, *popped: Tensor) -> Any:
+        entries = dict(zip(self.pops, popped, strict=True))
+        temb = self.time(sample, entries)
+        text = self.encoder_hid_proj(entries["encoder_hidden_states"])
+        temb = self.add_time_condition(temb, text, bias_of_mask(entries[MASK], sample))
+        return self.leave(self.conv_in(sample), temb, text)
+
+
+class KandinskySkipResnet(SkipResnet):
+    """The first resnet of an up block."""
+
+    remedy = "this model takes no other sizes"
+
+
+class SelfAttentionBlock(Producer):
+    """Attention and MLP among the pixels, both norms conditioned on the time."""
+
+    def run(self, hidden: Tensor, temb: Tensor) -> Tensor:
+        return self.part()(hidden, temb)
+
+
+class TextAttentionBlock(Producer):
+    """The same, attending to the text."""
+
+    def run(self, hidden: Tensor, temb: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        return self.part()(hidden, temb, text, bias_of_mask(mask, hidden))
+
+
+class KandinskyAttention(Unit):
+    """The first half of an attention block."""
+
+    def __init__(self, model: Any, origin: Origin, path: str) -> None:
+        super().__init__(model, origin, f"{path}.in_norm", f"{path}.attention")
+
+    def forward(self, hidden: Tensor, temb: Tensor, text: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        norm, attention = map(self.part, self.paths)
+        pixels = norm(hidden, temb).flatten(2).permute(0, 2, 1)
+        bias = None if mask is None else bias_of_mask(mask, hidden).to(pixels.dtype)
+        output = attention(pixels, pixels if text is None else text, bias)
+        return hidden + output.permute(0, 2, 1).unflatten(2, hidden.shape[-2:])
+
+
+class KandinskyMlp(Producer):
+    """The second half."""
+
+    def __init__(self, model: Any, origin: Origin, path: str) -> None:
+        super().__init__(model, origin, f"{path}.out_norm", f"{path}.feed_forward")
+
+    def run(self, hidden: Tensor, temb: Tensor) -> Tensor:
+        norm, feed_forward = map(self.part, self.paths)
+        return hidden + feed_forward(norm(hidden, temb))
+
+
+class KandinskyHead(Head):
+    """The activation has another name."""
+
+    activation = "conv_act_out"
+
+
+class Kandinsky3Walk(Walk):
+    """Blocks of resnet, text attention, resnet, with self-attention at the outer end."""
+
+    def stem(self) -> Layers:
+        stem = KandinskyStem(self.model, self.origin)
+        return [spec(stem, name="conv_in", pop=stem.pops, stash=stem.stashes)]
+
+    def head(self) -> Layers:
+        return [spec(KandinskyHead(self.model, self.origin), name="conv_out")]
+
+    def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
+        return {blocks.Kandinsky3ResNetBlock: self.resnet, blocks.Kandinsky3AttentionBlock: self.attention}
+
+    def attention(self, path: str) -> Layers:
+        within = path.endswith(".attentions.0")
+        pop = ("temb",) if within else ("temb", self.text, MASK)
+        if not self.fine:
+            return self.one(SelfAttentionBlock if within else TextAttentionBlock, path, pop=pop)
+        model, origin = self.model, self.origin
+        return [
+            spec(KandinskyAttention(model, origin, path), pop=pop, name=f"{path}.attention"),
+            spec(KandinskyMlp(model, origin, path), pop="temb", name=f"{path}.mlp"),
+        ]
+
+    def encoder(self) -> Iterator[Layers]:
+        before = self.stem()
+        for index in range(self.model.num_levels - 1):
+            yield [*before, *self._down(index)]
+            before = []
+
+    def middle(self) -> Layers:
+        return self._down(self.model.num_levels - 1)
+
+    def decoder(self) -> Iterator[Declared]:
+        for index, block in enumerate(self.model.up_blocks):
+            path = f"up_blocks.{index}"
+            first, *rest = self._resnets(path, block)
+            if index:
+                [first] = self.one(KandinskySkipResnet, f"{path}.resnets_in.0", pop=(self.next_skip(), "temb"))
+            yield from (first, *rest, *self._self_attention(path, block))
+
+    def _down(self, index: int) -> Layers:
+        path, block = f"down_blocks.{index}", self.model.down_blocks[index]
+        return [*self._self_attention(path, block), *self._resnets(path, block)]
+
+    def _resnets(self, path: str, block: Any) -> Layers:
+        layers: Layers = []
+        for index in range(len(block.resnets_in)):
+            layers += self.part(f"{path}.resnets_in.{index}")
+            if block.context_dim is not None:
+                layers += self.part(f"{path}.attentions.{index + 1}")
+            layers += self.part(f"{path}.resnets_out.{index}")
+        return layers
+
+    def _self_attention(self, path: str, block: Any) -> Layers:
+        return self.part(f"{path}.attentions.0") if block.self_attention else []

@@ -1,0 +1,111 @@
+"""``UNet2DConditionModel`` (Stable Diffusion 1.x, 2.x, SDXL, inpainting) and ``UNet2DModel`` as layer lists."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets import unet_2d_blocks as blocks
+from diffusers.models.upsampling import Upsample2D
+
+from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
+from deepspeed_pulse.models.unets.units import Head
+from deepspeed_pulse.models.unets.walk import Layers, Walk, size_is_odd
+from deepspeed_pulse.models.units import refuse
+
+BLOCKS = {
+    "down": (
+        blocks.DownBlock2D,
+        blocks.AttnDownBlock2D,
+        blocks.CrossAttnDownBlock2D,
+        blocks.ResnetDownsampleBlock2D,
+    ),
+    "mid": (blocks.UNetMidBlock2D, blocks.UNetMidBlock2DCrossAttn),
+    "up": (blocks.UpBlock2D, blocks.AttnUpBlock2D, blocks.CrossAttnUpBlock2D, blocks.ResnetUpsampleBlock2D),
+}
+PARTS = {
+    "resnets": (ResnetBlock2D,),
+    "attentions": (Transformer2DModel,),
+    "downsamplers": (Downsample2D, ResnetBlock2D),
+    "upsamplers": (Upsample2D, ResnetBlock2D),
+}
+PLAIN_PARTS = {"attentions": (Attention,)}
+CONFIG = {
+    "addition_embed_type": (None, "text", "text_time"),
+    "encoder_hid_dim_type": (None, "text_proj"),
+    "attention_type": ("default",),
+    "dual_cross_attention": (False,),
+}
+
+
+def to_layers(
+    model: UNet2DConditionModel | UNet2DModel,
+    *,
+    granularity: str = "block",
+    attention_mask: bool = False,
+    encoder_attention_mask: bool = False,
+    timestep_cond: bool = False,
+    upsample_size: bool | None = None,
+    controlnet: Any = None,
+    conditioning_scale: float = 1.0,
+) -> list[Declared]:
+    """The layer list of a diffusers U-Net; its modules and weights are the model's own, not copies.
+
+    The first layer's input is ``sample``. Batch entries that the layers pop: ``timestep``; ``class_labels`` when the
+    model embeds classes; ``encoder_hidden_states`` when it has cross attention; ``added_cond_kwargs.text_embeds`` and
+    ``added_cond_kwargs.time_ids`` for SDXL. All of this follows from the model's config. ``attention_mask``,
+    ``encoder_attention_mask`` (1 = keep) and ``timestep_cond`` say that the batch has these optional entries too.
+
+    ``granularity="fine"`` cuts every ``Transformer2DModel`` into entry, attention and MLP of each block, and exit; a
+    ``UNet2DModel`` has none, so its lists are the same.
+
+    ``upsample_size=True`` is for samples whose height or width is not divisible by the model's total downsampling: the
+    down path then also stashes the size that each upsampler has to produce (two integers a level). The default takes it
+    from ``model.config.sample_size``.
+
+    ``controlnet`` is a ``ControlNetModel`` to train together with the U-Net, or while the U-Net is frozen; its layers
+    stand between the U-Net's (see :mod:`.controlnet`), read ``controlnet_cond`` and scale what they add by
+    ``conditioning_scale``.
+
+    Raises :class:`GraphError` naming every part of the model that cannot be expressed.
+    """
+    if upsample_size is None:
+        upsample_size = isinstance(model, UNet2DConditionModel) and size_is_odd(model)
+    entries = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
+    asked = {**entries, "timestep_cond": timestep_cond, "upsample_size": upsample_size}
+    refuse(model, problems(model, tuple(name for name, wanted in asked.items() if wanted)))
+    options: dict[str, Any] = {
+        "granularity": granularity,
+        "upsample_size": upsample_size,
+        "timestep_cond": timestep_cond,
+        "masks": tuple(name for name, wanted in entries.items() if wanted),
+    }
+    if controlnet is None:
+        return UnetWalk(model, **options).layers()
+    controlled = importlib.import_module("deepspeed_pulse.models.unets.controlnet").controlled_layers
+    return controlled(model, controlnet, conditioning_scale=conditioning_scale, **options)
+
+
+class UnetWalk(Walk):
+    """Fourier time embeddings scale the output by the time."""
+
+    def head(self) -> Layers:
+        fourier = isinstance(self.model, UNet2DModel) and self.model.config.time_embedding_type == "fourier"
+        return [spec(Head(self.model, self.origin), name="conv_out", pop=("timestep",) if fourier else ())]
+
+
+def problems(model: Any, asked: tuple[str, ...] = ()) -> Iterator[str]:
+    """Everything about the model, or asked for with it, that the layers cannot express."""
+    yield from unknown_values(model.config, CONFIG)
+    if isinstance(model, UNet2DModel):
+        yield from (f"{name}=True was asked for, which UNet2DModel does not take" for name in asked)
+    elif "timestep_cond" in asked and getattr(model.config, "time_cond_proj_dim", None) is None:
+        yield "timestep_cond=True was asked for, but config.time_cond_proj_dim is None"
+    yield from unknown_blocks(model, **BLOCKS, parts=PARTS, plain_parts=PLAIN_PARTS)

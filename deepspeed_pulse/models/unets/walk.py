@@ -1,0 +1,220 @@
+"""Walks any of diffusers' U-Nets in forward order and declares its layers.
+
+    conv_in ──skip0──────────────────────────────────────────────┐
+    down_blocks.0.resnets.0 [.attentions.0] ──skip1─────────┐    │
+    down_blocks.0.downsamplers.0 ──skip2───────────────┐    │    │
+    mid_block.resnets.0, .attentions.0, .resnets.1     │    │    │
+    up_blocks.0.resnets.0 [.attentions.0] ←────────────┘    │    │
+    up_blocks.0.resnets.1 [.attentions.1] ←─────────────────┘    │
+    up_blocks.0.upsamplers.0, ..., up_blocks.n.resnets.m ←───────┘
+    conv_out
+
+One layer for each resnet, attention and resampler: the finest cut at which a single tensor, the hidden state, flows
+(``granularity="fine"`` cuts transformers further). The layers up to a skip are a *row*: a resnet with what follows it,
+or a resampler. Skips are stashed by the last layer of their row and popped by the up resnet that concatenates them, so
+they nest strictly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_blocks import AttnUpBlock2D
+from diffusers.models.upsampling import Upsample2D
+from torch import nn
+
+from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.models.unets.tokens import Cut
+from deepspeed_pulse.models.unets.units import (
+    CrossAttention,
+    Downsample,
+    Head,
+    Resnet,
+    SelfAttention,
+    SkipResnet,
+    Stem,
+    Upsample,
+)
+from deepspeed_pulse.models.units import Origin, check_cover
+
+Layers = list[Declared]
+
+
+class Walk:
+    """One walk over one model. A family overrides what differs.
+
+    Args:
+        model: a diffusers U-Net with ``down_blocks``, ``mid_block`` and ``up_blocks``.
+        granularity: ``"block"`` or ``"fine"``.
+        upsample_size: the down path stashes the size that each upsampler has to produce.
+        timestep_cond, masks: optional batch entries that the batch has.
+    """
+
+    followers: tuple[str, ...] = ("attentions",)
+    """Lists of a block whose i-th module follows the i-th resnet, in this order."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        granularity: str = "block",
+        upsample_size: bool = False,
+        timestep_cond: bool = False,
+        masks: tuple[str, ...] = (),
+    ) -> None:
+        self.model, self.origin = model, Origin.of(model)
+        self.fine = granularity == "fine"
+        self.timestep_cond, self.masks = timestep_cond, masks
+        projects_text = getattr(model, "encoder_hid_proj", None) is not None
+        self.text = "text_states" if projects_text else "encoder_hidden_states"
+        self.declared: Layers = []
+        self._sized = self._sized_skips() if upsample_size else {}
+        self._waiting: list[str] = []  # skips stashed and not popped yet
+        self._num_skips = 0
+
+    def layers(self) -> Layers:
+        """Every layer, in forward order."""
+        for row in self.encoder():
+            self.declared += self.pushed(row)
+        self.declared += self.middle()
+        self.declared += self.decoder()
+        self.declared += self.head()
+        check_cover((declared.layer for declared in self.declared), self.origin)
+        return self.declared
+
+    # -- what a family may override ------------------------------------------------------------------
+
+    def stem(self) -> Layers:
+        """From the sample to the first skip."""
+        stem = Stem(self.model, self.origin, timestep_cond=self.timestep_cond)
+        return [spec(stem, name="conv_in", pop=stem.pops, stash=stem.stashes)]
+
+    def head(self) -> Layers:
+        return [spec(Head(self.model, self.origin), name="conv_out")]
+
+    def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
+        """Class of a part to the layers that it becomes."""
+        return {
+            ResnetBlock2D: self.resnet,
+            Downsample2D: lambda path: self.one(Downsample, path),
+            Transformer2DModel: self.transformer,
+        }
+
+    def resnet(self, path: str) -> Layers:
+        return self.one(Resnet, path, pop=("temb",))
+
+    def skip_resnet(self, path: str, skip: str) -> Layers:
+        return self.one(SkipResnet, path, pop=(skip, "temb"))
+
+    def upsample(self, path: str, size: tuple[str, ...]) -> Layers:
+        return self.one(Upsample, path, pop=size)
+
+    def transformer(self, path: str) -> Layers:
+        """A transformer that reads the text, and the masks that the batch has."""
+        return self.transformer_reading(
+            path, {"encoder_hidden_states": self.text, **{name: name for name in self.masks}}
+        )
+
+    def transformer_reading(self, path: str, given: dict[str, str]) -> Layers:
+        """A ``Transformer2DModel``; ``given`` is the named value for each of its arguments."""
+        if self.fine:
+            return list(Cut().transformer(self.model, self.origin, path, given))
+        unit = CrossAttention(self.model, self.origin, path)
+        unit.reads = tuple(given)
+        return [spec(unit, pop=tuple(given.values()), name=path)]
+
+    def row_after(self, block: nn.Module, index: int) -> Iterator[str]:
+        """Paths within a block of what follows its resnet ``index``."""
+        for group in self.followers:
+            modules = getattr(block, group, None) or ()
+            if index < len(modules) and modules[index] is not None:
+                yield f"{group}.{index}"
+
+    # -- the walk ------------------------------------------------------------------------------------
+
+    def encoder(self) -> Iterator[Layers]:
+        """The rows of the down path; each ends where the model stores a skip."""
+        yield self.stem()
+        for number, block in enumerate(self.model.down_blocks):
+            path = f"down_blocks.{number}"
+            for index in range(len(block.resnets)):
+                yield [*self.part(f"{path}.resnets.{index}"), *self._after(path, block, index)]
+            for index in range(len(block.downsamplers or ())):
+                yield self.part(f"{path}.downsamplers.{index}")
+
+    def middle(self) -> Layers:
+        block, path = self.model.mid_block, "mid_block"
+        rows = [] if block is None else range(len(block.resnets))
+        return [
+            layer
+            for index in rows
+            for layer in (*self.part(f"{path}.resnets.{index}"), *self._after(path, block, index))
+        ]
+
+    def decoder(self) -> Iterator[Declared]:
+        for number, block in enumerate(self.model.up_blocks):
+            path = f"up_blocks.{number}"
+            for index in range(len(block.resnets)):
+                yield from self.skip_resnet(f"{path}.resnets.{index}", self.next_skip())
+                yield from self._after(path, block, index)
+            size = (f"size{self._sized[number]}",) if number in self._sized else ()
+            for index, sampler in enumerate(block.upsamplers or ()):
+                at = f"{path}.upsamplers.{index}"
+                yield from self.upsample(at, size) if isinstance(sampler, Upsample2D) else self.part(at)
+
+    def pushed(self, row: Layers) -> Layers:
+        """A row whose last layer, a :class:`Producer`, now stashes the next skip."""
+        *before, last = row
+        number = self._num_skips
+        last.layer.skip, last.layer.size = True, number in self._sized.values()
+        skip = (f"skip{number}", f"size{number}") if last.layer.size else (f"skip{number}",)
+        self._waiting.append(f"skip{number}")
+        self._num_skips += 1
+        return [*before, replace(last, stash=(*skip, *last.stash))]
+
+    @property
+    def last_skip(self) -> str:
+        """The last skip that still waits."""
+        return self._waiting[-1]
+
+    def next_skip(self) -> str:
+        """The same, popped."""
+        return self._waiting.pop()
+
+    def part(self, path: str) -> Layers:
+        """The layers of one resnet, attention or resampler, by its class."""
+        module = self.model.get_submodule(path)
+        for kind, make in self.kinds().items():
+            if isinstance(module, kind):
+                return make(path)
+        return self.one(SelfAttention, path)
+
+    def one(self, kind: Any, path: str, *, pop: Sequence[str] = ()) -> Layers:
+        """A part that is one layer."""
+        return [spec(kind(self.model, self.origin, path), pop=pop, name=path)]
+
+    def _after(self, path: str, block: nn.Module, index: int) -> Layers:
+        return [layer for name in self.row_after(block, index) for layer in self.part(f"{path}.{name}")]
+
+    def _sized_skips(self) -> dict[int, int]:
+        """Up block -> the skip popped after it, whose height and width its upsampler has to produce."""
+        waiting = 1 + sum(len(block.resnets) + len(block.downsamplers or ()) for block in self.model.down_blocks)
+        sized = {}
+        for index, block in enumerate(self.model.up_blocks):
+            waiting -= len(block.resnets)
+            resizes = any(isinstance(sampler, Upsample2D) for sampler in block.upsamplers or ())
+            if waiting and resizes and not isinstance(block, AttnUpBlock2D):  # which only ever doubles
+                sized[index] = waiting - 1
+        return sized
+
+
+def size_is_odd(model: Any) -> bool:
+    """True when the sample size in the config is known and not divisible by the total downsampling."""
+    size = model.config.sample_size
+    sides = size if isinstance(size, (tuple, list)) else (size,)
+    return any(side is not None and side % 2**model.num_upsamplers for side in sides)

@@ -1,0 +1,93 @@
+"""Write a trained layer list back as the diffusers model it came from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_pulse.models.units import Origin, Unit, origin_of
+from deepspeed_pulse.models.weights.folder import CONFIG, WEIGHTS
+from deepspeed_pulse.models.weights.shards import write_sharded
+
+if TYPE_CHECKING:
+    from deepspeed_pulse.models.weights.ema import EMA
+
+logger = logging.getLogger(__name__)
+
+
+def save_pretrained(
+    engine: Any,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "10GB",
+    dtype: torch.dtype | None = None,
+    variant: str | None = None,
+    ema: EMA | None = None,
+    model_class: type[nn.Module] | None = None,
+) -> Path:
+    """Write the trained weights as a normal diffusers folder, to be read by ``from_pretrained``.
+
+    A collective call: every rank makes it, and the folder is complete when it returns. Files, index,
+    keys, shapes and dtypes are those of the model's own ``save_pretrained(max_shard_size=, variant=)``.
+    Global rank 0 writes and never holds more than one shard beyond its own layers. A model with
+    adapters is written without them, under the names it has without; :func:`.save_lora` writes those.
+
+    Args:
+        engine: trains a list that ``to_layers``, ``from_pretrained`` or ``from_config`` made.
+        folder: made when it does not exist; an earlier save of the same variant in it is replaced.
+        max_shard_size: the largest file, in bytes or as text such as ``"5GB"``.
+        dtype: of the floating-point weights in the files. Left out, the one the engine computes in:
+            bfloat16 weights for an engine with ``"bf16"``. ``torch.float32`` then writes the
+            optimizer's fp32 master weights. Parts that the model keeps in float32 stay so.
+        variant: for example ``"fp16"``, part of the file names.
+        ema: also write the averaged weights, in float32 unless ``dtype`` says otherwise, to a folder of
+            the same name with ``_ema`` (``unet_ema`` beside ``unet``), with the averaging's state in its
+            config: ``EMAModel.from_pretrained`` of diffusers reads both.
+        model_class: which model, when the list was made of two (a U-Net and its ControlNet).
+
+    Raises:
+        ConfigError: the layer list was not made from a diffusers model, or layers of that model were
+            left out of it; on every rank.
+        FileError: rank 0 cannot write; on every rank. The folder then reads as before.
+    """
+    origin = origin_of(engine.module.layer_list, "save_pretrained()", model_class)
+    files = {"name": WEIGHTS, "variant": variant, "max_shard_size": max_shard_size}
+
+    def write(
+        to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: torch.dtype | None, config: str
+    ) -> Path:
+        tensors = _tensors(engine, origin, averaged)
+        cast = {k: origin.dtype_of(k, dtype) for k, t in tensors.items() if dtype and t.is_floating_point()}
+        keys = tuple(origin.base_keys.values())
+        return write_sharded(engine, to, tensors, keys=keys, dtypes=cast, texts={CONFIG: config}, **files)
+
+    if origin.peft_config and engine.global_rank == 0:
+        logger.warning(
+            "save_pretrained(): %s gets the model without its adapters (%s); save_lora() writes those",
+            folder,
+            ", ".join(origin.peft_config),
+        )
+    if ema is not None:
+        # diffusers keeps the averaging's state in the config of the averaged model.
+        config = {**json.loads(origin.config_json), **ema.schedule()}
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        write(f"{os.fspath(folder)}_ema", ema.averages(), dtype or torch.float32, text)
+    return write(folder, {}, dtype, origin.config_json)
+
+
+def _tensors(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's tensors under their names in the folder, averages in place of weights where there are some."""
+    return {
+        origin.base_keys[key]: averaged.get(f"{index}.{key}", tensor)
+        for index, layer in engine.module.local_layers()
+        if isinstance(layer, Unit) and layer.origin is origin
+        for key, tensor in layer.state_dict(keep_vars=True).items()
+        if key in origin.base_keys
+    }

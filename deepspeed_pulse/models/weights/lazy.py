@@ -1,0 +1,198 @@
+"""Layer lists whose layers get their weights where they are built: on the ranks that hold them.
+
+    from_pretrained(folder)   reads a layer's own tensors from the safetensors files
+    from_config(config)       initialises a layer's own parameters
+
+Both make the model without weights (:mod:`.skeleton`), let :func:`~.families.to_layers` cut it, and
+wrap every unit in a :class:`LazyLayer`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_pulse.engine.specs import Declared, LayerSpec
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.models.families import Granularity, class_of, construct, to_layers
+from deepspeed_pulse.models.units import Origin, Unit
+from deepspeed_pulse.models.weights.folder import CONFIG, WeightFiles, read_config
+from deepspeed_pulse.models.weights.prepare import Prepare, run_prepare
+from deepspeed_pulse.models.weights.skeleton import Skeleton
+
+Fill = Callable[[Mapping[str, torch.dtype]], Mapping[str, Tensor]]
+"""Gives values for some keys of the model's state dict, in the dtypes asked for."""
+
+
+class LazyLayer(LayerSpec):
+    """A unit of a skeleton; ``build`` makes a copy of it with weights.
+
+    Every build is a layer of its own, so costs can be measured on one that is then dropped. Under
+    ``torch.device("meta")`` it comes without weights and nothing is read.
+    """
+
+    reads_files = True
+
+    def __init__(self, declared: Declared, skeleton: Skeleton, fill: Fill, shared: Mapping[int, nn.Module]) -> None:
+        assert isinstance(declared.layer, Unit)
+        super().__init__(type(declared.layer), stash=declared.stash, pop=declared.pop, layer_name=declared.name)
+        self.unit, self._skeleton, self._fill, self._shared = declared.layer, skeleton, fill, shared
+
+    def build(self, log: bool = False) -> nn.Module:
+        """The layer with its weights, on the CPU."""
+        built = copy.deepcopy(self.unit, dict(self._shared))
+        if torch.get_default_device().type == "meta":
+            return built
+        with torch.device("cpu"):
+            keys = {name: self._skeleton.key_of(t) for name, t in self.unit.state_dict(keep_vars=True).items()}
+            found = self._fill({key: self._skeleton.entries[key].dtype for key in keys.values() if key is not None})
+            values = {name: found[key] for name, key in keys.items() if key is not None}
+            built.load_state_dict(values, strict=False, assign=True)
+        return built
+
+    def __repr__(self) -> str:
+        return f"{self.typename.__name__}({self.unit.extra_repr()})"
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    *,
+    subfolder: str | None = None,
+    dtype: torch.dtype | None = None,
+    torch_dtype: torch.dtype | None = None,
+    variant: str | None = None,
+    model_class: type[nn.Module] | None = None,
+    prepare: Prepare | None = None,
+    granularity: Granularity = "block",
+    **what_the_batch_has: Any,
+) -> list[Any]:
+    """The layer list of a diffusers model folder; each rank reads the weights of its own layers only.
+
+    Called on every rank, before ``PipelineModule``. All files are checked here, from their headers;
+    tensors are read when a layer is built. The weights are those that the model's own
+    ``from_pretrained(folder, torch_dtype=dtype)`` gives, tables that are computed and not saved included;
+    layers are in training mode.
+
+    Args:
+        folder: a model folder, or with ``subfolder`` a pipeline folder.
+        dtype: of the floating-point weights (``torch_dtype`` is the same); parts that the model keeps in
+            float32 stay so. Left out, float32, whatever the files hold.
+        variant: for example ``"fp16"``, part of the file names.
+        model_class: a class derived from a known one; left out, the class that ``config.json`` names.
+        prepare: is given the model before it is cut, its weights not read yet: to freeze parameters, add
+            adapters or set options (:func:`~.prepare.run_prepare`). What it adds keeps its values.
+        granularity, what_the_batch_has: as for :func:`~.families.to_layers`.
+
+    Raises:
+        FileError: the folder, its config or its weights are missing, damaged or do not fit together.
+        GraphError: the model cannot become a layer list.
+    """
+    path = Path(folder) / (subfolder or "")
+    dtype = _dtype(dtype, torch_dtype)
+    config = read_config(path)
+    where = str(path / CONFIG)
+    kind = model_class or class_of(config, where)
+    skeleton = Skeleton(
+        lambda: construct(kind, config, where),
+        dtype=dtype or torch.float32,
+        cast=lambda model: None if dtype is None else _cast_saved(model, dtype),
+    )
+    skeleton.model.register_to_config(_name_or_path=str(path))
+    files = WeightFiles.find(path, variant)
+    if not files.sharded:  # as in diffusers: renamed weights are older than shards
+        files = files.renamed(skeleton.model._fix_state_dict_keys_on_load)
+    files.check(skeleton.entries, ignored=kind._keys_to_ignore_on_load_unexpected or (), what=kind.__name__)
+    return _lazy_layers(skeleton, files.read, prepare, granularity, what_the_batch_has)
+
+
+def from_config(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    subfolder: str | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    torch_dtype: torch.dtype | None = None,
+    model_class: type[nn.Module] | None = None,
+    prepare: Prepare | None = None,
+    granularity: Granularity = "block",
+    **what_the_batch_has: Any,
+) -> list[Any]:
+    """The layer list of a new model; each rank initialises its own layers only.
+
+    Weights are drawn by the model's own constructor, each parameter with random numbers that depend on
+    ``seed`` and on its place in the constructor, not on the plan, the rank, the granularity or
+    ``seed_layers`` (see :mod:`.skeleton`). They are not the numbers of one constructor call after
+    ``torch.manual_seed(seed)``, which would have to draw all of them on every rank.
+
+    Args:
+        config: a config as diffusers has it, or a folder with ``config.json``, or such a file.
+        seed: of the weights.
+        dtype: as in ``model.to(dtype)`` after the constructor.
+        subfolder, model_class, prepare, granularity, what_the_batch_has: as for :func:`from_pretrained`.
+
+    Raises:
+        FileError: no usable config.
+        GraphError: the model cannot become a layer list.
+    """
+    dtype = _dtype(dtype, torch_dtype)
+    where, content = _config(config, subfolder)
+    kind = model_class or class_of(content, where)
+    skeleton = Skeleton(
+        lambda: construct(kind, content, where),
+        seed=seed,
+        cast=lambda model: None if dtype is None else model.to(dtype),
+    )
+    return _lazy_layers(skeleton, skeleton.initial, prepare, granularity, what_the_batch_has)
+
+
+def _lazy_layers(
+    skeleton: Skeleton, fill: Fill, prepare: Prepare | None, granularity: Granularity, what_the_batch_has: Any
+) -> list[Any]:
+    if prepare is not None:
+        run_prepare(skeleton, prepare)
+    layers = to_layers(skeleton.model, granularity=granularity, **what_the_batch_has)
+    shared = _shared_modules([one.layer for one in layers if isinstance(one.layer, nn.Module)])
+    return [LazyLayer(one, skeleton, fill, shared) if isinstance(one.layer, Unit) else one for one in layers]
+
+
+def _shared_modules(units: Iterable[nn.Module]) -> dict[int, nn.Module]:
+    """Modules that are part of several units, by id: tables without weights, which a rank holds once."""
+    units_of: Counter[int] = Counter()
+    modules: dict[int, nn.Module] = {}
+    for unit in units:
+        inside = {id(module): module for module in unit.modules()}
+        units_of.update(inside.keys())
+        modules |= inside
+    return {key: modules[key] for key, count in units_of.items() if count > 1}
+
+
+def _cast_saved(model: nn.Module, dtype: torch.dtype) -> None:
+    """What diffusers casts when it loads: the tensors that are read, not the tables that are computed."""
+    origin = Origin.of(model)
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(origin.dtype_of(key, dtype))
+
+
+def _dtype(dtype: Any, torch_dtype: Any) -> torch.dtype | None:
+    given = [one for one in (dtype, torch_dtype) if one is not None]
+    if len(set(given)) > 1:
+        raise ConfigError(f"dtype and torch_dtype are the same option, found {dtype} and {torch_dtype}; give one")
+    if given and not (isinstance(given[0], torch.dtype) and given[0].is_floating_point):
+        raise ConfigError(f"dtype: expected a floating-point torch.dtype such as torch.bfloat16, found {given[0]!r}")
+    return given[0] if given else None
+
+
+def _config(config: Any, subfolder: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Where a config is from, for messages, and its content."""
+    if isinstance(config, Mapping):
+        return "config", config
+    path = Path(config) / (subfolder or "")
+    return str(path), read_config(path.parent if path.name == CONFIG else path)

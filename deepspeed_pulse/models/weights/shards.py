@@ -1,0 +1,235 @@
+"""Named tensors of many ranks as one safetensors checkpoint, cut into files as diffusers cuts them.
+
+Which tensor goes into which file is decided by ``huggingface_hub``, from shapes alone. Then the files
+are made one after the other: the tensors of one file travel to global rank 0, each from the rank that
+holds it, are written, and are let go before the next file is begun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.models.weights.folder import WEIGHTS, varied
+
+_SHARD = r"-\d{5}-of-\d{5}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A tensor of the checkpoint and the pipeline rank that sends it."""
+
+    key: str
+    owner: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Which tensors go into which file; ``index`` is the text of the index file when there are several."""
+
+    files: dict[str, tuple[_Entry, ...]]
+    index: str | None
+
+
+def write_sharded(
+    engine: Any,
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    *,
+    keys: Sequence[str] | None = None,
+    name: str = WEIGHTS,
+    variant: str | None = None,
+    max_shard_size: int | str = "10GB",
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> Path:
+    """Write tensors that are spread over the ranks into ``folder``; a collective call, every rank makes it.
+
+    Global rank 0 writes. It never holds more than the tensors of one file beyond its own, on the CPU.
+    No file is renamed to its final name before all are complete; the index then makes the new weights
+    the ones that are read, what an earlier save left is removed, and ``texts`` come last.
+
+    Args:
+        engine: an engine of this package.
+        folder: made when it does not exist.
+        tensors: what this rank holds, under the names in the files. Parameters with an fp32 master copy
+            in the optimizer give that where ``dtypes`` says float32. Of a name on several ranks of a
+            pipeline the first one is written; other data-parallel indices send nothing.
+        keys: every name to be written, in the model's order; left out, all there are, by alphabet.
+        name: of the single file; shards and their index derive theirs from it as in diffusers.
+        variant: for example ``"fp16"``, put into the names as in diffusers.
+        max_shard_size: bytes, or text such as ``"5GB"``.
+        dtypes: name to dtype in the file; other tensors keep theirs.
+        metadata: of each safetensors file; left out, ``{"format": "pt"}``.
+        texts: other files of the folder, name to content.
+
+    Returns:
+        The folder, complete when the call returns.
+
+    Raises:
+        ConfigError: no rank holds one of ``keys``, or ``max_shard_size`` is no size; on every rank.
+        FileError: rank 0 cannot write; on every rank. The folder then reads as before.
+    """
+    module, folder, wanted = engine.module, Path(folder), dict(dtypes or {})
+    names = _Names(name=name, variant=variant)
+    mine = [(key, tuple(t.shape), wanted.get(key, t.dtype)) for key, t in tensors.items()]
+    rows = module.gather_to_first(mine if engine.grid.data_parallel_id == 0 else None)
+    layout = module.decide_on_first(lambda: _layout(rows or [], keys, names, max_shard_size), "save")
+    writer = _Writer(folder, names, dict(metadata or {"format": "pt"}), dict(texts or {}))
+    try:
+        for filename, entries in layout.files.items():
+            shard = {}
+            for entry in entries:
+                value = _value(module, engine, entry, tensors)
+                value = module.bring_to_first(value, owner=entry.owner, shape=entry.shape, dtype=entry.dtype)
+                if value is not None:
+                    shard[entry.key] = value
+            module.decide_on_first(lambda f=filename, s=shard: writer.write(f, s), "save")
+        module.decide_on_first(lambda: writer.finish(layout), "save")
+    finally:
+        writer.discard()
+    return folder
+
+
+def _value(module: Any, engine: Any, entry: _Entry, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The tensor to send; every replica of its owner takes part in putting a master copy together."""
+    if module.stage_id != entry.owner:
+        return None
+    value = tensors[entry.key]
+    if entry.dtype == torch.float32 and value.dtype in (torch.bfloat16, torch.float16):
+        value = module.full_precision(value)
+    return value.detach().to(entry.dtype) if engine.grid.data_parallel_id == 0 else None
+
+
+def _layout(rows: list[Any], keys: Sequence[str] | None, names: _Names, max_shard_size: int | str) -> _Layout:
+    found: dict[str, _Entry] = {}
+    for owner, row in enumerate(rows):
+        for key, shape, dtype in row or ():
+            found.setdefault(key, _Entry(key=key, owner=owner, shape=shape, dtype=dtype))
+    keys = sorted(found) if keys is None else keys
+    missing = [key for key in keys if key not in found]
+    if missing:
+        raise ConfigError(
+            f"no layer of the list holds {len(missing)} of the {len(keys)} entries to be saved, the first is "
+            f"{missing[0]}; train the whole list that to_layers() gives"
+        )
+    if not keys:
+        raise ConfigError("no rank holds anything to be saved; expected at least one tensor")
+    shapes = {key: torch.empty(found[key].shape, dtype=found[key].dtype, device="meta") for key in keys}
+    try:
+        split = split_torch_state_dict_into_shards(
+            shapes, filename_pattern=names.pattern, max_shard_size=max_shard_size
+        )
+    except (ValueError, TypeError) as problem:
+        raise ConfigError(
+            f'max_shard_size: expected bytes or text such as "5GB", found {max_shard_size!r}: {problem}'
+        ) from None
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    return _Layout(
+        files={file: tuple(found[key] for key in inside) for file, inside in split.filename_to_tensors.items()},
+        index=json.dumps(index, indent=2, sort_keys=True) + "\n" if split.is_sharded else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """File names, as diffusers makes them of the single file's name and the variant."""
+
+    name: str
+    variant: str | None
+
+    @property
+    def single(self) -> str:
+        """The file that holds everything."""
+        return varied(self.name, self.variant)
+
+    @property
+    def index(self) -> str:
+        """The file that says which shard holds what."""
+        return varied(f"{self.name}.index.json", self.variant)
+
+    @property
+    def pattern(self) -> str:
+        """Of the shards; ``{suffix}`` becomes empty or the number."""
+        return self.single.replace(".safetensors", "{suffix}.safetensors")
+
+    def is_shard(self, name: str) -> bool:
+        """True when a file is a shard of some save under these names."""
+        before, after = (re.escape(part) for part in self.pattern.split("{suffix}"))
+        return re.fullmatch(before + _SHARD + after, name) is not None
+
+
+class _Writer:
+    """Files written beside their final names and renamed together at the end; used on rank 0."""
+
+    def __init__(self, folder: Path, names: _Names, metadata: dict[str, str], texts: dict[str, str]) -> None:
+        self._folder, self._names, self._metadata, self._texts = folder, names, metadata, texts
+        self._beside: dict[str, Path] = {}
+
+    def write(self, name: str, shard: dict[str, Tensor]) -> None:
+        """One file of tensors, beside its final name."""
+        self._try(name, lambda path: save_file(shard, path, metadata=self._metadata))
+
+    def finish(self, layout: _Layout) -> None:
+        """Make the new files the ones that are read, and remove what an earlier save left.
+
+        Readers go by the index where there is one. New shards whose names an old index knows must not
+        appear under it, so that index goes first; otherwise the old weights read until the last rename.
+        """
+        for name, text in self._texts.items():
+            self._try(name, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+        if layout.index is not None:
+            self._try(self._names.index, lambda path: path.write_text(str(layout.index), encoding="utf-8"))
+        try:
+            if layout.index is not None and any((self._folder / name).exists() for name in layout.files):
+                (self._folder / self._names.index).unlink(missing_ok=True)
+            self._rename(layout.files)
+            if layout.index is not None:
+                self._rename([self._names.index])
+            self._remove_stale(layout)
+            self._rename(self._texts)
+        except OSError as problem:
+            raise FileError(f"{self._folder}: the weights are written but cannot be renamed: {problem}") from problem
+
+    def discard(self) -> None:
+        """Remove what was not renamed."""
+        for path in self._beside.values():
+            path.unlink(missing_ok=True)
+
+    def _try(self, name: str, write: Callable[[Path], Any]) -> None:
+        beside = self._folder / f"{name}.tmp{os.getpid()}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._beside[name] = beside
+            write(beside)
+        except (OSError, SafetensorError) as problem:
+            raise FileError(
+                f"{self._folder / name}: cannot be written: {problem}; what the folder held is untouched"
+            ) from problem
+
+    def _rename(self, names: Iterable[str]) -> None:
+        for name in names:
+            os.replace(self._beside.pop(name), self._folder / name)
+
+    def _remove_stale(self, layout: _Layout) -> None:
+        """Shards of another cut, and the single file or the index that the new files take the place of."""
+        replaced = self._names.single if layout.index is not None else self._names.index
+        (self._folder / replaced).unlink(missing_ok=True)
+        for path in list(self._folder.iterdir()):
+            if self._names.is_shard(path.name) and path.name not in layout.files:
+                path.unlink()
