@@ -14,7 +14,7 @@ CONFIG ?= examples/unet/ds_config.json
 TRAIN_FLAGS = --deepspeed_config $(CONFIG) $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if $(SIZE),--size $(SIZE))
 
 TEXT_TO_IMAGE_FLAGS = --center_crop --cache_latents --proportion_empty_prompts 0.1 \
-    --max_train_steps $(or $(STEPS),200) --learning_rate 1e-3 --lr_scheduler cosine --lr_warmup_steps 20 \
+    --max_train_steps $(or $(STEPS),400) --learning_rate 1e-3 --lr_scheduler cosine --lr_warmup_steps 20 \
     --checkpointing_steps 100 --resume_from_checkpoint latest --validation_steps 50 --guidance_scale 3 \
     --validation_prompts "the face of a ginger tabby cat" "a cup of coffee on a red saucer" "craters on the moon" \
     "a rocket under a blue evening sky" "a red motorcycle in a garage" "the retina of a human eye" \
