@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.models import example_transformers as transformers
-from deepspeed_pulse.models import example_unets as unets
+from deepspeed_pulse.models.catalogue import example_transformers as transformers
+from deepspeed_pulse.models.catalogue import example_unets as unets
 from deepspeed_pulse.models.catalogue.example_shapes import Shapes
 
 EXAMPLES: dict[str, Callable[[Shapes], dict[str, Any]]] = {
