@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_pulse.planner.net import Net, Rows
+from deepspeed_pulse.planner.net import Arc, Net, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,39 +103,15 @@ class Paths:
 
     def _later(self, node: int, last: int, low: int, high: int) -> list[int]:
         """The topological window with ``node`` and what depends on it after ``last``; empty when ``last`` does."""
-        before, previous, skipped = self.net.before, self.previous, self.following[node]
-        moved, kept, marked = [], [], {node}
-        for other in self.order[low : high + 1]:
-            hit = other == node or (other != skipped and previous[other] in marked)
-            if not hit:
-                for earlier, _ in before[other]:
-                    if earlier in marked:
-                        hit = True
-                        break
-            if hit:
-                marked.add(other)
-                moved.append(other)
-            else:
-                kept.append(other)
-        return [] if last in marked else kept + moved
+        window = self.order[low : high + 1]
+        kept, moved = _parted(window, node, self.net.before, self.previous, self.following[node])
+        return [] if last in moved else [*kept, *moved]
 
     def _earlier(self, node: int, first: int, low: int, high: int) -> list[int]:
         """The window with ``node`` and what it depends on before ``first``; empty when it depends on ``first``."""
-        after, following, skipped = self.net.after, self.following, self.previous[node]
-        moved, kept, marked = [], [], {node}
-        for other in reversed(self.order[low : high + 1]):
-            hit = other == node or (other != skipped and following[other] in marked)
-            if not hit:
-                for later, _ in after[other]:
-                    if later in marked:
-                        hit = True
-                        break
-            if hit:
-                marked.add(other)
-                moved.append(other)
-            else:
-                kept.append(other)
-        return [] if first in marked else moved[::-1] + kept[::-1]
+        window = self.order[low : high + 1][::-1]
+        kept, moved = _parted(window, node, self.net.after, self.following, self.previous[node])
+        return [] if first in moved else [*kept, *moved][::-1]
 
     def _shift(self, move: Move) -> None:
         row = self.rows[move.rank]
@@ -153,3 +129,28 @@ class Paths:
         self.following[last] = beyond
         if beyond >= 0:
             self.previous[beyond] = last
+
+
+def _parted(
+    window: list[int], node: int, arcs: list[list[Arc]], neighbours: list[int], skipped: int
+) -> tuple[list[int], dict[int, None]]:
+    """What in the window does not hang on ``node``, and what does, both in its order.
+
+    A node hangs on its arcs' ends and on its neighbour in the row, which ``skipped`` is about to lose.
+    """
+    kept: list[int] = []
+    moved: dict[int, None] = {node: None}
+    for other in window:
+        if other == node:
+            continue
+        hit = other != skipped and neighbours[other] in moved
+        if not hit:
+            for end, _ in arcs[other]:
+                if end in moved:
+                    hit = True
+                    break
+        if hit:
+            moved[other] = None
+        else:
+            kept.append(other)
+    return kept, moved
