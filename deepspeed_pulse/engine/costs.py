@@ -41,6 +41,8 @@ class PlanRequest:
     example: tuple[Any, dict[str, Any]] | None
     device: torch.device
     recompute: str | Sequence[int] = "auto"
+    reduce_early: bool = True
+    """Gradients are reduced over data-parallel replicas stage by stage, not all at the end of the step."""
 
 
 def make_profile(request: PlanRequest) -> tuple[Profile, str]:

@@ -11,6 +11,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import ReduceGrads
 
 from deepspeed_pulse.engine import figures, planning
 from deepspeed_pulse.engine.agreement import (
@@ -31,10 +32,12 @@ from deepspeed_pulse.engine.instructions import (
     ComputeAction,
     FinishStep,
     ReceiveMessages,
+    ReduceStageGrads,
     SendMessages,
 )
 from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER
 from deepspeed_pulse.engine.preemption import EXIT_STATUS, Preemption
+from deepspeed_pulse.engine.reduction import stage_reduction
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.engine.watchdog import Watchdog
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
@@ -107,6 +110,7 @@ class PulseEngine(CheckpointingEngine):
             replay_bytes=planning.replay_bytes(module.planned, module.checkpointing.interval),
             timeout_seconds=self._pulse.timeout_seconds,
         )
+        self._reduction = stage_reduction(self, self._pulse.timeout_seconds)
         self._preemption = Preemption()
         self._started = True
         if self.global_rank == 0:
@@ -212,9 +216,14 @@ class PulseEngine(CheckpointingEngine):
             shape_keys=keys,
             first_number=self.global_steps * self.micro_batches,
         )
+        # 1-bit optimizers turn upstream's reduction off in the middle of a run
+        self._reducing_early = training and self._reduction is not None and self.pipeline_enable_backward_allreduce
+        if self._reducing_early:
+            self._reduction.begin()
         return PulseSchedule(
             lowered.traffic.program[self.stage_id],
             training=training,
+            reduce_early=self._reducing_early,
             micro_batches=micro_batches,
             stages=self.num_stages,
             stage_id=self.stage_id,
@@ -315,6 +324,17 @@ class PulseEngine(CheckpointingEngine):
 
     def _exec_send_messages(self, step: Step) -> None:
         self._runtime.send(step)
+
+    def _exec_reduce_stage_grads(self, stage: int) -> None:
+        self._reduction.start(stage)
+
+    def _exec_reduce_grads(self) -> None:
+        if not self._reducing_early:
+            super()._exec_reduce_grads()
+            return
+        rest = self._reduction.finish()
+        if rest:
+            self.buffered_allreduce_fallback(grads=rest)
 
     def _exec_finish_step(self) -> None:
         self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")
@@ -441,6 +461,8 @@ class PulseEngine(CheckpointingEngine):
         SendMessages: _exec_send_messages,
         FinishStep: _exec_finish_step,
         CompleteTiedGrads: _exec_complete_tied_grads,
+        ReduceStageGrads: _exec_reduce_stage_grads,
+        ReduceGrads: _exec_reduce_grads,
     }
 
 

@@ -23,3 +23,7 @@ class FinishStep(PipeInstruction):
 
 class CompleteTiedGrads(PipeInstruction):
     """Give tied weights without a gradient a zero one, so that all their ranks take part in the reduction."""
+
+
+class ReduceStageGrads(PipeInstruction):
+    """Start summing the gradients of a stage, whose last backward has ended, over the data-parallel replicas."""

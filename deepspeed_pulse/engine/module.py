@@ -22,6 +22,7 @@ from deepspeed_pulse.engine.checkpointing import resolve
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.costs import PlanRequest
 from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER
+from deepspeed_pulse.engine.reduction import reduces_early
 from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
 from deepspeed_pulse.engine.start import Config, check_world, init_distributed, load_config
@@ -238,6 +239,7 @@ class PipelineModule(upstream.PipelineModule):
             example=example,
             device=torch.device(get_accelerator().device_name(self.local_rank)),
             recompute=self.checkpointing.layers,
+            reduce_early=parsed is None or reduces_early(parsed),
         )
 
     def _build(self) -> None:

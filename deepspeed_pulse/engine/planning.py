@@ -23,7 +23,7 @@ from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import make as planner
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.recompute import replay_bytes as planned_replay
-from deepspeed_pulse.planner.simulate import simulate
+from deepspeed_pulse.planner.simulate import estimate, simulate
 from deepspeed_pulse.planner.validate import check
 
 GIGABYTE = 10**9
@@ -37,6 +37,7 @@ class Planned:
     profile: Profile | None
     cluster: Cluster | None
     costs: str
+    reduce_early: bool = True
 
     @property
     def measured(self) -> bool:
@@ -82,14 +83,22 @@ def make_planned(request: PlanRequest) -> Planned:
         recompute=request.recompute,
         plan_cache=request.pulse.plan_cache,
     )
-    return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
+    plan = _predicted(plan, profile, cluster, reduce_early=request.reduce_early)
+    return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs, reduce_early=request.reduce_early)
+
+
+def _predicted(plan: Plan, profile: Profile, cluster: Cluster, *, reduce_early: bool) -> Plan:
+    """The plan with the step time of gradients that are reduced as this job does it."""
+    if plan.data_parallel == 1:
+        return plan
+    return replace(plan, estimate=estimate(plan, profile, cluster, reduce_early=reduce_early))
 
 
 def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     """The same cuts with another number of microbatches."""
     check_may_differ(planned, pulse, microbatches)
     assert planned.profile is not None and planned.cluster is not None
-    return planner.reorder(
+    plan = planner.reorder(
         planned.plan,
         planned.profile,
         cluster=planned.cluster,
@@ -97,6 +106,7 @@ def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
         schedule=pulse.schedule,
         solver_seconds=pulse.solver_seconds,
     )
+    return _predicted(plan, planned.profile, planned.cluster, reduce_early=planned.reduce_early)
 
 
 def check_may_differ(planned: Planned, pulse: PulseConfig, microbatches: int) -> None:

@@ -11,9 +11,11 @@ from deepspeed_pulse.engine.instructions import (
     ComputeAction,
     FinishStep,
     ReceiveMessages,
+    ReduceStageGrads,
     SendMessages,
 )
 from deepspeed_pulse.ir.program import Step
+from deepspeed_pulse.ir.schedule import Op
 
 
 class PulseSchedule(upstream.TrainSchedule):
@@ -22,17 +24,29 @@ class PulseSchedule(upstream.TrainSchedule):
     Args:
         steps: the rank's row of the program.
         training: False for a forward-only program.
+        reduce_early: a stage's gradients are reduced from its last backward on, not all at the end.
     """
 
     def __init__(
-        self, steps: Sequence[Step], *, training: bool, micro_batches: int, stages: int, stage_id: int
+        self,
+        steps: Sequence[Step],
+        *,
+        training: bool,
+        reduce_early: bool,
+        micro_batches: int,
+        stages: int,
+        stage_id: int,
     ) -> None:
         super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
         self._steps, self._training = tuple(steps), training
+        last_backwards = {s.action.stage: s.action for s in self._steps if s.action.op is not Op.FORWARD}
+        self._reduce_after = set(last_backwards.values()) if reduce_early else set()
 
     def steps(self) -> Iterator[list[upstream.PipeInstruction]]:
         for step in self._steps:
             yield [ReceiveMessages(step=step), ComputeAction(step=step), SendMessages(step=step)]
+            if step.action in self._reduce_after:
+                yield [ReduceStageGrads(stage=step.action.stage)]
         yield [FinishStep()]
         if self._training:
             yield [

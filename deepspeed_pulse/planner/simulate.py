@@ -32,14 +32,22 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     return run(Instance(plan, profile, cluster), plan.schedule)
 
 
-def estimate(plan: Plan, profile: Profile, cluster: Cluster, *, shard_optimizer: bool = False) -> Estimate:
+def estimate(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    shard_optimizer: bool = False,
+    reduce_early: bool | None = None,
+) -> Estimate:
     """All figures of a plan. The optimizer step counts as 0 ms; gradient reduction is what is not hidden.
 
     ``peak_bytes`` includes weights, gradients and optimizer state; ``shard_optimizer`` divides the optimizer part
-    by the data-parallel degree (ZeRO-1).
+    by the data-parallel degree (ZeRO-1). ``reduce_early``: see :func:`summarize`.
     """
     instance = Instance(plan, profile, cluster)
-    return summarize(instance, run(instance, plan.schedule), shard_optimizer=shard_optimizer)
+    timeline = run(instance, plan.schedule)
+    return summarize(instance, timeline, shard_optimizer=shard_optimizer, reduce_early=reduce_early)
 
 
 def run(instance: Instance, schedule: Schedule) -> Timeline:
@@ -100,14 +108,23 @@ class _Clock:
         )
 
 
-def summarize(instance: Instance, timeline: Timeline, *, shard_optimizer: bool = False) -> Estimate:
-    """The figures of a simulated step."""
+def summarize(
+    instance: Instance, timeline: Timeline, *, shard_optimizer: bool = False, reduce_early: bool | None = None
+) -> Estimate:
+    """The figures of a simulated step.
+
+    ``reduce_early``: a stage's gradients are reduced from its last backward on, not all after the rank's last action.
+    None: as the engine does, which is early unless DeepSpeed's bf16 or ZeRO optimizers hold the gradients.
+    """
     plan = instance.plan
+    if reduce_early is None:
+        reduce_early = not shard_optimizer and instance.profile.dtype != "bfloat16"
+    reduced = _reduction_end_ms(instance, timeline, shard_optimizer=shard_optimizer, early=reduce_early)
     makespan = timeline.makespan_ms
     microbatches = 1 + max(span.action.microbatch for span in timeline.spans)
     split = any(span.action.op is Op.WEIGHT_GRAD for span in timeline.spans)
     bound = lower_bound_ms(instance, microbatches, split=split)
-    step_ms = max(makespan, _reduction_end_ms(instance, timeline, shard_optimizer=shard_optimizer))
+    step_ms = max(makespan, reduced)
     samples = plan.microbatch_size * microbatches * plan.data_parallel
     return Estimate(
         makespan_ms=makespan,
@@ -139,21 +156,24 @@ def rank_state_bytes(instance: Instance, rank: int, *, shards: int = 1) -> int:
     return state_bytes(instance.profile, params, shards=shards)
 
 
-def _reduction_end_ms(instance: Instance, timeline: Timeline, *, shard_optimizer: bool) -> float:
+def _reduction_end_ms(instance: Instance, timeline: Timeline, *, shard_optimizer: bool, early: bool) -> float:
     """When the last rank holds its new weights, the optimizer's own time not counted.
 
-    A stage's gradients are reduced over its data-parallel peers from the end of its last backward on, while the rank
-    goes on with other stages; the stages of one rank follow one another. With a sharded optimizer they are only
-    scattered then, half of an all-reduce; the other half gathers the rank's weights after its step.
+    A stage's gradients are reduced over its data-parallel peers from the end of its last backward on (``early``), while
+    the rank goes on with other stages, or from the end of the rank's last action; the stages of one rank follow one
+    another. With a sharded optimizer they are only scattered then, half of an all-reduce; the other half gathers the
+    rank's weights after its step.
     """
     if instance.plan.data_parallel == 1:
         return 0.0
     ready: dict[int, float] = {}
+    free, gather = [0.0] * instance.num_ranks, [0.0] * instance.num_ranks
     for span in timeline.spans:
         if span.action.op is not Op.FORWARD:
             ready[span.action.stage] = max(ready.get(span.action.stage, 0.0), span.end_ms)
+        if not early:
+            free[span.rank] = max(free[span.rank], span.end_ms)
     share = 0.5 if shard_optimizer else 1.0
-    free, gather = [0.0] * instance.num_ranks, [0.0] * instance.num_ranks
     for stage in sorted(ready, key=lambda s: (ready[s], s)):
         rank, duration = instance.placement[stage], reduction_ms(instance, stage)
         free[rank] = max(free[rank], ready[stage]) + share * duration

@@ -1,0 +1,219 @@
+"""Gradients summed over data-parallel replicas, a stage at a time, while other stages still work.
+
+Upstream sums everything when the step's last backward has ended. Here a stage's gradients leave when
+its own last backward has; what belongs to no single stage (tied weights, a placeholder) still goes
+upstream's way at the end. What is sent and how it is scaled is upstream's arithmetic, so results are
+the same up to the order in which a collective adds more than two replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_pulse.errors import ConfigError, RunError
+
+BUCKET_BYTES = 2**22
+"""Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count."""
+
+
+def reduces_early(config: Any) -> bool:
+    """False when DeepSpeed's configuration gives gradients to an optimizer of its own: they are summed at the end.
+
+    ZeRO and the bf16 optimizer sum buffers that they go on adding to until the last backward.
+    """
+    return not (config.zero_optimization_stage or config.bfloat16_config.enabled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """What gradients are multiplied by before and after they are summed over the replicas (upstream's options)."""
+
+    before: float
+    after: float
+
+    @classmethod
+    def of(cls, engine: Any, replicas: int) -> Scaling:
+        factor = engine.gradient_predivide_factor()
+        if not engine.gradient_average:
+            return cls(before=1.0, after=1.0)
+        if engine.postscale_gradients():
+            return cls(before=1.0 / factor, after=factor / replicas)
+        return cls(before=1.0 / replicas, after=1.0)
+
+
+@dataclass
+class _Bucket:
+    """Gradients on their way: what is summed (the only gradient itself, or a copy of several), and the handle."""
+
+    parameters: Sequence[torch.nn.Parameter]
+    gradients: Sequence[torch.Tensor]
+    versions: Sequence[int]
+    flat: torch.Tensor
+    work: Any
+
+
+class StageReduction:
+    """Sums the gradients of one rank's stages over its data-parallel replicas.
+
+    Args:
+        parameters: of each stage on this rank; one that several stages share leaves with the last of them.
+        names: of all parameters, in the order in which every replica has them.
+        group: the rank's data-parallel process group.
+        timeout_seconds: silence of a replica after which a wait raises.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[int, list[torch.nn.Parameter]],
+        *,
+        names: dict[torch.nn.Parameter, str],
+        group: Any,
+        scaling: Scaling,
+        timeout_seconds: float,
+    ) -> None:
+        self._parameters, self._names = parameters, names
+        self._group, self._scaling = group, scaling
+        self._timeout_seconds = timeout_seconds
+        self._waits_for: dict[torch.nn.Parameter, set[int]] = {}
+        self._left: dict[torch.nn.Parameter, None] = {}
+        self._under_way: list[_Bucket] = []
+
+    def begin(self) -> None:
+        """Start a step: nothing has been summed."""
+        self._left = {p: None for p in self._names if p.requires_grad and p.numel()}
+        self._waits_for = {}
+        for stage, held in self._parameters.items():
+            for parameter in held:
+                self._waits_for.setdefault(parameter, set()).add(stage)
+
+    def start(self, stage: int) -> None:
+        """Start summing the gradients of a stage whose last backward has ended; returns at once."""
+        held = [p for p in self._parameters[stage] if p in self._left]
+        for parameter in held:
+            self._waits_for[parameter].remove(stage)
+        ready = [p for p in held if not self._waits_for[p]]
+        for parameter in ready:
+            del self._left[parameter]
+        for bucket in _buckets(ready):
+            self._under_way.append(self._started(bucket))
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for what was started, and put sums where gradients were.
+
+        Returns:
+            The gradients that were not started, to be summed upstream's way.
+        """
+        while self._under_way:
+            self._finish(self._under_way.pop(0))
+        return [self._gradient(p) for p in self._left]
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The gradient; zeros where this replica's batch did not use the parameter, as others may have."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.layout is not torch.strided:
+            raise ConfigError(
+                f"parameter {self._names[parameter]} has a sparse gradient, but no module of this rank says so: "
+                "expected a dense one; set sparse = True on the module that makes it, as torch.nn.Embedding does"
+            )
+        return parameter.grad
+
+    def _started(self, parameters: Sequence[torch.nn.Parameter]) -> _Bucket:
+        gradients = [self._gradient(p) for p in parameters]
+        # one is summed in place if it can be; which it is does not change what goes over the wire
+        flat = torch.cat([g.reshape(-1) for g in gradients]) if len(gradients) > 1 else gradients[0].contiguous()
+        if self._scaling.before != 1.0:
+            flat.mul_(self._scaling.before)
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        return _Bucket(parameters, gradients, [g._version for g in gradients], flat, work)
+
+    def _finish(self, bucket: _Bucket) -> None:
+        self._wait(bucket)
+        for parameter, gradient, version in zip(bucket.parameters, bucket.gradients, bucket.versions, strict=True):
+            if parameter.grad is not gradient or gradient._version != version:
+                raise RunError(
+                    f"parameter {self._names[parameter]} got a gradient after the last backward of its stage: another "
+                    "stage's layer uses it without holding it; make it a submodule of every layer that uses it, or "
+                    "tie them with TiedLayerSpec"
+                )
+        if self._scaling.after != 1.0:
+            bucket.flat.mul_(self._scaling.after)
+        if bucket.flat is not bucket.gradients[0]:
+            parts = bucket.flat.reshape(-1).split([g.numel() for g in bucket.gradients])
+            for gradient, part in zip(bucket.gradients, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+    def _wait(self, bucket: _Bucket) -> None:
+        try:
+            bucket.work.wait(timedelta(seconds=self._timeout_seconds))
+        except RuntimeError as problem:
+            reason = str(problem).splitlines()[0]
+            raise RunError(
+                f"a data-parallel replica did not sum the gradient of {self._names[bucket.parameters[0]]} within "
+                f"{self._timeout_seconds:g} s, or died: {reason}; see the other ranks' errors, or raise "
+                '"timeout_seconds" in the "pulse" block'
+            ) from problem
+
+
+def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    """Large parameters alone, smaller ones together; by sizes only, so that all replicas do the same."""
+    gathered: list[torch.nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        num_bytes = parameter.numel() * parameter.element_size()
+        if num_bytes >= BUCKET_BYTES:
+            yield [parameter]
+            continue
+        gathered.append(parameter)
+        size += num_bytes
+        if size >= BUCKET_BYTES:
+            yield gathered
+            gathered, size = [], 0
+    if gathered:
+        yield gathered
+
+
+def stage_reduction(engine: Any, timeout_seconds: float) -> StageReduction | None:
+    """What sums gradients early on this rank; None where they are summed upstream's way at the end of the step.
+
+    That is where nothing is to be summed, an optimizer of DeepSpeed holds the gradients, gradients may be sparse or
+    are sent in another dtype than they have.
+    """
+    module, replicas = engine.module, engine.grid.data_parallel_size
+    names = {p: name for name, p in module.named_parameters()}
+    if (
+        replicas == 1
+        or not reduces_early(engine._config)
+        or engine.has_moe_layers
+        or any(getattr(part, "sparse", False) is True for part in module.modules())
+        or any(p.dtype != engine.communication_data_type for p in names if p.requires_grad)
+    ):
+        return None
+    tied = {p for part in module.tied_modules.values() for p in part.parameters()}
+    functions = dict(module.local_layers())
+    parameters = {
+        stage: [
+            p
+            for p in dict.fromkeys(q for layer in module.plan.stage_layers(stage) for q in _held(functions[layer]))
+            if p not in tied
+        ]
+        for stage in module.plan.stages_of(engine.stage_id)
+    }
+    return StageReduction(
+        parameters,
+        names=names,
+        group=engine.grid.get_data_parallel_group(),
+        scaling=Scaling.of(engine, replicas),
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _held(function: Any) -> Iterable[torch.nn.Parameter]:
+    parameters = getattr(function, "parameters", None)
+    return parameters() if callable(parameters) else ()

@@ -1,0 +1,54 @@
+"""Gradients are summed over replicas stage by stage, with the same result as at the end of the step."""
+
+from __future__ import annotations
+
+import pytest
+from support.launch import launch
+
+from deepspeed_pulse.engine.schedule import PulseSchedule
+from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.program import lower
+from deepspeed_pulse.ir.schedule import Action
+
+ORDER = {0: "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", 1: "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"}
+MARKED = {0: "0F0 0F1 3F0 3B0 3F1 3B1 reduce3 0B0 0B1 reduce0", 1: "1F0 2F0 1F1 2F1 2B0 1B0 2B1 reduce2 1B1 reduce1"}
+
+
+@pytest.mark.timeout(400)
+def test_early_reduction_is_the_reduction_at_the_end() -> None:
+    """Two replicas: not a bit differs; four: as the unpartitioned model. Then all that falls back."""
+    four = {"model": "toy", "P": 1, "M": 3, "clip": 0.1, "enabled": True}
+    for _, output in launch("support.reduction_ranks:reduces", 4, [four], timeout=380):
+        assert "PASSED" in output
+
+
+@pytest.mark.parametrize("rank", ORDER)
+def test_a_stage_is_reduced_after_its_last_backward(rank: int) -> None:
+    assert instructions(rank, reduce_early=True) == MARKED[rank]
+    assert instructions(rank, reduce_early=False) == ORDER[rank]
+
+
+def instructions(rank: int, *, reduce_early: bool) -> str:
+    """A rank's row as its instructions say it; what follows the last action is the same for all."""
+    plan = Plan(
+        pipeline_ranks=2,
+        data_parallel=2,
+        microbatches=2,
+        microbatch_size=1,
+        waves=1,
+        boundaries=(0, 1, 2, 3, 4),
+        placement=wave_placement(2),
+        schedule=tuple(tuple(map(Action.parse, ORDER[r].split())) for r in (0, 1)),
+        routes=(),
+    )
+    schedule = PulseSchedule(
+        lower(plan)[rank], training=True, reduce_early=reduce_early, micro_batches=2, stages=2, stage_id=rank
+    )
+    found = []
+    for instruction in (i for step in schedule.steps() for i in step):
+        if instruction.name == "ComputeAction":
+            found.append(str(instruction.step.action))
+        elif instruction.name == "ReduceStageGrads":
+            found.append(f"reduce{instruction.stage}")
+    return " ".join(found)
