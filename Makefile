@@ -48,11 +48,12 @@ lint: .venv
 types: .venv
 	$(BIN)/mypy
 
+# Two files at a time: most tests keep one core busy.
 test: lint types
-	$(TEST_ENV) $(BIN)/python -m pytest $(TESTS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 test-diffusers-old: .venv-old
-	$(TEST_ENV) $(OLD)/python -m pytest $(or $(TESTS),tests/models)
+	$(TEST_ENV) $(OLD)/python -m pytest -n 2 --dist loadfile $(or $(TESTS),tests/models)
 
 # $(call ranks,SCRIPT FLAGS): with fewer accelerators than ranks, the ranks are processes on the CPU. A free port lets
 # runs stand side by side.

@@ -31,6 +31,7 @@ setup(
             "peft",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "scikit-image",
             "transformers",
