@@ -39,6 +39,16 @@ def check_zero_stage(stage: int) -> None:
         )
 
 
+def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
+    """A global batch is a whole number of microbatches on every replica."""
+    share = microbatch_size * replicas
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % share:
+        raise ConfigError(
+            f"set_train_batch_size: expected a multiple of {share} (microbatches of {microbatch_size} on {replicas} "
+            f"data-parallel replicas), found {size!r}"
+        )
+
+
 def raise_everywhere(problem: Exception | None, what: str, group_size: int) -> None:
     """Raise the first error any rank of the world has, on every rank.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
 
 Draw = Callable[[], Any]
+
+DEFAULT_INPUT = "hidden"
+"""Name of the first layer's input in a dict; where there is none of that name, it is the first entry."""
 
 LABELS = "<labels>"
 """Name under which labels travel to a loss rank that was given no iterator."""
@@ -62,6 +66,11 @@ class SplitBatch:
             given = {name: value for name, value in named.items() if value is not None}
             if not given:
                 raise BatchError(f"expected inputs with at least one entry, found {_of_nothing(named)}")
+            if input_name not in named and input_name != DEFAULT_INPUT:
+                raise BatchError(
+                    f"expected the first layer's input {input_name!r} among the batch's entries, found "
+                    f"{', '.join(sorted(named))}; name one of them with PipelineModule(..., input=)"
+                )
             first = input_name if input_name in named else next(iter(given))
             if first not in given:
                 raise BatchError(f"expected the first layer's input to be a tensor or tensors, found {first!r}: None")
@@ -108,6 +117,10 @@ class SplitBatch:
         plain = {name: self.entries[name] for name in self._read if isinstance(self.entries[name], (int, str))}
         text = repr((self.shapes(), plain))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def unread(self) -> list[str]:
+        """Entries that no layer pops."""
+        return [name for name in self.entries if name not in self._read]
 
     def value(self, name: str) -> Any:
         """An entry, or the labels."""
@@ -239,6 +252,21 @@ class ShapeKeeper:
                 "else use drop_last=True"
             )
         return found
+
+
+def warn_of_unread(batch: SplitBatch) -> None:
+    """Say which entries go nowhere: data of a script's own, or a name that a layer was meant to pop."""
+    unread = batch.unread()
+    if unread:
+        warnings.warn(f"no layer pops these entries of the batch: {', '.join(unread)}", stacklevel=2)
+
+
+def check_iterator(data: Any) -> None:
+    """A loader is no iterator: each step would begin it anew, if it could be drawn from at all."""
+    if data is not None and not hasattr(data, "__next__"):
+        raise BatchError(
+            f"expected an iterator of batches, found {kind(data)}; pass iter(deepspeed.utils.RepeatingLoader(loader))"
+        )
 
 
 def _tensors(inputs: Any) -> Any:

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.schedule import ReduceGrads
 
 from deepspeed_pulse.engine import figures, planning
 from deepspeed_pulse.engine.agreement import (
+    check_batch_size,
     check_same_block,
     check_same_data,
     check_something_trains,
@@ -23,10 +24,20 @@ from deepspeed_pulse.engine.agreement import (
     told_by_first,
     who_has_data,
 )
-from deepspeed_pulse.engine.batches import LABELS, ShapeKeeper, StepBatches, can_travel, entry_text, kind
+from deepspeed_pulse.engine.batches import (
+    LABELS,
+    ShapeKeeper,
+    StepBatches,
+    can_travel,
+    check_iterator,
+    entry_text,
+    kind,
+    warn_of_unread,
+)
 from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
+from deepspeed_pulse.engine.evaluation import EvaluatingEngine
 from deepspeed_pulse.engine.instructions import (
     CompleteTiedGrads,
     ComputeAction,
@@ -51,6 +62,8 @@ from deepspeed_pulse.runtime.state import state_bytes
 from deepspeed_pulse.runtime.usage import Usage
 
 CHECKED_STEPS, CHECK_EVERY = 3, 100
+MODES = ("train", "eval", "forward")
+"""Kinds of step: training, evaluation with a loss, forward only. Each has its own shapes and readers of data."""
 """Data is compared between ranks in the first steps, then now and then."""
 
 REPORT_STEP = 3
@@ -66,7 +79,7 @@ class _Lowered:
     usage: Usage
 
 
-class PulseEngine(CheckpointingEngine):
+class PulseEngine(CheckpointingEngine, EvaluatingEngine):
     """``PipelineEngine`` whose schedule, placement and messages come from the module's plan."""
 
     _started = False
@@ -86,10 +99,9 @@ class PulseEngine(CheckpointingEngine):
         self._lowered: dict[Any, _Lowered] = {}
         self._readers: dict[str, tuple[bool, ...]] = {}
         self._shapes = {
-            mode: ShapeKeeper(module.graph, module.input_name, dynamic=module.dynamic_shape)
-            for mode in ("train", "eval")
+            mode: ShapeKeeper(module.graph, module.input_name, dynamic=module.dynamic_shape) for mode in MODES
         }
-        self._steps = {"train": 0, "eval": 0}
+        self._steps = dict.fromkeys(MODES, 0)
         self._watchdog = Watchdog(self.global_rank, self._pulse.timeout_seconds)
         self._pipelines = self.grid.topology().get_axis_comm_lists("pipe")
         self._communicator = PipelineCommunicator(
@@ -142,6 +154,7 @@ class PulseEngine(CheckpointingEngine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As upstream; another number of microbatches plans the order anew."""
         before = self.train_batch_size()
+        check_batch_size(train_batch_size, self.train_micro_batch_size_per_gpu(), self.dp_world_size)
         super().set_train_batch_size(train_batch_size)
         try:
             self._lower(self.micro_batches, "train", self._readers.get("train", (True,) * self.num_stages))
@@ -153,7 +166,7 @@ class PulseEngine(CheckpointingEngine):
         return self._begin(self.micro_batches, "train")
 
     def _inference_schedule(self, micro_batches: int) -> PulseSchedule:
-        return self._begin(micro_batches, "eval")
+        return self._begin(micro_batches, "eval" if self._compute_loss else "forward")
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
@@ -193,7 +206,7 @@ class PulseEngine(CheckpointingEngine):
     # -- one step ----------------------------------------------------------------------------
 
     def _begin(self, micro_batches: int, mode: str) -> PulseSchedule:
-        training = mode == "train"
+        self._mode, training = mode, mode == "train"
         checking = training and (self._steps[mode] < CHECKED_STEPS or self._steps[mode] % CHECK_EVERY == 0)
         self._batches = StepBatches(
             None if self.data_iterator is None else self._next_batch,
@@ -205,7 +218,7 @@ class PulseEngine(CheckpointingEngine):
         )
         readers = self._agree_on_data(mode)
         lowered = self._lower(micro_batches, mode, readers)
-        keys = self._agree_on_shapes() if self.module.dynamic_shape else None
+        keys = self._agree_on_shapes() if self.module.dynamic_shape else [MODES.index(mode)] * micro_batches
         self._checking = checking
         self._runtime.begin(
             lowered.plan,
@@ -244,7 +257,10 @@ class PulseEngine(CheckpointingEngine):
             return self._readers[mode]
         problem: Exception | None = None
         try:
-            self._batches.first()
+            check_iterator(self.data_iterator)
+            first = self._batches.first()
+            if first is not None and mode == "train" and self.is_first_stage() and self.grid.data_parallel_id == 0:
+                warn_of_unread(first)
         except StopIteration:
             problem = BatchError(
                 f"rank {self.global_rank}: the data iterator is empty: expected the batches of at least one step"
@@ -298,7 +314,7 @@ class PulseEngine(CheckpointingEngine):
         entries = self._entries()
         key = (micro_batches, mode, readers, len(entries))
         if key not in self._lowered:
-            if mode == "eval":
+            if mode != "train":
                 plan = planning.evaluation_plan(self.module.planned, self._pulse, micro_batches)
             else:
                 plan = self._plan_for(micro_batches)
@@ -340,7 +356,6 @@ class PulseEngine(CheckpointingEngine):
         self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")
         self._batches.finish()
         self._runtime.finish()
-        mode = "train" if self.module.training else "eval"
         if self._checking and self.num_stages > 1:
             names = self._all_checked()
             mine = self._batches.checksums
@@ -351,9 +366,9 @@ class PulseEngine(CheckpointingEngine):
                 group=self.grid.get_pipe_parallel_group(),
                 size=self.num_stages,
                 device=torch.device(self.device),
-                step=self._steps[mode] + 1,
+                step=self._steps[self._mode] + 1,
             )
-        self._steps[mode] += 1
+        self._steps[self._mode] += 1
 
     def _exec_complete_tied_grads(self) -> None:
         for weight, _ in self.module.get_tied_weights_and_groups():

@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine import hook, planning
-from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.checkpointing import resolve
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.costs import PlanRequest
@@ -27,7 +27,7 @@ from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
 from deepspeed_pulse.engine.start import Config, check_world, init_distributed, load_config
 from deepspeed_pulse.engine.upstream import check_version
-from deepspeed_pulse.errors import BatchError, ConfigError
+from deepspeed_pulse.errors import BatchError, ConfigError, FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
@@ -57,8 +57,9 @@ class PipelineModule(upstream.PipelineModule):
         config: what ``deepspeed.initialize`` takes (path or dict); left out, the file named by
             ``--deepspeed_config`` on the command line.
         example_batch: one batch ``(inputs, labels)``; layer costs are measured on it at start.
-        input: name of the first layer's input when a batch's inputs are a dict. Entries of nested dicts have
-            dotted names (``added_cond_kwargs.text_embeds``), here and in ``pop``; an entry that is None is absent.
+        input: name of the first layer's input when a batch's inputs are a dict; left out, it is "hidden" where there
+            is such an entry, else the first. Entries of nested dicts have dotted names
+            (``added_cond_kwargs.text_embeds``), here and in ``pop``; an entry that is None is absent.
 
     Raises:
         PulseError: anything known to be wrong before the first step, the same on every rank.
@@ -81,7 +82,7 @@ class PipelineModule(upstream.PipelineModule):
         *,
         config: Config | None = None,
         example_batch: Any = None,
-        input: str = "hidden",
+        input: str = DEFAULT_INPUT,
     ) -> None:
         check_version()
         self.layer_list = list(layers)
@@ -371,7 +372,26 @@ class PipelineModule(upstream.PipelineModule):
         return str(super().ckpt_layer_path(ckpt_dir, self._local_layers[local_layer_idx] - self._local_start))
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        return list(super().ckpt_layer_path_list(ckpt_dir, self._local_layers[local_layer_idx] - self._local_start))
+        """Files of a layer; of one that shares its weights where it has none, as upstream saves no tied ``forward_fn``.
+
+        Raises:
+            FileError: the checkpoint has neither.
+        """
+        index = self._local_layers[local_layer_idx]
+        for layer in (index, *self._sharing_weights(index)):
+            found = list(super().ckpt_layer_path_list(ckpt_dir, layer - self._local_start))
+            if found:
+                return found
+        raise FileError(
+            f"{ckpt_dir}: expected a file layer_{index:02d}-model_states.pt with the weights of layer "
+            f"{self.graph.layers[index].name}, found none; the checkpoint was written by another model, or not whole"
+        )
+
+    def _sharing_weights(self, index: int) -> list[int]:
+        key = getattr(self._layer_specs[index], "key", None)
+        if key is None:
+            return []
+        return [i for i, other in enumerate(self._layer_specs) if getattr(other, "key", None) == key]
 
     def gather_to_first(self, item: Any) -> list[Any] | None:
         """``item`` of every rank of the pipeline, in order, on its first rank; None on the others."""

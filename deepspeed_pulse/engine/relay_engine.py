@@ -10,13 +10,14 @@ from deepspeed.runtime.pipe import schedule as upstream_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_pulse.engine.agreement import check_same_block
-from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.batches import SplitBatch, warn_of_unread
 from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
+from deepspeed_pulse.engine.evaluation import EvaluatingEngine
 from deepspeed_pulse.engine.relay import bytes_by_label, live_after, pack_batch
 
 
-class RelayEngine(CheckpointingEngine):
+class RelayEngine(CheckpointingEngine, EvaluatingEngine):
     """Upstream's engine for our module without a plan.
 
     Without a ``"pulse"`` block clipping is upstream's; with ``"enabled": false`` it is over all ranks.
@@ -26,6 +27,7 @@ class RelayEngine(CheckpointingEngine):
         check_same_block(kwargs["model"], kwargs.get("config"))
         super().__init__(*args, **kwargs)
         self._sent: Counter[str] = Counter()
+        self._warned = self.global_rank != 0
         graph = self.module.graph
         self._names_in = live_after(graph, self.module._local_layers[0] - 1)
         self._names_out = live_after(graph, self.module._local_layers[-1])
@@ -39,8 +41,6 @@ class RelayEngine(CheckpointingEngine):
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         # Without gradients the tuple looks different, so shapes are agreed on anew.
         self.reset_activation_shape()
-        # Upstream adds outputs without a loss to the last training loss, whatever their shape.
-        self.total_loss = None
         try:
             return super().eval_batch(*args, **kwargs)
         finally:
@@ -64,6 +64,9 @@ class RelayEngine(CheckpointingEngine):
         if batch is None or not (graph.uses_names or isinstance(batch[0], dict)):
             return batch
         split = SplitBatch(batch, graph, self.module.input_name)
+        if not self._warned:
+            warn_of_unread(split)
+            self._warned = True
         entries = {value.name: split.entries[value.name] for value in graph.batch_entries}
         return pack_batch(split.inputs, entries), split.labels
 

@@ -55,6 +55,7 @@ RELIED_ON = {
         "_inference_schedule",
         "_loss_stage_global_rank",
         "_next_batch",
+        "_reduce_outputs",
         "_train_schedule",
         "eval_batch",
         "is_first_stage",

@@ -1,4 +1,9 @@
-"""Every bad input is one clear PulseError, the same on every rank where all can know it; never a hang."""
+"""Every bad input is one clear PulseError, the same on every rank where all can know it; never a hang.
+
+The tables below are the list: CONSTRUCTION (arguments, layer lists, configs, files), FIRST_STEPS (data and calls that
+all ranks can know of before any waits) and IN_A_STEP (what comes up in the middle of a step). Where a call is
+upstream's own to refuse, its words are kept.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +86,7 @@ def write_files(folder: Path) -> dict[str, str]:
         "plan in deadlock": json.dumps({**data, "schedule": DEADLOCK}),
         "plan with split backward": json.dumps({**data, "schedule": split}),
         "plan of other ranks": toy_plan(ranks=3).to_json(),
+        "plan of other replicas": replace(plan, data_parallel=2).to_json(),
         "plan of other microbatches": toy_plan(microbatches=3).to_json(),
         "profile of other layers": shorter.to_json(),
         "profile of other values": replace(profile, skips=profile.skips[1:]).to_json(),
@@ -113,6 +119,15 @@ def assert_as_expected(found: dict[str, tuple[str, str]], expected: dict[str, tu
 
 
 CONSTRUCTION = {
+    "tensor-parallel topology": ("ConfigError", "tensor-parallel ('model') dimensions", "use pipe x data"),
+    "block is a word": ("ConfigError", "expected an object, true or false, found 'on'"),
+    "zero waves": ("ConfigError", "key 'waves': expected an integer from 1", "found 0"),
+    "unknown placement": ("ConfigError", "key 'placement': expected", "found 'ring'"),
+    "no time": ("ConfigError", "key 'timeout_seconds': expected a number > 0", "found 0"),
+    "popped before it is stashed": ("GraphError", "layer 0 (0.Linear) pops 's2' before layer 2", "flows forward only"),
+    "stashed twice": ("GraphError", "stashes 's2', which layer 2 (2.DownTime) stashed already", "one producer"),
+    "popped twice": ("GraphError", "layer 4 (4.Identity) pops 'c' twice; name it once"),
+    "empty name": ("GraphError", "stash and pop take a non-empty name"),
     "no LOCAL_RANK": ("ConfigError", "LOCAL_RANK is not set", "deepspeed launcher"),
     "misspelt key": ("ConfigError", "unknown key 'wavs'", 'did you mean "waves"?'),
     "never popped": ("GraphError", "layer 0 (0.First) stashes 's0', which no layer pops"),
@@ -164,6 +179,7 @@ CONSTRUCTION = {
     "plan in deadlock": ("PlanError", "deadlock: rank 1 is stuck at 1F1, which waits for 0F1 of rank 0", ">>1F1<<"),
     "plan with split backward": ("PlanError", "splits backward into I and W", "use B"),
     "plan of other ranks": ("PlanError", "field 'pipeline_ranks': expected 2 as this job runs, found 3"),
+    "plan of other replicas": ("PlanError", "field 'data_parallel': expected 1 as this job runs, found 2"),
     "plan of other microbatches": ("PlanError", "field 'microbatches': expected 2 as this job runs, found 3"),
     "profile missing": ("FileError", "missing.json: cannot be read"),
     "profile of other layers": ("ConfigError", "expected costs of 10 layers as the model has, found 9"),
@@ -218,6 +234,19 @@ FIRST_STEPS = {
     "no data in step 2": ("BatchError", "was given one data iterator in the first step and none now"),
     "other microbatches than the plan": ("ConfigError", "is for 2 microbatches, the engine runs 4", 'remove "plan"'),
     "refused, then trains": ("RuntimeError", "trained"),
+    "batch size that is no multiple": ("ConfigError", "expected a multiple of 2", "found 3"),
+    "batch size of nothing": ("ConfigError", "set_train_batch_size: expected a multiple of 2", "found 0"),
+    "a list for an iterator": ("BatchError", "expected an iterator of batches, found a list of 2", "RepeatingLoader"),
+    "input of another name": ("BatchError", "'latents' among the batch's entries, found c, hidden, t, unused"),
+    "batch function broken": ("BatchError", "the first batch cannot be drawn: TypeError"),
+    "training without gradients": ("RuntimeError", "Use eval_batch() instead"),
+    "backward by hand": ("PipelineError", "Only train_batch() is accessible"),
+    "step by hand": ("PipelineError", "Only train_batch() is accessible"),
+    "evaluation by another reduction": ("ConfigError", "reduce_output=): expected \"avg\" or None, found 'sum'"),
+    "list of losses for every rank": ("ConfigError", "expected bcast_loss=False with it, found True"),
+    "evaluation of no microbatches": ("ConfigError", "num_micro_batches=): expected an integer >= 1", "found 0"),
+    "evaluation without data": ("BatchError", "the first pipeline rank was given no data"),
+    "relayed evaluation of no microbatches": ("ConfigError", "expected an integer >= 1", "found -1"),
     "evaluation of other microbatches": ("ConfigError", "is for 2 microbatches, the engine runs 5"),
     "data over in a step of changing shapes": ("BatchError", "the data iterator ended after 1 of 2 microbatches"),
     "data over before a step of changing shapes": ("StopIteration",),
@@ -240,6 +269,15 @@ IN_A_STEP = {
     "loss of no gradient": ("ConfigError", "loss_fn: the loss depends on no trainable parameter"),
     "data ends in the step": ("BatchError", "action 0F1: the data iterator ended after 1 of 2 microbatches"),
     "another shape in the step": ("BatchError", "action 0F1: batch inputs: expected [2, 8]", "found [3, 8]"),
+    "loader broken in the step": ("RunError", "action 0F1: OSError: shard 3 cannot be read"),
+    "another dtype in the step": ("BatchError", "batch labels: expected [2, 3] float32", "found [2, 3] float64"),
+    "labels of a dtype the loss refuses": ("RunError", "rank 0, stage 1, microbatch 0, action 1F0: RuntimeError"),
+    "no labels": ("RunError", "action 1F0", "NoneType"),
+    "an entry of another width": ("RunError", "action 0F0: layer 0.First: RuntimeError"),
+    "a word for a hidden state": ("RunError", "action", "expected a tensor or a tuple of tensors, found str"),
+    "a word for a stashed value": ("RunError", "action 0F0", "found str"),
+    "several losses for every rank": ("ConfigError", "expected a scalar loss to give to every rank, found a list of 2"),
+    "outputs for every rank": ("ConfigError", "found a tensor of shape [2, 3]", "pass bcast_loss=False"),
     "an entry missing later": ("BatchError", "action 0F1: layer 4.Middle pops 'c'"),
 }
 

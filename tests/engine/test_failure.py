@@ -136,3 +136,11 @@ def test_data_that_ends_in_a_step_ends_every_rank() -> None:
         assert status == 1, output[-4000:]
         assert "BatchError: " in output or "RunError: " in output, output[-4000:]
     assert any("the data iterator ended after 1 of 2 microbatches" in output for _, output in found)
+
+
+@pytest.mark.timeout(150)
+def test_a_loader_that_fails_in_a_step_on_one_rank_ends_every_rank() -> None:
+    _, found = fail_without_launcher("loader", SHORT, grace=4 * SHORT)
+    for status, output in found:
+        assert status == 1, output[-4000:]
+    assert "OSError: shard 3 cannot be read" in found[2][1] and "pipeline rank 2, stage" in found[2][1]

@@ -29,22 +29,25 @@ CASES: dict[int, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("world", CASES)
 def test_nested_batches_train_as_if_unpartitioned(world: int) -> None:
     cases = [{"M": 3, "clip": 0.0, "enabled": True, **case} for case in CASES[world]]
-    for _, output in launch("support.parity:run_cases", world, cases, timeout=200):
+    for rank, (_, output) in enumerate(launch("support.parity:run_cases", world, cases, timeout=200)):
         assert output.count("PASSED") == len(cases)
+        warned = "no layer pops these entries of the batch: " in output
+        assert warned == (rank == 0), "entries that go nowhere are named once, on the first rank"
 
 
 def graph_that_pops(*names: str) -> Graph:
     return Graph(layers=(Layer(name="first"), Layer(name="second", pop=names)))
 
 
-def split(inputs: Any, *names: str) -> SplitBatch:
-    return SplitBatch((inputs, None), graph_that_pops(*names), "latents.noisy")
+def split(inputs: Any, *names: str, first: str = "hidden") -> SplitBatch:
+    return SplitBatch((inputs, None), graph_that_pops(*names), first)
 
 
 def test_entries_of_nested_dicts_have_dotted_names_and_none_is_absent() -> None:
-    found = split(nested_batch(0, 0, 0)[0], "added.deep.ids")
+    found = split(nested_batch(0, 0, 0)[0], "added.deep.ids", first="latents.noisy")
     assert list(found.entries) == ["mask", "added.text", "added.deep.ids", "added.factor", "rotary", "how", "captions"]
     assert found.inputs.shape == (2, 8)
+    assert found.unread() == ["mask", "added.text", "added.factor", "rotary", "how", "captions"]
 
 
 def test_the_first_entry_that_is_not_none_is_the_first_layers_input() -> None:
@@ -55,11 +58,16 @@ def test_the_first_entry_that_is_not_none_is_the_first_layers_input() -> None:
 BAD = [
     ({"x": torch.ones(1), "mask": None}, "layer second pops 'mask'.*must have it.*None: mask"),
     ({"x": torch.ones(1), "added": {"mask": torch.ones(1)}}, "entries are: added.mask"),
-    ({"latents": {"noisy": None}, "mask": torch.ones(1)}, "first layer's input to be a tensor.*'latents.noisy': None"),
+    ({"hidden": None, "mask": torch.ones(1)}, "first layer's input to be a tensor.*'hidden': None"),
     ({"x": None, "y": {"z": None}}, "found only None: x, y.z"),
     ({"x": torch.ones(1), 3: torch.ones(1)}, "names as keys of the inputs, found 3"),
     ({"x": torch.ones(1), "a.mask": 1, "a": {"mask": 2}}, "called 'a.mask': once with a dot, once nested"),
 ]
+
+
+def test_an_input_that_was_named_must_be_there() -> None:
+    with pytest.raises(BatchError, match=r"first layer's input 'smaple' among .* found mask, sample; .*input="):
+        split({"sample": torch.ones(1), "mask": torch.ones(1)}, "mask", first="smaple")
 
 
 @pytest.mark.parametrize(("inputs", "message"), BAD)

@@ -116,10 +116,10 @@ def without_local_rank() -> None:
         os.environ["LOCAL_RANK"] = local_rank
 
 
-def square_topology() -> Any:
+def topology(**dims: int) -> Any:
     from deepspeed.runtime.pipe.topology import ProcessTopology
 
-    return ProcessTopology(axes=["pipe", "data"], dims=[2, 2])
+    return ProcessTopology(axes=list(dims), dims=list(dims.values()))
 
 
 def construction(paths: dict[str, str]) -> None:
@@ -138,7 +138,18 @@ def construction(paths: dict[str, str]) -> None:
         "no stages": lambda: module(stages=None),
         "zero stages": lambda: module(stages=0),
         "auto stages": lambda: module(stages="auto"),
-        "topology of another world": lambda: module(stages=None, topology=square_topology()),
+        "topology of another world": lambda: module(stages=None, topology=topology(pipe=2, data=2)),
+        "tensor-parallel topology": lambda: module(stages=None, topology=topology(pipe=1, model=2)),
+        "block is a word": lambda: module(config={**CONFIG, "pulse": "on"}),
+        "zero waves": lambda: module({"waves": 0}),
+        "unknown placement": lambda: module({"placement": "ring"}),
+        "no time": lambda: module({"timeout_seconds": 0}),
+        "popped before it is stashed": lambda: module(
+            layers=layers_with(0, LayerSpec(nn.Linear, WIDTH, WIDTH, pop=("s2", "t")))
+        ),
+        "stashed twice": lambda: module(layers=layers_with(3, LayerSpec(DownTime, pop="temb", stash="s2"))),
+        "popped twice": lambda: module(layers=layers_with(4, LayerSpec(nn.Identity, pop=("c", "c")))),
+        "empty name": lambda: LayerSpec(nn.Identity, pop=""),
         "negative interval": lambda: module(activation_checkpoint_interval=-1),
         "checkpointable layers of another model": lambda: module(
             activation_checkpoint_interval=1, checkpointable_layers=["Middel"]
@@ -178,6 +189,7 @@ def construction(paths: dict[str, str]) -> None:
                 "in deadlock",
                 "with split backward",
                 "of other ranks",
+                "of other replicas",
                 "of other microbatches",
             )
         },
@@ -268,6 +280,17 @@ def relayed_number() -> None:
     made._next_batch()
 
 
+def with_batch_fn(function: Any) -> Any:
+    made = engine()
+    made.set_batch_fn(function)
+    return made
+
+
+def without_gradients() -> None:
+    with torch.no_grad():
+        engine().train_batch(batches())
+
+
 def buckets(data: Iterator[Any]) -> None:
     """Only the first rank has data; the other is told."""
     made = engine(dynamic_shape=True)
@@ -298,6 +321,21 @@ def first_steps(plan: str) -> None:
         "no data in step 2": no_data_now,
         "other microbatches than the plan": lambda: resized(plan),
         "refused, then trains": lambda: still_trains(plan),
+        "batch size that is no multiple": lambda: engine().set_train_batch_size(3),
+        "batch size of nothing": lambda: engine().set_train_batch_size(0),
+        "a list for an iterator": lambda: engine().train_batch([toy_batch(0, 0, 0)] * 2),
+        "input of another name": lambda: engine(input="latents").train_batch(batches()),
+        "batch function broken": lambda: with_batch_fn(lambda batch: batch["hidden"]).train_batch(batches()),
+        "training without gradients": without_gradients,
+        "backward by hand": lambda: engine().backward(torch.ones(1, requires_grad=True)),
+        "step by hand": lambda: engine().step(),
+        "evaluation by another reduction": lambda: engine().eval_batch(batches(), reduce_output="sum"),
+        "list of losses for every rank": lambda: engine().eval_batch(batches(), reduce_output=None),
+        "evaluation of no microbatches": lambda: engine().eval_batch(batches(), num_micro_batches=0),
+        "evaluation without data": lambda: engine().eval_batch(None),
+        "relayed evaluation of no microbatches": lambda: engine({"enabled": False}).eval_batch(
+            batches(), num_micro_batches=-1
+        ),
         "evaluation of other microbatches": lambda: engine({"plan": plan}).eval_batch(batches(), num_micro_batches=5),
         "data over in a step of changing shapes": lambda: buckets(batches(count=1)),
         "data over before a step of changing shapes": lambda: buckets(batches(count=2)),
@@ -326,15 +364,37 @@ def frozen_engine() -> Any:
     return deepspeed.initialize(model=made, optimizer=optimizer, config=config_with())[0]
 
 
+def broken() -> Iterator[Any]:
+    raise OSError("shard 3 cannot be read")
+    yield
+
+
+def double_labels() -> Iterator[Any]:
+    return ((inputs, labels.double()) for inputs, labels in batches())
+
+
+def wide_entries() -> Iterator[Any]:
+    return (({**inputs, "t": torch.zeros(2, 3)}, labels) for inputs, labels in batches())
+
+
+def by_class(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Wants whole numbers, and is given none."""
+    return nn.functional.nll_loss(output, labels[:, 0])
+
+
 def two_losses(output: torch.Tensor, labels: torch.Tensor) -> Any:
     return loss_fn(output, labels), output.mean()
 
 
 def in_a_step(_: Any) -> None:
     """One rank; errors in the middle of a step, where other ranks could only be told by a silence."""
+    from deepspeed_pulse import spec
 
     def step_of(data: Any = None, **arguments: Any) -> Any:
         return engine(stages=1, **arguments).train_batch(data or batches())
+
+    def evaluation_of(**arguments: Any) -> Any:
+        return engine(stages=1, **arguments).eval_batch(batches())
 
     cases: dict[str, Case] = {
         "wrong count": lambda: step_of(layers=wrong_count()),
@@ -344,6 +404,15 @@ def in_a_step(_: Any) -> None:
         "data ends in the step": lambda: step_of(batches(count=1)),
         "another shape in the step": lambda: step_of(wider((2, 3))),
         "an entry missing later": lambda: step_of(itertools.chain(batches(count=1), without("c"))),
+        "loader broken in the step": lambda: step_of(itertools.chain(batches(count=1), broken())),
+        "another dtype in the step": lambda: step_of(itertools.chain(batches(count=1), double_labels())),
+        "labels of a dtype the loss refuses": lambda: step_of(loss_fn=by_class),
+        "no labels": lambda: step_of((inputs, None) for inputs, _ in batches()),
+        "an entry of another width": lambda: step_of(wide_entries()),
+        "a word for a hidden state": lambda: step_of(layers=layers_with(5, lambda x: "word")),
+        "a word for a stashed value": lambda: step_of(layers=layers_with(3, spec(lambda x: (x, "word"), stash="s3"))),
+        "several losses for every rank": lambda: evaluation_of(loss_fn=two_losses),
+        "outputs for every rank": lambda: evaluation_of(loss_fn=None),
     }
     run_cases(cases)
 
@@ -352,7 +421,7 @@ def in_a_step(_: Any) -> None:
 
 
 class Failing(DownTime):
-    """Does something bad in its third forward: the first microbatch of step 2."""
+    """Does something bad in its third forward: the first microbatch of step 2; none of it where data is at fault."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -360,7 +429,7 @@ class Failing(DownTime):
 
     def forward(self, x: torch.Tensor, temb: torch.Tensor) -> Any:  # type: ignore[override]
         self.count += 1
-        if self.count == MICROBATCHES + 1 and self.how != "data":
+        if self.count == MICROBATCHES + 1 and self.how not in ("data", "loader"):
             print("FAILING", os.getpid(), flush=True)
             if self.how == "exception":
                 raise ValueError("the layer had enough")
@@ -369,7 +438,10 @@ class Failing(DownTime):
 
 
 def fail(case: dict[str, Any]) -> None:
-    """Train 4 steps on 3 ranks; one goes bad in step 2 (``case["how"]``: exception, kill, stop), or data ends there."""
+    """Train 4 steps on 3 ranks; in step 2 one goes bad (``case["how"]``: exception, kill, stop), or the data.
+
+    The data ends there on every rank ("data"), or the loader of the last rank fails ("loader").
+    """
     from deepspeed_pulse import LayerSpec
 
     torch.set_num_threads(1)
@@ -377,8 +449,9 @@ def fail(case: dict[str, Any]) -> None:
     bad = LayerSpec(Failing, case["how"], pop="temb", stash="s2", layer_name="moody")
     made = engine({"timeout_seconds": case["timeout_seconds"]}, layers=layers_with(2, bad), stages=3)
     for step in range(4):
-        count = 1 if case["how"] == "data" and step == 1 else None
-        made.train_batch(batches(step, count))
+        ends = step == 1 and (case["how"] == "data" or (case["how"] == "loader" and rank() == 2))
+        data = batches(step, 1 if ends else None)
+        made.train_batch(itertools.chain(data, broken()) if ends and case["how"] == "loader" else data)
         print("STEP", step, flush=True)
 
 
