@@ -135,7 +135,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     data = (batch() for _ in itertools.count())
     makespans, steps = [], []
-    for _ in range(arguments.steps + 2):
+    overhead = Overhead(engine, Sleeper)
+    for number in range(arguments.steps + 2):
+        if number == 2:
+            overhead.taken_ms.clear()
         start = time.perf_counter()
         engine.train_batch(data)
         steps.append((time.perf_counter() - start) * 1e3)
@@ -143,6 +146,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         if timeline is not None:
             makespans.append(timeline.makespan_ms)
             overheads = gaps(timeline)
+    all_overheads = engine.module.gather_to_first(overhead.taken_ms)
     if engine.global_rank == 0:
         estimate = engine.module.plan.estimate
         found = {
@@ -155,9 +159,60 @@ def run_rank(arguments: argparse.Namespace) -> None:
             "measured_makespan_ms": statistics.median(makespans[2:]),
             "measured_step_ms": statistics.median(steps[2:]),
             "between_actions_ms": overheads,
+            "overhead_ms": summary([x for found in all_overheads for x in found]),
             "solver": engine.module.plan.solver.name,
         }
         Path(arguments.result).write_text(json.dumps(found))
+
+
+class Overhead:
+    """What the engine itself takes for each instruction, in ms: not in layers, not in autograd, not waiting.
+
+    Wraps the instructions of an engine, the layers' forward, autograd's backward and the waits for messages.
+    """
+
+    def __init__(self, engine: Any, layer_class: Any) -> None:
+        import torch
+
+        from deepspeed_pulse.engine import communicator
+
+        self.taken_ms: list[tuple[str, float]] = []
+        self._elsewhere = 0.0
+        layer_class.forward = self._outside(layer_class.forward)
+        torch.autograd.backward = self._outside(torch.autograd.backward)
+        communicator._Sent.wait = self._outside(communicator._Sent.wait)
+        kinds = ("ReceiveMessages", "ComputeAction", "SendMessages")
+        engine._INSTRUCTION_MAP = {
+            kind: self._timed(kind.__name__, run) if kind.__name__ in kinds else run
+            for kind, run in engine._INSTRUCTION_MAP.items()
+        }
+
+    def _outside(self, run: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._elsewhere += time.perf_counter() - start
+
+        return timed
+
+    def _timed(self, kind: str, run: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> None:
+            start, before = time.perf_counter(), self._elsewhere
+            run(*args, **kwargs)
+            own = time.perf_counter() - start - (self._elsewhere - before)
+            self.taken_ms.append((kind, own * 1e3))
+
+        return timed
+
+
+def summary(taken_ms: list[tuple[str, float]]) -> dict[str, float]:
+    """Medians by kind of instruction, and over all of them the median and the 90th percentile."""
+    kinds = {kind: [ms for other, ms in taken_ms if other == kind] for kind, _ in taken_ms}
+    everything = sorted(ms for _, ms in taken_ms)
+    medians = {kind: statistics.median(found) for kind, found in kinds.items()}
+    return {**medians, "median": statistics.median(everything), "p90": everything[int(0.9 * len(everything))]}
 
 
 def gaps(timeline: Any) -> float:
@@ -170,13 +225,16 @@ def gaps(timeline: Any) -> float:
 
 
 def report(found: dict[str, Any]) -> None:
-    ratio = found["measured_makespan_ms"] / found["simulated_makespan_ms"]
+    ratio, overhead = found["measured_makespan_ms"] / found["simulated_makespan_ms"], found["overhead_ms"]
     print(
         f"{found['ranks']} ranks, {found['microbatches']} microbatches, {found['layers']} layers of {FORWARD_MS:g} + "
         f"{BACKWARD_MS:g} ms, {found['placement']}, schedule {found['solver']}\n"
         f"simulated makespan {found['simulated_makespan_ms']:.1f} ms (lower bound {found['lower_bound_ms']:.1f} ms)\n"
         f"measured makespan  {found['measured_makespan_ms']:.1f} ms, step {found['measured_step_ms']:.1f} ms, "
         f"{found['between_actions_ms']:.2f} ms between actions\n"
+        f"engine, per instruction: median {overhead['median']:.3f} ms, 90 % below {overhead['p90']:.3f} ms "
+        f"(receive {overhead['ReceiveMessages']:.3f}, compute {overhead['ComputeAction']:.3f}, send "
+        f"{overhead['SendMessages']:.3f})\n"
         f"measured / simulated makespan = {ratio:.3f}, measured step / simulated makespan = "
         f"{found['measured_step_ms'] / found['simulated_makespan_ms']:.3f}"
     )
