@@ -1,4 +1,4 @@
-"""``ds_pulse``: profiles and plans without a training run. Only ``profile`` needs torch and deepspeed.
+"""``ds_pulse``: profiles, plans, and what a run has written. Only ``profile`` and ``report`` without a path need torch.
 
 Exit status: 0, 1 for a failed check, 2 for unusable input (one line on stderr, nothing written).
 """
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_check(commands)
     _add_show(commands)
+    _add_report(commands)
     return parser
 
 
@@ -160,6 +161,26 @@ def _add_show(commands: argparse._SubParsersAction[_Parser]) -> None:
         default=[],
         metavar="FILE",
         help="picture (.png .svg .pdf), page (.html), Perfetto trace (.json), torch's action table (.csv); repeatable",
+    )
+
+
+def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
+    report = commands.add_parser(
+        "report", help="what a run has written; without a path what a bug report needs: versions, device, backend"
+    )
+    report.set_defaults(command=_report)
+    report.add_argument(
+        "path",
+        nargs="*",
+        metavar="FOLDER_OR_FILE",
+        help="run files (pulse_run.json beside checkpoints, .run.json beside a trace) and csv_monitor's tables",
+    )
+    report.add_argument(
+        "--out",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="planned step above measured ones: .png .svg .pdf, page (.html), Perfetto trace (.json); repeatable",
     )
 
 
@@ -332,6 +353,32 @@ def _show(arguments: argparse.Namespace) -> int:
             write(files.enter_context(replacing(path)), plan, timeline, memory=arguments.memory)
     _print(plan_table(plan, profile=profile if arguments.profile else None, costs=_costs_note(arguments)))
     _print(schedule_grid(timeline, plan.placement, width=_width()))
+    return OK
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.report.files import PICTURES, replacing, write_rows
+    from deepspeed_pulse.report.runs import collect, environment_table, report, timelines
+
+    for path in arguments.out:
+        if Path(path).suffix not in PICTURES:
+            raise ConfigError(f"--out {path}: expected a name ending in one of {', '.join(PICTURES)}")
+    if not arguments.path:
+        if arguments.out:
+            raise ConfigError("--out goes with the folder or file of a run")
+        with _quiet():
+            from deepspeed_pulse.engine.environment import environment
+
+            rows = [("ds_pulse", __version__), *environment()]
+        _print(environment_table(rows))
+        return OK
+    found = collect(arguments.path)
+    if arguments.out:
+        run = found.only_run()
+        with contextlib.ExitStack() as files:
+            for path in arguments.out:
+                write_rows(files.enter_context(replacing(path)), timelines(run), run.plan.placement)
+    _print(report(found))
     return OK
 
 

@@ -13,6 +13,8 @@ Auto = Literal["auto"]
 Flag = Annotated[bool, Field(description="true or false")]
 Path = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=1000)]
+Step = Annotated[int, Field(ge=1)]
+Steps = Annotated[list[Step], Field(min_length=1, max_length=20)]
 Gigabytes = Annotated[float, Field(gt=0.0)]
 
 
@@ -58,7 +60,20 @@ class PulseConfig(BaseModel):
     """A peer silent for longer ends the run with an error naming rank, stage, microbatch and action."""
 
     trace: Path | None = Field(default=None, description="a path or null")
-    """Where rank 0 writes the measured timeline (Chrome trace, opens in Perfetto)."""
+    """Where rank 0 writes the measured timeline (Chrome trace, opens in Perfetto), planned above measured.
+
+    Beside it lies a run file (``.run.json``) with the plan and the measured figures, for ``ds_pulse report``. A file
+    that cannot be written is a warning and ends no run.
+    """
+
+    trace_steps: Step | Steps | None = Field(
+        default=None, description="a step n >= 1 for every n-th, a list of at most 20 steps, or null"
+    )
+    """Which training steps are traced, counted from 1 as ``engine.global_steps`` is: every n-th, or those listed.
+
+    null: the first and the third of the process. The files hold the last 20. Only in these steps the device is measured
+    exactly, which on an accelerator costs waiting for it before and after.
+    """
 
 
 def parse_pulse(block: Any, where: str = 'the "pulse" block') -> PulseConfig | None:
@@ -78,12 +93,12 @@ def parse_pulse(block: Any, where: str = 'the "pulse" block') -> PulseConfig | N
     try:
         config = PulseConfig(**block)
     except (ValidationError, TypeError) as problem:
-        raise ConfigError(f"{where}: " + "; ".join(_explain(problem))) from None
+        raise ConfigError(f"{where}: " + "; ".join(_explain(problem, block))) from None
     _check_later(config, where)
     return config
 
 
-def _explain(problem: Exception) -> list[str]:
+def _explain(problem: Exception, block: dict[str, Any]) -> list[str]:
     if not isinstance(problem, ValidationError):
         return [str(problem)]
     lines: list[str] = []
@@ -93,13 +108,15 @@ def _explain(problem: Exception) -> list[str]:
         if error["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r}{did_you_mean(key, fields)}; known: {', '.join(fields)}")
         else:
-            lines.append(f"key {key!r}: expected {fields[key].description}, found {error['input']!r}")
+            lines.append(f"key {key!r}: expected {fields[key].description}, found {block[key]!r}")
     return list(dict.fromkeys(lines))
 
 
 def _check_later(config: PulseConfig, where: str) -> None:
     if config.waves == "auto":
         raise ConfigError(f"{where}: key 'waves': \"auto\" is not there yet; give the number of waves, for example 1")
+    if config.trace_steps is not None and config.trace is None:
+        raise ConfigError(f"{where}: key 'trace_steps': expected \"trace\" beside it, a path to write to")
     if config.split_backward:
         raise ConfigError(
             f"{where}: key 'split_backward': the engine cannot run plans with split backward (I and W actions) yet; "

@@ -8,6 +8,7 @@
     ├── InfeasibleError   no plan exists under the given limits
     ├── BatchError        data that does not fit the model, or differs between ranks
     └── RunError          something failed while a step ran; names rank, stage, microbatch, action
+        └── PeerError     another rank sent or took nothing for too long, or died
 
 Every message says what was expected, what was found, where, and which knob to turn.
 ``assert`` is kept for invariants that no user can break.
@@ -49,6 +50,10 @@ class BatchError(PulseError):
 
 class RunError(PulseError):
     """A step failed; names rank, stage, microbatch and action."""
+
+
+class PeerError(RunError):
+    """Another rank sent or took nothing for too long, or died; says where the ranks are."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

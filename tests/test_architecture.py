@@ -29,7 +29,17 @@ ALLOWED = {
     "runtime": ("errors", "ir", "runtime"),
     "models": ("errors", "ir", "models", "engine.specs"),
     "engine": ("errors", "config", "ir", "runtime", "engine", "report", "planner"),
-    "cli": ("", "errors", "config", "ir", "planner", "report", "engine.profiles", "models.catalogue.sources"),
+    "cli": (
+        "",
+        "errors",
+        "config",
+        "ir",
+        "planner",
+        "report",
+        "engine.environment",
+        "engine.profiles",
+        "models.catalogue.sources",
+    ),
 }
 """Per part of the package, the modules (by prefix) it may import from the package."""
 

@@ -52,6 +52,7 @@ WRONG = [
     *[(name, value, "a path or null") for name in ("plan", "plan_cache", "trace") for value in (3, True, "")],
     *[("memory_gb", value, MEMORY) for value in (0, -1, True, "3", "lots", math.nan, math.inf, None)],
     *[("solver_seconds", value, SOLVER) for value in (-1, True, "3", math.nan, math.inf)],
+    *[("trace_steps", value, "a step n >= 1") for value in (0, True, "3", [], [0], [1.5], ["3"], [1] * 21)],
     *[("timeout_seconds", value, TIMEOUT) for value in (0, -1, True, "5", math.nan, math.inf, 1e30)],
 ]
 
@@ -91,3 +92,10 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_a_key_that_is_no_text_is_refused() -> None:
     with pytest.raises(ConfigError):
         parse_pulse({1: 2})
+
+
+def test_steps_to_trace_need_somewhere_to_write_to() -> None:
+    assert parse_pulse({"trace": "t.json", "trace_steps": [3, 100]}).trace_steps == [3, 100]
+    assert parse_pulse({"trace": "t.json", "trace_steps": 50}).trace_steps == 50
+    with pytest.raises(ConfigError, match="key 'trace_steps': expected \"trace\" beside it"):
+        parse_pulse({"trace_steps": 50})

@@ -49,6 +49,15 @@ def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
         )
 
 
+def told_by_all(item: Any, group_size: int, group: Any = None) -> list[Any]:
+    """``item`` of every rank of a group (None: the world), in order."""
+    found = [item] * group_size
+    if group_size > 1:
+        # not deepspeed.comm's: its logger (comms_logger) does not know this operation and ends the process
+        torch.distributed.all_gather_object(found, item, group=group)
+    return found
+
+
 def raise_everywhere(problem: Exception | None, what: str, group_size: int) -> None:
     """Raise the first error any rank of the world has, on every rank.
 
@@ -61,9 +70,7 @@ def raise_everywhere(problem: Exception | None, what: str, group_size: int) -> N
     if problem is not None and not isinstance(problem, PulseError):
         told = BatchError(f"rank {dist.get_rank()}: {what}: {type(problem).__name__}: {problem}")
     if group_size > 1:
-        found: list[Any] = [None] * group_size
-        dist.all_gather_object(found, told)
-        told = next((p for p in found if p is not None), None)
+        told = next((p for p in told_by_all(told, group_size) if p is not None), None)
     if told is not None:
         raise told from (None if problem is told else problem)
 
@@ -75,11 +82,8 @@ def check_something_trains(parameters: Iterable[torch.nn.Parameter], group_size:
         parameters: this rank's, without the placeholder.
         group_size: ranks of the world.
     """
-    found: list[Any] = [any(p.requires_grad for p in parameters)]
-    if group_size > 1:
-        mine, found = found[0], [None] * group_size
-        dist.all_gather_object(found, mine)
-    if not any(found):
+    mine = any(p.requires_grad for p in parameters)
+    if not any(told_by_all(mine, group_size)):
         raise ConfigError(
             "no layer has a trainable parameter: the loss depends on no trainable parameter; unfreeze some layer"
         )
@@ -116,10 +120,7 @@ def who_has_data(has_iterator: bool, first_rank: int, pipelines: Sequence[Sequen
         first_rank: pipeline rank of the first stage.
         pipelines: global ranks of every pipeline.
     """
-    found: list[Any] = [has_iterator]
-    if dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, has_iterator)
+    found = told_by_all(has_iterator, dist.get_world_size())
     patterns = [tuple(found[rank] for rank in ranks) for ranks in pipelines]
     if any(not pattern[first_rank] for pattern in patterns):
         raise BatchError(

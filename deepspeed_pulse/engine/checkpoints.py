@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine.agreement import raise_everywhere
+from deepspeed_pulse.engine.agreement import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.checkpoint_files import CheckpointFolder, SafeCheckpointEngine, check_whole, find_tag
 from deepspeed_pulse.engine.checkpoint_record import PLAN_FILE, CheckpointRecord
 from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER, parameter_names, read_state, write_state
@@ -150,10 +150,7 @@ class CheckpointingEngine(PipelineEngine):
         module, optimizer = self.module, self.optimizer
         mine = () if optimizer is None else parameter_names(optimizer, self.param_names)
         plan = module.plan
-        found: list[Any] = [mine]
-        if self.num_stages > 1:
-            found = [None] * self.num_stages
-            dist.all_gather_object(found, mine, group=self.grid.get_pipe_parallel_group())
+        found = told_by_all(mine, self.num_stages, self.grid.get_pipe_parallel_group())
         return CheckpointRecord(
             pipeline_ranks=self.num_stages,
             data_parallel=self.grid.data_parallel_size,

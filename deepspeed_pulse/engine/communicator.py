@@ -142,11 +142,14 @@ def carry_to_host(
 class EngineDevice:
     """The accelerator of this rank, with the engine's backward.
 
+    Actions are timed as upstream's timers time: by the host's clock where the device runs what it is
+    given at once, else by events that the device records, in the steps that are to be measured. The
+    host waits for the device before and after such a step, and never inside it.
+
     Args:
         device: where tensors live.
         backward: runs autograd under the engine's prologue and epilogue.
         scale_loss: divides by the accumulation steps and applies loss scaling.
-        exact_times: wait for the device before reading the clock (costs overlap; for traces).
     """
 
     def __init__(
@@ -154,17 +157,45 @@ class EngineDevice:
         device: torch.device,
         backward: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None],
         scale_loss: Callable[[torch.Tensor], torch.Tensor],
-        exact_times: bool,
     ) -> None:
         self._device = device
         self.backward = backward
         self.scale_loss = scale_loss
-        self._synchronize = exact_times and device.type != "cpu"
+        self._origin: tuple[Any, float] | None = None
+        """An event that the device has passed, and when it did; None while the host's clock serves."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
-    def now_ms(self) -> float:
-        if self._synchronize:
+    def begin_step(self, *, exact: bool) -> None:
+        """Start a step, to be measured on the device if ``exact``."""
+        self._origin = None
+        if exact and not get_accelerator().use_host_timers():
+            event = _recorded_event()
+            event.synchronize()
+            self._origin = event, self.now_ms()
+
+    def end_step(self) -> float:
+        """ms at the end of the step; of a measured one, when the device has done all of it."""
+        if self._origin is not None:
             get_accelerator().synchronize()
+        return self.now_ms()
+
+    def now_ms(self) -> float:
         return time.perf_counter() * 1e3
+
+    def mark(self) -> Any:
+        return self.now_ms() if self._origin is None else _recorded_event()
+
+    def ms_of(self, mark: Any) -> float:
+        if self._origin is None:
+            return float(mark)
+        event, ms = self._origin
+        mark.synchronize()
+        return ms + float(event.elapsed_time(mark))
+
+
+def _recorded_event() -> Any:
+    event = get_accelerator().Event(enable_timing=True)
+    event.record()
+    return event

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import ReduceGrads
+from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 
-from deepspeed_pulse.engine import figures, planning
+from deepspeed_pulse.engine import figures, planning, whereabouts
 from deepspeed_pulse.engine.agreement import (
     check_batch_size,
     check_same_block,
@@ -34,6 +35,7 @@ from deepspeed_pulse.engine.batches import (
     kind,
     warn_of_unread,
 )
+from deepspeed_pulse.engine.breakdown import Breakdown
 from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
@@ -46,28 +48,28 @@ from deepspeed_pulse.engine.instructions import (
     ReduceStageGrads,
     SendMessages,
 )
+from deepspeed_pulse.engine.observer import Observer
 from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER
 from deepspeed_pulse.engine.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.reduction import stage_reduction
 from deepspeed_pulse.engine.schedule import PulseSchedule
-from deepspeed_pulse.engine.watchdog import Watchdog
+from deepspeed_pulse.engine.watchdog import Watchdog, beat_seconds
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import Step
+from deepspeed_pulse.ir.run import RUN_FILE
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.runtime.rank import RankRuntime
+from deepspeed_pulse.runtime.rank import RankRuntime, Stats
 from deepspeed_pulse.runtime.state import state_bytes
 from deepspeed_pulse.runtime.usage import Usage
 
 CHECKED_STEPS, CHECK_EVERY = 3, 100
-MODES = ("train", "eval", "forward")
-"""Kinds of step: training, evaluation with a loss, forward only. Each has its own shapes and readers of data."""
 """Data is compared between ranks in the first steps, then now and then."""
 
-REPORT_STEP = 3
-"""Measured figures are printed after this many steps (the first ones warm up)."""
+MODES = ("train", "eval", "forward")
+"""Kinds of step: training, evaluation with a loss, forward only. Each has its own shapes and readers of data."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,14 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
             mode: ShapeKeeper(module.graph, module.input_name, dynamic=module.dynamic_shape) for mode in MODES
         }
         self._steps = dict.fromkeys(MODES, 0)
-        self._watchdog = Watchdog(self.global_rank, self._pulse.timeout_seconds)
+        timeout = self._pulse.timeout_seconds
+        others = whereabouts.of_default_group(self.global_rank, dist.get_world_size(), beat_seconds(timeout))
+        self._watchdog = Watchdog(self.global_rank, timeout, whereabouts=others)
         self._pipelines = self.grid.topology().get_axis_comm_lists("pipe")
         self._communicator = PipelineCommunicator(
             self.grid.pp_group, self.grid.get_pipe_parallel_group(), torch.device(self.device)
         )
-        self._engine_device = EngineDevice(
-            torch.device(self.device), self._run_backward, self._scale_loss, exact_times=self._pulse.trace is not None
-        )
+        self._engine_device = EngineDevice(torch.device(self.device), self._run_backward, self._scale_loss)
         lowered = self._lower(self.micro_batches, "train", (True,) * self.num_stages)
         self._runtime = RankRuntime(
             rank=self.stage_id,
@@ -120,9 +122,11 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
             parameters=tuple(module.parameters()),
             state_bytes=state_bytes(module.parameters()),
             replay_bytes=planning.replay_bytes(module.planned, module.checkpointing.interval),
-            timeout_seconds=self._pulse.timeout_seconds,
+            timeout_seconds=timeout,
         )
-        self._reduction = stage_reduction(self, self._pulse.timeout_seconds)
+        self._reduction = stage_reduction(self, timeout)
+        self._observer = Observer(self)
+        self._breakdown = Breakdown(self)
         self._preemption = Preemption()
         self._started = True
         if self.global_rank == 0:
@@ -170,15 +174,16 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
-        start = self._engine_device.now_ms()
         with self._watchdog.watching("the start of train_batch"):
             # here, not at the end: what the script does after a step (logs, averaged weights) is done by now
             if self._preemption.agreed():
                 self.save_and_exit()
+            self._engine_device.begin_step(exact=self._observer.begin_step())
+            start = self._engine_device.now_ms()
             loss = super().train_batch(data_iter)
-        self._step_ms = self._engine_device.now_ms() - start
-        if self._steps["train"] in (1, REPORT_STEP):
-            self._report()
+            step_ms = self._engine_device.end_step() - start
+            self._watchdog.enter("the figures after a step")
+            self._observer.end_step(step_ms, self._plan_for(self.micro_batches))
         return loss
 
     def save_and_exit(self) -> NoReturn:
@@ -195,7 +200,15 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, forward only."""
         with self._watchdog.watching("the start of eval_batch"):
+            self._engine_device.begin_step(exact=False)
             return super().eval_batch(*args, **kwargs)
+
+    def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> bool:
+        """As upstream; beside the checkpoints lies a run file, what ``ds_pulse report`` reads."""
+        saved = super().save_checkpoint(save_dir, *args, **kwargs)
+        if self.global_rank == 0:
+            figures.write_run(Path(save_dir) / RUN_FILE, self._observer.run())
+        return saved
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over all pipeline ranks, tied weights once."""
@@ -209,7 +222,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
         self._mode, training = mode, mode == "train"
         checking = training and (self._steps[mode] < CHECKED_STEPS or self._steps[mode] % CHECK_EVERY == 0)
         self._batches = StepBatches(
-            None if self.data_iterator is None else self._next_batch,
+            None if self.data_iterator is None else self._timed_next_batch,
             micro_batches,
             self._shapes[mode].split,
             torch.device(self.device),
@@ -333,24 +346,28 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
 
     def _exec_receive_messages(self, step: Step) -> None:
         self._watchdog.enter(f"action {step.action} (stage {step.action.stage}, microbatch {step.action.microbatch})")
-        self._runtime.receive(step)
+        with self._breakdown.receiving(step):
+            self._runtime.receive(step)
 
     def _exec_compute_action(self, step: Step) -> None:
-        self._runtime.compute(step)
+        with self._breakdown.computing(step):
+            self._runtime.compute(step)
 
     def _exec_send_messages(self, step: Step) -> None:
-        self._runtime.send(step)
+        with self._breakdown.sending(step):
+            self._runtime.send(step)
 
     def _exec_reduce_stage_grads(self, stage: int) -> None:
         self._reduction.start(stage)
 
     def _exec_reduce_grads(self) -> None:
-        if not self._reducing_early:
-            super()._exec_reduce_grads()
-            return
-        rest = self._reduction.finish()
-        if rest:
-            self.buffered_allreduce_fallback(grads=rest)
+        with self._breakdown.reducing():
+            if not self._reducing_early:
+                super()._exec_reduce_grads()
+                return
+            rest = self._reduction.finish()
+            if rest:
+                self.buffered_allreduce_fallback(grads=rest)
 
     def _exec_finish_step(self) -> None:
         self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")
@@ -369,6 +386,14 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
                 step=self._steps[self._mode] + 1,
             )
         self._steps[self._mode] += 1
+
+    def _exec_reduce_tied_grads(self) -> None:
+        with self._breakdown.reducing():
+            super()._exec_reduce_tied_grads()
+
+    def _timed_next_batch(self) -> Any:
+        with self._breakdown.drawing():
+            return self._next_batch()
 
     def _exec_complete_tied_grads(self) -> None:
         for weight, _ in self.module.get_tied_weights_and_groups():
@@ -450,24 +475,24 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
         return asdict(self._runtime.stats)
 
     def pulse_timeline(self) -> Timeline | None:
-        """The last step as it ran on this pipeline, on its first rank; None on the others. Collective."""
-        rows = self.module.gather_to_first(self._runtime.spans)
-        return None if rows is None else figures.joined_timeline(rows)
+        """The last step as it ran on this pipeline, on its first rank; None on the others. Collective.
+
+        On an accelerator that runs asynchronously, times are those of the device in steps that are traced, and of the
+        host that hands it the work in others.
+        """
+        found = self.gather_figures()
+        return None if found is None else found[0]
+
+    def gather_figures(self) -> tuple[Timeline, list[Stats]] | None:
+        """The last step's timeline and every rank's counts, on the pipeline's first rank. Collective."""
+        rows = self.module.gather_to_first((self._runtime.spans, figures.clock(), self._runtime.stats))
+        if rows is None:
+            return None
+        return figures.joined_timeline([(spans, clock) for spans, clock, _ in rows]), [stats for *_, stats in rows]
 
     def pulse_planned_timeline(self) -> Timeline | None:
         """The step as the simulator predicts it; None when layer costs were not measured. Local."""
         return planning.planned_timeline(self.module.planned, self._plan_for(self.micro_batches))
-
-    def _report(self) -> None:
-        """After the first steps: measured beside predicted, and the trace."""
-        timeline = self.pulse_timeline()
-        stats = self.module.gather_to_first(self._runtime.stats)
-        if timeline is None or stats is None or self.global_rank != 0:
-            return
-        if self._steps["train"] == REPORT_STEP and self.module.planned.measured:
-            figures.print_measured(self._plan, timeline, stats, self._step_ms)
-        if self._pulse.trace is not None:
-            figures.write_trace(self._pulse.trace, [("measured", timeline)], self._plan.placement)
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,
@@ -477,12 +502,18 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
         FinishStep: _exec_finish_step,
         CompleteTiedGrads: _exec_complete_tied_grads,
         ReduceStageGrads: _exec_reduce_stage_grads,
+        ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,
     }
 
 
 def _check_supported(config: Any, module: Any) -> None:
     check_zero_stage(int(config.zero_optimization_stage))
+    if config.wall_clock_breakdown and config.steps_per_print is None:
+        raise ConfigError(
+            "wall_clock_breakdown: expected steps_per_print beside it, which says how often upstream prints the "
+            "breakdown; found none"
+        )
     if config.float16_config.enabled:
         raise ConfigError("fp16 is not supported under pulse yet; use bf16 or fp32")
     interval = config.pipeline["activation_checkpoint_interval"]

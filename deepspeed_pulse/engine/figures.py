@@ -1,22 +1,34 @@
-"""What rank 0 prints and writes: the plan at start, measured beside predicted, the trace."""
+"""What rank 0 prints and writes: the plan at start, measured beside predicted, the trace and the run file."""
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from deepspeed_pulse.engine.costs import parameter_counts
 from deepspeed_pulse.engine.planning import Planned
+from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.run import Difference, MeasuredStep, Run
 from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.report.advice import warning
+from deepspeed_pulse.report.files import replacing
 from deepspeed_pulse.report.tables import measured_table, plan_table
 from deepspeed_pulse.report.trace import write_trace
-from deepspeed_pulse.runtime.rank import Stats
 
-__all__ = ["joined_timeline", "print_measured", "print_plan", "write_trace"]
+Clock = tuple[str, float]
+"""A rank's machine, and what its clock of :meth:`now_ms` lacks to the time of day, ms."""
+
+
+def clock() -> Clock:
+    """This rank's."""
+    return socket.gethostname(), (time.time() - time.perf_counter()) * 1e3
 
 
 def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
@@ -30,23 +42,60 @@ def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
     Console().print(table)
 
 
-def print_measured(plan: Plan, timeline: Timeline, stats: Sequence[Stats], step_ms: float) -> None:
-    """Measured figures beside the predicted ones."""
-    table = measured_table(
-        plan,
-        step_ms=step_ms,
-        bubble_ratio=timeline.bubble_ratio,
-        peak_bytes=[found.peak_live_bytes for found in stats],
-        idle_ms=[found.idle_ms for found in stats],
+def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | None) -> None:
+    """Measured figures beside the predicted ones, and a warning where they differ much."""
+    console, peaks = Console(), [rank.peak_live_bytes for rank in measured.ranks]
+    console.print(
+        measured_table(
+            plan,
+            step_ms=measured.step_ms,
+            bubble_ratio=measured.timeline.bubble_ratio,
+            peak_bytes=peaks,
+            idle_ms=[rank.idle_ms for rank in measured.ranks],
+        )
     )
-    Console().print(table)
+    for line in warning(plan, difference, peaks):
+        console.print(f"pulse: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def joined_timeline(rows: Sequence[Sequence[Span]]) -> Timeline:
-    """Spans of all ranks as one timeline that starts at zero."""
-    spans = [span for row in rows for span in row]
+def write_files(trace: Path, run: Run) -> None:
+    """The trace, planned above measured, and the run file beside it. What cannot be written does not end a run."""
+    rows = [(f"step {step.step}", step.timeline) for step in run.steps]
+    if run.planned is not None:
+        rows.insert(0, ("planned", run.planned))
+    try:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(str(trace)) as file:
+            write_trace(file, rows, run.plan.placement)
+        write_run(trace.with_suffix(".run.json"), run)
+    except (FileError, OSError) as problem:
+        print(f"pulse: warning: no trace: {problem}", flush=True)
+
+
+def write_run(path: Path, run: Run) -> None:
+    """Write a run file; whole or not at all."""
+    with replacing(str(path)) as file:
+        file.write_text(run.to_json(), encoding="utf-8")
+
+
+def joined_timeline(rows: Sequence[tuple[Sequence[Span], Clock]]) -> Timeline:
+    """Spans of all ranks as one timeline that starts at zero.
+
+    Ranks of one machine share a clock; of several they share the time of day, as well as the machines keep it.
+    """
+    machines = {machine for _, (machine, _) in rows}
+    spans = [
+        _moved(span, offset if len(machines) > 1 else 0.0) for rank_spans, (_, offset) in rows for span in rank_spans
+    ]
     start = min((span.start_ms for span in spans), default=0.0)
-    moved = tuple(
-        Span(rank=s.rank, action=s.action, start_ms=s.start_ms - start, end_ms=s.end_ms - start) for s in spans
+    return Timeline(num_ranks=len(rows), spans=tuple(_moved(span, -start) for span in spans))
+
+
+def _moved(span: Span, by_ms: float) -> Span:
+    return Span(
+        rank=span.rank,
+        action=span.action,
+        start_ms=span.start_ms + by_ms,
+        end_ms=span.end_ms + by_ms,
+        waited_ms=span.waited_ms,
     )
-    return Timeline(num_ranks=len(rows), spans=moved)

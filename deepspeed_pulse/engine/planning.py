@@ -18,10 +18,12 @@ from deepspeed_pulse.errors import ConfigError, PlanError, PulseError, RunError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.run import Difference, MeasuredStep
 from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import make as planner
 from deepspeed_pulse.planner.cost import default_cluster
+from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.recompute import replay_bytes as planned_replay
 from deepspeed_pulse.planner.simulate import estimate, simulate
 from deepspeed_pulse.planner.validate import check
@@ -195,3 +197,10 @@ def planned_timeline(planned: Planned, plan: Plan) -> Timeline | None:
     if not planned.measured or planned.profile is None or planned.cluster is None:
         return None
     return simulate(plan, planned.profile, planned.cluster)
+
+
+def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Difference | None:
+    """Why a measured step took another time than planned; None where nothing was predicted."""
+    if not planned.measured or planned.profile is None or planned.cluster is None:
+        return None
+    return explain(plan, planned.profile, planned.cluster, measured.timeline, step_ms=measured.step_ms)

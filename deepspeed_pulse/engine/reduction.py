@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_pulse.errors import ConfigError, RunError
+from deepspeed_pulse.errors import ConfigError, PeerError, RunError
 
 BUCKET_BYTES = 2**22
 """Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count."""
@@ -154,7 +154,7 @@ class StageReduction:
             bucket.work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError as problem:
             reason = str(problem).splitlines()[0]
-            raise RunError(
+            raise PeerError(
                 f"a data-parallel replica did not sum the gradient of {self._names[bucket.parameters[0]]} within "
                 f"{self._timeout_seconds:g} s, or died: {reason}; see the other ranks' errors, or raise "
                 '"timeout_seconds" in the "pulse" block'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as upstream_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_pulse.engine import events
 from deepspeed_pulse.engine.agreement import check_same_block
 from deepspeed_pulse.engine.batches import SplitBatch, warn_of_unread
 from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
@@ -28,6 +30,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
         super().__init__(*args, **kwargs)
         self._sent: Counter[str] = Counter()
         self._warned = self.global_rank != 0
+        self._times: list[float] = []
         graph = self.module.graph
         self._names_in = live_after(graph, self.module._local_layers[0] - 1)
         self._names_out = live_after(graph, self.module._local_layers[-1])
@@ -36,7 +39,22 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
 
     def train_batch(self, data_iter: Any = None) -> Any:
         self._sent.clear()
-        return super().train_batch(data_iter)
+        start = time.perf_counter()
+        loss = super().train_batch(data_iter)
+        if self.module.pulse is not None and self.monitor.enabled:
+            self._times.append((time.perf_counter() - start) * 1e3)
+            if events.due(self, self.global_steps):
+                self._write_events()
+        return loss
+
+    def _write_events(self) -> None:
+        """The baseline's figures under the names that a plan's have. Collective in the pipeline."""
+        rows = self.module.gather_to_first(dict(self._sent))
+        if rows is not None and self.global_rank == 0:
+            sent: Counter[str] = sum((Counter(row) for row in rows), Counter())
+            mean = sum(self._times) / len(self._times)
+            events.write(self, {"step_ms": mean, **events.bytes_figures(sent)})
+        self._times.clear()
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         # Without gradients the tuple looks different, so shapes are agreed on anew.

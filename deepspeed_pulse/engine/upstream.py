@@ -17,7 +17,6 @@ RELIED_ON = {
     "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.comm": (
         "all_gather",
-        "all_gather_object",
         "all_reduce",
         "barrier",
         "broadcast_object_list",
@@ -41,6 +40,13 @@ RELIED_ON = {
         "forward",
         "get_tied_weights_and_groups",
         "stage_owner",
+    ),
+    "deepspeed.runtime.pipe.engine": (
+        "BATCH_INPUT_TIMER",
+        "PIPE_RECV_GRAD_TIMER",
+        "PIPE_RECV_INPUT_TIMER",
+        "PIPE_SEND_GRAD_TIMER",
+        "PIPE_SEND_OUTPUT_TIMER",
     ),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
         "_INSTRUCTION_MAP",
@@ -80,7 +86,9 @@ RELIED_ON = {
         "load_checkpoint",
         "postscale_gradients",
         "save_checkpoint",
+        "steps_per_print",
         "use_node_local_storage",
+        "wall_clock_breakdown",
         "zero_optimization_stage",
     ),
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": ("_link_all_hp_params",),
@@ -96,6 +104,8 @@ RELIED_ON = {
         "PARAM_SLICE_MAPPINGS",
         "SINGLE_PARTITION_OF_FP32_GROUPS",
     ),
+    "deepspeed.runtime.engine.EngineTimers": ("__init__",),
+    "deepspeed.monitor.monitor.MonitorMaster": ("write_events",),
     "deepspeed.runtime.tensor_parallel.init_utils": ("load_ds_config",),
     "deepspeed.runtime.pipe.schedule": (
         "OptimizerStep",

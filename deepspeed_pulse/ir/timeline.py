@@ -10,12 +10,16 @@ from deepspeed_pulse.ir.schedule import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """An action while it runs on a pipeline rank; ms since the first action of the step."""
+    """An action while it runs on a pipeline rank; ms since the first action of the step.
+
+    ``waited_ms``: how long the rank waited for the action's messages before; measured timelines only.
+    """
 
     rank: int
     action: Action
     start_ms: float
     end_ms: float
+    waited_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,14 @@ do not occupy the ranks.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.program import Message, Step
-from deepspeed_pulse.ir.schedule import Op, Schedule
+from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cost import data_parallel_link, state_bytes
@@ -50,12 +51,23 @@ def estimate(
     return summarize(instance, timeline, shard_optimizer=shard_optimizer, reduce_early=reduce_early)
 
 
-def run(instance: Instance, schedule: Schedule) -> Timeline:
-    """Simulate an order on an instance, whatever schedule its plan has."""
+def run(
+    instance: Instance,
+    schedule: Schedule,
+    *,
+    durations: Mapping[Action, float] | None = None,
+    pauses: Mapping[Action, float] | None = None,
+) -> Timeline:
+    """Simulate an order on an instance, whatever schedule its plan has.
+
+    Args:
+        durations: ms of every action, where they are not the profile's.
+        pauses: ms in which a rank does nothing before an action; none by default.
+    """
     order, stuck = execution_order(instance.lower(schedule), instance.placement)
     if stuck:
         raise PlanError(deadlock_text(stuck, instance.placement))
-    clock = _Clock(instance)
+    clock = _Clock(instance, durations, pauses or {})
     for rank, step in order:
         clock.run(rank, step)
     spans, transfers = tuple(clock.spans), tuple(clock.transfers)
@@ -72,8 +84,11 @@ def deadlock_text(stuck: tuple[Stuck, ...], placement: tuple[int, ...]) -> str:
 class _Clock:
     """Times of steps that come in a feasible order."""
 
-    def __init__(self, instance: Instance) -> None:
-        self.instance = instance
+    def __init__(
+        self, instance: Instance, durations: Mapping[Action, float] | None, pauses: Mapping[Action, float]
+    ) -> None:
+        self.instance, self._pauses = instance, pauses
+        self._duration_ms = instance.duration_ms if durations is None else durations.__getitem__
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self._rank_free = [0.0] * instance.num_ranks
@@ -82,10 +97,10 @@ class _Clock:
         self._arrived: dict[Message, float] = {}
 
     def run(self, rank: int, step: Step) -> None:
-        start = self._rank_free[rank]
+        start = self._rank_free[rank] + self._pauses.get(step.action, 0.0)
         for message in step.receives:
             start = max(start, self._arrived[message])
-        end = start + self.instance.duration_ms(step.action)
+        end = start + self._duration_ms(step.action)
         self._rank_free[rank] = end
         self.spans.append(Span(rank=rank, action=step.action, start_ms=start, end_ms=end))
         for message in step.sends:

@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Timeline
 
-SUFFIXES = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
+PICTURES = (".png", ".svg", ".pdf", ".html", ".json")
+SUFFIXES = (*PICTURES, ".csv")
 
 
 def write(path: Path, plan: Plan, timeline: Timeline, *, memory: bool) -> None:
     """What the suffix asks for."""
-    rows = [(_title(plan), timeline)]
-    if path.suffix == ".json":
-        from deepspeed_pulse.report.trace import write_trace
-
-        write_trace(path, [("planned", timeline)], plan.placement)
-    elif path.suffix == ".csv":
+    if path.suffix == ".csv":
         from deepspeed_pulse.report.actions import to_csv
 
         path.write_text(to_csv(plan), encoding="utf-8")
+        return
+    title = "planned" if path.suffix == ".json" else _title(plan)
+    write_rows(path, [(title, timeline)], plan.placement, memory=memory)
+
+
+def write_rows(
+    path: Path, rows: Sequence[tuple[str, Timeline]], placement: Sequence[int], *, memory: bool = False
+) -> None:
+    """Named timelines as a trace, a page or a picture, as the suffix asks for."""
+    if path.suffix == ".json":
+        from deepspeed_pulse.report.trace import write_trace
+
+        write_trace(path, rows, placement)
     elif path.suffix == ".html":
         from deepspeed_pulse.report.html import write_page
 
-        write_page(path, rows, plan.placement)
+        write_page(path, rows, placement)
     else:
         from deepspeed_pulse.report.timeline import draw_timelines
 
-        draw_timelines(rows, plan.placement, path, memory=memory)
+        draw_timelines(rows, placement, path, memory=memory)
 
 
 def _title(plan: Plan) -> str:

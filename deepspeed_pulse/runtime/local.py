@@ -71,6 +71,12 @@ class LocalDevice:
     def now_ms(self) -> float:
         return time.perf_counter() * 1e3
 
+    def mark(self) -> float:
+        return self.now_ms()
+
+    def ms_of(self, mark: float) -> float:
+        return mark
+
     def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         torch.autograd.backward(roots, gradients)
 

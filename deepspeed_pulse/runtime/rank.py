@@ -18,7 +18,7 @@ from deepspeed_pulse.errors import PulseError, RunError
 from deepspeed_pulse.ir.channels import Traffic
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device
@@ -93,8 +93,12 @@ class RankRuntime:
         self._runs: dict[tuple[int, int], _Run] = {}
         self._book = ShapeBook()
         self._live_bytes = 0
+        self._waited_ms = 0.0
+        self._marks: list[tuple[Action, float, Any, Any]] = []
+        """Per action run: itself, ms waited for its messages, marks of its start and end."""
         self.stats = Stats()
         self.spans: list[Span] = []
+        """The actions of the last step that was finished."""
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -121,7 +125,7 @@ class RankRuntime:
         self._releases = traffic.releases[self.rank]
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
-        self.stats, self.spans = Stats(), []
+        self.stats, self.spans, self._marks = Stats(), [], []
         self._live_bytes = self._state_bytes
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         keys = [0] * plan.microbatches if shape_keys is None else shape_keys
@@ -134,18 +138,19 @@ class RankRuntime:
             start = self._device.now_ms()
             for message in step.receives:
                 self._take(message)
-            self.stats.idle_ms += self._device.now_ms() - start
+            self._waited_ms = self._device.now_ms() - start
+            self.stats.idle_ms += self._waited_ms
             self._transport.release(self._releases[self._position])
 
     def compute(self, step: Step) -> None:
         """Run the step's action."""
-        start = self._device.now_ms()
+        start = self._device.mark()
         with self._naming(step):
             if step.action.op is Op.FORWARD:
                 self._forward(step.action.stage, step.action.microbatch)
             else:
                 self._backward(step.action.stage, step.action.microbatch)
-        self.spans.append(Span(rank=self.rank, action=step.action, start_ms=start, end_ms=self._device.now_ms()))
+        self._marks.append((step.action, self._waited_ms, start, self._device.mark()))
 
     def send(self, step: Step) -> None:
         """Start the messages that leave when ``step`` ends, and drop what is needed no more."""
@@ -169,6 +174,11 @@ class RankRuntime:
         )
         self.stats.p2p_bytes = dict(self._transport.sent_bytes)
         self.stats.metadata_bytes = self._transport.metadata_bytes
+        when = self._device.ms_of
+        self.spans = [
+            Span(rank=self.rank, action=action, start_ms=when(start), end_ms=when(end), waited_ms=waited)
+            for action, waited, start, end in self._marks
+        ]
         return self.stats
 
     def named(self, name: str, microbatch: int) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_pulse.errors import BatchError, RunError
+from deepspeed_pulse.errors import BatchError, PeerError
 from deepspeed_pulse.ir.program import Channel, Direction, Message
 from deepspeed_pulse.runtime.payload import METADATA_INTS, Payload, Signature, num_bytes, tensors_of
 from deepspeed_pulse.runtime.protocols import Communicator, Device, Handle
@@ -198,7 +198,7 @@ class Transport:
             handle.wait(self._timeout_seconds)
         except RuntimeError as problem:
             reason = str(problem).splitlines()[0]
-            raise RunError(
+            raise PeerError(
                 f"pipeline rank {peer} did not {verb} {message.label} of microbatch {message.microbatch} (stage "
                 f"{message.source_stage} to stage {message.target_stage}) within {self._timeout_seconds:g} s, or died: "
                 f'{reason}; see the other ranks\' errors, or raise "timeout_seconds" in the "pulse" block'

@@ -91,7 +91,7 @@ def test_a_killed_rank_ends_the_job_under_the_launcher() -> None:
 
 
 PEER = (
-    r"RunError: pipeline rank \d, stage \d, microbatch 0, action \dF0: pipeline rank {rank} did not send hidden of "
+    r"PeerError: pipeline rank \d, stage \d, microbatch 0, action \dF0: pipeline rank {rank} did not send hidden of "
     r"microbatch 0 \(stage \d to stage \d\) within"
 )
 
@@ -113,8 +113,16 @@ def test_peers_of_a_killed_rank_end_by_themselves() -> None:
             assert status == -signal.SIGKILL
         else:
             assert status == 1, output[-4000:]
-            assert "RunError: pipeline rank" in output or "watchdog: rank" in output, output[-4000:]
+            assert "PeerError: pipeline rank" in output or "watchdog: rank" in output, output[-4000:]
     assert any(re.search(PEER.format(rank=dead), output) for _, output in found), found[0][1][-4000:]
+
+
+def places_are_told(output: str, frozen: int) -> bool:
+    """The message says in which action every rank is and for how long, and that the frozen one is silent."""
+    action = r"action \dF\d \(stage \d, microbatch \d\)"
+    silent = rf"  rank {frozen}: no sign of life for [\d.]+ s, stopped or dead; it was in {action}$"
+    waiting = [rf"  rank {rank}: in {action} for [\d.]+ s$" for rank in range(WORLD) if rank != frozen]
+    return all(re.search(line, output, re.MULTILINE) for line in (silent, *waiting))
 
 
 @pytest.mark.timeout(150)
@@ -127,6 +135,7 @@ def test_peers_of_a_frozen_rank_end_after_the_timeout_naming_what_they_waited_fo
             assert status == 1, output[-4000:]
             assert re.search(PEER.format(rank=r"\d"), output) or "watchdog: rank" in output, output[-4000:]
     assert any(re.search(PEER.format(rank=frozen), output) for _, output in found)
+    assert any(places_are_told(output, frozen) for _, output in found), [output[-2500:] for _, output in found]
 
 
 @pytest.mark.timeout(150)
@@ -134,7 +143,7 @@ def test_data_that_ends_in_a_step_ends_every_rank() -> None:
     _, found = fail_without_launcher("data", SHORT, grace=4 * SHORT)
     for status, output in found:
         assert status == 1, output[-4000:]
-        assert "BatchError: " in output or "RunError: " in output, output[-4000:]
+        assert "BatchError: " in output or "PeerError: " in output, output[-4000:]
     assert any("the data iterator ended after 1 of 2 microbatches" in output for _, output in found)
 
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
 
-from deepspeed_pulse.engine.watchdog import Watchdog
+import pytest
+import torch
+
+from deepspeed_pulse.engine import whereabouts
+from deepspeed_pulse.engine.watchdog import OUTSIDE, Watchdog
+from deepspeed_pulse.engine.whereabouts import Whereabouts
+from deepspeed_pulse.errors import PeerError
 
 TIMEOUT = 0.05
 LIMIT = 1.2 * TIMEOUT + 1.0
@@ -51,3 +59,59 @@ def test_it_watches_inside_only_even_after_an_error() -> None:
         pass
     wait_for(said, LIMIT + 0.3)
     assert said == []
+
+
+BEAT = 0.05
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_all_ranks_are_named_those_longest_in_one_place_first() -> None:
+    store = torch.distributed.HashStore()
+    ranks = [Whereabouts(store, rank, 4, BEAT) for rank in range(3)]
+    watchdogs = [Watchdog(rank, 1000.0, whereabouts=where) for rank, where in enumerate(ranks)]
+    watchdogs[1].enter("action 1F0 (stage 1, microbatch 0)")
+    assert soon(lambda: bool(store.check(["deepspeed_pulse/whereabouts/1"])))
+    # a rank that was stopped long ago; the last one has not begun
+    line = {"doing": "action 2B1 (stage 2, microbatch 1)", "seconds": 1.0, "inside": True, "at": time.time() - 50}
+    store.set("deepspeed_pulse/whereabouts/2", json.dumps(line))
+    with pytest.raises(PeerError) as caught, watchdogs[0].watching("action 0B0 (stage 0, microbatch 0)"):
+        raise PeerError("pipeline rank 1 did not send")
+    first, title, *rest = str(caught.value).splitlines()
+    assert (first, title) == ("pipeline rank 1 did not send", "where the ranks are:")
+    assert [row.split(":")[0].strip() for row in rest] == ["rank 3", "rank 2", "rank 1", "rank 0"]
+    assert rest[0].endswith("has not begun a step")
+    assert "no sign of life for 50." in rest[1] and rest[1].endswith("it was in action 2B1 (stage 2, microbatch 1)")
+    assert "in action 1F0 (stage 1, microbatch 0) for" in rest[2]
+    assert "in action 0B0 (stage 0, microbatch 0) for" in rest[3]
+    watchdogs[1].leave()
+
+
+def test_a_rank_outside_of_steps_is_said_to_be_there() -> None:
+    store = torch.distributed.HashStore()
+    watchdog = Watchdog(0, 1000.0, whereabouts=Whereabouts(store, 0, 2, BEAT))
+    with watchdog.watching("a place"):
+        assert soon(lambda: bool(store.check(["deepspeed_pulse/whereabouts/0"])))
+    assert soon(lambda: json.loads(store.get("deepspeed_pulse/whereabouts/0"))["doing"] == OUTSIDE)
+    other = Whereabouts(store, 1, 2, BEAT)
+    time.sleep(5 * BEAT)  # it writes no more, and is not called silent
+    assert f"rank 0: in {OUTSIDE} for" in other.text(("a place", time.monotonic(), True))
+
+
+class StoppedStore:
+    """The process that holds the store does not answer."""
+
+    def clone(self) -> StoppedStore:
+        time.sleep(3600)
+        return self
+
+
+def test_a_store_that_does_not_answer_is_said_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whereabouts, "ANSWER_SECONDS", 0.1)
+    text = Whereabouts(StoppedStore(), 1, 2, BEAT).text(("a place", time.monotonic(), True))
+    assert "did not answer within 0.1 s" in text and "stopped or dead" in text

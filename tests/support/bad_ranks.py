@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -433,6 +434,8 @@ class Failing(DownTime):
             print("FAILING", os.getpid(), flush=True)
             if self.how == "exception":
                 raise ValueError("the layer had enough")
+            if self.how == "stop":
+                time.sleep(1.5)  # its watchdog has told where it is
             os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
         return super().forward(x, temb)
 

@@ -70,7 +70,7 @@ def stages_leave_before_the_last_action() -> None:
     counts, start = [], engine._reduction.start
 
     def counting(stage: int) -> None:
-        counts.append((stage, len(engine._runtime.spans)))
+        counts.append((stage, len(engine._runtime._marks)))
         start(stage)
 
     engine._reduction.start = counting

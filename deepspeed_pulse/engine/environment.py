@@ -1,0 +1,97 @@
+"""What a bug report needs: versions, accelerator, backend, hook. A part that is broken says so and hides no other.
+
+Loaded by ``ds_pulse report``; imports the frameworks only inside :func:`environment`, as they may be what is broken.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from importlib import metadata
+
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "huggingface_hub",
+    "safetensors",
+    "highspy",
+    "numpy",
+)
+LIBRARIES = ("nvidia-nccl", "torch-npu", "torch_npu", "oneccl")
+"""Prefixes of packages that communicate, where they are installed."""
+
+VARIABLES = ("CUDA_", "NCCL_", "HCCL_", "ASCEND_", "GLOO_", "OMP_", "TORCH_", "DS_")
+"""Prefixes of environment variables that change how ranks run; none holds a secret."""
+
+
+def environment() -> Iterator[tuple[str, str]]:
+    """(name, what was found) in the order to print."""
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    yield "cores", str(os.cpu_count())
+    for name in (*PACKAGES, *_libraries()):
+        yield name, _version(name)
+    yield "accelerator", _found(_accelerator)
+    yield "communication", _found(_backend)
+    yield "hook", _found(_hook)
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(VARIABLES):
+            yield name, value
+
+
+def _libraries() -> list[str]:
+    names = {str(found.metadata["Name"]) for found in metadata.distributions()}
+    return sorted(name for name in names if name.startswith(LIBRARIES))
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _found(look: Callable[[], str]) -> str:
+    try:
+        return look()
+    except Exception as problem:  # whatever a broken installation raises
+        return f"broken: {type(problem).__name__}: {problem}"
+
+
+def _accelerator() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    name, count = accelerator.device_name(), accelerator.device_count()
+    if name == "cpu":
+        return "cpu"
+    memory = ", ".join(f"{accelerator.total_memory(index) / 1e9:.1f} GB" for index in range(count))
+    return f"{name}, {count} here ({memory}); bf16 {_supports(accelerator.is_bf16_supported())}"
+
+
+def _supports(flag: bool) -> str:
+    return "supported" if flag else "not supported"
+
+
+def _backend() -> str:
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    name = str(get_accelerator().communication_backend_name())
+    there = torch.distributed.is_available() and torch.distributed.is_backend_available(name)
+    return name if there else f"{name}, which this torch does not have"
+
+
+def _hook() -> str:
+    from deepspeed_pulse.engine import hook
+    from deepspeed_pulse.engine.upstream import check_version
+
+    check_version()
+    if not hook.needed():
+        return "not needed: this DeepSpeed asks the module for its engine"
+    hook.install()
+    return "in place" if hook.installed() else "cannot be put in place"

@@ -1,0 +1,129 @@
+"""Which steps are measured over all ranks, and what becomes of it: tables, advice, trace, run file, events."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepspeed_pulse.engine import events, figures, planning
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, Run
+from deepspeed_pulse.runtime.rank import Stats
+
+if TYPE_CHECKING:
+    from deepspeed_pulse.engine.engine import PulseEngine
+
+REPORT_STEP = 3
+"""Measured figures are printed after this many steps of the process (the first ones warm up)."""
+
+TRACED_STEPS = (1, REPORT_STEP)
+"""Steps of the process that are traced where ``trace_steps`` says nothing."""
+
+KEPT_STEPS = 20
+"""Measured steps in the trace and the run file; older ones are dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Due:
+    """What a step is measured for."""
+
+    table: bool
+    trace: bool
+    events: bool
+
+    @cached_property
+    def any(self) -> bool:
+        return self.table or self.trace or self.events
+
+
+class Observer:
+    """Decides before a training step whether it is measured, alike on all ranks, and reports on it afterwards.
+
+    Other steps cost no communication.
+    """
+
+    def __init__(self, engine: PulseEngine) -> None:
+        self._engine = engine
+        self._pulse, self._planned = engine.module.pulse, engine.module.planned
+        self._plan: Plan = engine.module.plan
+        self._num_steps = 0
+        self._due = _Due(table=False, trace=False, events=False)
+        self._times: list[float] = []
+        self._kept: deque[MeasuredStep] = deque(maxlen=KEPT_STEPS)
+        self._difference: Difference | None = None
+
+    def begin_step(self) -> bool:
+        """True when the coming step is to be measured."""
+        step = self._engine.global_steps + 1
+        self._num_steps += 1
+        self._due = _Due(
+            table=self._num_steps == REPORT_STEP,
+            trace=self._pulse.trace is not None and self._is_chosen(step),
+            events=events.due(self._engine, step),
+        )
+        return self._due.any
+
+    def _is_chosen(self, step: int) -> bool:
+        chosen = self._pulse.trace_steps
+        if chosen is None:
+            return self._num_steps in TRACED_STEPS
+        return step % chosen == 0 if isinstance(chosen, int) else step in chosen
+
+    def end_step(self, step_ms: float, plan: Plan) -> None:
+        """Report on the step if it was measured; collective in the pipeline then.
+
+        Args:
+            step_ms: all of ``train_batch`` on this rank.
+            plan: what was run.
+        """
+        if self._engine.monitor.enabled:
+            self._times.append(step_ms)
+        if not self._due.any:
+            return
+        found = self._engine.gather_figures()
+        if found is not None and self._engine.global_rank == 0:
+            timeline, ranks = found
+            step, figures_of_ranks = self._engine.global_steps, tuple(map(_figures, ranks))
+            self._report(plan, MeasuredStep(step=step, step_ms=step_ms, ranks=figures_of_ranks, timeline=timeline))
+        if self._due.events:
+            self._times.clear()
+
+    def _report(self, plan: Plan, measured: MeasuredStep) -> None:
+        if plan is not self._plan:
+            self._kept.clear()  # a run file holds steps of one plan
+        self._plan = plan
+        difference = planning.difference(self._planned, plan, measured)
+        if self._due.trace or (self._due.table and self._pulse.trace is None):
+            self._kept.append(measured)
+            self._difference = difference
+        if self._due.table and self._planned.measured:
+            figures.print_measured(plan, measured, difference)
+        if self._due.trace:
+            figures.write_files(Path(str(self._pulse.trace)), self.run())
+        if self._due.events:
+            mean = sum(self._times) / len(self._times)
+            predicted = plan.estimate if self._planned.measured else None
+            events.write(self._engine, events.figures_of(measured, mean_step_ms=mean, predicted=predicted))
+
+    def run(self) -> Run:
+        """What is known of this run so far; measured steps on global rank 0 only."""
+        return Run(
+            plan=self._plan,
+            layers=tuple(layer.name for layer in self._engine.module.graph.layers),
+            costs=self._planned.costs,
+            planned=planning.planned_timeline(self._planned, self._plan),
+            steps=tuple(self._kept),
+            difference=self._difference,
+        )
+
+
+def _figures(stats: Stats) -> RankFigures:
+    return RankFigures(
+        p2p_bytes=stats.p2p_bytes,
+        local_value_bytes=stats.local_value_bytes,
+        peak_live_bytes=stats.peak_live_bytes,
+        idle_ms=stats.idle_ms,
+    )

@@ -1,0 +1,224 @@
+"""What a run measured beside what was planned (file format ``pulse-run/1``), for ``ds_pulse report``.
+
+Pure data, small: the plan, the planned timeline, and the steps that were measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_pulse.errors import FileError, PulseError
+from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.schedule import Action
+from deepspeed_pulse.ir.timeline import Span, Timeline
+
+FORMAT = "pulse-run/1"
+
+RUN_FILE = "pulse_run.json"
+"""Its name beside checkpoints; beside a trace it has the trace's name and the suffix ``.run.json``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one pipeline rank counted in a step. Bytes; ms. ``p2p_bytes`` by channel, as in ``pulse_stats``."""
+
+    p2p_bytes: Mapping[str, int]
+    local_value_bytes: int
+    peak_live_bytes: int
+    idle_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """One step as it ran. ``step``: its number, from 1; ``step_ms``: all of ``train_batch`` on the first rank."""
+
+    step: int
+    step_ms: float
+    ranks: tuple[RankFigures, ...]
+    timeline: Timeline
+
+    @property
+    def p2p_bytes(self) -> dict[str, int]:
+        """Bytes sent by all ranks together, by kind: ``hidden``, ``hidden_grad``, ``value``, ``value_grad``."""
+        found: dict[str, int] = {}
+        for rank in self.ranks:
+            for kind, sent in bytes_by_kind(rank.p2p_bytes).items():
+                found[kind] = found.get(kind, 0) + sent
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Why a measured step took longer than the planned one; ms, negative for shorter.
+
+    The four parts add up to ``measured_ms - planned_ms``. ``layers_ms``: actions took longer than the profile says.
+    ``pauses_ms``: a rank did nothing between two actions although nothing was missing. ``messages_ms``: ranks waited
+    longer for messages than that explains. ``outside_ms``: before the first action and after the last one.
+    ``stage``: the one whose actions exceed the profile most, with forward plus backward of a microbatch.
+    """
+
+    planned_ms: float
+    measured_ms: float
+    layers_ms: float
+    pauses_ms: float
+    messages_ms: float
+    outside_ms: float
+    stage: int
+    stage_planned_ms: float
+    stage_measured_ms: float
+    mean_pause_ms: float
+
+    @property
+    def share(self) -> float:
+        """Of the planned step; 0.2 is 20 % longer."""
+        return self.measured_ms / self.planned_ms - 1.0 if self.planned_ms else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Contents of a file ``pulse-run/1``.
+
+    ``layers``: their names. ``costs``: where its layer costs came from. ``planned``: None where those are no times,
+    and then there is no ``difference`` either; that is of the last measured step.
+    """
+
+    plan: Plan
+    layers: tuple[str, ...]
+    costs: str
+    planned: Timeline | None
+    steps: tuple[MeasuredStep, ...]
+    difference: Difference | None
+
+    def to_json(self) -> str:
+        return write_json(
+            {
+                "format": FORMAT,
+                "plan": self.plan.to_dict(),
+                "layers": list(self.layers),
+                "costs": self.costs,
+                "planned": None if self.planned is None else _spans_to_list(self.planned),
+                "steps": [
+                    {
+                        "step": step.step,
+                        "step_ms": step.step_ms,
+                        "ranks": [{**asdict(rank), "p2p_bytes": dict(rank.p2p_bytes)} for rank in step.ranks],
+                        "spans": _spans_to_list(step.timeline),
+                    }
+                    for step in self.steps
+                ],
+                "difference": None if self.difference is None else asdict(self.difference),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "run") -> Run:
+        fields = read_json(text, where, FORMAT)
+        fields.done(("format", *cls.__dataclass_fields__))
+        plan = Plan.from_json(json.dumps(fields.raw("plan")), f"{where}: plan")
+        names = fields.items("layers")
+        if len(names) != plan.num_layers or not all(isinstance(name, str) for name in names):
+            raise fields.error("layers", f"the names of the plan's {plan.num_layers} layers")
+        return cls(
+            plan=plan,
+            layers=tuple(names),
+            costs=fields.text("costs"),
+            planned=_read_spans(fields, "planned", plan, where) if fields.has("planned") else None,
+            steps=fields.objects("steps", lambda step: _read_step(step, plan, where)),
+            difference=_read_difference(fields.object("difference")) if fields.has("difference") else None,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Run:
+        return cls.from_json(read_file(path), str(path))
+
+
+def bytes_by_kind(channels: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by channel (``value:down.3``) added up by kind (``value``); every kind is there."""
+    found = {"hidden": 0, "hidden_grad": 0, "value": 0, "value_grad": 0}
+    for name, sent in channels.items():
+        found[name.partition(":")[0]] += sent
+    return found
+
+
+def _spans_to_list(timeline: Timeline) -> list[list[Any]]:
+    """``[rank, "2F0", start, end, waited]`` per action, ms with 4 digits (0.1 microseconds)."""
+    return [
+        [s.rank, str(s.action), round(s.start_ms, 4), round(s.end_ms, 4), round(s.waited_ms, 4)] for s in timeline.spans
+    ]
+
+
+def _read_spans(fields: Fields, name: str, plan: Plan, where: str) -> Timeline:
+    return Timeline(
+        num_ranks=plan.pipeline_ranks,
+        spans=tuple(_read_span(item, plan, f"{where}: {name}[{i}]") for i, item in enumerate(fields.items(name))),
+    )
+
+
+def _read_span(item: Any, plan: Plan, where: str) -> Span:
+    wrong = FileError(f'{where}: expected [rank, action, start_ms, end_ms, waited_ms] like [0, "2F0", 0.0, 1.5, 0.0]')
+    if not isinstance(item, list) or len(item) != 5 or not isinstance(item[1], str):
+        raise wrong
+    rank, text, *times = item
+    numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (rank, *times))
+    if not numbers or rank not in range(plan.pipeline_ranks):
+        raise wrong
+    try:
+        action = Action.parse(text)
+    except PulseError as problem:
+        raise FileError(f"{where}: {problem}") from None
+    if action.stage not in plan.stages_of(rank):
+        raise FileError(f"{where}: expected an action of rank {rank} (stages {plan.stages_of(rank)}), found {text}")
+    start, end, waited = times
+    return Span(rank=rank, action=action, start_ms=start, end_ms=end, waited_ms=waited)
+
+
+def _read_step(fields: Fields, plan: Plan, where: str) -> MeasuredStep:
+    fields.done(("step", "step_ms", "ranks", "spans"))
+    step = MeasuredStep(
+        step=fields.integer("step"),
+        step_ms=fields.number("step_ms"),
+        ranks=fields.objects("ranks", _read_rank),
+        timeline=_read_spans(fields, "spans", plan, where),
+    )
+    if len(step.ranks) != plan.pipeline_ranks:
+        raise fields.error("ranks", f"figures of each of the {plan.pipeline_ranks} ranks")
+    if not step.timeline.spans:
+        raise fields.error("spans", "at least one action")
+    return step
+
+
+def _read_rank(fields: Fields) -> RankFigures:
+    fields.done(RankFigures.__dataclass_fields__)
+    sent = fields.raw("p2p_bytes")
+    known = bytes_by_kind({})
+    if not isinstance(sent, dict) or any(name.partition(":")[0] not in known for name in sent):
+        raise fields.error("p2p_bytes", f"an object whose names are {', '.join(known)} (values with :NAME)")
+    counted = fields.object("p2p_bytes")
+    return RankFigures(
+        p2p_bytes={name: counted.integer(name) for name in sent},
+        local_value_bytes=fields.integer("local_value_bytes"),
+        peak_live_bytes=fields.integer("peak_live_bytes"),
+        idle_ms=fields.number("idle_ms"),
+    )
+
+
+def _read_difference(fields: Fields) -> Difference:
+    fields.done(Difference.__dataclass_fields__)
+    lowest = -1e15
+    return Difference(
+        planned_ms=fields.number("planned_ms"),
+        measured_ms=fields.number("measured_ms"),
+        layers_ms=fields.number("layers_ms", minimum=lowest),
+        pauses_ms=fields.number("pauses_ms", minimum=lowest),
+        messages_ms=fields.number("messages_ms", minimum=lowest),
+        outside_ms=fields.number("outside_ms", minimum=lowest),
+        stage=fields.integer("stage"),
+        stage_planned_ms=fields.number("stage_planned_ms"),
+        stage_measured_ms=fields.number("stage_measured_ms"),
+        mean_pause_ms=fields.number("mean_pause_ms"),
+    )

@@ -1,0 +1,73 @@
+"""Why a measured step differs from the planned one: the plan simulated again with what was measured, part by part.
+
+The order of actions is the plan's in every simulation. With planned times it takes the planned makespan; with
+measured durations of the actions, what that adds is the layers'; with measured pauses between them too, what that adds
+is the pauses'; and what the measured makespan has beyond that is the messages'.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.run import Difference
+from deepspeed_pulse.ir.schedule import Action
+from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.simulate import run
+
+
+def explain(plan: Plan, profile: Profile, cluster: Cluster, measured: Timeline, *, step_ms: float) -> Difference:
+    """The parts of ``step_ms`` minus the planned step.
+
+    Args:
+        measured: every action of the plan once, with what its rank waited before it.
+        step_ms: the measured step, from the start of ``train_batch`` to its end.
+    """
+    instance = Instance(plan, profile, cluster)
+    durations = {span.action: span.end_ms - span.start_ms for span in measured.spans}
+    pauses = _pauses(measured)
+    planned = run(instance, plan.schedule).makespan_ms
+    with_layers = run(instance, plan.schedule, durations=durations).makespan_ms
+    with_pauses = run(instance, plan.schedule, durations=durations, pauses=pauses).makespan_ms
+    planned_step = planned if plan.estimate is None else plan.estimate.step_ms
+    stage = _most_exceeding(instance, durations)
+    return Difference(
+        planned_ms=planned_step,
+        measured_ms=step_ms,
+        layers_ms=with_layers - planned,
+        pauses_ms=with_pauses - with_layers,
+        messages_ms=measured.makespan_ms - with_pauses,
+        outside_ms=(step_ms - measured.makespan_ms) - (planned_step - planned),
+        stage=stage,
+        stage_planned_ms=_per_microbatch(plan, stage, {action: instance.duration_ms(action) for action in durations}),
+        stage_measured_ms=_per_microbatch(plan, stage, durations),
+        mean_pause_ms=sum(pauses.values()) / len(pauses),
+    )
+
+
+def _pauses(measured: Timeline) -> dict[Action, float]:
+    """ms before each action in which its rank neither worked nor waited for a message."""
+    found: dict[Action, float] = {}
+    start = min(span.start_ms for span in measured.spans)
+    for rank in range(measured.num_ranks):
+        free = start
+        for span in measured.spans_of(rank):
+            found[span.action] = max(0.0, span.start_ms - free - span.waited_ms)
+            free = span.end_ms
+    return found
+
+
+def _most_exceeding(instance: Instance, durations: Mapping[Action, float]) -> int:
+    """The stage whose actions took longest beyond the profile, all microbatches together."""
+    beyond: dict[int, float] = defaultdict(float)
+    for action, duration in durations.items():
+        beyond[action.stage] += duration - instance.duration_ms(action)
+    return max(beyond, key=lambda stage: (abs(beyond[stage]), -stage))
+
+
+def _per_microbatch(plan: Plan, stage: int, durations: Mapping[Action, float]) -> float:
+    return sum(ms for action, ms in durations.items() if action.stage == stage) / plan.microbatches

@@ -1,0 +1,80 @@
+"""What to do when a step takes another time, or more memory, than planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.run import Difference
+from deepspeed_pulse.report import words
+
+WORTH_SAYING = 0.2
+"""Share of the planned time or memory from which on a difference is worth a warning."""
+
+_EXPLAINS = 0.2
+"""Share of the difference that a part must explain to be advised on."""
+
+
+def warning(plan: Plan, difference: Difference | None, peak_bytes: Sequence[int]) -> list[str]:
+    """Lines of a warning; none where time and memory are within 20 % of the plan.
+
+    Args:
+        difference: None where nothing was predicted.
+        peak_bytes: measured, per rank.
+    """
+    lines = [] if difference is None or abs(difference.share) <= WORTH_SAYING else list(_time(difference))
+    if plan.estimate is not None:
+        lines += _memory(plan.estimate.peak_bytes, peak_bytes)
+    return lines
+
+
+def _time(difference: Difference) -> Iterator[str]:
+    ms = words.milliseconds
+    longer = difference.share > 0
+    yield (
+        f"warning: the step took {ms(difference.measured_ms)}, {100 * abs(difference.share):.0f} % "
+        f"{'longer' if longer else 'shorter'} than the planned {ms(difference.planned_ms)}; of that"
+    )
+    total = difference.measured_ms - difference.planned_ms
+    parts = sorted(_parts(difference), key=lambda part: part[0] / total, reverse=True)
+    for part_ms, what, knob in parts:
+        explains = part_ms / total >= _EXPLAINS
+        yield f"  {part_ms:+.3g} ms: {what}{f'; {knob}' if explains else ''}"
+
+
+def _parts(difference: Difference) -> Iterator[tuple[float, str, str]]:
+    """(ms, what it is, which knob to turn)."""
+    ms = words.milliseconds
+    yield (
+        difference.layers_ms,
+        f"layers against their profile (most: stage {difference.stage}, {ms(difference.stage_measured_ms)} instead of "
+        f"{ms(difference.stage_planned_ms)} a microbatch)",
+        "measure them again on this device while nothing else runs on it (ds_pulse profile, or example_batch=), for "
+        "the plan may cut in the wrong places",
+    )
+    yield (
+        difference.messages_ms,
+        "waiting for messages beyond their planned time",
+        'give the real bandwidth and latency of the links as a cluster file (key "cluster"), so that the plan '
+        "counts with them",
+    )
+    yield (
+        difference.pauses_ms,
+        f"pauses of the ranks between actions ({ms(difference.mean_pause_ms)} each)",
+        "that is the host's work: use larger microbatches, and give the ranks cores of their own",
+    )
+    yield (
+        difference.outside_ms,
+        "outside the actions: drawing the first batch, gradient reduction, optimizer",
+        "plans count no optimizer; look for a slow data loader, and use more microbatches a step",
+    )
+
+
+def _memory(planned: Sequence[int], measured: Sequence[int]) -> Iterator[str]:
+    for rank, (expected, found) in enumerate(zip(planned, measured, strict=True)):
+        if expected and found > (1 + WORTH_SAYING) * expected:
+            yield (
+                f"warning: rank {rank} held {words.gigabytes(found)} GB, {100 * (found / expected - 1):.0f} % more "
+                f"than the planned {words.gigabytes(expected)} GB; measure the layers again with batches of this size "
+                '(example_batch=), so that "memory_gb" is kept'
+            )

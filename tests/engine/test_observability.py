@@ -1,0 +1,102 @@
+"""Monitor, timers and traces of a real run, and what ``ds_pulse report`` makes of what it wrote."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.launch import launch
+from support.observe_ranks import STEPS
+
+from deepspeed_pulse.cli import main
+from deepspeed_pulse.ir.run import RUN_FILE, Run
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run with everything switched on, and what its first rank printed."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, launch("support.observe_ranks:observed", 2, str(folder), timeout=200)[0][1]
+
+
+def table(path: Path) -> list[tuple[int, float]]:
+    with path.open(newline="") as file:
+        return [(int(row[0]), float(row[1])) for row in list(csv.reader(file))[1:]]
+
+
+def test_the_monitor_is_told_at_upstreams_cadence(observed: tuple[Path, str]) -> None:
+    events = observed[0] / "events"
+    found = {path.stem.removeprefix("Train_Pulse_") for path in events.glob("Train_Pulse_*.csv")}
+    kinds = ("hidden", "hidden_grad", "value", "value_grad")
+    assert found == {
+        *("step_ms", "makespan_ms", "bubble_ratio", "idle_ms", "peak_live_bytes", "local_value_bytes"),
+        *("predicted_step_ms", "predicted_bubble_ratio", "predicted_peak_bytes"),
+        *(f"p2p_bytes_{kind}" for kind in kinds),
+    }
+    losses = table(events / "Train_Samples_train_loss.csv")
+    assert len(losses) == STEPS
+    for name in found:
+        rows = table(events / f"Train_Pulse_{name}.csv")
+        # every second step, on upstream's axis of samples
+        assert [samples for samples, _ in rows] == [losses[1][0], losses[3][0]], name
+    hidden, back = (table(events / f"Train_Pulse_p2p_bytes_{kind}.csv") for kind in ("hidden", "hidden_grad"))
+    assert hidden == back and hidden[0][1] > 0
+    assert 0 <= table(events / "Train_Pulse_bubble_ratio.csv")[0][1] < 1
+
+
+def test_the_baseline_tells_its_bytes_under_the_same_names(observed: tuple[Path, str]) -> None:
+    rows = table(observed[0] / "baseline" / "Train_Pulse_p2p_bytes_value.csv")
+    assert len(rows) == 1 and rows[0][1] > 0
+    assert (observed[0] / "baseline" / "Train_Pulse_step_ms.csv").is_file()
+
+
+def test_upstreams_breakdown_is_fed(observed: tuple[Path, str]) -> None:
+    _, output = observed
+    names = "batch_input", "fwd_microstep", "bwd_microstep", "bwd_inner_microstep", "step_microstep"
+    pipes = "pipe_send_output", "pipe_send_grad", "pipe_recv_input", "pipe_recv_grad"
+    for name in (*names, "fwd", "bwd", *pipes):
+        printed = re.findall(rf"\| {name}: ([0-9.]+)", output)
+        assert len(printed) == STEPS // 2, (name, output[-3000:])
+        assert all(float(ms) > 0 for ms in printed), (name, printed)
+
+
+def test_the_chosen_steps_are_traced_below_the_planned_one(observed: tuple[Path, str]) -> None:
+    events = json.loads((observed[0] / "traces" / "step.json").read_text())["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert [name.partition(" rank")[0] for name in processes[::2]] == ["planned", "step 2", "step 4"]
+    run = Run.load(observed[0] / "traces" / "step.run.json")
+    for step in run.steps:
+        assert [tuple(span.action for span in step.timeline.spans_of(r)) for r in (0, 1)] == list(run.plan.schedule)
+        assert all(span.waited_ms >= 0 for span in step.timeline.spans)
+    assert run.difference is not None
+
+
+def test_the_parts_of_the_difference_add_up(observed: tuple[Path, str]) -> None:
+    run = Run.load(observed[0] / "checkpoints" / RUN_FILE)
+    found = run.difference
+    assert found is not None and found.measured_ms == run.steps[-1].step_ms
+    parts = found.layers_ms + found.pauses_ms + found.messages_ms + found.outside_ms
+    assert parts == pytest.approx(found.measured_ms - found.planned_ms)
+
+
+def test_the_table_is_printed_once(observed: tuple[Path, str]) -> None:
+    assert observed[1].count("measured beside predicted") == 1
+
+
+def test_report_prints_and_draws_what_the_run_wrote(
+    observed: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(observed[0])]) == 0
+    printed = capsys.readouterr().out
+    for part in ("wave placement", "measured beside predicted", "measured steps", "step.run.json", "Pulse_step_ms"):
+        assert part in printed, printed
+    picture, page = tmp_path / "run.png", tmp_path / "run.html"
+    run = observed[0] / "traces" / "step.run.json"
+    assert main(["report", str(run), "--out", str(picture), "--out", str(page)]) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG" and "planned" in page.read_text()
+    capsys.readouterr()
+    assert main(["report", str(observed[0]), "--out", str(picture)]) == 2
+    assert "expected one run file to draw" in capsys.readouterr().err

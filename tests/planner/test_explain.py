@@ -1,0 +1,95 @@
+"""The parts of a difference: each is found alone, in full, and together they add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from toys import cluster
+
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.ir.run import Difference
+from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.planner.explain import explain
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.simulate import run, simulate
+
+RANKS, MICROBATCHES = 2, 4
+
+
+def profile(*, slow: int | None = None) -> Profile:
+    layers = [
+        LayerCost(name=f"l{i}", forward_ms=1.0, backward_ms=2.0, param_bytes=0, activation_bytes=1, output_bytes=10**6)
+        for i in range(4)
+    ]
+    if slow is not None:
+        layers[slow] = replace(layers[slow], forward_ms=2.5, backward_ms=5.0)
+    return Profile(name="toy", device="d", dtype="float32", microbatch_size=1, layers=tuple(layers), skips=())
+
+
+COSTS, CLUSTER = profile(), cluster()
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(
+        COSTS, cluster=CLUSTER, pipeline_ranks=RANKS, microbatches=MICROBATCHES, placement="wave", solver_seconds=0
+    )
+
+
+def with_waits(timeline: Timeline) -> Timeline:
+    """As the engine measures: what a rank did not work, it waited."""
+    spans, free = [], [min(span.start_ms for span in timeline.spans)] * timeline.num_ranks
+    for span in timeline.spans:
+        spans.append(replace(span, waited_ms=span.start_ms - free[span.rank]))
+        free[span.rank] = span.end_ms
+    return replace(timeline, spans=tuple(spans))
+
+
+def parts(found: Difference) -> tuple[float, float, float, float]:
+    return found.layers_ms, found.pauses_ms, found.messages_ms, found.outside_ms
+
+
+def test_a_step_as_planned_differs_in_nothing(plan: Plan) -> None:
+    measured = with_waits(simulate(plan, COSTS, CLUSTER))
+    found = explain(plan, COSTS, CLUSTER, measured, step_ms=plan.estimate.step_ms)
+    assert parts(found) == pytest.approx((0, 0, 0, 0), abs=1e-9) and found.share == 0
+
+
+def test_slow_layers_are_named_with_their_stage(plan: Plan) -> None:
+    slow = profile(slow=2)
+    measured = with_waits(simulate(replace(plan, profile_fingerprint=None), slow, CLUSTER))
+    more = measured.makespan_ms - plan.estimate.makespan_ms
+    found = explain(plan, COSTS, CLUSTER, measured, step_ms=plan.estimate.step_ms + more)
+    assert parts(found) == pytest.approx((more, 0, 0, 0), abs=1e-9) and more > 5
+    assert found.stage == plan.stage_of(2)
+    assert (found.stage_planned_ms, found.stage_measured_ms) == pytest.approx((3.0, 7.5))
+
+
+def test_a_slow_link_is_what_ranks_waited_for(plan: Plan) -> None:
+    slow_link = replace(CLUSTER.intra_node, latency_us=3000.0)
+    slow = replace(CLUSTER, intra_node=slow_link, inter_node=slow_link)
+    measured = with_waits(simulate(plan, COSTS, slow))
+    more = measured.makespan_ms - plan.estimate.makespan_ms
+    found = explain(plan, COSTS, CLUSTER, measured, step_ms=plan.estimate.step_ms + more)
+    assert parts(found) == pytest.approx((0, 0, more, 0), abs=1e-9) and more > 5
+
+
+def test_pauses_and_what_lies_outside(plan: Plan) -> None:
+    pauses = {action: 0.5 for row in plan.schedule for action in row}
+    instance = Instance(plan, COSTS, CLUSTER)
+    spans: list[Span] = []
+    free = [0.0] * RANKS
+    for span in run(instance, plan.schedule, pauses=pauses).spans:
+        waited = span.start_ms - free[span.rank] - 0.5
+        spans.append(replace(span, waited_ms=waited))
+        free[span.rank] = span.end_ms
+    # the first action's own pause lies before the step's first action
+    measured = Timeline(num_ranks=RANKS, spans=tuple(spans))
+    found = explain(plan, COSTS, CLUSTER, measured, step_ms=measured.makespan_ms + 10)
+    assert found.layers_ms == pytest.approx(0) and found.pauses_ms > 2
+    assert found.messages_ms == pytest.approx(0, abs=0.51)
+    assert found.outside_ms == pytest.approx(10)
+    assert sum(parts(found)) == pytest.approx(found.measured_ms - found.planned_ms)

@@ -1,0 +1,53 @@
+"""``ds_pulse report``: what a bug report needs, and what a run wrote (a real one: the tests of the engine)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_pulse.cli import main
+from deepspeed_pulse.engine import environment as environment_module
+from deepspeed_pulse.engine.environment import environment
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["report", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_without_a_path_it_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report"]) == 0
+    rows = dict(line.strip().split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["deepspeed"] == "0.19.8" and rows["hook"] == "in place"
+    assert rows["accelerator"] == "cpu" and rows["communication"] == "gloo"
+    assert {"ds_pulse", "python", "torch", "diffusers", "highspy"} <= rows.keys()
+
+
+def test_a_broken_part_is_said_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise ImportError("libsomething.so: cannot open shared object file")
+
+    monkeypatch.setattr(environment_module, "_accelerator", broken)
+    rows = dict(environment())
+    assert rows["accelerator"] == "broken: ImportError: libsomething.so: cannot open shared object file"
+    assert rows["hook"] == "in place"
+
+
+def test_unusable_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "expected a run file" in error_of(capsys, str(tmp_path))
+    assert "cannot be read" in error_of(capsys, str(tmp_path / "none.json"))
+    assert "goes with the folder or file" in error_of(capsys, "--out", "x.png")
+    assert "--out x.csv: expected a name ending in one of .png" in error_of(capsys, str(tmp_path), "--out", "x.csv")
+    table = tmp_path / "Train_Pulse_step_ms.csv"
+    table.write_text("step,step_ms\n4,fast\n")
+    assert "expected a table of csv_monitor" in error_of(capsys, str(tmp_path))
+
+
+def test_a_table_of_a_resumed_run_is_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "Train_Pulse_step_ms.csv").write_text("step,step_ms\n4,10.5\n8,11\nstep,step_ms\n12,9.25\n")
+    assert main(["report", str(tmp_path)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "Pulse_step_ms" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")][1:] == ["3", "12", "10.5", "9.25", "9.25", "11"]
