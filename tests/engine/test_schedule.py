@@ -8,7 +8,13 @@ import pytest
 from deepspeed.runtime.pipe import schedule as upstream
 
 from deepspeed_pulse.engine.engine import PulseEngine
-from deepspeed_pulse.engine.instructions import ComputeAction, FinishStep, ReceiveMessages, SendMessages
+from deepspeed_pulse.engine.instructions import (
+    ComputeAction,
+    FinishStep,
+    ReceiveMessages,
+    ReduceStageGrads,
+    SendMessages,
+)
 from deepspeed_pulse.engine.planning import with_schedule
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.ir.channels import make_traffic
@@ -38,12 +44,10 @@ def plan_of(placement: str, ranks: int, microbatches: int) -> Plan:
 
 
 def schedules(plan: Plan, *, training: bool = True) -> list[PulseSchedule]:
-    program = make_traffic(plan).program
+    sizes = {"micro_batches": plan.microbatches, "stages": plan.pipeline_ranks}
     return [
-        PulseSchedule(
-            steps, training=training, micro_batches=plan.microbatches, stages=plan.pipeline_ranks, stage_id=rank
-        )
-        for rank, steps in enumerate(program)
+        PulseSchedule(steps, training=training, reduce_early=training, stage_id=rank, **sizes)
+        for rank, steps in enumerate(make_traffic(plan).program)
     ]
 
 
@@ -83,6 +87,7 @@ def test_every_action_once_in_the_plans_order_then_one_optimizer_step(
         kinds = Counter(map(type, found))
         assert all(kind in PulseEngine._INSTRUCTION_MAP for kind in kinds)
         assert type(found[-1]) is upstream.OptimizerStep
+        assert kinds[ReduceStageGrads] == len(stages)
         for once in (FinishStep, upstream.ReduceTiedGrads, upstream.ReduceGrads, upstream.OptimizerStep):
             assert kinds[once] == 1, once
         assert list(map(repr, instructions(schedule))) == list(map(repr, found)), "can be walked again"
