@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_profile(commands)
     _add_plan(commands)
+    _add_tune(commands)
     _add_simulate(commands)
     _add_check(commands)
     _add_show(commands)
@@ -124,7 +125,34 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         help='layers that run again in backward: "none", "all", "auto" (as few as the memory needs), or indices and '
         "names",
     )
+    _add_zero_stage(plan)
     plan.add_argument("--out", required=True, metavar="PLAN", help="the plan that is written")
+
+
+def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
+    tune = commands.add_parser(
+        "tune", help="choose ranks, placement, microbatch size and ZeRO stage for a global batch"
+    )
+    tune.set_defaults(command=_tune)
+    tune.add_argument(
+        "profiles",
+        nargs="+",
+        metavar="PROFILE",
+        help="layer costs, a file for each microbatch size; of a single one, larger microbatches are scaled",
+    )
+    tune.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
+    tune.add_argument("--global-batch", required=True, type=_count, metavar="B", help="samples of one step, all ranks")
+    tune.add_argument("--world", type=_count, metavar="N", help="ranks to use; default: the cluster's")
+    tune.add_argument("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
+    tune.add_argument(
+        "--solver-seconds", default=10.0, type=_seconds, metavar="T", help="search for better orders of the best"
+    )
+    tune.add_argument("--exhaustive", action="store_true", help="simulate what bounds exclude, too")
+    tune.add_argument("--all", action="store_true", help="a row for everything that was tried")
+    tune.add_argument("--out", metavar="PLAN", help="the best choice's plan")
+    tune.add_argument("--profile-out", metavar="PROFILE", help="the profile, perhaps scaled, behind that plan")
+    tune.add_argument("--config", metavar="JSON", help="DeepSpeed's settings for it; needs --out")
+    tune.add_argument("--picture", metavar="FILE", help="throughput and memory over P (.png, .svg, .pdf)")
 
 
 def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -143,6 +171,10 @@ def _add_files(command: argparse.ArgumentParser) -> None:
     command.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/1)")
     command.add_argument("--profile", required=True, help="layer costs (pulse-profile/1)")
     command.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
+    _add_zero_stage(command)
+
+
+def _add_zero_stage(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--zero-stage", default=0, type=int, choices=(0, 1), help="1: data-parallel ranks share the optimizer state"
     )
@@ -302,9 +334,56 @@ def _plan(arguments: argparse.Namespace) -> int:
             tolerance=arguments.tolerance,
             progress=progress,
             recompute=arguments.recompute,
+            shard_optimizer=arguments.zero_stage == 1,
         )
         out.write_text(plan.to_json(), encoding="utf-8")
     _print(plan_table(plan, profile=profile))
+    return OK
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.fields import write_json
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.planner.tune import tune
+    from deepspeed_pulse.report.files import IMAGES, replacing
+    from deepspeed_pulse.report.progress import counting
+    from deepspeed_pulse.report.tuning import tuning_table
+
+    if arguments.config and not arguments.out:
+        raise ConfigError("--config names the plan file: give --out PLAN, too")
+    if arguments.picture and Path(arguments.picture).suffix not in IMAGES:
+        raise ConfigError(f"--picture {arguments.picture}: expected a name ending in one of {', '.join(IMAGES)}")
+    profiles, cluster = [Profile.load(path) for path in arguments.profiles], Cluster.load(arguments.cluster)
+    with contextlib.ExitStack() as files:
+        out, profile_out, config, picture = (
+            files.enter_context(replacing(name)) if name else None
+            for name in (arguments.out, arguments.profile_out, arguments.config, arguments.picture)
+        )
+        with counting(sys.stderr) as progress:
+            tuning = tune(
+                profiles,
+                cluster=cluster,
+                global_batch=arguments.global_batch,
+                world_size=arguments.world,
+                memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
+                solver_seconds=arguments.solver_seconds,
+                exhaustive=arguments.exhaustive,
+                progress=progress,
+            )
+        best = tuning.best
+        profile = tuning.profiles[best.choice.microbatch_size]
+        if out is not None:
+            out.write_text(best.planned.to_json(), encoding="utf-8")
+        if profile_out is not None:
+            profile_out.write_text(profile.to_json(), encoding="utf-8")
+        if config is not None:
+            config.write_text(write_json(best.choice.ds_config(profile, arguments.out)), encoding="utf-8")
+        if picture is not None:
+            from deepspeed_pulse.report.throughput import draw_tuning
+
+            draw_tuning(tuning, picture)
+    _print(tuning_table(tuning, everything=arguments.all))
     return OK
 
 
@@ -317,7 +396,7 @@ def _estimate(arguments: argparse.Namespace) -> int:
     plan, profile, cluster = _costs(arguments, Plan.load(arguments.plan))
     timeline = _simulate(arguments.plan, plan, profile, cluster)
     shard = arguments.zero_stage == 1
-    estimate = summarize(Instance(plan, profile, cluster), timeline, shard_optimizer=shard)
+    estimate = summarize(Instance(plan, profile, cluster, shard_optimizer=shard), timeline)
     _print(estimate_table(plan, timeline, estimate, memory_bytes=cluster.memory_bytes))
     return OK
 

@@ -41,7 +41,14 @@ class PlanError(PulseError):
 
 
 class InfeasibleError(PulseError):
-    """No plan exists under the given limits; says what would be needed."""
+    """No plan exists under the given limits; says what would be needed.
+
+    ``needed_bytes``: what the fullest rank of the most frugal plan found needs, where memory is the limit.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 class BatchError(PulseError):

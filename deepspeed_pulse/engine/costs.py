@@ -18,6 +18,7 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.runtime.profiler import measure_layers
 from deepspeed_pulse.runtime.state import param_bytes
@@ -43,6 +44,8 @@ class PlanRequest:
     recompute: str | Sequence[int] = "auto"
     reduce_early: bool = True
     """Gradients are reduced over data-parallel replicas stage by stage, not all at the end of the step."""
+    shard_optimizer: bool = False
+    layout: Layout = Layout.PIPE_MAJOR
 
 
 def make_profile(request: PlanRequest) -> tuple[Profile, str]:

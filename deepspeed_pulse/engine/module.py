@@ -11,8 +11,10 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
@@ -29,6 +31,7 @@ from deepspeed_pulse.engine.start import Config, check_world, init_distributed, 
 from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import BatchError, ConfigError, FileError
 from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
@@ -101,6 +104,8 @@ class PipelineModule(upstream.PipelineModule):
             raise ConfigError('num_stages="auto" needs pulse: add a "pulse" block to the config')
         init_distributed(self.pulse.timeout_seconds if self.pulse else None)
         check_world(num_stages, topology)
+        if topology is None and self.pulse_enabled:
+            topology = self._planned_topology(num_stages)
         hook.install()
         super().__init__(
             layers=[unwrap(layer) for layer in self.layer_list],
@@ -173,6 +178,18 @@ class PipelineModule(upstream.PipelineModule):
         if not self.layer_list:
             raise ConfigError("layers: expected at least one layer, found none")
 
+    def _planned_topology(self, num_stages: Any) -> ProcessTopology | None:
+        """None for upstream's own numbering of ranks."""
+        pulse = self.pulse
+        assert pulse is not None
+        if pulse.plan is None or planning.agree(lambda: planning.given_layout(pulse)) is Layout.PIPE_MAJOR:
+            return None
+        return ProcessTopology(axes=["data", "pipe"], dims=[dist.get_world_size() // num_stages, num_stages])
+
+    def _layout(self) -> Layout:
+        axes = list(self._topo.get_axis_names())
+        return Layout.PIPE_MAJOR if axes.index("pipe") < axes.index("data") else Layout.DATA_MAJOR
+
     # -- plan and layers ---------------------------------------------------------------------
 
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -241,6 +258,8 @@ class PipelineModule(upstream.PipelineModule):
             device=torch.device(get_accelerator().device_name(self.local_rank)),
             recompute=self.checkpointing.layers,
             reduce_early=parsed is None or reduces_early(parsed),
+            shard_optimizer=parsed is not None and parsed.zero_optimization_stage == 1,
+            layout=self._layout(),
         )
 
     def _build(self) -> None:

@@ -16,6 +16,7 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.costs import NO_DEVICE, PlanRequest, make_profile
 from deepspeed_pulse.errors import ConfigError, PlanError, PulseError, RunError
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.run import Difference, MeasuredStep
@@ -40,6 +41,7 @@ class Planned:
     cluster: Cluster | None
     costs: str
     reduce_early: bool = True
+    shard_optimizer: bool = False
 
     @property
     def measured(self) -> bool:
@@ -83,17 +85,32 @@ def make_planned(request: PlanRequest) -> Planned:
         schedule=request.pulse.schedule,
         solver_seconds=request.pulse.solver_seconds,
         recompute=request.recompute,
+        shard_optimizer=request.shard_optimizer,
+        layout=request.layout,
         plan_cache=request.pulse.plan_cache,
     )
-    plan = _predicted(plan, profile, cluster, reduce_early=request.reduce_early)
-    return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs, reduce_early=request.reduce_early)
+    plan = _predicted(plan, profile, cluster, request)
+    return Planned(
+        plan=plan,
+        profile=profile,
+        cluster=cluster,
+        costs=costs,
+        reduce_early=request.reduce_early,
+        shard_optimizer=request.shard_optimizer,
+    )
 
 
-def _predicted(plan: Plan, profile: Profile, cluster: Cluster, *, reduce_early: bool) -> Plan:
+def _predicted(plan: Plan, profile: Profile, cluster: Cluster, how: PlanRequest | Planned) -> Plan:
     """The plan with the step time of gradients that are reduced as this job does it."""
     if plan.data_parallel == 1:
         return plan
-    return replace(plan, estimate=estimate(plan, profile, cluster, reduce_early=reduce_early))
+    shard, early = how.shard_optimizer, how.reduce_early
+    return replace(plan, estimate=estimate(plan, profile, cluster, shard_optimizer=shard, reduce_early=early))
+
+
+def given_layout(pulse: PulseConfig) -> Layout:
+    """How ranks are numbered: as the user's plan says, else as upstream does."""
+    return Layout.PIPE_MAJOR if pulse.plan is None else Plan.load(pulse.plan).layout
 
 
 def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
@@ -107,8 +124,9 @@ def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
         microbatches=microbatches,
         schedule=pulse.schedule,
         solver_seconds=pulse.solver_seconds,
+        shard_optimizer=planned.shard_optimizer,
     )
-    return _predicted(plan, planned.profile, planned.cluster, reduce_early=planned.reduce_early)
+    return _predicted(plan, planned.profile, planned.cluster, planned)
 
 
 def check_may_differ(planned: Planned, pulse: PulseConfig, microbatches: int) -> None:

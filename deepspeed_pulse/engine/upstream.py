@@ -29,6 +29,7 @@ RELIED_ON = {
         "send",
     ),
     "deepspeed.utils": ("safe_get_full_fp32_param",),
+    "deepspeed.runtime.pipe.topology": ("ProcessTopology",),
     "deepspeed.runtime.pipe.module.PipelineModule": (
         "_build",
         "_count_layer_params",

@@ -45,8 +45,11 @@ class Cluster:
 
     def link(self, source: int, target: int) -> Link:
         """The link between two global ranks."""
-        same_node = source // self.ranks_per_node == target // self.ranks_per_node
-        return self.intra_node if same_node else self.inter_node
+        return self.intra_node if self.node_of(source) == self.node_of(target) else self.inter_node
+
+    def node_of(self, rank: int) -> int:
+        """Node of a global rank."""
+        return rank // self.ranks_per_node
 
     def to_dict(self) -> dict[str, Any]:
         return {

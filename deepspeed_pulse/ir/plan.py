@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import stages_of
 from deepspeed_pulse.ir.schedule import Action, Schedule, format_schedule
 
@@ -62,7 +63,7 @@ class Plan:
     """Contents of a file ``pulse-plan/1``. ``boundaries`` has one entry more than ``placement``.
 
     ``recompute``: layers that run their forward again in backward instead of keeping activations, ascending; the file
-    leaves the field out where there are none.
+    leaves the field out where there are none. ``layout``: how ranks are numbered; the file leaves upstream's own out.
     """
 
     pipeline_ranks: int
@@ -75,6 +76,7 @@ class Plan:
     schedule: Schedule
     routes: tuple[Route, ...] = ()
     recompute: tuple[int, ...] = ()
+    layout: Layout = Layout.PIPE_MAJOR
     profile_fingerprint: str | None = None
     estimate: Estimate | None = None
     solver: Solver | None = None
@@ -86,6 +88,10 @@ class Plan:
     @property
     def num_layers(self) -> int:
         return self.boundaries[-1]
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(pipeline_ranks=self.pipeline_ranks, data_parallel=self.data_parallel, layout=self.layout)
 
     def stage_layers(self, stage: int) -> range:
         """Layer indices of a stage."""
@@ -122,6 +128,7 @@ class Plan:
                 for r in self.routes
             ],
             **({"recompute": list(self.recompute)} if self.recompute else {}),
+            **({"layout": self.layout.value} if self.layout is not Layout.PIPE_MAJOR else {}),
             "estimate": None if self.estimate is None else asdict(self.estimate),
             "solver": None if self.solver is None else asdict(self.solver),
         }
@@ -145,6 +152,7 @@ class Plan:
             schedule=_read_schedule(fields, where),
             routes=fields.objects("routes", _read_route),
             recompute=fields.integers("recompute") if fields.has("recompute") else (),
+            layout=_read_layout(fields) if fields.has("layout") else Layout.PIPE_MAJOR,
             profile_fingerprint=fields.text("profile_fingerprint") if fields.has("profile_fingerprint") else None,
             estimate=_read_estimate(fields.object("estimate")) if fields.has("estimate") else None,
             solver=_read_solver(fields.object("solver")) if fields.has("solver") else None,
@@ -179,6 +187,13 @@ def _check_form(plan: Plan, fields: Fields) -> None:
         last = layer
     if len({route.name for route in plan.routes}) != len(plan.routes):
         raise fields.error("routes", "each name at most once")
+
+
+def _read_layout(fields: Fields) -> Layout:
+    try:
+        return Layout(fields.text("layout"))
+    except ValueError:
+        raise fields.error("layout", " or ".join(repr(layout.value) for layout in Layout)) from None
 
 
 def _read_schedule(fields: Fields, where: str) -> Schedule:

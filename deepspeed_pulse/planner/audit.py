@@ -43,9 +43,9 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster, *, shard_optimizer: bo
     enough_ranks = plan.pipeline_ranks * plan.data_parallel <= cluster.num_ranks
     if found or not enough_ranks:
         return Audit(problems=(*about_files, *found), rows=tuple(marked_rows(plan)))
-    instance = Instance(plan, profile, cluster)
+    instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer)
     timeline = run(instance, plan.schedule)
-    estimate = summarize(instance, timeline, shard_optimizer=shard_optimizer)
+    estimate = summarize(instance, timeline)
     peaks = _peaks(timeline, estimate, cluster.memory_bytes)
     lines = tuple(peak.describe(plan, timeline, cluster.memory_bytes) for peak in peaks.values())
     rows = marked_rows(plan, {rank: peak.positions(plan, timeline) for rank, peak in peaks.items()})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.layout import Grid
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 
@@ -56,23 +57,27 @@ def weight_grad_ms(layer: LayerCost) -> float:
     return layer.backward_ms / 2 if layer.weight_grad_ms is None else layer.weight_grad_ms
 
 
-def rank_link(cluster: Cluster, source: int, target: int, data_parallel: int = 1) -> Link:
-    """Link between pipeline ranks of data index 0: global rank = pipeline rank * data_parallel (pipe-major)."""
-    return cluster.link(source * data_parallel, target * data_parallel)
+def rank_link(cluster: Cluster, grid: Grid, source: int, target: int) -> Link:
+    """Link between two pipeline ranks: it leaves the node if it does so in any of the data-parallel pipelines.
+
+    They take their steps together, so the slowest of them counts.
+    """
+    ends = ((grid.global_rank(source, index), grid.global_rank(target, index)) for index in range(grid.data_parallel))
+    local = all(cluster.node_of(a) == cluster.node_of(b) for a, b in ends)
+    return cluster.intra_node if local else cluster.inter_node
 
 
 def link(cluster: Cluster, plan: Plan, source: int, target: int) -> Link:
-    """Link between two pipeline ranks of a plan, at data index 0."""
-    return rank_link(cluster, source, target, plan.data_parallel)
+    """Link between two pipeline ranks of a plan."""
+    return rank_link(cluster, plan.grid, source, target)
 
 
-def data_parallel_link(cluster: Cluster, rank: int, data_parallel: int) -> Link:
-    """Link of the ring of a pipeline rank's data-parallel peers, neighbours in global rank: first to last.
+def data_parallel_link(cluster: Cluster, grid: Grid, rank: int) -> Link:
+    """Link of the ring of a pipeline rank's data-parallel peers, in the order of their global ranks: first to last.
 
     It leaves the node exactly when any link of the ring does.
     """
-    first, last = rank * data_parallel, (rank + 1) * data_parallel - 1
-    return cluster.link(first, last)
+    return cluster.link(grid.global_rank(rank, 0), grid.global_rank(rank, grid.data_parallel - 1))
 
 
 def default_cluster(num_ranks: int, memory_bytes: int) -> Cluster:

@@ -25,10 +25,14 @@ class Delay:
 
 
 class Instance:
-    """A plan's cuts, placement and routes with the costs of a profile on a cluster; its schedule is not looked at."""
+    """A plan's cuts, placement and routes with the costs of a profile on a cluster; its schedule is not looked at.
 
-    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
+    ``shard_optimizer``: data-parallel peers share the optimizer state (ZeRO-1).
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, *, shard_optimizer: bool = False) -> None:
         _check_fit(plan, profile)
+        self.shard_optimizer = shard_optimizer
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self.costs = StageCosts.of(with_recompute(profile, plan.recompute), plan.boundaries)
         self._replayed = {split: replay_bytes(profile, plan, split=split) for split in (False, True)}

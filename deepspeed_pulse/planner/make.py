@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, loop_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
+from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cache import kept, plan_file
 from deepspeed_pulse.planner.heuristics import GENERATORS, forward_only, generators_for
+from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.partition import partition, require_layers
 from deepspeed_pulse.planner.recompute import cheapest_first, recomputed_layers, with_recompute
 from deepspeed_pulse.planner.routes import make_routes, named_values
@@ -33,6 +37,14 @@ PLACEMENTS = ("auto", "wave", "linear")
 MOST_STAGES = 10_000
 MOST_FORWARDS = 500_000
 """Stages times microbatches of an order that is made in minutes and a few GB."""
+
+
+class TooSlow(InfeasibleError):
+    """No order of the cuts keeps to ``within_ms``. ``bound_ms``: none is shorter. ``cuts``: their boundaries."""
+
+    def __init__(self, bound_ms: float, cuts: tuple[int, ...]) -> None:
+        super().__init__(f"a step takes at least {bound_ms:.6g} ms")
+        self.bound_ms, self.cuts = bound_ms, cuts
 
 
 def make_plan(
@@ -53,6 +65,9 @@ def make_plan(
     tolerance: float = 0.0,
     progress: Progress | None = None,
     recompute: str | Sequence[int | str] = "none",
+    shard_optimizer: bool = False,
+    layout: Layout = Layout.PIPE_MAJOR,
+    within_ms: float = math.inf,
     plan_cache: str | Path | None = None,
 ) -> Plan:
     """Cuts, order, routes and estimate for a model on ``pipeline_ranks`` x ``data_parallel`` ranks of a cluster.
@@ -67,11 +82,16 @@ def make_plan(
         split_backward: the order may run backward as ``I`` and ``W``.
         recompute: layers that run again in backward: "none", "all", a list of indices and names, or "auto": none if
             that fits the memory, else those that free most for their time, where that is faster than other cuts.
+        shard_optimizer: data-parallel peers share the optimizer state (ZeRO-1): less memory, and weights are gathered
+            at the end of a step.
+        layout: how global ranks are numbered, which decides what crosses nodes.
+        within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
         plan_cache: folder in which plans that took time to solve are kept by content.
 
     Raises:
         ConfigError: an argument is unusable.
         InfeasibleError: too few layers or too little memory; says what would be needed.
+        TooSlow: cuts that fit the memory are slower than ``within_ms``.
     """
     _check_counts(pipeline_ranks=pipeline_ranks, microbatches=microbatches, data_parallel=data_parallel, waves=waves)
     _check_cluster(cluster, pipeline_ranks * data_parallel)
@@ -95,6 +115,9 @@ def make_plan(
         progress=progress,
         recompute=recomputed_layers(profile, recompute),
         recompute_more=recompute == "auto",
+        shard_optimizer=shard_optimizer,
+        layout=layout,
+        within_ms=within_ms,
     )
     if plan_cache is None or solver_seconds <= 0:
         return _best(request, places)
@@ -123,9 +146,17 @@ class _Request:
     progress: Progress | None
     recompute: tuple[int, ...]
     recompute_more: bool
+    shard_optimizer: bool
+    layout: Layout
+    within_ms: float
 
     def plan(self, placement: Placement) -> Plan:
-        return self.order(self._without_schedule(placement))
+        plan = self._without_schedule(placement)
+        if self.within_ms < math.inf:
+            bound_ms = lower_bound_ms(Instance(plan, self.profile, self.cluster), self.microbatches)
+            if bound_ms > self.within_ms:
+                raise TooSlow(bound_ms, plan.boundaries)
+        return self.order(plan)
 
     def quick(self, **changes: Any) -> _Request:
         """The same without a search."""
@@ -143,6 +174,7 @@ class _Request:
             solver_seconds=self.solver_seconds,
             seed=self.seed,
             progress=self.progress,
+            shard_optimizer=self.shard_optimizer,
         )
 
     def _without_schedule(self, placement: Placement) -> Plan:
@@ -154,6 +186,8 @@ class _Request:
             memory_bytes=self.memory_bytes,
             data_parallel=self.data_parallel,
             tolerance=self.tolerance,
+            layout=self.layout,
+            shard_optimizer=self.shard_optimizer,
         )
         return Plan(
             pipeline_ranks=self.pipeline_ranks,
@@ -166,6 +200,7 @@ class _Request:
             schedule=((),) * self.pipeline_ranks,
             routes=make_routes(cuts, placement, named_values(self.profile)),
             recompute=self.recompute,
+            layout=self.layout,
         )
 
 
@@ -175,16 +210,16 @@ def _best(request: _Request, places: Sequence[Placement]) -> Plan:
         return _fastest(request, places)
     layers = cheapest_first(request.profile)
     found: list[Plan] = []
-    problem: InfeasibleError | None = None
+    problems: list[InfeasibleError] = []
     for count in sorted({round(share * len(layers)) for share in _SHARES}):
         try:
             plan = _fastest(request.quick(recompute=tuple(sorted(layers[:count]))), places)
         except InfeasibleError as reason:
-            problem = problem or reason
+            problems.append(reason)
         else:
             found.append(_without_spare(plan, request))
     if not found:
-        raise InfeasibleError(f"{problem}; recomputing layers in backward does not help enough")
+        raise _joined(problems, f"{problems[0]}; recomputing layers in backward does not help enough")
     lean = min(found, key=lambda plan: (_step_ms(plan), len(plan.recompute)))
     try:
         return min(lean, request.order(lean), key=_step_ms) if lean.recompute else _fastest(request, places)
@@ -194,36 +229,56 @@ def _best(request: _Request, places: Sequence[Placement]) -> Plan:
 
 def _fits_freely(request: _Request, places: Sequence[Placement]) -> bool:
     """Memory does not bind: the plan that ignores it fits."""
-    estimated = _fastest(request.quick(memory_bytes=_UNLIMITED), places).estimate
+    try:
+        estimated = _fastest(request.quick(memory_bytes=_UNLIMITED), places).estimate
+    except TooSlow:
+        return False
     assert estimated is not None
     return max(estimated.peak_bytes) <= request.memory_bytes
 
 
 def _without_spare(plan: Plan, request: _Request) -> Plan:
     """Recompute only what this order needs; the longest forwards are dropped first."""
-    for layer in sorted(plan.recompute, key=lambda i: -request.profile.layers[i].forward_ms):
-        fewer = replace(plan, recompute=tuple(i for i in plan.recompute if i != layer))
-        estimated = estimate(fewer, request.profile, request.cluster)
-        if max(estimated.peak_bytes) <= request.memory_bytes:
-            plan = replace(fewer, estimate=estimated)
-    return plan
+    return _dropped(plan, request, sorted(plan.recompute, key=lambda i: -request.profile.layers[i].forward_ms))
+
+
+def _dropped(plan: Plan, request: _Request, layers: Sequence[int]) -> Plan:
+    """Without those of some layers, one by one in order, that memory allows to keep; by halves, which is the same."""
+    if not layers:
+        return plan
+    fewer = replace(plan, recompute=tuple(i for i in plan.recompute if i not in layers))
+    estimated = estimate(fewer, request.profile, request.cluster, shard_optimizer=request.shard_optimizer)
+    if max(estimated.peak_bytes) <= request.memory_bytes:
+        return replace(fewer, estimate=estimated)
+    half = len(layers) // 2
+    return _dropped(_dropped(plan, request, layers[:half]), request, layers[half:]) if half else plan
 
 
 def _fastest(request: _Request, places: Sequence[Placement]) -> Plan:
     """The plan with the shortest step, the first among equals; an error only when no placement is feasible."""
     best: Plan | None = None
-    problems: list[str] = []
+    problems: list[InfeasibleError] = []
     for place in places:
         try:
             plan = request.plan(place)
         except InfeasibleError as problem:
-            problems.append(f"{describe_placement(place)} placement: {problem}")
+            problems.append(problem)
             continue
         if best is None or _step_ms(plan) < _step_ms(best) * (1 - 1e-9):
             best = plan
     if best is None:
-        raise InfeasibleError("\n".join(problems))
+        named = zip(places, problems, strict=True)
+        raise _joined(problems, "\n".join(f"{describe_placement(place)} placement: {text}" for place, text in named))
     return best
+
+
+def _joined(problems: Sequence[InfeasibleError], text: str) -> InfeasibleError:
+    """One error for several: too slow, if any of them is."""
+    slow = [problem for problem in problems if isinstance(problem, TooSlow)]
+    if slow:
+        return min(slow, key=lambda problem: problem.bound_ms)
+    needed = [problem.needed_bytes for problem in problems if problem.needed_bytes is not None]
+    return InfeasibleError(text, needed_bytes=min(needed, default=None))
 
 
 def _step_ms(plan: Plan) -> float:
@@ -242,6 +297,7 @@ def reorder(
     split_backward: bool = False,
     solver_seconds: float = 30.0,
     seed: int = 0,
+    shard_optimizer: bool = False,
 ) -> Plan:
     """The same cuts, placement and routes with another number of microbatches."""
     _check_counts(microbatches=microbatches)
@@ -255,6 +311,7 @@ def reorder(
         split_backward=split_backward,
         solver_seconds=solver_seconds,
         seed=seed,
+        shard_optimizer=shard_optimizer,
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.contiguous import ConsecutiveCuts
@@ -49,9 +50,19 @@ def partition(
     memory_bytes: int | None = None,
     data_parallel: int = 1,
     tolerance: float = 0.0,
+    layout: Layout = Layout.PIPE_MAJOR,
+    shard_optimizer: bool = False,
 ) -> Cuts:
     """Boundaries, one more than there are stages: the cuts of :func:`best_partition`."""
-    weights = Weights(profile, placement, cluster=cluster, data_parallel=data_parallel, memory_bytes=memory_bytes)
+    weights = Weights(
+        profile,
+        placement,
+        cluster=cluster,
+        data_parallel=data_parallel,
+        memory_bytes=memory_bytes,
+        layout=layout,
+        shard_optimizer=shard_optimizer,
+    )
     return best_partition(weights, microbatches=microbatches, tolerance=tolerance).cuts
 
 

@@ -46,9 +46,8 @@ def estimate(
     ``peak_bytes`` includes weights, gradients and optimizer state; ``shard_optimizer`` divides the optimizer part
     by the data-parallel degree (ZeRO-1). ``reduce_early``: see :func:`summarize`.
     """
-    instance = Instance(plan, profile, cluster)
-    timeline = run(instance, plan.schedule)
-    return summarize(instance, timeline, shard_optimizer=shard_optimizer, reduce_early=reduce_early)
+    instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer)
+    return summarize(instance, run(instance, plan.schedule), reduce_early=reduce_early)
 
 
 def run(
@@ -123,9 +122,7 @@ class _Clock:
         )
 
 
-def summarize(
-    instance: Instance, timeline: Timeline, *, shard_optimizer: bool = False, reduce_early: bool | None = None
-) -> Estimate:
+def summarize(instance: Instance, timeline: Timeline, *, reduce_early: bool | None = None) -> Estimate:
     """The figures of a simulated step.
 
     ``reduce_early``: a stage's gradients are reduced from its last backward on, not all after the rank's last action.
@@ -133,8 +130,8 @@ def summarize(
     """
     plan = instance.plan
     if reduce_early is None:
-        reduce_early = not shard_optimizer and instance.profile.dtype != "bfloat16"
-    reduced = _reduction_end_ms(instance, timeline, shard_optimizer=shard_optimizer, early=reduce_early)
+        reduce_early = not instance.shard_optimizer and instance.profile.dtype != "bfloat16"
+    reduced = _reduction_end_ms(instance, timeline, early=reduce_early)
     makespan = timeline.makespan_ms
     microbatches = 1 + max(span.action.microbatch for span in timeline.spans)
     split = any(span.action.op is Op.WEIGHT_GRAD for span in timeline.spans)
@@ -147,7 +144,7 @@ def summarize(
         lower_bound_ms=bound,
         gap=_gap(makespan, bound),
         bubble_ratio=timeline.bubble_ratio,
-        peak_bytes=peak_bytes(instance, timeline, shard_optimizer=shard_optimizer),
+        peak_bytes=peak_bytes(instance, timeline),
         p2p_bytes_per_microbatch=sum(t.num_bytes for t in timeline.transfers if t.message.microbatch == 0),
         samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
     )
@@ -158,20 +155,20 @@ def _gap(makespan: float, bound: float) -> float:
     return 0.0 if abs(gap) < 1e-12 else gap
 
 
-def peak_bytes(instance: Instance, timeline: Timeline, *, shard_optimizer: bool = False) -> tuple[int, ...]:
+def peak_bytes(instance: Instance, timeline: Timeline) -> tuple[int, ...]:
     """Per rank: state and the largest sum of what is live at one time."""
     peaks = [max((live for _, live in row), default=0) for row in timeline.memory]
-    shards = instance.plan.data_parallel if shard_optimizer else 1
-    return tuple(peak + rank_state_bytes(instance, rank, shards=shards) for rank, peak in enumerate(peaks))
+    return tuple(peak + rank_state_bytes(instance, rank) for rank, peak in enumerate(peaks))
 
 
-def rank_state_bytes(instance: Instance, rank: int, *, shards: int = 1) -> int:
+def rank_state_bytes(instance: Instance, rank: int) -> int:
     """Weights, gradients and optimizer state of a rank's stages."""
     params = sum(instance.costs.param_bytes[stage] for stage in instance.plan.stages_of(rank))
+    shards = instance.plan.data_parallel if instance.shard_optimizer else 1
     return state_bytes(instance.profile, params, shards=shards)
 
 
-def _reduction_end_ms(instance: Instance, timeline: Timeline, *, shard_optimizer: bool, early: bool) -> float:
+def _reduction_end_ms(instance: Instance, timeline: Timeline, *, early: bool) -> float:
     """When the last rank holds its new weights, the optimizer's own time not counted.
 
     A stage's gradients are reduced over its data-parallel peers from the end of its last backward on (``early``), while
@@ -188,7 +185,7 @@ def _reduction_end_ms(instance: Instance, timeline: Timeline, *, shard_optimizer
             ready[span.action.stage] = max(ready.get(span.action.stage, 0.0), span.end_ms)
         if not early:
             free[span.rank] = max(free[span.rank], span.end_ms)
-    share = 0.5 if shard_optimizer else 1.0
+    share = 0.5 if instance.shard_optimizer else 1.0
     for stage in sorted(ready, key=lambda s: (ready[s], s)):
         rank, duration = instance.placement[stage], reduction_ms(instance, stage)
         free[rank] = max(free[rank], ready[stage]) + share * duration
@@ -201,5 +198,5 @@ def reduction_ms(instance: Instance, stage: int) -> float:
     group, num_bytes = instance.plan.data_parallel, instance.costs.param_bytes[stage]
     if group == 1 or not num_bytes:
         return 0.0
-    link = data_parallel_link(instance.cluster, instance.placement[stage], group)
+    link = data_parallel_link(instance.cluster, instance.plan.grid, instance.placement[stage])
     return 2 * (group - 1) * (link.transfer_ms(num_bytes) / group + link.latency_ms)

@@ -67,20 +67,22 @@ def synthesize(
     solver_seconds: float = 30.0,
     seed: int = 0,
     progress: Progress | None = None,
+    shard_optimizer: bool = False,
 ) -> Plan:
     """The plan with the best order found, its estimate and solver; the plan's own schedule is not looked at.
 
-    ``memory_bytes`` caps ``peak_bytes`` of every rank (None: no cap). ``split_backward``: orders may use ``I`` and
-    ``W``. Never worse than the best generator. The same arguments give the same plan as long as the search ends
-    before ``solver_seconds`` (its part with few microbatches, where there are many, before half of them); 0 seconds:
-    generators only.
+    ``memory_bytes`` caps ``peak_bytes`` of every rank (None: no cap), ``shard_optimizer`` counts them under ZeRO-1.
+    ``split_backward``: orders may use ``I`` and ``W``. Never worse than the best generator. The same arguments give the
+    same plan as long as the search ends before ``solver_seconds`` (its part with few microbatches, where there are
+    many, before half of them); 0 seconds: generators only.
 
     Raises:
         ConfigError: ``schedule`` is not available or does not fit the placement; lists those that do.
         InfeasibleError: no order fits the memory; says how much would be needed.
     """
     deadline = time.monotonic() + solver_seconds
-    instance = Instance(replace(plan, schedule=((),) * plan.pipeline_ranks), profile, cluster)
+    bare = replace(plan, schedule=((),) * plan.pipeline_ranks)
+    instance = Instance(bare, profile, cluster, shard_optimizer=shard_optimizer)
     pool = _Pool(instance, memory_bytes, split_backward, progress)
     pool.generate(schedule)
     start: Candidate | None = None
@@ -203,7 +205,9 @@ def _improver(pool: _Pool, seed: int, deadline: float) -> Improver:
 def _from_few(pool: _Pool, microbatches: int, seed: int, deadline: float) -> list[Schedule]:
     """Orders unrolled from the best one found for few microbatches."""
     plan = replace(pool.instance.plan, microbatches=microbatches)
-    small = _Pool(Instance(plan, pool.instance.profile, pool.instance.cluster), pool.memory_bytes, pool.split)
+    instance = pool.instance
+    few = Instance(plan, instance.profile, instance.cluster, shard_optimizer=instance.shard_optimizer)
+    small = _Pool(few, pool.memory_bytes, pool.split)
     small.generate("auto")
     if not small.proven:
         _improver(small, seed, deadline).improve(small.starts())
@@ -276,5 +280,6 @@ def _too_little_memory(instance: Instance, memory_bytes: int | None, smallest: i
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "
         f"fullest rank, of which weights, gradients and optimizer state are up to {max(states) / 1e9:.3f} GB; use more "
-        "pipeline ranks, a smaller microbatch, recompute layers in backward, or raise the memory limit"
+        "pipeline ranks, a smaller microbatch, recompute layers in backward, or raise the memory limit",
+        needed_bytes=smallest,
     )

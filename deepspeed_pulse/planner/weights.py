@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cost import rank_link, state_bytes
@@ -60,6 +61,7 @@ class Weights:
     """A profile's layers and values, for partitioning onto a placement.
 
     ``in_flight`` in its methods: per stage, how many microbatches' activations count against memory.
+    ``shard_optimizer``: data-parallel peers share the optimizer state (ZeRO-1).
     """
 
     def __init__(
@@ -70,13 +72,16 @@ class Weights:
         cluster: Cluster,
         data_parallel: int,
         memory_bytes: int | None,
+        layout: Layout = Layout.PIPE_MAJOR,
+        shard_optimizer: bool = False,
     ) -> None:
         self.profile, self.placement, self.memory_bytes = profile, tuple(placement), memory_bytes
         self.num_layers = profile.num_layers
         self.collocates = describe_placement(self.placement).startswith("wave")
         """Whether the placement is meant to keep both ends of a value on one rank."""
         self.work_ms = _prefix([x.forward_ms + x.backward_ms for x in profile.layers])
-        self.state = _prefix([state_bytes(profile, x.param_bytes) for x in profile.layers])
+        shards = data_parallel if shard_optimizer else 1
+        self.state = _prefix([state_bytes(profile, x.param_bytes, shards=shards) for x in profile.layers])
         self.activations = _prefix([x.activation_bytes for x in profile.layers])
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])
         """Hidden state that crosses a cut before a layer, one way."""
@@ -85,7 +90,8 @@ class Weights:
         self.paired = _nested(_over_the_turn(lone, self.work_ms))
         """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
         self.travelling = tuple(value for value in self.values if value not in self.paired)
-        self._slow = _slowness(self.placement, cluster, data_parallel)
+        grid = Grid(pipeline_ranks=max(self.placement) + 1, data_parallel=data_parallel, layout=layout)
+        self._slow = _slowness(cluster, grid)
 
     def without_memory(self) -> Weights:
         """The same, with no memory limit."""
@@ -232,12 +238,10 @@ def _nested(pairs: Sequence[Value]) -> tuple[Value, ...]:
     return tuple(value for value in pairs if value in chosen)
 
 
-def _slowness(placement: tuple[int, ...], cluster: Cluster, data_parallel: int) -> Floats:
+def _slowness(cluster: Cluster, grid: Grid) -> Floats:
     """ms a byte, per directed pair of ranks."""
-    ranks = range(max(placement) + 1)
-    return np.array(
-        [[rank_link(cluster, a, b, data_parallel).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks]
-    )
+    ranks = range(grid.pipeline_ranks)
+    return np.array([[rank_link(cluster, grid, a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
 
 
 def in_flight(placement: Sequence[int], microbatches: int) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Timeline
 
-PICTURES = (".png", ".svg", ".pdf", ".html", ".json")
+IMAGES = (".png", ".svg", ".pdf")
+PICTURES = (*IMAGES, ".html", ".json")
 SUFFIXES = (*PICTURES, ".csv")
 
 

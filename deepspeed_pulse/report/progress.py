@@ -11,6 +11,9 @@ from deepspeed_pulse.report.words import milliseconds, percent
 Show = Callable[[float, float], None]
 """Takes the best makespan found so far and the lower bound, in ms."""
 
+Count = Callable[[int, int, float], None]
+"""Takes how many choices are decided, how many there are, and the most samples/s so far."""
+
 Visit = Callable[[str, int, int], None]
 """Takes the name of a layer, its index and the number of layers."""
 
@@ -27,6 +30,25 @@ def visiting(stream: TextIO) -> Iterator[Visit | None]:
     """The layer at hand while the block runs; None where nobody watches."""
     with _line(stream, "building the model") as say:
         yield None if say is None else lambda name, index, total: say(f"layer {index + 1} of {total}: {name}")
+
+
+@contextlib.contextmanager
+def counting(stream: TextIO) -> Iterator[Count | None]:
+    """A bar over the choices while the block runs; None where nobody watches."""
+    if not stream.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("choices", total=None)
+
+        def show(done: int, total: int, best: float) -> None:
+            bar.update(task, completed=done, total=total, description=f"best {best:.4g} samples/s", refresh=True)
+
+        yield show
 
 
 @contextlib.contextmanager

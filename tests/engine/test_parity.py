@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.parity import models
 from support.random_plans import peak_forwards, random_plan
 
 from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.layout import Layout
 
 LAYOUTS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(3, 1)], 4: [(2, 2), (4, 1)]}
 """World size to (pipeline ranks, data parallel)."""
@@ -100,6 +102,18 @@ def test_random_plans_train_as_if_unpartitioned(model: str, world: int, count: i
         cases.append({**case, "plan": str(path), "W": plan.waves, "placement": "auto"})
     for _, output in launch("support.parity:run_cases", world, cases, timeout=1700):
         assert output.count("PASSED") == len(cases)
+
+
+@pytest.mark.timeout(300)
+def test_a_plan_may_number_ranks_the_other_way(tmp_path: Path) -> None:
+    """Two pipelines of neighbours, as the plan's layout says, in place of upstream's (0, 2) and (1, 3)."""
+    plan = random_plan(graph_of("toy"), 7, ranks=2, microbatches=3)
+    path = tmp_path / "plan.json"
+    path.write_text(replace(plan, data_parallel=2, layout=Layout.DATA_MAJOR).to_json())
+    case = {"model": "toy", "P": 2, "M": 3, "clip": 0.1, "enabled": True, "W": plan.waves, "placement": "auto"}
+    case |= {"plan": str(path), "pipelines": [[0, 1], [2, 3]]}
+    for _, output in launch("support.parity:run_cases", 4, [case], timeout=250):
+        assert output.count("PASSED") == 1
 
 
 def graph_of(model: str) -> Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,45 @@ from support.pulse_files import write_files
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.costs import PlanRequest
 from deepspeed_pulse.engine.planning import make_planned, reorder
+from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan
+
+
+def layer_list() -> tuple[Layer, ...]:
+    """That of the profile file."""
+    skips = {i: f"skip{i}" for i in range(4)}
+    return tuple(
+        Layer(name=f"block{i}", stash=(skips[i],) if i < 4 else (), pop=(skips[7 - i],) if i >= 4 else ())
+        for i in range(8)
+    )
+
+
+def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """160 MB of state a rank; 120 MB where two pipelines share the optimizer's part."""
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    block = {"profile": "profile.json", "cluster": "cluster.json", "placement": "wave", "solver_seconds": 0}
+    pulse = PulseConfig.model_validate({**block, "memory_gb": 0.15})
+    request = PlanRequest(
+        graph=Graph(layers=layer_list()),
+        layers=[torch.nn.Identity()] * 8,
+        pulse=pulse,
+        pipeline_ranks=2,
+        data_parallel=2,
+        microbatches=4,
+        microbatch_size=1,
+        partition_method="profile",
+        example=None,
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(InfeasibleError, match=r"fits 0\.150 GB"):
+        make_planned(request)
+    shared = make_planned(replace(request, shard_optimizer=True))
+    for plan in (shared.plan, reorder(shared, pulse, 8)):
+        assert 120e6 < peak(plan) <= 150e6
 
 
 def peak(plan: Plan) -> int:
@@ -24,17 +62,12 @@ def test_the_memory_limit_outlasts_a_change_of_microbatches(tmp_path: Path, monk
     """The cluster file allows 10 GB a rank, the block less: 16 microbatches alone would take 172 MB."""
     monkeypatch.chdir(tmp_path)
     write_files()
-    skips = {i: f"skip{i}" for i in range(4)}
-    layers = [
-        Layer(name=f"block{i}", stash=(skips[i],) if i < 4 else (), pop=(skips[7 - i],) if i >= 4 else ())
-        for i in range(8)
-    ]
     block = {"profile": "profile.json", "cluster": "cluster.json", "placement": "wave", "solver_seconds": 0.1}
 
     def planned(**more: object) -> tuple[Plan, Plan]:
         pulse = PulseConfig.model_validate(block | more)
         request = PlanRequest(
-            graph=Graph(layers=tuple(layers)),
+            graph=Graph(layers=layer_list()),
             layers=[torch.nn.Identity()] * 8,
             pulse=pulse,
             pipeline_ranks=2,

@@ -141,6 +141,8 @@ def run_case(case: dict[str, Any]) -> None:
     )
     optimizer = RecordingSGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    if "pipelines" in case:
+        assert engine.grid.topology().get_axis_comm_lists("pipe") == case["pipelines"]
     data_parallel, data_index = engine.grid.data_parallel_size, engine.grid.data_parallel_id
     losses, expected = reference_run(case["model"], microbatches, data_parallel, clip)
     feeds = not case.get("first_rank_only") or engine.is_first_stage() or engine.is_last_stage()

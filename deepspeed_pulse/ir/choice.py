@@ -1,0 +1,105 @@
+"""A way to run a model on the ranks of a job, what came of trying it, and all ways that were tried."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """``waves`` 0: linear placement. ``zero_stage`` 1: data-parallel peers share the optimizer state."""
+
+    pipeline_ranks: int
+    data_parallel: int
+    waves: int
+    microbatch_size: int
+    microbatches: int
+    zero_stage: int = 0
+    layout: Layout = Layout.PIPE_MAJOR
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Rank of each stage."""
+        ranks = self.pipeline_ranks
+        return wave_placement(ranks, self.waves) if self.waves else linear_placement(ranks)
+
+    @property
+    def global_batch(self) -> int:
+        return self.microbatch_size * self.microbatches * self.data_parallel
+
+    def ds_config(self, profile: Profile, plan_path: str) -> dict[str, Any]:
+        """DeepSpeed's settings for it; the optimizer and its schedule are the user's."""
+        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(profile.dtype)
+        return {
+            "train_batch_size": self.global_batch,
+            "train_micro_batch_size_per_gpu": self.microbatch_size,
+            "gradient_accumulation_steps": self.microbatches,
+            "zero_optimization": {"stage": self.zero_stage},
+            **({precision: {"enabled": True}} if precision else {}),
+            "pulse": {"plan": plan_path},
+        }
+
+
+class Verdict(enum.Enum):
+    """What came of a choice."""
+
+    PLANNED = "planned"
+    SLOW = "too slow"
+    MEMORY = "too little memory"
+    LAYERS = "too few layers"
+    SIZE = "too many microbatches"
+    NO_GAIN = "no gain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A choice with its plan, or with the reason why there is none.
+
+    Attributes:
+        samples_per_second: the plan's; where it is too slow, what it cannot exceed; None where neither is known.
+        needed_bytes: of the fullest rank: the plan's; where memory is too small, what would do at least.
+    """
+
+    choice: Choice
+    verdict: Verdict
+    plan: Plan | None = None
+    reason: str = ""
+    samples_per_second: float | None = None
+    needed_bytes: int | None = None
+
+    @property
+    def planned(self) -> Plan:
+        assert self.plan is not None
+        return self.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """All that was tried for one job: those with a plan first, the fastest of them first.
+
+    ``memory_bytes``: what a rank has. ``profiles``: what the choices were simulated with, by microbatch size.
+    """
+
+    trials: tuple[Trial, ...]
+    memory_bytes: int
+    profiles: dict[int, Profile]
+
+    @property
+    def best(self) -> Trial:
+        return self.trials[0]
+
+    @property
+    def ranked(self) -> tuple[Trial, ...]:
+        """Those with a plan."""
+        return tuple(trial for trial in self.trials if trial.plan is not None)
+
+    @property
+    def rejected(self) -> tuple[Trial, ...]:
+        return tuple(trial for trial in self.trials if trial.plan is None)

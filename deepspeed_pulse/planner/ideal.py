@@ -1,0 +1,48 @@
+"""A makespan that no cuts and no order can beat, from the model's work alone: what a placement's bubble costs at least.
+
+Let s_i be the share of stage i in one microbatch's work. The first action of stage i or of a later stage of the same
+rank starts after one microbatch's forward of all stages before i, and their backward of the last one comes after its
+last action. So for every stage i, with the later stages j >= i of its rank,
+
+    makespan >= sum of s_k over k < i  +  M * sum of s_j.
+
+The bound is the smallest makespan over all shares that sum to one: a linear program.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from scipy.optimize import linprog
+
+from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.profile import Profile
+
+_TOLERANCE = 1e-6
+"""Of the solver."""
+
+
+def ideal_ms(profile: Profile, placement: tuple[int, ...], microbatches: int) -> float:
+    """No plan of this placement has a shorter step; layers are whole, messages take no time."""
+    work = [layer.forward_ms + layer.backward_ms for layer in profile.layers]
+    return max(sum(work) * least_makespan(placement, microbatches), microbatches * max(work))
+
+
+@lru_cache(maxsize=4096)
+def least_makespan(placement: tuple[int, ...], microbatches: int) -> float:
+    """In units of one microbatch's work on all stages."""
+    stages, rows = len(placement), []
+    for rank in range(max(placement) + 1):
+        held = stages_of(placement, rank)
+        for at, stage in enumerate(held):
+            row = np.zeros(stages + 1)
+            row[:stage] = 1.0
+            row[list(held[at:])] = microbatches
+            row[stages] = -1.0
+            rows.append(row)
+    makespan, total = np.zeros(stages + 1), np.ones(stages + 1)
+    makespan[stages], total[stages] = 1.0, 0.0
+    found = linprog(makespan, A_ub=np.array(rows), b_ub=np.zeros(len(rows)), A_eq=total[None], b_eq=[1.0])
+    assert found.success, found.message
+    return float(found.fun) * (1 - _TOLERANCE)

@@ -1,0 +1,99 @@
+"""One model at several microbatch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.profile import LayerCost, Profile
+
+
+class Sizes:
+    """Profiles of one model by microbatch size.
+
+    Where only one is given, multiples of its size are scaled from it: times and sizes of tensors in proportion. A
+    device is rarely slower per sample with larger microbatches, so what is scaled is on the safe side; smaller ones
+    than measured would not be, and are not made up.
+
+    Raises:
+        ConfigError: the profiles are of different models or dtypes, or two have one size.
+    """
+
+    def __init__(self, profiles: Sequence[Profile]) -> None:
+        if not profiles:
+            raise ConfigError("profiles: expected at least one profile, found none")
+        for other in profiles[1:]:
+            _check_same_model(profiles[0], other)
+        self._given = {profile.microbatch_size: profile for profile in profiles}
+        self._measured = len(self._given)
+        if len(self._given) < len(profiles):
+            found = ", ".join(str(profile.microbatch_size) for profile in profiles)
+            raise ConfigError(f"profiles: expected one for each microbatch size, found sizes {found}")
+
+    @property
+    def in_proportion(self) -> bool:
+        """All costs are one profile's, times a number."""
+        return self._measured == 1
+
+    @property
+    def smallest(self) -> Profile:
+        return self._given[min(self._given)]
+
+    def up_to(self, most: int) -> tuple[int, ...]:
+        """Microbatch sizes to try: those given, or one and its doubles."""
+        if self._measured > 1:
+            return tuple(size for size in sorted(self._given) if size <= most)
+        first = self.smallest.microbatch_size
+        return tuple(first << n for n in range((most // first).bit_length()))
+
+    def at(self, size: int) -> Profile:
+        """The profile for a microbatch size of :meth:`up_to`; a scaled one says so as its device."""
+        found = self._given.get(size)
+        if found is None:
+            found = self._given[size] = scaled(self.smallest, size)
+        return found
+
+
+def scaled(profile: Profile, size: int) -> Profile:
+    """The profile in proportion for a multiple of its microbatch size."""
+    times, rest = divmod(size, profile.microbatch_size)
+    assert times and not rest
+    return replace(
+        profile,
+        device=f"{profile.device}, scaled from microbatches of {profile.microbatch_size}",
+        microbatch_size=size,
+        layers=tuple(_scaled(layer, times) for layer in profile.layers),
+        skips=tuple(replace(skip, bytes=skip.bytes * times) for skip in profile.skips),
+    )
+
+
+def _scaled(layer: LayerCost, times: int) -> LayerCost:
+    return replace(
+        layer,
+        forward_ms=layer.forward_ms * times,
+        backward_ms=layer.backward_ms * times,
+        weight_grad_ms=None if layer.weight_grad_ms is None else layer.weight_grad_ms * times,
+        activation_bytes=layer.activation_bytes * times,
+        output_bytes=layer.output_bytes * times,
+    )
+
+
+def _check_same_model(first: Profile, other: Profile) -> None:
+    for what in ("dtype", "number of layers", "layers' parameters", "named values"):
+        here, there = _facts(first)[what], _facts(other)[what]
+        if here != there:
+            shown = f": {here} and {there}" if len(f"{here}{there}") < 80 else ""
+            raise ConfigError(
+                f"profiles: expected one model at several microbatch sizes, found two ({first.name!r} of "
+                f"{first.microbatch_size}, {other.name!r} of {other.microbatch_size}) that differ in {what}{shown}"
+            )
+
+
+def _facts(profile: Profile) -> dict[str, object]:
+    return {
+        "dtype": profile.dtype,
+        "number of layers": profile.num_layers,
+        "layers' parameters": [layer.param_bytes for layer in profile.layers],
+        "named values": [(skip.name, skip.source, skip.target, skip.gradient) for skip in profile.skips],
+    }

@@ -1,0 +1,127 @@
+"""What tuning found: the ranked choices, and why the others are not among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from deepspeed_pulse.ir.choice import Choice, Trial, Tuning, Verdict
+from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.report import words
+
+_ROWS = 10
+_COLUMNS = ("P", "G", "placement", "b", "M", "ZeRO", "layout", "schedule", "recomputed", "samples/s", "bubble")
+_SIZES = ("MB sent per sample", "GB a rank")
+
+
+def tuning_table(tuning: Tuning, *, everything: bool = False) -> Group:
+    """The best choices, then the rejected by reason; ``everything``: a row for each of both."""
+    ranked = tuning.ranked if everything else tuning.ranked[:_ROWS]
+    table = _table((*_COLUMNS, *_SIZES), text=("placement", "layout", "schedule"))
+    for trial in ranked:
+        table.add_row(*_choice(trial.choice), *_figures(trial))
+    more = len(tuning.ranked) - len(ranked)
+    parts: list[Table | Text] = [Text(_title(tuning), style="bold"), table]
+    if more:
+        parts.append(Text(f"and {more} slower ones (--all shows them)"))
+    if tuning.rejected:
+        parts.append(_all_rejected(tuning.rejected) if everything else _rejected(tuning.rejected))
+    return Group(*parts, *map(Text, _advice(tuning)))
+
+
+def _title(tuning: Tuning) -> str:
+    choice = tuning.best.choice
+    ranks = choice.pipeline_ranks * choice.data_parallel
+    return (
+        f"pulse: {choice.global_batch} samples a step on {ranks} ranks of {words.gigabytes(tuning.memory_bytes)} GB: "
+        f"{len(tuning.ranked)} choices planned, {len(tuning.rejected)} rejected"
+    )
+
+
+def _choice(choice: Choice) -> tuple[str, ...]:
+    alone = choice.data_parallel == 1
+    return (
+        str(choice.pipeline_ranks),
+        str(choice.data_parallel),
+        placement_name(choice),
+        str(choice.microbatch_size),
+        str(choice.microbatches),
+        "" if alone else str(choice.zero_stage),
+        "" if alone or choice.pipeline_ranks == 1 else choice.layout.value,
+    )
+
+
+def placement_name(choice: Choice) -> str:
+    """``data parallel``, ``linear``, ``wave``, ``wave x 2``."""
+    if choice.pipeline_ranks == 1:
+        return "data parallel"
+    return {0: "linear", 1: "wave"}.get(choice.waves, f"wave x {choice.waves}")
+
+
+def _figures(trial: Trial) -> tuple[str, ...]:
+    plan = trial.planned
+    figures = plan.estimate
+    assert figures is not None
+    return (
+        "" if plan.solver is None else plan.solver.name,
+        f"{len(plan.recompute)} of {plan.num_layers}" if plan.recompute else "",
+        f"{figures.samples_per_second:.4g}",
+        words.percent(figures.bubble_ratio),
+        f"{figures.p2p_bytes_per_microbatch / plan.microbatch_size / 1e6:.4g}",
+        words.gigabytes(max(figures.peak_bytes)),
+    )
+
+
+def _rejected(trials: Sequence[Trial]) -> Table:
+    """A row a verdict, with the choice that came nearest."""
+    table = _table(("rejected", "choices", "nearest", "why"), text=("rejected", "nearest", "why"))
+    for verdict in Verdict:
+        same = [trial for trial in trials if trial.verdict is verdict]
+        if same:
+            nearest = min(same, key=_distance)
+            table.add_row(verdict.value, str(len(same)), describe(nearest.choice), nearest.reason)
+    return table
+
+
+def _distance(trial: Trial) -> float:
+    if trial.verdict is Verdict.MEMORY:
+        return float("inf") if trial.needed_bytes is None else trial.needed_bytes
+    return -(trial.samples_per_second or 0.0)
+
+
+def _all_rejected(trials: Sequence[Trial]) -> Table:
+    table = _table((*_COLUMNS[:7], "rejected", "why"), text=("placement", "layout", "rejected", "why"))
+    for trial in trials:
+        table.add_row(*_choice(trial.choice), trial.verdict.value, trial.reason)
+    return table
+
+
+def describe(choice: Choice) -> str:
+    """``P=4 G=16 wave, 8 microbatches of 2, ZeRO 1, data-major``."""
+    parts = [
+        f"P={choice.pipeline_ranks} G={choice.data_parallel} {placement_name(choice)}",
+        f"{choice.microbatches} microbatches of {choice.microbatch_size}",
+    ]
+    if choice.zero_stage:
+        parts.append(f"ZeRO {choice.zero_stage}")
+    if choice.layout is not Layout.PIPE_MAJOR:
+        parts.append(choice.layout.value)
+    return ", ".join(parts)
+
+
+def _advice(tuning: Tuning) -> Iterator[str]:
+    choice = tuning.best.choice
+    profile = tuning.profiles[choice.microbatch_size]
+    yield f"best: {describe(choice)}; PipelineModule(num_stages={choice.pipeline_ranks})"
+    yield f"costs: profile {profile.name} ({profile.device}, {profile.dtype})"
+
+
+def _table(columns: Sequence[str], *, text: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in text else "right", overflow="fold")
+    return table

@@ -1,0 +1,257 @@
+"""Choosing how to run a model: bounds prune nothing that is best, every rejection has its reason."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import layer, profile, random_profile, skip, uniform
+
+from deepspeed_pulse.config import parse_pulse
+from deepspeed_pulse.errors import ConfigError, InfeasibleError
+from deepspeed_pulse.ir.choice import Verdict
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
+from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.sizes import Sizes, scaled
+from deepspeed_pulse.planner.tune import tune
+from deepspeed_pulse.planner.validate import check
+
+
+def box(nodes=1, ranks_per_node=4, memory_bytes=10**15, intra=1e9, inter=1e9) -> Cluster:
+    return Cluster(
+        name="box",
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        memory_bytes=memory_bytes,
+        intra_node=Link(bandwidth_gb_per_s=intra, latency_us=0.0),
+        inter_node=Link(bandwidth_gb_per_s=inter, latency_us=0.0),
+    )
+
+
+def tuned(costs, cluster, batch, **options):
+    options.setdefault("solver_seconds", 0)
+    costs = costs if isinstance(costs, list) else [costs]
+    found = tune(costs, cluster=cluster, global_batch=batch, **options)
+    best = found.best
+    check(best.planned, num_layers=costs[0].num_layers, values=named_values(costs[0]))
+    shard = best.choice.zero_stage == 1
+    again = estimate(best.planned, found.profiles[best.choice.microbatch_size], cluster, shard_optimizer=shard)
+    assert again == best.planned.estimate
+    assert max(again.peak_bytes) <= found.memory_bytes
+    return found
+
+
+@st.composite
+def jobs(draw):
+    """A small model on two nodes of two, links from none to slow ones, memory from plenty to too little."""
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    costs = random_profile(rng, draw(st.integers(3, 8)), temb=rng.random() < 0.3)
+    layers = [replace(x, param_bytes=x.param_bytes * draw(st.sampled_from([0, 10]))) for x in costs.layers]
+    costs = replace(costs, layers=tuple(layers))
+    speeds = st.sampled_from([1e-6, 1e-5, 1e9])
+    most = sum(4 * x.param_bytes + 8 * x.activation_bytes for x in costs.layers)
+    memory = int(most * draw(st.sampled_from([0.2, 0.35, 0.5, 0.7, 10.0]))) + 1
+    return costs, box(2, 2, memory, draw(speeds), draw(speeds)), draw(st.sampled_from([4, 8]))
+
+
+@settings(max_examples=12, deadline=None)
+@given(jobs())
+def test_bounds_never_exclude_the_best(job):
+    costs, cluster, batch = job
+    steps = []
+    for exhaustive in (False, True):
+        try:
+            found = tuned(costs, cluster, batch, exhaustive=exhaustive)
+        except InfeasibleError:
+            steps.append(None)
+        else:
+            steps.append([trial.planned.estimate.step_ms for trial in found.ranked[:5]])
+    assert steps[0] == pytest.approx(steps[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 4), st.integers(0, 2), st.integers(1, 9))
+def test_no_plan_is_shorter_than_the_ideal(seed, ranks, waves, microbatches):
+    costs = random_profile(random.Random(seed), 2 * ranks * max(waves, 1) + seed % 4)
+    made = make_plan(
+        costs,
+        cluster=box(),
+        pipeline_ranks=ranks,
+        microbatches=microbatches,
+        placement="wave" if waves else "linear",
+        waves=waves or 1,
+        solver_seconds=0,
+    )
+    assert made.estimate.makespan_ms >= ideal_ms(costs, made.placement, microbatches)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 3), (4, 8), (8, 2), (16, 64)])
+def test_the_ideal_of_a_linear_placement_has_a_closed_form(ranks, microbatches):
+    """All ranks' rows are equations: L (1 - (1 - 1/M)^P) = 1."""
+    expected = 1 / (1 - (1 - 1 / microbatches) ** ranks)
+    assert least_makespan(linear_placement(ranks), microbatches) == pytest.approx(expected, rel=1e-5)
+    assert least_makespan(wave_placement(ranks), microbatches) <= expected * (1 + 1e-9)
+
+
+def test_a_model_that_fits_everywhere_runs_data_parallel():
+    """Nothing to reduce, so one rank a pipeline has no bubble; sharding it gains nothing."""
+    found = tuned(uniform(8), box(), 16)
+    choice = found.best.choice
+    assert (choice.pipeline_ranks, choice.data_parallel, choice.zero_stage, choice.waves) == (1, 4, 0, 0)
+    assert found.best.planned.estimate.bubble_ratio == pytest.approx(0)
+    assert {trial.verdict for trial in found.rejected} >= {Verdict.NO_GAIN}
+    assert all(trial.reason for trial in found.rejected)
+
+
+def test_slow_links_and_large_weights_make_pipelines():
+    heavy = uniform(8, param_bytes=10**6, output_bytes=10)
+    found = tuned(heavy, box(intra=1e-1, inter=1e-1), 16)
+    assert found.best.choice.pipeline_ranks == 4
+
+
+def test_zero_1_is_taken_where_the_optimizer_state_does_not_fit():
+    """State 4 x 800 bytes; shared by four 2 x 800 + 2 x 800 / 4."""
+    costs = uniform(8, param_bytes=100, activation_bytes=0)
+    found = tuned(costs, box(memory_bytes=2100), 16)
+    assert (found.best.choice.pipeline_ranks, found.best.choice.zero_stage) == (1, 1)
+    assert found.best.needed_bytes == 2000
+    alone = next(trial for trial in found.rejected if trial.choice.pipeline_ranks == 1 and not trial.choice.zero_stage)
+    assert (alone.verdict, alone.needed_bytes) == (Verdict.MEMORY, 3200)
+    assert "optimizer state alone need" in alone.reason
+
+
+def test_layers_are_recomputed_where_that_is_the_only_way():
+    costs = uniform(4, activation_bytes=100, output_bytes=1)
+    found = tuned(costs, box(ranks_per_node=1, memory_bytes=250), 4)
+    assert found.best.planned.recompute
+    assert max(found.best.planned.estimate.peak_bytes) <= 250
+
+
+def test_linear_placement_is_chosen_where_it_is_faster():
+    """One layer has nearly all the work: a second stage on its rank is only a burden."""
+    layers = [layer(output_bytes=10**6)] * 3 + [layer(30, 60, output_bytes=10**6, param_bytes=10**8)]
+    found = tuned(profile(layers), box(ranks_per_node=2, intra=0.01), 4)
+    assert (found.best.choice.pipeline_ranks, found.best.choice.waves) == (2, 0)
+
+
+@pytest.mark.parametrize("heavy", ["weights", "activations"])
+def test_the_layout_follows_what_is_heavy(heavy):
+    """Slow links between nodes: whatever sends more stays inside. Memory asks for P=2."""
+    weights, sent = (10**6, 1) if heavy == "weights" else (10**3, 10**6)
+    costs = uniform(8, param_bytes=weights, output_bytes=sent, activation_bytes=0)
+    memory = 4 * 8 * weights // 2 + 2 * 16 * sent
+    found = tuned(costs, box(2, 2, memory, intra=10, inter=0.1), 16, exhaustive=True)
+    halves = [trial for trial in found.ranked if trial.choice.pipeline_ranks == 2]
+    expected = Layout.PIPE_MAJOR if heavy == "weights" else Layout.DATA_MAJOR
+    assert halves[0].choice.layout is expected
+    assert halves[0].planned.layout is expected
+    assert {trial.choice.layout for trial in halves} == set(Layout)
+
+
+def test_a_search_makes_the_best_no_worse():
+    costs = random_profile(random.Random(3), 12)
+    heavy = replace(costs, layers=tuple(replace(x, param_bytes=10**6) for x in costs.layers))
+    cluster = box(intra=1e-2)
+    plain, searched = (tuned(heavy, cluster, 8, solver_seconds=seconds) for seconds in (0, 3))
+    assert searched.best.planned.estimate.step_ms <= plain.best.planned.estimate.step_ms
+    assert searched.best.planned.solver.generator is not None
+
+
+# -- microbatch sizes ----------------------------------------------------------------------------
+
+
+def test_larger_microbatches_are_scaled_and_say_so():
+    costs = profile([layer(1, 2, 7, 5, 3, 1.5)] * 2, [skip("a", 0, 1, 11)], microbatch_size=2)
+    found = scaled(costs, 6)
+    assert found.layers[0] == layer(3, 6, 7, 15, 9, 4.5)
+    assert (found.skips[0].bytes, found.microbatch_size) == (33, 6)
+    assert found.device == "none, scaled from microbatches of 2"
+    assert Sizes([costs]).up_to(9) == (2, 4, 8)
+    assert Sizes([costs]).at(2) is costs
+
+
+def test_given_sizes_are_taken_as_they_are():
+    """A device that is much faster per sample with four is used with four."""
+    one, four = uniform(4), replace(uniform(4, forward_ms=2, backward_ms=4), microbatch_size=4)
+    assert Sizes([four, one]).up_to(100) == (1, 4)
+    best = tuned([one, four], box(ranks_per_node=2), 16).best
+    assert (best.choice.microbatch_size, best.planned.microbatch_size) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (uniform(5), "differ in number of layers: 4 and 5"),
+        (replace(uniform(4), dtype="bfloat16"), "differ in dtype: float32 and bfloat16"),
+        (uniform(4, param_bytes=1), "differ in layers' parameters"),
+        (profile(uniform(4).layers, [skip("a", 0, 1)]), "differ in named values"),
+        (uniform(4), "expected one for each microbatch size, found sizes 1, 1"),
+    ],
+)
+def test_profiles_of_different_models_are_refused(other, message):
+    with pytest.raises(ConfigError, match=message):
+        Sizes([uniform(4), other])
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+def test_what_fits_nowhere_says_what_would_do():
+    """Both figures are true, and a little less memory is not enough."""
+    costs = uniform(8, param_bytes=10**6, activation_bytes=10**6, output_bytes=10**5)
+    with pytest.raises(InfeasibleError, match=r"nothing fits 0.011 GB a rank on 2 ranks") as problem:
+        tuned(costs, box(1, 2, 11 * 10**6), 4)
+    needed = problem.value.needed_bytes
+    assert f"{needed / 1e9:.3f} GB a rank would do or 4 ranks would do" in str(problem.value)
+    assert tuned(costs, box(1, 2, needed), 4).ranked
+    with pytest.raises(InfeasibleError):
+        tuned(costs, box(1, 2, int(0.95 * needed)), 4)
+    assert tuned(costs, box(2, 2, 11 * 10**6), 4).ranked
+
+
+def test_a_global_batch_that_nothing_divides():
+    costs = replace(uniform(8), microbatch_size=4)
+    with pytest.raises(ConfigError, match=r"global batch: 6 samples .* microbatches of 4; use 4 or 8, or profile"):
+        tuned(costs, box(), 6)
+    with pytest.raises(ConfigError, match="use 4, or profile"):
+        tuned(costs, box(), 3)
+
+
+def test_a_batch_that_only_too_many_stages_divide():
+    with pytest.raises(InfeasibleError, match="7 samples a step on 8 ranks; too few layers: 16 stages"):
+        tuned(uniform(4), box(ranks_per_node=8), 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 9}, "world size: 9 ranks, the cluster 'box' has 4"),
+        ({"world_size": 0}, "world size: expected an integer >= 1, found 0"),
+        ({"global_batch": True}, "global batch: expected an integer >= 1, found True"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ConfigError, match=message):
+        tune([uniform(4)], cluster=box(), **{"global_batch": 8, **options})
+
+
+# -- DeepSpeed's settings ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", None), ("bfloat16", "bf16"), ("float16", "fp16")])
+def test_the_config_runs_the_choice(dtype, precision):
+    costs = replace(uniform(8, param_bytes=10**6), dtype=dtype)
+    choice = tuned(costs, box(), 16).best.choice
+    config = choice.ds_config(costs, "plan.json")
+    steps = config["gradient_accumulation_steps"] * config["train_micro_batch_size_per_gpu"]
+    assert config["train_batch_size"] == 16 == steps * choice.data_parallel
+    assert [key for key in ("bf16", "fp16") if key in config] == ([precision] if precision else [])
+    assert parse_pulse(config["pulse"]).plan == "plan.json"

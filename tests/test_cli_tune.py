@@ -1,0 +1,105 @@
+"""``ds_pulse tune``: the table, and the files that run the choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+from support.pulse_files import write_files
+
+from deepspeed_pulse.cli import main
+from deepspeed_pulse.config import parse_pulse
+from deepspeed_pulse.ir.plan import Plan
+
+TUNE = "tune profile.json --cluster cluster.json --global-batch 16 --solver-seconds 0"
+
+
+def run(line: str) -> int:
+    return main(line.split())
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    return tmp_path
+
+
+def limit_memory(num_bytes: int) -> None:
+    cluster = json.loads(Path("cluster.json").read_text())
+    Path("cluster.json").write_text(json.dumps({**cluster, "memory_bytes": num_bytes}))
+
+
+def test_plan_config_profile_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """80 MB of weights: 320 MB of state do not fit, 200 MB shared by four do. The files agree with each other."""
+    limit_memory(220 * 10**6)
+    assert run(f"{TUNE} --out plan.json --config ds.json --profile-out b.json --picture tuned.png") == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    text = " ".join(printed.out.split())
+    assert "16 samples a step on 4 ranks of 0.22 GB" in text
+    assert "too little memory" in text
+    plan, config = Plan.load("plan.json"), json.loads(Path("ds.json").read_text())
+    assert f"PipelineModule(num_stages={plan.pipeline_ranks})" in text
+    assert config["train_batch_size"] == 16
+    assert config["train_micro_batch_size_per_gpu"] == plan.microbatch_size
+    assert config["gradient_accumulation_steps"] == plan.microbatches
+    block = parse_pulse(config["pulse"])
+    assert block is not None and block.plan == "plan.json"
+    stage = config["zero_optimization"]["stage"]
+    assert run(f"check plan.json --profile b.json --cluster cluster.json --zero-stage {stage}") == 0
+    assert image.imread("tuned.png").shape[1] > 1000
+    names = ["b.json", "cluster.json", "ds.json", "plan.json", "profile.json", "tuned.png"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_every_choice_has_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    assert run(f"{TUNE} --all --exhaustive --memory-gb 0.3") == 0
+    out = capsys.readouterr().out
+    for word in ("data parallel", "linear", "wave", "wave x 2", "too few layers", "optimizer state alone need"):
+        assert word in out
+    assert "(--all shows them)" not in out
+
+
+def test_two_runs_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for _ in range(2):
+        assert run(TUNE) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--config ds.json", "--config names the plan file: give --out PLAN, too"),
+        ("--picture tuned.txt", "--picture tuned.txt: expected a name ending in one of .png, .svg, .pdf"),
+        ("--world 8", "world size: 8 ranks, the cluster 'toy' has 4"),
+        ("--global-batch 0", "expected an integer >= 1, found '0'"),
+        ("--memory-gb 0.01 --out plan.json", "nothing fits 0.010 GB a rank on 4 ranks"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: str, message: str
+) -> None:
+    assert run(f"{TUNE} {more}") == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["cluster.json", "profile.json"]
+
+
+def test_a_plan_for_zero_1_fits_where_another_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank's half of the model: 160 MB of state, 120 MB where two pipelines share the optimizer's part."""
+    plan = (
+        "plan profile.json --cluster cluster.json --pipeline-ranks 2 --data-parallel 2 --microbatches 2 "
+        "--solver-seconds 0 --memory-gb 0.14 --out plan.json"
+    )
+    assert run(plan) == 2
+    assert "no schedule found fits 0.140 GB" in capsys.readouterr().err
+    assert run(f"{plan} --zero-stage 1") == 0
+    estimate = Plan.load("plan.json").estimate
+    assert estimate is not None and 120e6 <= max(estimate.peak_bytes) <= 140e6
