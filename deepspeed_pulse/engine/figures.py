@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +58,28 @@ def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | 
         console.print(f"pulse: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def write_files(trace: Path, run: Run) -> None:
-    """The trace, planned above measured, and the run file beside it. What cannot be written does not end a run."""
+def write_trace_files(trace: Path, run: Run) -> None:
+    """The trace, planned above measured, and the run file beside it."""
     rows = [(f"step {step.step}", step.timeline) for step in run.steps]
     if run.planned is not None:
         rows.insert(0, ("planned", run.planned))
-    try:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(str(trace)) as file:
-            write_trace(file, rows, run.plan.placement)
-        write_run(trace.with_suffix(".run.json"), run)
-    except (FileError, OSError) as problem:
-        print(f"pulse: warning: no trace: {problem}", flush=True)
+    _write(trace, lambda file: write_trace(file, rows, run.plan.placement))
+    write_run(trace.with_suffix(".run.json"), run)
 
 
 def write_run(path: Path, run: Run) -> None:
-    """Write a run file; whole or not at all."""
-    with replacing(str(path)) as file:
-        file.write_text(run.to_json(), encoding="utf-8")
+    """The run file."""
+    _write(path, lambda file: file.write_text(run.to_json(), encoding="utf-8"))
+
+
+def _write(path: Path, write: Callable[[Path], Any]) -> None:
+    """A file is whole or not there; one that cannot be written is a warning, for other ranks go on."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(str(path)) as file:
+            write(file)
+    except (FileError, OSError) as problem:
+        print(f"pulse: warning: {path} is not written: {problem}", flush=True)
 
 
 def joined_timeline(rows: Sequence[tuple[Sequence[Span], Clock]]) -> Timeline:

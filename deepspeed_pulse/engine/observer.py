@@ -95,14 +95,15 @@ class Observer:
         if plan is not self._plan:
             self._kept.clear()  # a run file holds steps of one plan
         self._plan = plan
-        difference = planning.difference(self._planned, plan, measured)
-        if self._due.trace or (self._due.table and self._pulse.trace is None):
-            self._kept.append(measured)
-            self._difference = difference
-        if self._due.table and self._planned.measured:
-            figures.print_measured(plan, measured, difference)
+        if self._due.table or self._due.trace:
+            difference = planning.difference(self._planned, plan, measured)
+            if self._due.trace or self._pulse.trace is None:
+                self._kept.append(measured)
+                self._difference = difference
+            if self._due.table and self._planned.measured:
+                figures.print_measured(plan, measured, difference)
         if self._due.trace:
-            figures.write_files(Path(str(self._pulse.trace)), self.run())
+            figures.write_trace_files(Path(str(self._pulse.trace)), self.run())
         if self._due.events:
             mean = sum(self._times) / len(self._times)
             predicted = plan.estimate if self._planned.measured else None
