@@ -66,11 +66,6 @@ class CheckpointRecord:
             there, here = getattr(self, name), getattr(mine, name)
             if there != here:
                 raise PlanError(f"{where}: {name}: written with {there}, this job runs {here}; use the same, or {way}")
-        if self.dtype == "float16" and not (self.zero_stage and mine.zero_stage):
-            raise PlanError(
-                f"{where}: fp16 without ZeRO keeps optimizer state in flat buffers without names, which only fit the "
-                f"plan they were written under; use ZeRO stage 1 or bf16, or {way}"
-            )
 
     def write(self, folder: Path) -> None:
         data = {"format": FORMAT, **asdict(self)}

@@ -13,7 +13,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_pulse.engine.agreement import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.checkpoint_files import CheckpointFolder, SafeCheckpointEngine, check_whole, find_tag
 from deepspeed_pulse.engine.checkpoint_record import PLAN_FILE, CheckpointRecord
-from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER, parameter_names, read_state, write_state
+from deepspeed_pulse.engine.optimizer_state import parameter_names, read_state, write_state
+from deepspeed_pulse.engine.placeholders import is_placeholder
 from deepspeed_pulse.errors import ConfigError, FileError, PlanError
 
 
@@ -124,6 +125,8 @@ class CheckpointingEngine(PipelineEngine):
 
     def _load_by_name(self, saved: CheckpointRecord | None, mine: CheckpointRecord, where: str) -> None:
         problem: Exception | None = None
+        by_rank = self._told_by_pipeline({name: p.numel() for p, name in self.param_names.items()})
+        sizes = {name: size for rank in by_rank for name, size in rank.items()}
         try:
             if saved is None:
                 raise PlanError(
@@ -131,10 +134,9 @@ class CheckpointingEngine(PipelineEngine):
                     "load weights only (load_optimizer_states=False)"
                 )
             saved.check_fits(mine, where)
-            names = {parameter: name for parameter, name in self.param_names.items() if name != PLACEHOLDER}
-            wanted = {name for group in mine.parameters[self.stage_id] for name in group} - {PLACEHOLDER}
-            state = read_state(saved, wanted, lambda rank, replica: self._file(where, rank, replica), where)
-            write_state(self.optimizer, {**self.param_names, **names}, state)
+            wanted = {n for group in mine.parameters[self.stage_id] for n in group if not is_placeholder(n)}
+            state = read_state(saved, wanted, lambda rank, replica: self._file(where, rank, replica), where, sizes)
+            write_state(self.optimizer, self.param_names, state)
         except Exception as found:
             problem = found
         raise_everywhere(problem, "optimizer state cannot be loaded", dist.get_world_size())
@@ -150,7 +152,6 @@ class CheckpointingEngine(PipelineEngine):
         module, optimizer = self.module, self.optimizer
         mine = () if optimizer is None else parameter_names(optimizer, self.param_names)
         plan = module.plan
-        found = told_by_all(mine, self.num_stages, self.grid.get_pipe_parallel_group())
         return CheckpointRecord(
             pipeline_ranks=self.num_stages,
             data_parallel=self.grid.data_parallel_size,
@@ -160,8 +161,11 @@ class CheckpointingEngine(PipelineEngine):
             zero_stage=int(self.zero_optimization_stage()),
             dtype="bfloat16" if self.bfloat16_enabled() else "float16" if self.fp16_enabled() else "float32",
             optimizer=type(self.basic_optimizer).__name__,
-            parameters=tuple(found),
+            parameters=tuple(self._told_by_pipeline(mine)),
         )
+
+    def _told_by_pipeline(self, item: Any) -> list[Any]:
+        return told_by_all(item, self.num_stages, self.grid.get_pipe_parallel_group())
 
     def _write_record(self, folder: Path, record: CheckpointRecord) -> None:
         record.write(folder)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 
@@ -40,6 +39,7 @@ from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
 from deepspeed_pulse.engine.evaluation import EvaluatingEngine
+from deepspeed_pulse.engine.gradients import complete_tied, count_none_as_zero, mark_replicated
 from deepspeed_pulse.engine.instructions import (
     CompleteTiedGrads,
     ComputeAction,
@@ -49,9 +49,11 @@ from deepspeed_pulse.engine.instructions import (
     SendMessages,
 )
 from deepspeed_pulse.engine.observer import Observer
-from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER
+from deepspeed_pulse.engine.optimizer_state import full_precision_copies
+from deepspeed_pulse.engine.placeholders import check_same_groups, fill_empty_groups, is_placeholder
 from deepspeed_pulse.engine.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.reduction import stage_reduction
+from deepspeed_pulse.engine.scaling import check_precision, scaled
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.engine.watchdog import Watchdog, beat_seconds
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
@@ -172,6 +174,26 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
     def _inference_schedule(self, micro_batches: int) -> PulseSchedule:
         return self._begin(micro_batches, "eval" if self._compute_loss else "forward")
 
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        def fill(groups: Iterable[Any]) -> list[Any]:
+            return fill_empty_groups(groups, self.module, self.param_names)
+
+        def made(parameters: Any) -> Any:
+            optimizer = client_optimizer(parameters)
+            fill(optimizer.param_groups)
+            return optimizer
+
+        if hasattr(client_optimizer, "param_groups"):
+            fill(client_optimizer.param_groups)
+            super()._configure_optimizer(client_optimizer, model_parameters)
+        else:
+            super()._configure_optimizer(made if client_optimizer else None, fill(model_parameters))
+        grid = self.module._grid
+        check_same_groups(
+            len(self.basic_optimizer.param_groups), grid.get_pipe_parallel_group(), grid.pipe_parallel_size
+        )
+        self.module.full_precision_copies = full_precision_copies(self.optimizer)
+
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
         with self._watchdog.watching("the start of train_batch"):
@@ -282,7 +304,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
             problem = found
         raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())
         if mode == "train":
-            ours = (p for name, p in self.module.named_parameters() if name != PLACEHOLDER)
+            ours = (p for name, p in self.module.named_parameters() if not is_placeholder(name))
             check_something_trains(ours, dist.get_world_size())
         readers = who_has_data(has_data, self._plan.placement[0], self._pipelines)
         self._check_routed(readers)
@@ -396,9 +418,9 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
             return self._next_batch()
 
     def _exec_complete_tied_grads(self) -> None:
-        for weight, _ in self.module.get_tied_weights_and_groups():
-            if weight.requires_grad and weight.grad is None and not self.using_bf16_optimizer:
-                weight.grad = torch.zeros_like(weight)
+        complete_tied(self.module, self.optimizer)
+        mark_replicated(self.module, self.optimizer)
+        count_none_as_zero(self.optimizer)
 
     def _all_checked(self) -> list[str]:
         return [*self._names, LABELS]
@@ -447,10 +469,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
                 self.total_additional_losses[name] = _added(self.total_additional_losses.get(name), loss)
 
     def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        loss = loss / self.gradient_accumulation_steps()
-        if isinstance(self.optimizer, ZeROOptimizer):
-            return self.optimizer.scale_if_loss(loss)
-        return loss
+        return scaled(loss / self.gradient_accumulation_steps(), self.optimizer)
 
     def _run_backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if self.using_bf16_optimizer:
@@ -514,8 +533,7 @@ def _check_supported(config: Any, module: Any) -> None:
             "wall_clock_breakdown: expected steps_per_print beside it, which says how often upstream prints the "
             "breakdown; found none"
         )
-    if config.float16_config.enabled:
-        raise ConfigError("fp16 is not supported under pulse yet; use bf16 or fp32")
+    check_precision(config)
     interval = config.pipeline["activation_checkpoint_interval"]
     if interval and interval != module.checkpointing.interval:
         raise ConfigError(

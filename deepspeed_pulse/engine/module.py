@@ -23,7 +23,7 @@ from deepspeed_pulse.engine.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.checkpointing import resolve
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.costs import PlanRequest
-from deepspeed_pulse.engine.optimizer_state import PLACEHOLDER
+from deepspeed_pulse.engine.placeholders import add_placeholder
 from deepspeed_pulse.engine.reduction import reduces_early
 from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
@@ -94,6 +94,7 @@ class PipelineModule(upstream.PipelineModule):
         self.ds_config = load_config(config)
         self.pulse = self._resolve_pulse()
         self.plan: Plan | None = None
+        self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
         self._relay: list[RelayLayer] | None = None
         self._example = None if example_batch is None else self._split_example(example_batch)
         self._partition_method = partition_method
@@ -276,7 +277,7 @@ class PipelineModule(upstream.PipelineModule):
         self._adopt_tied_calls()
         if not any(p.requires_grad for p in self.parameters()):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
-            self.register_parameter(PLACEHOLDER, torch.nn.Parameter(torch.zeros(1)))
+            add_placeholder(self)
 
     def _build_tied(self) -> None:
         """Build tied modules as their first layer would be, so that initial weights do not depend on the plan."""
@@ -447,5 +448,7 @@ class PipelineModule(upstream.PipelineModule):
 
     def full_precision(self, parameter: torch.Tensor) -> torch.Tensor:
         """The optimizer's fp32 master copy of a parameter, where it has one; all data-parallel replicas call it."""
+        if parameter in self.full_precision_copies:
+            return self.full_precision_copies[parameter].clone()
         master = safe_get_full_fp32_param(parameter)
         return parameter.detach().float() if master is None else master

@@ -1,13 +1,15 @@
 """Optimizer state by parameter name: out of upstream's files of any plan, into this rank's optimizer.
 
-Upstream keeps optimizer state per rank. A plain optimizer numbers its parameters; ZeRO-1 and the
-bf16 optimizer keep flat buffers, cut over the data-parallel ranks, with the address of each
-parameter's fragment in the file. Either way the name of a parameter leads to its state.
+Upstream keeps optimizer state per rank. A plain optimizer numbers its parameters, and so does the one
+for fp16, which keeps full-precision copies beside them. ZeRO-1 and the bf16 optimizer keep flat
+buffers, cut over the data-parallel ranks, with the address of each parameter's fragment in the file;
+the fp16 optimizer for fused Adam keeps whole ones in the order of its parameters. Either way the name
+of a parameter leads to its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,18 @@ from deepspeed.checkpoint.constants import (
 
 from deepspeed_pulse.engine.checkpoint_files import load_safely
 from deepspeed_pulse.engine.checkpoint_record import CheckpointRecord
+from deepspeed_pulse.engine.placeholders import is_placeholder
+from deepspeed_pulse.engine.scaling import keep_scale, set_scale
 from deepspeed_pulse.errors import PlanError
-
-PLACEHOLDER = "pulse_placeholder"
-"""The parameter of a rank that has nothing to train."""
 
 MASTER = "fp32"
 """Key of the full-precision copy of a parameter among its state."""
 
 FileOf = Callable[[int, int | None], Path]
 """File of (pipeline rank, data-parallel index; None: the file all replicas share)."""
+
+Groups = Sequence[Sequence[str]]
+"""Per parameter group, names of its parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,14 @@ class SavedState:
     Attributes:
         tensors: per parameter, flat tensors by key (``exp_avg``, ..., and :data:`MASTER`).
         scalars: per parameter, everything else (``step``).
-        options: per parameter group, learning rate and the like.
+        options: per parameter, learning rate and the like of its group.
+        scale: where dynamic loss scaling stands; empty without it.
     """
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    options: list[dict[str, Any]] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scale: dict[str, Any] = field(default_factory=dict)
 
 
 def parameter_names(optimizer: Any, names: Mapping[Any, str]) -> tuple[tuple[str, ...], ...]:
@@ -63,11 +68,29 @@ def _groups(optimizer: Any) -> list[list[torch.Tensor]]:
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
+def full_precision_copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+    """Copies that an fp16 optimizer without ZeRO keeps, by parameter; upstream has no function for them."""
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    if hasattr(optimizer, "fp32_groups_flat"):
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            pieces = flat.data.split([p.numel() for p in group])
+            copies.update({p: piece.view(p.shape) for p, piece in zip(group, pieces, strict=True)})
+    elif hasattr(optimizer, "fp32_groups"):
+        for group, full in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            copies.update({p: copy.data for p, copy in zip(group, full, strict=True)})
+    return copies
+
+
 # ------------------------------------------------------------------------------------------- read
 
 
-def read_state(record: CheckpointRecord, wanted: set[str], file_of: FileOf, where: str) -> SavedState:
+def read_state(
+    record: CheckpointRecord, wanted: set[str], file_of: FileOf, where: str, sizes: Mapping[str, int]
+) -> SavedState:
     """State of the parameters ``wanted``; each file that has some is read once and dropped.
+
+    Args:
+        sizes: numbers in each parameter of the model, the addresses in buffers that have none.
 
     Raises:
         PlanError: no rank of the checkpoint trained one of the parameters.
@@ -76,8 +99,11 @@ def read_state(record: CheckpointRecord, wanted: set[str], file_of: FileOf, wher
     for rank, groups in enumerate(record.parameters):
         here = missing & {name for group in groups for name in group}
         if here:
-            read = _read_partitioned if record.partitioned else _read_plain
-            read(saved, record, rank, here, file_of)
+            if record.partitioned:
+                files = (file_of(rank, replica) for replica in range(record.data_parallel))
+                _read_partitioned(saved, groups, here, files)
+            else:
+                _read_whole(saved, groups, here, load_safely(file_of(rank, None))["optimizer"], sizes)
             missing -= here
     if missing:
         raise PlanError(
@@ -87,112 +113,142 @@ def read_state(record: CheckpointRecord, wanted: set[str], file_of: FileOf, wher
     return saved
 
 
-def _read_plain(saved: SavedState, record: CheckpointRecord, rank: int, names: set[str], file_of: FileOf) -> None:
-    state = load_safely(file_of(rank, None))["optimizer"]
-    order = [name for group in record.parameters[rank] for name in group]
-    for index, name in enumerate(order):
-        if name in names:
-            _sort_in(saved, name, state["state"].get(index, {}))
-            saved.tensors[name] = {key: value.reshape(-1) for key, value in saved.tensors[name].items()}
-    _keep_options(saved, state["param_groups"])
+def _read_whole(
+    saved: SavedState, groups: Groups, names: set[str], state: Mapping[str, Any], sizes: Mapping[str, int]
+) -> None:
+    base = state.get(OPTIMIZER_STATE_DICT, state)
+    if "fp32_groups_flat" in state:
+        for index, group in enumerate(groups):
+            flat = {**base["state"].get(index, {}), MASTER: state["fp32_groups_flat"][index]}
+            start = 0
+            for name in group:
+                if name in names:
+                    _sort_in(saved, name, _cut_out(flat, start, sizes[name]))
+                start += 1 if is_placeholder(name) else sizes[name]
+    else:
+        copies = [copy for group in state.get("fp32_groups", ()) for copy in group]
+        for index, name in enumerate(name for group in groups for name in group):
+            if name in names:
+                _sort_in(saved, name, {**base["state"].get(index, {}), **({MASTER: copies[index]} if copies else {})})
+    _keep_options(saved, groups, base["param_groups"])
+    saved.scale.update(keep_scale(state))
+
+
+def _read_partitioned(saved: SavedState, groups: Groups, names: set[str], files: Iterator[Path]) -> None:
+    pieces: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for file in files:
+        state = load_safely(file)[OPTIMIZER_STATE_DICT]
+        base = state[BASE_OPTIMIZER_STATE]
+        for index, mapping in enumerate(state[PARAM_SLICE_MAPPINGS]):
+            flat = {**base["state"].get(index, {}), MASTER: state[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
+            for name, address in mapping.items():
+                if name in names:
+                    pieces[name].append(_cut_out(flat, address.start, address.numel))
+        _keep_options(saved, groups, base["param_groups"])
+        saved.scale.update(keep_scale(vars(state[LOSS_SCALER]) if LOSS_SCALER in state else {}))
+    for name, found in pieces.items():
+        # replicas hold the fragments of a parameter in order
+        whole = {k: torch.cat([piece[k] for piece in found]) if _is_flat(v) else v for k, v in found[0].items()}
+        _sort_in(saved, name, whole)
+
+
+def _cut_out(flat: Mapping[str, Any], start: int, count: int) -> dict[str, Any]:
+    return {k: v.reshape(-1)[start : start + count].clone() if _is_flat(v) else v for k, v in flat.items()}
 
 
 def _sort_in(saved: SavedState, name: str, state: Mapping[str, Any]) -> None:
-    flat = {key: value for key, value in state.items() if _is_flat(value)}
-    saved.tensors[name] = flat
-    saved.scalars[name] = {key: value for key, value in state.items() if key not in flat}
+    saved.tensors[name] = {key: value.reshape(-1) for key, value in state.items() if _is_flat(value)}
+    saved.scalars[name] = {key: value for key, value in state.items() if not _is_flat(value)}
 
 
 def _is_flat(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _keep_options(saved: SavedState, groups: list[dict[str, Any]]) -> None:
-    if not saved.options:
-        saved.options.extend({k: v for k, v in group.items() if k != "params"} for group in groups)
-
-
-def _read_partitioned(saved: SavedState, record: CheckpointRecord, rank: int, names: set[str], file_of: FileOf) -> None:
-    pieces: dict[str, dict[str, list[torch.Tensor]]] = {name: {} for name in names}
-    for replica in range(record.data_parallel):
-        state = load_safely(file_of(rank, replica))[OPTIMIZER_STATE_DICT]
-        base = state[BASE_OPTIMIZER_STATE]
-        for index, mapping in enumerate(state[PARAM_SLICE_MAPPINGS]):
-            flat = {**base["state"].get(index, {}), MASTER: state[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
-            for name, address in mapping.items():
-                if name in names:
-                    _cut_out(saved, name, address, flat, pieces[name])
-        _keep_options(saved, base["param_groups"])
-        if LOSS_SCALER in state:
-            saved.extra[LOSS_SCALER] = state[LOSS_SCALER]
-    for name, found in pieces.items():
-        saved.tensors[name] = {key: torch.cat(parts) for key, parts in found.items()}
-        saved.scalars.setdefault(name, {})
-
-
-def _cut_out(
-    saved: SavedState, name: str, address: Any, flat: Mapping[str, Any], pieces: dict[str, list[torch.Tensor]]
-) -> None:
-    """A replica's fragment of one parameter; replicas hold them in order."""
-    for key, value in flat.items():
-        if _is_flat(value):
-            pieces.setdefault(key, []).append(value.reshape(-1)[address.start : address.start + address.numel].clone())
-        else:
-            saved.scalars.setdefault(name, {})[key] = value
+def _keep_options(saved: SavedState, groups: Groups, options: list[dict[str, Any]]) -> None:
+    for names, group in zip(groups, options, strict=True):
+        mine = {key: value for key, value in group.items() if key != "params"}
+        saved.options.update(dict.fromkeys(names, mine))
 
 
 # ------------------------------------------------------------------------------------------ write
 
 
 def write_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
-    """Put saved state into an engine's optimizer, whose parameters have their weights already."""
+    """Put saved state into an engine's optimizer, whose parameters have their weights already.
+
+    Raises:
+        PlanError: a parameter group holds parameters that were trained with different options.
+    """
     if hasattr(optimizer, "bit16_groups"):
         _write_flat(optimizer, optimizer.single_partition_of_fp32_groups, names, saved)
     elif hasattr(optimizer, "bf16_groups"):
         _write_flat(optimizer, optimizer.fp32_groups_flat_partition, names, saved)
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        _write_flat(optimizer, optimizer.fp32_groups_flat, names, saved)
     else:
         _write_plain(optimizer, names, saved)
-    for group, options in zip(optimizer.param_groups, saved.options, strict=False):
-        group.update(options)
-    if LOSS_SCALER in saved.extra:
-        optimizer.loss_scaler = saved.extra[LOSS_SCALER]
+    for group, members in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
+        group.update(_options_of(members, saved))
+    set_scale(optimizer, saved.scale)
+
+
+def _options_of(members: Sequence[str], saved: SavedState) -> dict[str, Any]:
+    known = [name for name in members if name in saved.options]
+    for name in known:
+        if saved.options[name] != saved.options[known[0]]:
+            raise PlanError(
+                f"parameters {known[0]} and {name} are in one group of this job's optimizer and were trained in groups "
+                f"with different options: {saved.options[known[0]]} and {saved.options[name]}; build the same groups"
+            )
+    return saved.options[known[0]] if known else {}
 
 
 def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
+    copies = full_precision_copies(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(p for group in _groups(optimizer) for p in group):
         name = names[parameter]
-        tensors = {k: v.reshape(parameter.shape) for k, v in saved.tensors.get(name, {}).items() if k != MASTER}
+        tensors = {key: value.reshape(parameter.shape) for key, value in saved.tensors.get(name, {}).items()}
+        full = tensors.pop(MASTER, None)
+        if full is not None and parameter in copies:
+            copies[parameter].copy_(full)
         # counters that a file shares between parameters must not stay shared: optimizers count in place
         scalars = {key: _copy(value) for key, value in saved.scalars.get(name, {}).items()}
         if tensors or scalars:
             state[index] = {**scalars, **tensors}
+    base = optimizer.optimizer if copies else optimizer
     # torch's own loading casts the state to each parameter's dtype and device
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    base.load_state_dict({"state": state, "param_groups": base.state_dict()["param_groups"]})
 
 
 def _write_flat(optimizer: Any, partitions: list[torch.Tensor], names: Mapping[Any, str], saved: SavedState) -> None:
     for group, partition in zip(_groups(optimizer), partitions, strict=True):
         state: dict[str, Any] = {}
-        for parameter, fragment in _fragments(group):
+        for parameter, low, high, count in _fragments(group):
             name = names[parameter]
             state.update({key: _copy(value) for key, value in saved.scalars.get(name, {}).items()})
             for key, value in saved.tensors.get(name, {}).items():
-                target = partition.data if key == MASTER else state.setdefault(key, torch.zeros_like(partition))
-                low, high = fragment.lp_fragment_address, fragment.hp_fragment_address
-                target[high.start : high.start + high.numel].copy_(value[low.start : low.start + low.numel])
+                target = partition.data if key == MASTER else state.setdefault(key, torch.zeros_like(partition.data))
+                target[high : high + count].copy_(value[low : low + count])
         if state:
             optimizer.optimizer.state[partition] = state
-    # upstream's views into the state point to the old buffers: linked anew now and at the next step
-    optimizer._link_all_hp_params()
-    optimizer._hp_optimizer_states_linked = False
+    if hasattr(optimizer, "_link_all_hp_params"):
+        # upstream's views into the state point to the old buffers: linked anew now and at the next step
+        optimizer._link_all_hp_params()
+        optimizer._hp_optimizer_states_linked = False
 
 
-def _fragments(group: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Any]]:
+def _fragments(group: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+    """(parameter, start in it, start in the flat buffer, count) of what lies in this rank's buffer."""
+    start = 0
     for parameter in group:
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is not None:
-            yield parameter, mapping
+        if not hasattr(parameter, "_hp_mapping"):  # whole buffers have no addresses
+            yield parameter, 0, start, parameter.numel()
+        elif parameter._hp_mapping is not None:
+            low, high = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+            yield parameter, low.start, high.start, high.numel
+        start += parameter.numel()
 
 
 def _copy(value: Any) -> Any:

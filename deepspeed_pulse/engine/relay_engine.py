@@ -16,13 +16,16 @@ from deepspeed_pulse.engine.batches import SplitBatch, warn_of_unread
 from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
 from deepspeed_pulse.engine.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.evaluation import EvaluatingEngine
+from deepspeed_pulse.engine.gradients import mark_replicated
 from deepspeed_pulse.engine.relay import bytes_by_label, live_after, pack_batch
+from deepspeed_pulse.engine.scaling import scaled_without_zero
 
 
 class RelayEngine(CheckpointingEngine, EvaluatingEngine):
     """Upstream's engine for our module without a plan.
 
-    Without a ``"pulse"`` block clipping is upstream's; with ``"enabled": false`` it is over all ranks.
+    Without a ``"pulse"`` block clipping and loss scaling are upstream's. With ``"enabled": false`` clipping is over all
+    ranks, tied weights once, and fp16 without ZeRO multiplies the loss by the scale that its gradients are divided by.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,6 +95,16 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
         # Upstream's pool ignores the dtype; relayed tuples mix dtypes.
         return self._allocate_buffer(shape, dtype=dtype, num_buffers=1)[0]
 
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self.module.pulse is not None and self.is_last_stage():
+            self.loss = scaled_without_zero(self.loss, self.optimizer)
+        super()._exec_backward_pass(buffer_id)
+
+    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        if self.module.pulse is not None:
+            mark_replicated(self.module, self.optimizer)
+        super()._exec_optimizer_step(lr_kwargs)
+
     def _exec_send_activations(self, buffer_id: int) -> None:
         state = self.pipe_buffers["outputs"][buffer_id]
         self._sent.update(bytes_by_label(state, self._names_out, gradients=False))
@@ -104,6 +117,8 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,
+        upstream_schedule.BackwardPass: _exec_backward_pass,
+        upstream_schedule.OptimizerStep: _exec_optimizer_step,
         upstream_schedule.SendActivation: _exec_send_activations,
         upstream_schedule.SendGrad: _exec_send_grads,
     }

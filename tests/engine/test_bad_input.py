@@ -188,7 +188,14 @@ CONSTRUCTION = {
     "cluster too small": ("ConfigError", "2 ranks, the cluster 'laptop' has 1", "use fewer ranks or another cluster"),
     "zero 2": ("ConfigError", "zero_optimization.stage: expected 0 or 1, found 2", "use stage 1"),
     "zero 3": ("ConfigError", "expected 0 or 1, found 3"),
-    "fp16": ("ConfigError", "fp16 is not supported", "use bf16 or fp32"),
+    "fp16": ("ConfigError", "fp16.enabled: expected a device with fp16, found 'cpu'", "use bf16 or fp32"),
+    "batches cast to fp16": ("ConfigError", "fp16.auto_cast: expected false", "yield float16"),
+    "autocast": ("ConfigError", "torch_autocast.enabled: expected false under pulse", "use bf16 or fp16"),
+    "parameter groups by rank": (
+        "ConfigError",
+        "optimizer: expected as many parameter groups on every pipeline rank, found 1, 2",
+        "empty where a rank has no such parameter",
+    ),
     "another interval in the config": (
         "ConfigError",
         "pipeline.activation_checkpoint_interval: the module was planned with 0, deepspeed.initialize brings 1",

@@ -22,12 +22,13 @@ def with_zero(*jobs: dict) -> list[dict]:
 
 def test_any_plan_resumes_any_checkpoint(tmp_path: Path) -> None:
     """World of 4: P = 2 means two replicas, so data-parallel size changes with P."""
-    sgd = {"optimizer": "sgd"}
+    sgd, groups = {"optimizer": "sgd"}, {"optimizer": "two groups"}
     cases = [
         (WAVE4, [WAVE4, LINEAR4, WAVE2, TWO_WAVES, OFF4, *with_zero(WAVE2)]),
         ({**WAVE2, "zero": 1}, [*with_zero(WAVE2, TWO_WAVES, WAVE4, LINEAR4, OFF2), WAVE4]),
         ({**OFF2, "zero": 1}, with_zero(WAVE4, WAVE2)),
         ({**TWO_WAVES, **sgd}, [{**LINEAR4, **sgd}]),
+        ({**WAVE4, **groups}, [{**LINEAR4, **groups}, *with_zero({**WAVE2, **groups})]),
     ]
     launch("support.resume_ranks:resumes", 4, {"folder": str(tmp_path), "cases": cases, "naive": True}, timeout=280)
 
@@ -39,6 +40,21 @@ def test_bf16_resumes_under_another_plan(tmp_path: Path) -> None:
         ({**WAVE4, **bf16}, [{**WAVE4, **bf16}, {**TWO_WAVES, **bf16}, *with_zero({**LINEAR4, **bf16})]),
     ]
     case = {"folder": str(tmp_path), "cases": cases, "tolerance": 1e-2}
+    launch("support.resume_ranks:resumes", 4, case, timeout=200)
+
+
+def test_fp16_and_its_loss_scale_resume_under_another_plan(tmp_path: Path) -> None:
+    """Without ZeRO, for fused Adam too, and with it; the same plan bit for bit."""
+    fp16, fused = {"dtype": "float16"}, {"dtype": "float16", "optimizer": "fused"}
+    cases = [
+        ({**WAVE2, **fp16, "zero": 1}, [*with_zero({**WAVE2, **fp16}, {**LINEAR4, **fp16}), {**WAVE4, **fp16}]),
+        (
+            {**WAVE4, **fp16},
+            [{**WAVE4, **fp16}, {**TWO_WAVES, **fp16}, {**OFF4, **fp16}, *with_zero({**LINEAR4, **fp16})],
+        ),
+        ({**WAVE4, **fused}, [{**WAVE4, **fused}, {**TWO_WAVES, **fused}, *with_zero({**LINEAR4, **fused})]),
+    ]
+    case = {"folder": str(tmp_path), "cases": cases, "tolerance": 2e-3}
     launch("support.resume_ranks:resumes", 4, case, timeout=200)
 
 

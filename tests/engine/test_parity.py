@@ -29,7 +29,11 @@ def toy_cases(world: int) -> list[dict[str, Any]]:
     linear = {"model": "toy", "P": LAYOUTS[world][-1][0], "M": 3, "clip": 0.1, "enabled": True, "placement": "linear"}
     silent = {"model": "toy", "P": LAYOUTS[world][-1][0], "M": 3, "clip": 0.1, "enabled": True, "first_rank_only": True}
     untagged = {**silent, "untagged": True}
-    return [*cases, linear, silent, untagged, {**linear, "first_rank_only": True}]
+    cases += [linear, silent, untagged, {**linear, "first_rank_only": True}]
+    if world == 4:
+        two = {"model": "toy", "P": 2, "M": 3, "clip": 0.1, "enabled": True}
+        cases += [{**two, "topology": {"data": 2, "pipe": 2}}, {**two, "topology": {"pipe": 2, "data": 2, "model": 1}}]
+    return cases
 
 
 @pytest.mark.timeout(900)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from support.nested import nested_batch, scalar_layers
-from support.parity import share_groups
+from support.parity import share_groups, topology
 from support.toy import WIDTH, DownTime, loss_fn, toy_batch, toy_layers
 from torch import nn
 
@@ -117,10 +117,12 @@ def without_local_rank() -> None:
         os.environ["LOCAL_RANK"] = local_rank
 
 
-def topology(**dims: int) -> Any:
-    from deepspeed.runtime.pipe.topology import ProcessTopology
+def groups_by_rank() -> None:
+    import deepspeed
 
-    return ProcessTopology(axes=list(dims), dims=list(dims.values()))
+    made = module()
+    groups = [{"params": [p]} for p in made.parameters()][: 1 + rank()]
+    deepspeed.initialize(model=made, optimizer=torch.optim.SGD(groups, lr=0.1), config=config_with())
 
 
 def construction(paths: dict[str, str]) -> None:
@@ -202,6 +204,9 @@ def construction(paths: dict[str, str]) -> None:
         "zero 2": lambda: engine(config=config_with(zero_optimization={"stage": 2})),
         "zero 3": lambda: engine(config=config_with(zero_optimization={"stage": 3})),
         "fp16": lambda: engine(config=config_with(fp16={"enabled": True})),
+        "batches cast to fp16": lambda: engine(config=config_with(fp16={"enabled": True, "auto_cast": True})),
+        "autocast": lambda: engine(config=config_with(torch_autocast={"enabled": True, "dtype": "bfloat16"})),
+        "parameter groups by rank": groups_by_rank,
         "another interval in the config": lambda: engine(
             initialize=config_with(pipeline={"activation_checkpoint_interval": 1})
         ),

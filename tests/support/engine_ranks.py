@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from support.parity import TOLERANCE, models, mse, share_groups
+from support.precision_ranks import DTYPES, allow_fp16, cast
 from support.reference import Unpartitioned, error
 from support.toy import loss_fn, toy_batch, toy_layers
 
@@ -202,13 +203,33 @@ def check_layer_files(engine: Any, folder: str) -> None:
 
 
 def trains_without_parameters(_: Any) -> None:
-    """A rank whose layers are all frozen or functions takes part; frozen weights stay."""
+    """A rank whose layers are all frozen or functions takes part, in every precision; frozen weights stay."""
+    share_groups()
+    allow_fp16()
+    for precision, stage, grouped in itertools.product(DTYPES, (0, 1), (False, True)):
+        half_frozen(precision, stage, sgd_by_group if grouped else sgd)
+    print("PASSED", flush=True)
+
+
+def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+
+
+def sgd_by_group(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """Weights and biases apart: both groups are empty where all is frozen."""
+    groups = [
+        {"params": [p for name, p in module.named_parameters() if p.requires_grad and name.endswith(kind)], "lr": lr}
+        for kind, lr in (("weight", 0.1), ("bias", 0.02))
+    ]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def half_frozen(precision: str, stage: int, make: Any) -> None:
     import deepspeed
 
     from deepspeed_pulse import PipelineModule
     from deepspeed_pulse.engine.specs import spec
 
-    share_groups()
     torch.manual_seed(0)
     frozen = [torch.nn.Linear(8, 8).requires_grad_(False) for _ in range(3)]
     trained = [torch.nn.Linear(8, 8) for _ in range(2)]
@@ -218,12 +239,18 @@ def trains_without_parameters(_: Any) -> None:
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.1,
         "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
         "pulse": {"solver_seconds": 0},
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
     }
+    if precision == "fp16":
+        config["fp16"] |= {"initial_scale_power": 8}
     batches = [(torch.randn(2, 8), torch.randn(2, 8)) for _ in range(2)]
     twin = torch.nn.Sequential(
         *(copy.deepcopy(x) if isinstance(x, torch.nn.Module) else torch.nn.Tanh() for x in layers)
     )
+    twin.to(DTYPES[precision]).float()
     module = PipelineModule(
         layers=[spec(layer, name=f"l{i}") for i, layer in enumerate(layers)],
         num_stages=2,
@@ -231,43 +258,20 @@ def trains_without_parameters(_: Any) -> None:
         config=config,
         partition_method=["l1", 3, "l4"],
     )
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=make(module), config=config)
     assert engine.module.plan.boundaries == (0, 1, 3, 4, 6)
-    engine.train_batch(iter(batches))
-    twin_optimizer = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1)
+    engine.train_batch(iter(cast(batches, DTYPES[precision])))
+    twin_optimizer = make(twin)
     for x, y in batches:
         (mse(twin(x), y) / 2).backward()
     torch.nn.utils.clip_grad_norm_([p for p in twin.parameters() if p.requires_grad], 0.1)
     twin_optimizer.step()
+    tolerance = TOLERANCE if precision == "fp32" else 2e-3
     for index, function in module.local_layers():
         if isinstance(function, torch.nn.Module):
             for mine, theirs in zip(function.parameters(), twin[index].parameters(), strict=True):
-                assert error(mine, theirs) < TOLERANCE, index
-    print("PASSED", flush=True)
-
-
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "zero1": {"zero_optimization": {"stage": 1}},
-    "zero1 clipped": {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.1},
-    "bf16 clipped": {"bf16": {"enabled": True}, "gradient_clipping": 0.1},
-    "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-}
-
-
-def precisions(_: Any) -> None:
-    """Losses of four steps under each setting, printed by rank 0; all ranks of the world are pipeline ranks."""
-    share_groups()
-    ranks = torch_world()
-    for name, config in PRECISIONS.items():
-        engine = make_engine(ranks, 3, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **config)
-        losses = []
-        for step in range(4):
-            data = map(as_bf16, data_of(engine, step)) if "bf16" in config else data_of(engine, step)
-            losses.append(float(engine.train_batch(data).detach()))
-        engine.destroy()
-        if engine.global_rank == 0:
-            print("LOSSES", name, *losses, sep="|", flush=True)
+                assert error(module.full_precision(mine), theirs) < tolerance, (precision, stage, index)
+    engine.destroy()
 
 
 def as_bf16(batch: Any) -> Any:

@@ -130,6 +130,7 @@ def run_case(case: dict[str, Any]) -> None:
     module = PipelineModule(
         layers=layers(),
         num_stages=case["P"],
+        topology=topology(**case["topology"]) if "topology" in case else None,
         loss_fn=mse,
         seed_layers=True,
         config=config,
@@ -164,6 +165,13 @@ def run_case(case: dict[str, Any]) -> None:
     if case["enabled"] and case.get("placement", "wave") == "wave":
         check_bytes(engine, case)
     engine.destroy()
+
+
+def topology(**dims: int) -> Any:
+    """Upstream's, of axes in this order and their sizes."""
+    from deepspeed.runtime.pipe.topology import ProcessTopology
+
+    return ProcessTopology(axes=list(dims), dims=list(dims.values()))
 
 
 def check_bytes(engine: Any, case: dict[str, Any]) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.parity import mse, share_groups
+from support.fused import fused_adamw
+from support.parity import share_groups
+from support.precision_ranks import allow_fp16, cast, mse
 from support.toy import toy_batch, toy_layers
 
 from deepspeed_pulse.errors import PulseError
@@ -18,6 +20,19 @@ from deepspeed_pulse.errors import PulseError
 GLOBAL_MICROBATCHES = 4
 BEFORE, AFTER = 2, 2
 """Optimizer steps before and after the checkpoint."""
+
+
+def adamw_by_group(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    matrices, others = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
+    return torch.optim.AdamW([{"params": matrices}, {"params": others, "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "fused": lambda parameters: fused_adamw(parameters, lr=1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "two groups": lambda parameters: adamw_by_group(list(parameters)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +65,14 @@ def engine_of(job: Job) -> Any:
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": job.zero},
+        "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": job.dtype == "bfloat16"},
+        # the scale grows in every step, so that a new one is not where the saved one was
+        "fp16": {"enabled": job.dtype == "float16", "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 2},
         "pulse": False if job.off else pulse,
     }
     module = PipelineModule(layers=toy_layers(), num_stages=job.ranks, loss_fn=mse, seed_layers=True, config=config)
-    parameters = list(module.parameters())
-    if job.optimizer == "adamw":
-        optimizer: Any = torch.optim.AdamW(parameters, lr=1e-2)
-    else:
-        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    optimizer: Any = OPTIMIZERS[job.optimizer](module.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     return engine
@@ -68,16 +82,8 @@ def data_of(engine: Any, step: int) -> Iterator[Any]:
     """The same global batch for any number of replicas."""
     share = engine.gradient_accumulation_steps()
     first = engine.grid.data_parallel_id * share
-    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    dtype = next(engine.module.parameters()).dtype
     return (cast(toy_batch(step, first + m, 0), dtype) for m in itertools.count())
-
-
-def cast(item: Any, dtype: torch.dtype) -> Any:
-    if isinstance(item, dict):
-        return {name: cast(value, dtype) for name, value in item.items()}
-    if isinstance(item, tuple):
-        return tuple(cast(value, dtype) for value in item)
-    return item.to(dtype) if item.is_floating_point() else item
 
 
 def train(engine: Any, steps: range) -> list[float]:
@@ -87,6 +93,7 @@ def train(engine: Any, steps: range) -> list[float]:
 def resumes(case: dict[str, Any]) -> None:
     """Each base job is saved after two steps; each target goes on from there and finds the same losses."""
     share_groups()
+    allow_fp16()
     import deepspeed
 
     deepspeed.init_distributed()
@@ -97,12 +104,14 @@ def resumes(case: dict[str, Any]) -> None:
         engine = engine_of(base)
         train(engine, range(BEFORE))
         engine.save_checkpoint(place, client_state={"note": 7})
+        scale = scale_of(engine)
         expected = train(engine, range(BEFORE, BEFORE + AFTER))
         engine.destroy()
         for target in (Job(**options) for options in targets):
             engine = engine_of(target)
             _, state = engine.load_checkpoint(place)
             assert state["note"] == 7 and engine.global_steps == BEFORE
+            assert scale_of(engine) == scale, (base, target, scale_of(engine), scale)
             found = train(engine, range(BEFORE, BEFORE + AFTER))
             tolerance = 0.0 if target == base else case.get("tolerance", 1e-5)
             worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -111,6 +120,14 @@ def resumes(case: dict[str, Any]) -> None:
     if case.get("naive"):
         naive_load_diverges(folder / "naive")
     print("PASSED", flush=True)
+
+
+def scale_of(engine: Any) -> list[Any]:
+    """Where dynamic loss scaling stands."""
+    if not engine.fp16_enabled():
+        return []
+    scaler = getattr(engine.optimizer, "loss_scale_config", getattr(engine.optimizer, "loss_scaler", None))
+    return [engine.optimizer.loss_scale, scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter]
 
 
 def naive_load_diverges(place: Path) -> None:

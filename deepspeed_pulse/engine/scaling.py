@@ -1,0 +1,65 @@
+"""fp16: what is refused, loss scaling where upstream's backward leaves it out, and where it stands in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+from deepspeed_pulse.errors import ConfigError
+
+FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
+"""Of upstream's dynamic scalers; the last is kept under ZeRO only."""
+
+
+def check_precision(config: Any) -> None:
+    """Raise a ConfigError for settings of upstream's that layers run by a plan would not see."""
+    if config.torch_autocast_enabled:
+        raise ConfigError(
+            "torch_autocast.enabled: expected false under pulse, whose layers run outside upstream's autocast; use "
+            "bf16 or fp16, or call train_batch inside torch.autocast"
+        )
+    if not config.float16_config.enabled:
+        return
+    if config.float16_config.auto_cast:
+        raise ConfigError("fp16.auto_cast: expected false under pulse, which takes batches as they are; yield float16")
+    if not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            f"fp16.enabled: expected a device with fp16, found {get_accelerator().device_name()!r}, where DeepSpeed "
+            "refuses it; use bf16 or fp32"
+        )
+
+
+def scaled(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
+    """The loss as the optimizer expects its gradients."""
+    if isinstance(optimizer, ZeROOptimizer):
+        return optimizer.scale_if_loss(loss)
+    return scaled_without_zero(loss, optimizer)
+
+
+def scaled_without_zero(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
+    """Upstream divides gradients by the scale of these optimizers, and multiplies the loss by it under ZeRO only."""
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) and optimizer.loss_scale is not None:
+        return loss.float() * optimizer.loss_scale
+    return loss
+
+
+def keep_scale(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Where dynamic scaling stood, out of a scaler's fields; nothing of a static scale, which is the config's."""
+    if not fields.get("dynamic", fields.get("dynamic_loss_scale", False)):
+        return {}
+    return {name: fields[name] for name in FIELDS if name in fields}
+
+
+def set_scale(optimizer: Any, scale: Mapping[str, Any]) -> None:
+    """Let an optimizer's dynamic scaling go on from there."""
+    scaler = getattr(optimizer, "loss_scale_config", getattr(optimizer, "loss_scaler", None))
+    if scaler is not None and getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
+        for name, value in scale.items():
+            if hasattr(scaler, name):
+                setattr(scaler, name, value)
