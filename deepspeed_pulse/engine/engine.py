@@ -473,7 +473,8 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
 
     def _run_backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()
+            # To None, not to zero: after backward the optimizer adds whatever is there, of every stage.
+            self.optimizer.clear_lp_grads(set_to_none=True)
         # The flag tells upstream's hooks that prologue and epilogue are called here.
         self._running_engine_backward = True
         try:

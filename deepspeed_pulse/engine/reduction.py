@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.config import DtypeEnum
 
 from deepspeed_pulse.errors import ConfigError, PeerError, RunError
 
@@ -23,11 +24,22 @@ BUCKET_BYTES = 2**22
 
 
 def reduces_early(config: Any) -> bool:
-    """False when DeepSpeed's configuration gives gradients to an optimizer of its own: they are summed at the end.
+    """False when DeepSpeed's configuration gives gradients to an optimizer that sums them itself, at the end.
 
-    ZeRO and the bf16 optimizer sum buffers that they go on adding to until the last backward.
+    The bf16 optimizer, which is upstream's choice also for ZeRO-1 with fp32 accumulation, leaves that to the engine.
     """
-    return not (config.zero_optimization_stage or config.bfloat16_config.enabled)
+    bf16 = config.bfloat16_config
+    if config.zero_optimization_stage == 0:
+        return not (bf16.enabled and bf16.immediate_grad_update)
+    accumulation = config.grad_accum_dtype and DtypeEnum(config.grad_accum_dtype).value
+    offload = config.zero_config.offload_optimizer
+    return (
+        config.zero_optimization_stage == 1
+        and bf16.enabled
+        and not bf16.immediate_grad_update
+        and accumulation == torch.float32
+        and offload is None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,73 +59,19 @@ class Scaling:
         return cls(before=1.0 / replicas, after=1.0)
 
 
-@dataclass
-class _Bucket:
-    """Gradients on their way: what is summed (the only gradient itself, or a copy of several), and the handle."""
+class OwnGradients:
+    """Gradients where autograd leaves them."""
 
-    parameters: Sequence[torch.nn.Parameter]
-    gradients: Sequence[torch.Tensor]
-    versions: Sequence[int]
-    flat: torch.Tensor
-    work: Any
-
-
-class StageReduction:
-    """Sums the gradients of one rank's stages over its data-parallel replicas.
-
-    Args:
-        parameters: of each stage on this rank; one that several stages share leaves with the last of them.
-        names: of all parameters, in the order in which every replica has them.
-        group: the rank's data-parallel process group.
-        timeout_seconds: silence of a replica after which a wait raises.
-    """
-
-    def __init__(
-        self,
-        parameters: dict[int, list[torch.nn.Parameter]],
-        *,
-        names: dict[torch.nn.Parameter, str],
-        group: Any,
-        scaling: Scaling,
-        timeout_seconds: float,
-    ) -> None:
-        self._parameters, self._names = parameters, names
-        self._group, self._scaling = group, scaling
-        self._timeout_seconds = timeout_seconds
-        self._waits_for: dict[torch.nn.Parameter, set[int]] = {}
-        self._left: dict[torch.nn.Parameter, None] = {}
-        self._under_way: list[_Bucket] = []
+    def __init__(self, names: dict[torch.nn.Parameter, str]) -> None:
+        self._names = names
+        self._versions: dict[torch.nn.Parameter, int] = {}
+        self.may_change = True
+        """The tensor itself may be summed: nothing else writes to it."""
 
     def begin(self) -> None:
-        """Start a step: nothing has been summed."""
-        self._left = {p: None for p in self._names if p.requires_grad and p.numel()}
-        self._waits_for = {}
-        for stage, held in self._parameters.items():
-            for parameter in held:
-                self._waits_for.setdefault(parameter, set()).add(stage)
+        self._versions.clear()
 
-    def start(self, stage: int) -> None:
-        """Start summing the gradients of a stage whose last backward has ended; returns at once."""
-        held = [p for p in self._parameters[stage] if p in self._left]
-        for parameter in held:
-            self._waits_for[parameter].remove(stage)
-        ready = [p for p in held if not self._waits_for[p]]
-        for parameter in ready:
-            del self._left[parameter]
-        for bucket in _buckets(ready):
-            self._under_way.append(self._started(bucket))
-
-    def finish(self) -> list[torch.Tensor]:
-        """Wait for what was started, and put sums where gradients were.
-
-        Returns:
-            The gradients that were not started, to be summed upstream's way.
-        """
-        while self._under_way:
-            self._finish(self._under_way.pop(0))
-        return [self._gradient(p) for p in self._left]
-
-    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The gradient; zeros where this replica's batch did not use the parameter, as others may have."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -124,28 +82,148 @@ class StageReduction:
             )
         return parameter.grad
 
+    def remember(self, parameter: torch.nn.Parameter) -> None:
+        """From now on no backward may add to it."""
+        assert parameter.grad is not None
+        self._versions[parameter] = parameter.grad._version
+
+    def changed(self) -> torch.nn.Parameter | None:
+        """A parameter that got a gradient after it was remembered."""
+        return next((p for p, v in self._versions.items() if p.grad is None or p.grad._version != v), None)
+
+
+class MasterGradients:
+    """What DeepSpeed's bf16 optimizer accumulates gradients in; the parameters' own are cleared before each backward.
+
+    After each backward it adds to all it has a new gradient for, so what is on the wire has to be a copy.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {
+            parameter: buffer
+            for group, buffers in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+            for parameter, buffer in zip(group, buffers, strict=True)
+        }
+        self._ended: list[torch.nn.Parameter] = []
+        self.may_change = False
+
+    def __contains__(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter in self._buffers
+
+    def begin(self) -> None:
+        self._ended.clear()
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return self._buffers[parameter]
+
+    def remember(self, parameter: torch.nn.Parameter) -> None:
+        parameter.grad = None  # it is in the buffer already
+        self._ended.append(parameter)
+
+    def changed(self) -> torch.nn.Parameter | None:
+        return next((p for p in self._ended if p.grad is not None), None)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Gradients on their way: what is summed (the only gradient itself, or a copy), and the handle."""
+
+    name: str
+    gradients: Sequence[torch.Tensor]
+    sent: torch.Tensor
+    work: Any
+
+
+class StageReduction:
+    """Sums the gradients of one rank's stages over its data-parallel replicas.
+
+    Args:
+        parameters: of each stage on this rank; one that several stages share leaves with the last of them.
+        names: of all parameters, in the order in which every replica has them.
+        gradients: where their gradients lie.
+        dtype: in which gradients are sent.
+        group: the rank's data-parallel process group.
+        timeout_seconds: silence of a replica after which a wait raises.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[int, list[torch.nn.Parameter]],
+        *,
+        names: dict[torch.nn.Parameter, str],
+        gradients: OwnGradients | MasterGradients,
+        dtype: torch.dtype,
+        group: Any,
+        scaling: Scaling,
+        timeout_seconds: float,
+    ) -> None:
+        self._parameters, self._names, self._gradients = parameters, names, gradients
+        self._dtype, self._group, self._scaling = dtype, group, scaling
+        self._timeout_seconds = timeout_seconds
+        self._waits_for: dict[torch.nn.Parameter, set[int]] = {}
+        self._left: dict[torch.nn.Parameter, None] = {}
+        self._under_way: list[_Bucket] = []
+
+    def begin(self) -> None:
+        """Start a step: nothing has been summed."""
+        self._gradients.begin()
+        self._left = {p: None for p in self._names if p.requires_grad and p.numel()}
+        self._waits_for = {}
+        for stage, held in self._parameters.items():
+            for parameter in held:
+                self._waits_for.setdefault(parameter, set()).add(stage)
+
+    def start(self, stage: int) -> None:
+        """Start summing the gradients of a stage whose last backward has just ended; returns at once.
+
+        Raises:
+            RunError: that backward added to a gradient which has left already.
+        """
+        late = self._gradients.changed()
+        if late is not None:
+            raise RunError(
+                f"parameter {self._names[late]} got a gradient after the last backward of its stage: a layer of stage "
+                f"{stage} uses it without holding it; make it a submodule of every layer that uses it, or tie them "
+                "with TiedLayerSpec"
+            )
+        held = [p for p in self._parameters[stage] if p in self._left]
+        for parameter in held:
+            self._waits_for[parameter].remove(stage)
+        ready = [p for p in held if not self._waits_for[p]]
+        for bucket in _buckets(ready):
+            self._under_way.append(self._started(bucket))
+        for parameter in ready:
+            del self._left[parameter]
+            self._gradients.remember(parameter)
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for what was started, and put sums where gradients were.
+
+        Returns:
+            The gradients that were not started, to be summed upstream's way.
+        """
+        while self._under_way:
+            self._finish(self._under_way.pop(0))
+        return [self._gradients.of(p) for p in self._left]
+
     def _started(self, parameters: Sequence[torch.nn.Parameter]) -> _Bucket:
-        gradients = [self._gradient(p) for p in parameters]
-        # one is summed in place if it can be; which it is does not change what goes over the wire
+        gradients = [self._gradients.of(p) for p in parameters]
+        # one may be summed in place; whether it is does not change what goes over the wire
         flat = torch.cat([g.reshape(-1) for g in gradients]) if len(gradients) > 1 else gradients[0].contiguous()
+        sent = flat.to(self._dtype)
+        if sent is gradients[0] and not self._gradients.may_change:
+            sent = sent.clone()
         if self._scaling.before != 1.0:
-            flat.mul_(self._scaling.before)
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        return _Bucket(parameters, gradients, [g._version for g in gradients], flat, work)
+            sent.mul_(self._scaling.before)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
+        return _Bucket(self._names[parameters[0]], gradients, sent, work)
 
     def _finish(self, bucket: _Bucket) -> None:
         self._wait(bucket)
-        for parameter, gradient, version in zip(bucket.parameters, bucket.gradients, bucket.versions, strict=True):
-            if parameter.grad is not gradient or gradient._version != version:
-                raise RunError(
-                    f"parameter {self._names[parameter]} got a gradient after the last backward of its stage: another "
-                    "stage's layer uses it without holding it; make it a submodule of every layer that uses it, or "
-                    "tie them with TiedLayerSpec"
-                )
         if self._scaling.after != 1.0:
-            bucket.flat.mul_(self._scaling.after)
-        if bucket.flat is not bucket.gradients[0]:
-            parts = bucket.flat.reshape(-1).split([g.numel() for g in bucket.gradients])
+            bucket.sent.mul_(self._scaling.after)
+        if bucket.sent is not bucket.gradients[0]:
+            parts = bucket.sent.reshape(-1).split([g.numel() for g in bucket.gradients])
             for gradient, part in zip(bucket.gradients, parts, strict=True):
                 gradient.copy_(part.view(gradient.shape))
 
@@ -155,7 +233,7 @@ class StageReduction:
         except RuntimeError as problem:
             reason = str(problem).splitlines()[0]
             raise PeerError(
-                f"a data-parallel replica did not sum the gradient of {self._names[bucket.parameters[0]]} within "
+                f"a data-parallel replica did not sum the gradient of {bucket.name} within "
                 f"{self._timeout_seconds:g} s, or died: {reason}; see the other ranks' errors, or raise "
                 '"timeout_seconds" in the "pulse" block'
             ) from problem
@@ -182,19 +260,22 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn
 def stage_reduction(engine: Any, timeout_seconds: float) -> StageReduction | None:
     """What sums gradients early on this rank; None where they are summed upstream's way at the end of the step.
 
-    That is where nothing is to be summed, an optimizer of DeepSpeed holds the gradients, gradients may be sparse or
-    are sent in another dtype than they have.
+    That is where nothing is to be summed, an optimizer of DeepSpeed sums itself, or gradients may be sparse.
     """
-    module, replicas = engine.module, engine.grid.data_parallel_size
-    names = {p: name for name, p in module.named_parameters()}
+    module, replicas, bf16 = engine.module, engine.grid.data_parallel_size, engine.using_bf16_optimizer
     if (
         replicas == 1
         or not reduces_early(engine._config)
+        or (engine.zero_optimization_stage() and not bf16)
         or engine.has_moe_layers
         or any(getattr(part, "sparse", False) is True for part in module.modules())
-        or any(p.dtype != engine.communication_data_type for p in names if p.requires_grad)
     ):
         return None
+    names = {p: name for name, p in module.named_parameters()}
+    gradients: OwnGradients | MasterGradients = OwnGradients(names)
+    if bf16:
+        gradients = MasterGradients(engine.optimizer)
+        names = {p: name for p, name in names.items() if p in gradients}
     tied = {p for part in module.tied_modules.values() for p in part.parameters()}
     functions = dict(module.local_layers())
     parameters = {
@@ -208,6 +289,8 @@ def stage_reduction(engine: Any, timeout_seconds: float) -> StageReduction | Non
     return StageReduction(
         parameters,
         names=names,
+        gradients=gradients,
+        dtype=engine.communication_data_type,
         group=engine.grid.get_data_parallel_group(),
         scaling=Scaling.of(engine, replicas),
         timeout_seconds=timeout_seconds,

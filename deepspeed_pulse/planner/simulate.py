@@ -126,11 +126,11 @@ def summarize(instance: Instance, timeline: Timeline, *, reduce_early: bool | No
     """The figures of a simulated step.
 
     ``reduce_early``: a stage's gradients are reduced from its last backward on, not all after the rank's last action.
-    None: as the engine does, which is early unless DeepSpeed's bf16 or ZeRO optimizers hold the gradients.
+    None: as the engine does, which is early unless DeepSpeed's ZeRO optimizer holds the gradients.
     """
     plan = instance.plan
     if reduce_early is None:
-        reduce_early = not instance.shard_optimizer and instance.profile.dtype != "bfloat16"
+        reduce_early = not instance.shard_optimizer
     reduced = _reduction_end_ms(instance, timeline, early=reduce_early)
     makespan = timeline.makespan_ms
     microbatches = 1 + max(span.action.microbatch for span in timeline.spans)

@@ -129,18 +129,12 @@ def test_a_sharded_optimizer_scatters_and_gathers_at_the_end():
 
 
 def test_reduction_at_the_end_hides_nothing():
-    """As the engine does it where DeepSpeed's bf16 or ZeRO optimizer holds the gradients: 4 ms a stage after 6."""
+    """As the engine does it where DeepSpeed's ZeRO optimizer holds the gradients: 4 ms a stage after 6."""
     link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0)
     found = plan((0, 0), 1, schedule=rows("0F0 1F0 1B0 0B0"), data_parallel=2)
-    for dtype, reduce_early, expected in (
-        ("float32", None, 12),
-        ("float32", False, 14),
-        ("bfloat16", None, 14),
-        ("bfloat16", True, 12),
-    ):
-        costs = profile([layer(1, 2, param_bytes=4_000_000)] * 2, dtype=dtype)
-        step_ms = estimate(found, costs, cluster(link), reduce_early=reduce_early).step_ms
-        assert step_ms == pytest.approx(expected), (dtype, reduce_early)
+    costs = uniform(2, param_bytes=4_000_000)
+    assert estimate(found, costs, cluster(link)).step_ms == pytest.approx(12)
+    assert estimate(found, costs, cluster(link), reduce_early=False).step_ms == pytest.approx(14)
 
 
 def test_reductions_of_one_rank_follow_one_another():

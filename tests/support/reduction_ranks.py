@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.engine_ranks import data_of, make_engine, torch_world
+from support.engine_ranks import as_bf16, data_of, make_engine, torch_world
 from support.parity import RecordingSGD, mse, run_case, share_groups
 
 from deepspeed_pulse.engine import reduction
@@ -17,6 +17,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"prescale_gradients": True},
     {"gradient_predivide_factor": 4.0},
     {"gradient_allreduce_op": "sum"},
+    {"communication_data_type": "bf16"},
+    {"bf16": {"enabled": True}},
+    {"bf16": {"enabled": True}, "communication_data_type": "fp32", "gradient_clipping": 0.1},
+    {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    },
 ]
 
 SMALL_BUCKET = 300
@@ -41,8 +50,10 @@ def reduces(cases: Any) -> None:
 
 def trained(engine: Any, steps: int = 2) -> tuple[list[float], list[torch.Tensor]]:
     """Losses, and what the optimizer saw and left."""
-    losses = [float(engine.train_batch(data_of(engine, step)).detach()) for step in range(steps)]
-    return losses, [*engine.optimizer.seen.values(), *(p.detach().clone() for p in engine.module.parameters())]
+    cast = as_bf16 if engine.bfloat16_enabled() else lambda batch: batch
+    losses = [float(engine.train_batch(map(cast, data_of(engine, step))).detach()) for step in range(steps)]
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return losses, [*optimizer.seen.values(), *(p.detach().clone() for p in engine.module.parameters())]
 
 
 def as_at_the_end(options: dict[str, Any], *, bucket_bytes: int, waves: int) -> None:
@@ -179,13 +190,9 @@ def falls_back() -> None:
     assert (sparse._reduction is None) == (sparse.stage_id == 0)
     sparse.train_batch(iter(batches_for(sparse.grid.data_parallel_id)))
     sparse.destroy()
-    for config in (
-        {"zero_optimization": {"stage": 1}},
-        {"communication_data_type": "bf16"},
-        {"bf16": {"enabled": True}},
-    ):
-        engine = plain_engine(linears(4), optimizer=torch.optim.AdamW, **config)
-        assert engine._reduction is None, config
+    for more in ({}, {"bf16": {"enabled": True}}):
+        engine = plain_engine(linears(4), optimizer=torch.optim.AdamW, zero_optimization={"stage": 1}, **more)
+        assert engine._reduction is None and not engine.module.planned.reduce_early, more
         engine.destroy()
     one_bit = plain_engine(linears(4))
     one_bit.pipeline_enable_backward_allreduce = False  # as a 1-bit optimizer does
@@ -194,17 +201,24 @@ def falls_back() -> None:
     one_bit.destroy()
     hidden = plain_engine([LayerSpec(SparseFirst, False), *linears(3)])
     expect("parameter 0.table.weight has a sparse gradient", hidden, fails=hidden.stage_id == 0)
-    lent = plain_engine([LayerSpec(Borrower), *linears(2), LayerSpec(Lender)])
-    expect("parameter 3.weight got a gradient after the last backward of its stage", lent, fails=lent.stage_id == 0)
+    for more in ({}, {"bf16": {"enabled": True}}):
+        lent = plain_engine([LayerSpec(Borrower), *linears(2), LayerSpec(Lender)], **more)
+        expect("parameter 3.weight got a gradient after the last backward of its stage", lent, fails=lent.stage_id == 0)
+
+
+def as_bf16_pair(batch: Any) -> Any:
+    return tuple(t.bfloat16() for t in batch)
 
 
 def expect(text: str, engine: Any, *, fails: bool) -> None:
     """The step fails on the ranks that know why; the others, which have no part in it, end theirs."""
     # collectives that ranks which failed do not come to
     engine._aggregate_total_loss = lambda: torch.zeros(1)
+    engine._take_model_step = lambda *_: None
     engine._steps["train"] = 10
+    batches = batches_for(engine.grid.data_parallel_id)
     try:
-        engine.train_batch(iter(batches_for(engine.grid.data_parallel_id)))
+        engine.train_batch(iter(map(as_bf16_pair, batches) if engine.bfloat16_enabled() else batches))
     except PulseError as problem:
         assert fails and text in str(problem), problem
     else:
