@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.batches import SplitBatch
+from deepspeed_pulse.engine.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.costs import built, skips_of
 from deepspeed_pulse.engine.specs import Job, TiedCall
 from deepspeed_pulse.errors import BatchError, ConfigError
@@ -114,7 +114,7 @@ def _split(job: Job, graph: Graph) -> SplitBatch:
     if not job.layers:
         raise ConfigError(f"{job.name}: expected at least one layer, found none")
     try:
-        return SplitBatch(job.batch, graph, "hidden")
+        return SplitBatch(job.batch, graph, DEFAULT_INPUT)
     except BatchError as problem:
         raise BatchError(f"{job.name}: example batch: {problem}") from None
 

@@ -1,8 +1,8 @@
 """Every bad input is one clear PulseError, the same on every rank where all can know it; never a hang.
 
-The tables below are the list: CONSTRUCTION (arguments, layer lists, configs, files), FIRST_STEPS (data and calls that
-all ranks can know of before any waits) and IN_A_STEP (what comes up in the middle of a step). Where a call is
-upstream's own to refuse, its words are kept.
+The tables below are the list, over a hundred: CONSTRUCTION (arguments, layer lists, configs, files), FIRST_STEPS
+(data and calls that all ranks can know of before any waits) and IN_A_STEP (what comes up in the middle of a step).
+Where a call is upstream's own to refuse, its words are kept.
 """
 
 from __future__ import annotations

@@ -21,4 +21,5 @@ def test_sigterm_is_agreed_on_saved_and_resumed(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_death_at_random_moments_is_resumed_exactly(tmp_path: Path) -> None:
     case = {"folder": str(tmp_path), "seeds": 30}
-    launch("support.fault_ranks:die_at_random_moments", 1, case, timeout=1700)
+    ((_, output),) = launch("support.fault_ranks:die_at_random_moments", 1, case, timeout=1700)
+    print(output.splitlines()[-1])

@@ -175,6 +175,7 @@ def die_at_random_moments(case: dict[str, Any]) -> None:
     started = time.monotonic()
     assert run(base / "undisturbed") == [0] * RANKS
     length, expected = time.monotonic() - started, losses(base / "undisturbed")
+    struck = 0
     for seed in range(case["seeds"]):
         source, place = random.Random(seed), base / str(seed)
 
@@ -183,11 +184,13 @@ def die_at_random_moments(case: dict[str, Any]) -> None:
             os.kill(source.choice(children), signal.SIGKILL)
 
         statuses = run(place, watch=kill)
+        struck += any(statuses)
         if any(statuses):
             assert all(status in (0, 1, -signal.SIGKILL) for status in statuses), statuses
             assert run(place) == [0] * RANKS, f"seed {seed}: {logs(place)}"
         assert losses(place) == expected, f"seed {seed}: {losses(place)} instead of {expected}"
-    print("PASSED", flush=True)
+    assert struck > case["seeds"] / 2, f"only {struck} of {case['seeds']} kills came before the end of their run"
+    print("PASSED", struck, "of", case["seeds"], "kills came before the end of their run", flush=True)
 
 
 def stop_politely(folder: str) -> None:
