@@ -99,5 +99,6 @@ def _check_scalar(loss: Any) -> None:
     found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else kind(loss)
     raise ConfigError(
         f"eval_batch: expected a scalar loss to give to every rank, found {found}; return one scalar from loss_fn, or "
-        "pass bcast_loss=False (compute_loss=False for outputs without a loss) and read it on the last stage's rank"
+        "pass bcast_loss=False (compute_loss=False for outputs without a loss) and read it on the last stage's rank; a "
+        "monitor broadcasts too, to log the loss"
     )
