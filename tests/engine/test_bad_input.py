@@ -196,6 +196,11 @@ CONSTRUCTION = {
         "optimizer: expected as many parameter groups on every pipeline rank, found 1, 2",
         "empty where a rank has no such parameter",
     ),
+    "a breakdown that is never printed": (
+        "ConfigError",
+        "wall_clock_breakdown: expected steps_per_print",
+        "found none",
+    ),
     "another interval in the config": (
         "ConfigError",
         "pipeline.activation_checkpoint_interval: the module was planned with 0, deepspeed.initialize brings 1",

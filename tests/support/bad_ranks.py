@@ -207,6 +207,9 @@ def construction(paths: dict[str, str]) -> None:
         "batches cast to fp16": lambda: engine(config=config_with(fp16={"enabled": True, "auto_cast": True})),
         "autocast": lambda: engine(config=config_with(torch_autocast={"enabled": True, "dtype": "bfloat16"})),
         "parameter groups by rank": groups_by_rank,
+        "a breakdown that is never printed": lambda: engine(
+            config={**config_with(wall_clock_breakdown=True), "steps_per_print": None}
+        ),
         "another interval in the config": lambda: engine(
             initialize=config_with(pipeline={"activation_checkpoint_interval": 1})
         ),
