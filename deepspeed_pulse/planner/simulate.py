@@ -173,8 +173,8 @@ def _reduction_end_ms(instance: Instance, timeline: Timeline, *, early: bool) ->
 
     A stage's gradients are reduced over its data-parallel peers from the end of its last backward on (``early``), while
     the rank goes on with other stages, or from the end of the rank's last action; the stages of one rank follow one
-    another. With a sharded optimizer they are only scattered then, half of an all-reduce; the other half gathers the
-    rank's weights after its step.
+    another. With a sharded optimizer the rank's weights are gathered after its step, half of an all-reduce; gradients
+    are then only scattered before it, the other half, unless they are summed early (the bf16 optimizer under ZeRO-1).
     """
     if instance.plan.data_parallel == 1:
         return 0.0
@@ -185,11 +185,12 @@ def _reduction_end_ms(instance: Instance, timeline: Timeline, *, early: bool) ->
             ready[span.action.stage] = max(ready.get(span.action.stage, 0.0), span.end_ms)
         if not early:
             free[span.rank] = max(free[span.rank], span.end_ms)
-    share = 0.5 if instance.shard_optimizer else 1.0
+    shard = instance.shard_optimizer
+    share = 0.5 if shard and not early else 1.0
     for stage in sorted(ready, key=lambda s: (ready[s], s)):
         rank, duration = instance.placement[stage], reduction_ms(instance, stage)
         free[rank] = max(free[rank], ready[stage]) + share * duration
-        gather[rank] += (1.0 - share) * duration
+        gather[rank] += 0.5 * duration if shard else 0.0
     return max(end + more for end, more in zip(free, gather, strict=True))
 
 
