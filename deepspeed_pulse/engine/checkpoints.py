@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_pulse.engine.agreement import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.checkpoint_files import CheckpointFolder, SafeCheckpointEngine, check_whole, find_tag
 from deepspeed_pulse.engine.checkpoint_record import PLAN_FILE, CheckpointRecord
-from deepspeed_pulse.engine.optimizer_state import parameter_names, read_state, write_state
+from deepspeed_pulse.engine.optimizer_state import full_precision_copies, parameter_names, read_state, write_state
 from deepspeed_pulse.engine.placeholders import is_placeholder
 from deepspeed_pulse.errors import ConfigError, FileError, PlanError
 
@@ -37,6 +37,7 @@ class CheckpointingEngine(PipelineEngine):
                 '"checkpoint.writer" (and "nebula"/"datastates") from the config'
             )
         self.checkpoint_engine = SafeCheckpointEngine(self._config)
+        self.module.full_precision_copies = full_precision_copies(self.optimizer)
 
     def save_checkpoint(
         self,

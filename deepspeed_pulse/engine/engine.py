@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -49,8 +49,7 @@ from deepspeed_pulse.engine.instructions import (
     SendMessages,
 )
 from deepspeed_pulse.engine.observer import Observer
-from deepspeed_pulse.engine.optimizer_state import full_precision_copies
-from deepspeed_pulse.engine.placeholders import check_same_groups, fill_empty_groups, is_placeholder
+from deepspeed_pulse.engine.placeholders import check_same_groups, is_placeholder, without_empty_groups
 from deepspeed_pulse.engine.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.reduction import stage_reduction
 from deepspeed_pulse.engine.scaling import check_precision, scaled
@@ -175,24 +174,10 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
         return self._begin(micro_batches, "eval" if self._compute_loss else "forward")
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        def fill(groups: Iterable[Any]) -> list[Any]:
-            return fill_empty_groups(groups, self.module, self.param_names)
-
-        def made(parameters: Any) -> Any:
-            optimizer = client_optimizer(parameters)
-            fill(optimizer.param_groups)
-            return optimizer
-
-        if hasattr(client_optimizer, "param_groups"):
-            fill(client_optimizer.param_groups)
-            super()._configure_optimizer(client_optimizer, model_parameters)
-        else:
-            super()._configure_optimizer(made if client_optimizer else None, fill(model_parameters))
+        filled = without_empty_groups(client_optimizer, model_parameters, self.module, self.param_names)
+        super()._configure_optimizer(*filled)
         grid = self.module._grid
-        check_same_groups(
-            len(self.basic_optimizer.param_groups), grid.get_pipe_parallel_group(), grid.pipe_parallel_size
-        )
-        self.module.full_precision_copies = full_precision_copies(self.optimizer)
+        check_same_groups(self.basic_optimizer, grid.get_pipe_parallel_group(), grid.pipe_parallel_size)
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""

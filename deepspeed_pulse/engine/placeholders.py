@@ -32,32 +32,45 @@ def add_placeholder(module: torch.nn.Module) -> tuple[str, torch.nn.Parameter]:
     return name, parameter
 
 
-def fill_empty_groups(groups: Iterable[Any], module: torch.nn.Module, names: MutableMapping[Any, str]) -> list[Any]:
-    """Parameter groups (or plain parameters, which stay), each with a parameter at least.
+def without_empty_groups(
+    client_optimizer: Any, model_parameters: Iterable[Any], module: torch.nn.Module, names: MutableMapping[Any, str]
+) -> tuple[Any, list[Any]]:
+    """What a user gives to train with (an optimizer, a factory or None, and parameters), no parameter group empty.
 
     Args:
-        groups: as optimizers take them; groups are filled in place.
         names: of the module's parameters; those of new placeholders are added.
     """
-    found = list(groups)
-    for group in found:
-        if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor):
-            group["params"] = list(group["params"])
-            if not group["params"]:
-                name, parameter = add_placeholder(module)
-                names[parameter] = name
-                group["params"].append(parameter)
-    return found
+
+    def filled(groups: Iterable[Any]) -> list[Any]:
+        found = list(groups)
+        for group in found:
+            if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor):
+                group["params"] = list(group["params"])
+                if not group["params"]:
+                    name, parameter = add_placeholder(module)
+                    names[parameter] = name
+                    group["params"].append(parameter)
+        return found
+
+    def made(parameters: Any) -> Any:
+        optimizer = client_optimizer(parameters)
+        filled(optimizer.param_groups)
+        return optimizer
+
+    if hasattr(client_optimizer, "param_groups"):
+        filled(client_optimizer.param_groups)
+        return client_optimizer, list(model_parameters)
+    return None if client_optimizer is None else made, filled(model_parameters)
 
 
-def check_same_groups(count: int, pipeline: Any, size: int) -> None:
+def check_same_groups(optimizer: Any, pipeline: Any, size: int) -> None:
     """Every rank of a pipeline must have as many parameter groups. Collective in the world.
 
     Args:
         pipeline: its process group.
         size: ranks of the pipeline.
     """
-    counts = told_by_all(count, size, pipeline)
+    counts = told_by_all(len(optimizer.param_groups), size, pipeline)
     problem = None
     if len(set(counts)) > 1:
         problem = ConfigError(

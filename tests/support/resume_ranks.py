@@ -105,6 +105,9 @@ def resumes(case: dict[str, Any]) -> None:
         train(engine, range(BEFORE))
         engine.save_checkpoint(place, client_state={"note": 7})
         scale = scale_of(engine)
+        torch.save(full_weights(engine), place / f"full{torch.distributed.get_rank()}.pt")
+        torch.distributed.barrier()
+        weights = {name: p for file in place.glob("full*.pt") for name, p in torch.load(file).items()}
         expected = train(engine, range(BEFORE, BEFORE + AFTER))
         engine.destroy()
         for target in (Job(**options) for options in targets):
@@ -112,6 +115,7 @@ def resumes(case: dict[str, Any]) -> None:
             _, state = engine.load_checkpoint(place)
             assert state["note"] == 7 and engine.global_steps == BEFORE
             assert scale_of(engine) == scale, (base, target, scale_of(engine), scale)
+            assert all(torch.equal(p, weights[name]) for name, p in full_weights(engine).items()), (base, target)
             found = train(engine, range(BEFORE, BEFORE + AFTER))
             tolerance = 0.0 if target == base else case.get("tolerance", 1e-5)
             worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -120,6 +124,11 @@ def resumes(case: dict[str, Any]) -> None:
     if case.get("naive"):
         naive_load_diverges(folder / "naive")
     print("PASSED", flush=True)
+
+
+def full_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """In full precision, which layer files do not hold."""
+    return {name: engine.module.full_precision(p).clone() for name, p in engine.module.named_parameters()}
 
 
 def scale_of(engine: Any) -> list[Any]:
@@ -171,6 +180,13 @@ def refuses(case: dict[str, Any]) -> None:
     other.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
     expect(other, folder, "expected a checkpoint 'nothing', found global_step1", tag="nothing")
     other.destroy()
+    grouped = engine_of(Job(ranks=2, optimizer="two groups"))
+    train(grouped, range(1))
+    grouped.save_checkpoint(folder / "grouped")
+    grouped.destroy()
+    engine = engine_of(Job(ranks=2, placement="linear"))
+    expect(engine, folder / "grouped", "in one group of this job's optimizer and were trained in groups with different")
+    engine.destroy()
     engine = engine_of(Job(ranks=2, dtype="bfloat16"))
     expect(engine, folder, "dtype: written with float32, this job runs bfloat16")
     engine.destroy()
