@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
@@ -29,6 +29,10 @@ class Choice:
         """Rank of each stage."""
         ranks = self.pipeline_ranks
         return wave_placement(ranks, self.waves) if self.waves else linear_placement(ranks)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(pipeline_ranks=self.pipeline_ranks, data_parallel=self.data_parallel, layout=self.layout)
 
     @property
     def global_batch(self) -> int:

@@ -66,6 +66,11 @@ class Profile:
         return len(self.layers)
 
     @property
+    def param_bytes(self) -> int:
+        """Of all layers."""
+        return sum(layer.param_bytes for layer in self.layers)
+
+    @property
     def state_factor(self) -> int:
         """:func:`state_factor` of the profile's dtype."""
         return state_factor(self.dtype)

@@ -23,10 +23,21 @@ _TOLERANCE = 1e-6
 """Of the solver."""
 
 
-def ideal_ms(profile: Profile, placement: tuple[int, ...], microbatches: int) -> float:
-    """No plan of this placement has a shorter step; layers are whole, messages take no time."""
+def ideal_ms(profile: Profile, placement: tuple[int, ...], microbatches: int, *, reduction_ms: float = 0.0) -> float:
+    """No plan of this placement has a shorter step; layers are whole, messages take no time.
+
+    ``reduction_ms``: of all gradients over data-parallel peers, one rank after the other. A rank reduces its own after
+    its work, or with several stages at least after all their forwards; on average that is a P-th of all.
+    """
     work = [layer.forward_ms + layer.backward_ms for layer in profile.layers]
-    return max(sum(work) * least_makespan(placement, microbatches), microbatches * max(work))
+    ranks = max(placement) + 1
+    shares = [layer.forward_ms / ms for layer, ms in zip(profile.layers, work, strict=True) if ms]
+    first = 1.0 if len(placement) == ranks else min(shares, default=1.0)
+    return max(
+        sum(work) * least_makespan(placement, microbatches),
+        microbatches * max(work),
+        (microbatches * sum(work) * first + reduction_ms) / ranks,
+    )
 
 
 @lru_cache(maxsize=4096)

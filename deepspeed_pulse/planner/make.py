@@ -16,14 +16,13 @@ from deepspeed_pulse.ir.placement import describe_placement, linear_placement, l
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
-from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cache import kept, plan_file
 from deepspeed_pulse.planner.heuristics import GENERATORS, forward_only, generators_for
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.partition import partition, require_layers
 from deepspeed_pulse.planner.recompute import cheapest_first, recomputed_layers, with_recompute
 from deepspeed_pulse.planner.routes import make_routes, named_values
-from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.simulate import estimate, least_step_ms
 from deepspeed_pulse.planner.synthesize import Progress, synthesize
 
 Placement = tuple[int, ...]
@@ -153,7 +152,7 @@ class _Request:
     def plan(self, placement: Placement) -> Plan:
         plan = self._without_schedule(placement)
         if self.within_ms < math.inf:
-            bound_ms = lower_bound_ms(Instance(plan, self.profile, self.cluster), self.microbatches)
+            bound_ms = least_step_ms(Instance(plan, self.profile, self.cluster))
             if bound_ms > self.within_ms:
                 raise TooSlow(bound_ms, plan.boundaries)
         return self.order(plan)

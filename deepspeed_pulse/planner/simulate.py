@@ -194,6 +194,23 @@ def _reduction_end_ms(instance: Instance, timeline: Timeline, *, early: bool) ->
     return max(end + more for end, more in zip(free, gather, strict=True))
 
 
+def least_step_ms(instance: Instance) -> float:
+    """No order has a shorter step: :func:`lower_bound_ms`, and for each rank what must come before its reductions.
+
+    The last backward of a stage comes after all its rank's forwards of earlier stages and after all work of its own
+    and later ones; gradients of the stage and of the earlier ones are reduced after that.
+    """
+    costs, microbatches = instance.costs, instance.plan.microbatches
+    found = lower_bound_ms(instance, microbatches)
+    for rank in range(instance.num_ranks if instance.plan.data_parallel > 1 else 0):
+        stages = instance.plan.stages_of(rank)
+        for at, stage in enumerate(stages):
+            work = sum(costs.work_ms(s) for s in stages[at:]) + sum(costs.forward_ms[s] for s in stages[:at])
+            reduced = sum(reduction_ms(instance, s) for s in stages if s <= stage)
+            found = max(found, microbatches * work + reduced)
+    return found
+
+
 def reduction_ms(instance: Instance, stage: int) -> float:
     """Ring all-reduce of a stage's gradients over its data-parallel peers."""
     group, num_bytes = instance.plan.data_parallel, instance.costs.param_bytes[stage]

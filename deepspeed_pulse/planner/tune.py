@@ -17,7 +17,7 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.cost import state_bytes
+from deepspeed_pulse.planner.cost import data_parallel_link, state_bytes
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.make import MOST_FORWARDS, TooSlow, make_plan
 from deepspeed_pulse.planner.recompute import cheapest_first
@@ -31,7 +31,7 @@ Progress = Callable[[int, int, float], None]
 _WAVES = (0, 1, 2)
 """Placements that are tried: linear, a V, two of them."""
 
-_EXACT = 5
+_EXACT = 4
 """So many of the best are simulated; what cannot be among them is left out by its bound."""
 
 _CONTENDERS = 3
@@ -164,10 +164,13 @@ class _Tuner:
         return self._ideal_ms(family), family.pipeline_ranks
 
     def _ideal_ms(self, choice: Choice) -> float:
-        profile = self.sizes.at(choice.microbatch_size)
+        profile, group = self.sizes.at(choice.microbatch_size), choice.data_parallel
         if profile.num_layers < len(choice.placement):
             return math.inf
-        return ideal_ms(profile, choice.placement, choice.microbatches)
+        links = [data_parallel_link(self.cluster, choice.grid, rank) for rank in range(choice.pipeline_ranks)]
+        share = 2 * (group - 1) / group
+        reduction_ms = share * min(link.transfer_ms(profile.param_bytes) for link in links)
+        return ideal_ms(profile, choice.placement, choice.microbatches, reduction_ms=reduction_ms)
 
     @property
     def _within_ms(self) -> float:
