@@ -262,7 +262,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     if arguments.tflops is not None and not arguments.estimate:
         raise ConfigError("--tflops goes with --estimate: measured times need no rate")
     with replacing(arguments.out) as out, visiting(sys.stderr) as watch, _quiet():
-        from deepspeed_pulse.engine.profiles import estimate_profile, measure_profile
+        from deepspeed_pulse.engine.plans.profiles import estimate_profile, measure_profile
         from deepspeed_pulse.models.catalogue.sources import find_job
 
         job = find_job(
@@ -446,7 +446,7 @@ def _report(arguments: argparse.Namespace) -> int:
         if arguments.out:
             raise ConfigError("--out goes with the folder or file of a run")
         with _quiet():
-            from deepspeed_pulse.engine.environment import environment
+            from deepspeed_pulse.engine.observation.environment import environment
 
             rows = [("ds_pulse", __version__), *environment()]
         _print(environment_table(rows))

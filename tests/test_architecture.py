@@ -36,8 +36,8 @@ ALLOWED = {
         "ir",
         "planner",
         "report",
-        "engine.environment",
-        "engine.profiles",
+        "engine.observation.environment",
+        "engine.plans.profiles",
         "models.catalogue.sources",
     ),
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_pulse.cli import main
-from deepspeed_pulse.engine import environment as environment_module
-from deepspeed_pulse.engine.environment import environment
+from deepspeed_pulse.engine.observation import environment as environment_module
+from deepspeed_pulse.engine.observation.environment import environment
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.runtime.activation_checkpointing import checkpointing as upstream
 
-from deepspeed_pulse.engine.costs import type_name
+from deepspeed_pulse.engine.plans.costs import type_name
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.runtime.replay import Checkpoint, non_reentrant
 

@@ -13,8 +13,10 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 
-from deepspeed_pulse.engine import figures, planning, whereabouts
-from deepspeed_pulse.engine.agreement import (
+from deepspeed_pulse.engine.checkpoints.engine import CheckpointingEngine
+from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption
+from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
+from deepspeed_pulse.engine.data.agreement import (
     check_batch_size,
     check_same_block,
     check_same_data,
@@ -24,7 +26,7 @@ from deepspeed_pulse.engine.agreement import (
     told_by_first,
     who_has_data,
 )
-from deepspeed_pulse.engine.batches import (
+from deepspeed_pulse.engine.data.batches import (
     LABELS,
     ShapeKeeper,
     StepBatches,
@@ -34,12 +36,12 @@ from deepspeed_pulse.engine.batches import (
     kind,
     warn_of_unread,
 )
-from deepspeed_pulse.engine.breakdown import Breakdown
-from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
-from deepspeed_pulse.engine.clipping import clip_over_pipeline
-from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
-from deepspeed_pulse.engine.evaluation import EvaluatingEngine
-from deepspeed_pulse.engine.gradients import complete_tied, count_none_as_zero, mark_replicated
+from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
+from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
+from deepspeed_pulse.engine.gradients.completion import complete_tied, count_none_as_zero, mark_replicated
+from deepspeed_pulse.engine.gradients.placeholders import check_same_groups, is_placeholder, without_empty_groups
+from deepspeed_pulse.engine.gradients.reduction import stage_reduction
+from deepspeed_pulse.engine.gradients.scaling import check_precision, scaled
 from deepspeed_pulse.engine.instructions import (
     CompleteTiedGrads,
     ComputeAction,
@@ -48,13 +50,12 @@ from deepspeed_pulse.engine.instructions import (
     ReduceStageGrads,
     SendMessages,
 )
-from deepspeed_pulse.engine.observer import Observer
-from deepspeed_pulse.engine.placeholders import check_same_groups, is_placeholder, without_empty_groups
-from deepspeed_pulse.engine.preemption import EXIT_STATUS, Preemption
-from deepspeed_pulse.engine.reduction import stage_reduction
-from deepspeed_pulse.engine.scaling import check_precision, scaled
+from deepspeed_pulse.engine.observation import figures, whereabouts
+from deepspeed_pulse.engine.observation.breakdown import Breakdown
+from deepspeed_pulse.engine.observation.observer import Observer
+from deepspeed_pulse.engine.observation.watchdog import Watchdog, beat_seconds
+from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import PulseSchedule
-from deepspeed_pulse.engine.watchdog import Watchdog, beat_seconds
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.graph import NamedValue

@@ -18,14 +18,15 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
-from deepspeed_pulse.engine import hook, planning
-from deepspeed_pulse.engine.batches import DEFAULT_INPUT, SplitBatch
+from deepspeed_pulse.engine import hook
 from deepspeed_pulse.engine.checkpointing import resolve
 from deepspeed_pulse.engine.communicator import carry_to_host
-from deepspeed_pulse.engine.costs import PlanRequest
-from deepspeed_pulse.engine.placeholders import add_placeholder
-from deepspeed_pulse.engine.reduction import reduces_early
-from deepspeed_pulse.engine.relay import RelayLayer, relay_layers
+from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
+from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
+from deepspeed_pulse.engine.gradients.reduction import reduces_early
+from deepspeed_pulse.engine.plans import planning
+from deepspeed_pulse.engine.plans.costs import PlanRequest
+from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
 from deepspeed_pulse.engine.start import Config, check_world, init_distributed, load_config
 from deepspeed_pulse.engine.upstream import check_version
@@ -133,7 +134,7 @@ class PipelineModule(upstream.PipelineModule):
     def engine_class(self) -> type[deepspeed.PipelineEngine]:
         """The engine that ``deepspeed.initialize`` builds for this module."""
         from deepspeed_pulse.engine.engine import PulseEngine
-        from deepspeed_pulse.engine.relay_engine import RelayEngine
+        from deepspeed_pulse.engine.relay.engine import RelayEngine
 
         return PulseEngine if self.pulse_enabled else RelayEngine
 

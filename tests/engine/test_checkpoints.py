@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.launch import launch
 
-from deepspeed_pulse.engine.checkpoint_files import CheckpointFolder, find_tag, load_safely, write_text
+from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, find_tag, load_safely, write_text
 from deepspeed_pulse.errors import FileError
 
 WAVE4, LINEAR4 = {"ranks": 4}, {"ranks": 4, "placement": "linear"}
@@ -102,7 +102,7 @@ def test_saving_over_a_checkpoint_never_leaves_none(tmp_path: Path, monkeypatch:
     folder.commit(save_latest=True)
     write("two")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("deepspeed_pulse.engine.checkpoint_files.rename", dies)
+        patched.setattr("deepspeed_pulse.engine.checkpoints.files.rename", dies)
         folder.commit(save_latest=True)
     assert not (tmp_path / "step1").exists()
     folder.recover()

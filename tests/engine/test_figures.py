@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_pulse.engine import communicator, figures
+from deepspeed_pulse.engine import communicator
 from deepspeed_pulse.engine.communicator import EngineDevice
+from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Span
 

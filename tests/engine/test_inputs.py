@@ -9,7 +9,7 @@ import torch
 from support.launch import launch
 from support.nested import nested_batch
 
-from deepspeed_pulse.engine.batches import ShapeKeeper, SplitBatch, StepBatches, flatten
+from deepspeed_pulse.engine.data.batches import ShapeKeeper, SplitBatch, StepBatches, flatten
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, Layer
 

@@ -10,8 +10,8 @@ import torch
 from support.pulse_files import write_files
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.costs import PlanRequest
-from deepspeed_pulse.engine.planning import make_planned, reorder
+from deepspeed_pulse.engine.plans.costs import PlanRequest
+from deepspeed_pulse.engine.plans.planning import make_planned, reorder
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan

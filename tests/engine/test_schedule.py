@@ -15,7 +15,7 @@ from deepspeed_pulse.engine.instructions import (
     ReduceStageGrads,
     SendMessages,
 )
-from deepspeed_pulse.engine.planning import with_schedule
+from deepspeed_pulse.engine.plans.planning import with_schedule
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.plan import Plan

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from deepspeed_pulse.engine import whereabouts
-from deepspeed_pulse.engine.watchdog import OUTSIDE, Watchdog
-from deepspeed_pulse.engine.whereabouts import Whereabouts
+from deepspeed_pulse.engine.observation import whereabouts
+from deepspeed_pulse.engine.observation.watchdog import OUTSIDE, Watchdog
+from deepspeed_pulse.engine.observation.whereabouts import Whereabouts
 from deepspeed_pulse.errors import PeerError
 
 TIMEOUT = 0.05

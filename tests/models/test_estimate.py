@@ -12,7 +12,7 @@ from support.small_models import small_unet
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed_pulse.engine.profiles import Estimated, estimate_profile
+from deepspeed_pulse.engine.plans.profiles import Estimated, estimate_profile
 from deepspeed_pulse.engine.specs import Job
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan

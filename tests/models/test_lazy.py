@@ -40,7 +40,7 @@ from support.small_transformers import (
 )
 from torch import nn
 
-from deepspeed_pulse.engine.costs import parameter_counts
+from deepspeed_pulse.engine.plans.costs import parameter_counts
 from deepspeed_pulse.engine.specs import describe, spec
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
 from deepspeed_pulse.ir.graph import Graph

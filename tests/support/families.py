@@ -22,7 +22,7 @@ from support.reference import error
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_pulse.engine.batches import flatten
+from deepspeed_pulse.engine.data.batches import flatten
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.graph import Graph

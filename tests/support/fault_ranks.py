@@ -42,7 +42,7 @@ def free_port() -> int:
 
 def strike(point: str, rank: int, mine: int) -> None:
     """Make this rank die at a point, from the fourth step on; writes and renames belong to the save after it."""
-    from deepspeed_pulse.engine import checkpoint_files
+    from deepspeed_pulse.engine.checkpoints import files as checkpoint_files
     from deepspeed_pulse.runtime.rank import RankRuntime
 
     if rank != mine:

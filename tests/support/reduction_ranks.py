@@ -8,7 +8,7 @@ import torch
 from support.engine_ranks import as_bf16, data_of, make_engine, torch_world
 from support.parity import RecordingSGD, mse, run_case, share_groups
 
-from deepspeed_pulse.engine import reduction
+from deepspeed_pulse.engine.gradients import reduction
 from deepspeed_pulse.errors import PulseError
 
 OPTIONS: list[dict[str, Any]] = [

@@ -10,15 +10,15 @@ import torch
 from deepspeed.runtime.pipe import schedule as upstream_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine import events
-from deepspeed_pulse.engine.agreement import check_same_block
-from deepspeed_pulse.engine.batches import SplitBatch, warn_of_unread
-from deepspeed_pulse.engine.checkpoints import CheckpointingEngine
-from deepspeed_pulse.engine.clipping import clip_over_pipeline
-from deepspeed_pulse.engine.evaluation import EvaluatingEngine
-from deepspeed_pulse.engine.gradients import mark_replicated
-from deepspeed_pulse.engine.relay import bytes_by_label, live_after, pack_batch
-from deepspeed_pulse.engine.scaling import scaled_without_zero
+from deepspeed_pulse.engine.checkpoints.engine import CheckpointingEngine
+from deepspeed_pulse.engine.data.agreement import check_same_block
+from deepspeed_pulse.engine.data.batches import SplitBatch, warn_of_unread
+from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
+from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
+from deepspeed_pulse.engine.gradients.completion import mark_replicated
+from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
+from deepspeed_pulse.engine.observation import events
+from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
 
 
 class RelayEngine(CheckpointingEngine, EvaluatingEngine):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.engine.batches import can_travel, kind
+from deepspeed_pulse.engine.data.batches import can_travel, kind
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_of

@@ -9,7 +9,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
-from deepspeed_pulse.engine.batches import entry_text
+from deepspeed_pulse.engine.data.batches import entry_text
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
 
 

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_pulse.engine import events, figures, planning
+from deepspeed_pulse.engine.observation import events, figures
+from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, Run
 from deepspeed_pulse.runtime.rank import Stats

@@ -23,10 +23,10 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
-from deepspeed_pulse.engine.checkpoint_files import load_safely
-from deepspeed_pulse.engine.checkpoint_record import CheckpointRecord
-from deepspeed_pulse.engine.placeholders import is_placeholder
-from deepspeed_pulse.engine.scaling import keep_scale, set_scale
+from deepspeed_pulse.engine.checkpoints.files import load_safely
+from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
+from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
+from deepspeed_pulse.engine.gradients.scaling import keep_scale, set_scale
 from deepspeed_pulse.errors import PlanError
 
 MASTER = "fp32"

@@ -10,11 +10,16 @@ from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine.agreement import raise_everywhere, told_by_all
-from deepspeed_pulse.engine.checkpoint_files import CheckpointFolder, SafeCheckpointEngine, check_whole, find_tag
-from deepspeed_pulse.engine.checkpoint_record import PLAN_FILE, CheckpointRecord
-from deepspeed_pulse.engine.optimizer_state import full_precision_copies, parameter_names, read_state, write_state
-from deepspeed_pulse.engine.placeholders import is_placeholder
+from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, SafeCheckpointEngine, check_whole, find_tag
+from deepspeed_pulse.engine.checkpoints.optimizer_state import (
+    full_precision_copies,
+    parameter_names,
+    read_state,
+    write_state,
+)
+from deepspeed_pulse.engine.checkpoints.record import PLAN_FILE, CheckpointRecord
+from deepspeed_pulse.engine.data.agreement import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.errors import ConfigError, FileError, PlanError
 
 

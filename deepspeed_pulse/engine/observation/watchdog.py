@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from deepspeed_pulse.engine.whereabouts import Place, Whereabouts
+from deepspeed_pulse.engine.observation.whereabouts import Place, Whereabouts
 from deepspeed_pulse.errors import PeerError
 
 OUTSIDE = "the training script, outside train_batch and eval_batch,"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_pulse.engine.agreement import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.data.agreement import raise_everywhere, told_by_all
 from deepspeed_pulse.errors import ConfigError
 
 PLACEHOLDER = "pulse_placeholder"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.batches import DEFAULT_INPUT, SplitBatch
-from deepspeed_pulse.engine.costs import built, skips_of
+from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
+from deepspeed_pulse.engine.plans.costs import built, skips_of
 from deepspeed_pulse.engine.specs import Job, TiedCall
 from deepspeed_pulse.errors import BatchError, ConfigError
 from deepspeed_pulse.ir.graph import Graph

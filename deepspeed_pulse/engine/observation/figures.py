@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from deepspeed_pulse.engine.costs import parameter_counts
-from deepspeed_pulse.engine.planning import Planned
+from deepspeed_pulse.engine.plans.costs import parameter_counts
+from deepspeed_pulse.engine.plans.planning import Planned
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine.batches import kind
+from deepspeed_pulse.engine.data.batches import kind
 from deepspeed_pulse.errors import ConfigError
 
 

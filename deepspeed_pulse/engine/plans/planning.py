@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.costs import NO_DEVICE, PlanRequest, make_profile
+from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, make_profile
 from deepspeed_pulse.errors import ConfigError, PlanError, PulseError, RunError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Layout
