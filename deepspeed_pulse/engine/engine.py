@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,29 +18,15 @@ from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicat
 from deepspeed_pulse.engine.data.agreement import (
     check_batch_size,
     check_same_block,
-    check_same_data,
-    check_something_trains,
     check_zero_stage,
-    raise_everywhere,
-    told_by_first,
-    who_has_data,
-)
-from deepspeed_pulse.engine.data.batches import (
-    LABELS,
-    ShapeKeeper,
-    StepBatches,
-    can_travel,
-    check_iterator,
-    entry_text,
-    kind,
-    warn_of_unread,
 )
 from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
+from deepspeed_pulse.engine.data.reading import MODES, ReadingEngine, entry_routes
 from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.completion import complete_tied, count_none_as_zero, mark_replicated
-from deepspeed_pulse.engine.gradients.placeholders import check_same_groups, is_placeholder, without_empty_groups
+from deepspeed_pulse.engine.gradients.placeholders import check_same_groups, without_empty_groups
 from deepspeed_pulse.engine.gradients.reduction import stage_reduction
-from deepspeed_pulse.engine.gradients.scaling import check_precision, scaled
+from deepspeed_pulse.engine.gradients.scaling import check_precision
 from deepspeed_pulse.engine.instructions import (
     CompleteTiedGrads,
     ComputeAction,
@@ -50,28 +35,22 @@ from deepspeed_pulse.engine.instructions import (
     ReduceStageGrads,
     SendMessages,
 )
+from deepspeed_pulse.engine.losses import LossEngine
 from deepspeed_pulse.engine.observation import figures, whereabouts
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, beat_seconds
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import PulseSchedule
-from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
+from deepspeed_pulse.errors import ConfigError, PulseError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
-from deepspeed_pulse.ir.graph import NamedValue
-from deepspeed_pulse.ir.plan import Plan, Route
+from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime, Stats
 from deepspeed_pulse.runtime.state import state_bytes
 from deepspeed_pulse.runtime.usage import Usage
-
-CHECKED_STEPS, CHECK_EVERY = 3, 100
-"""Data is compared between ranks in the first steps, then now and then."""
-
-MODES = ("train", "eval", "forward")
-"""Kinds of step: training, evaluation with a loss, forward only. Each has its own shapes and readers of data."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +62,11 @@ class _Lowered:
     usage: Usage
 
 
-class PulseEngine(CheckpointingEngine, EvaluatingEngine):
+class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngine):
     """``PipelineEngine`` whose schedule, placement and messages come from the module's plan."""
 
     _started = False
     """False while upstream's ``__init__`` runs: there "first" and "last" mean the topology."""
-
-    _compute_loss = True
-    """Upstream sets it in every ``train_batch`` and ``eval_batch``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module, config = kwargs["model"], kwargs["config_class"]
@@ -99,17 +75,11 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
         super().__init__(*args, **kwargs)
         self._pulse = module.pulse
         self._plan: Plan = module.plan
-        self._names = [value.name for value in module.graph.batch_entries]
+        self._prepare_reading()
         self._lowered: dict[Any, _Lowered] = {}
-        self._readers: dict[str, tuple[bool, ...]] = {}
-        self._shapes = {
-            mode: ShapeKeeper(module.graph, module.input_name, dynamic=module.dynamic_shape) for mode in MODES
-        }
-        self._steps = dict.fromkeys(MODES, 0)
         timeout = self._pulse.timeout_seconds
         others = whereabouts.of_default_group(self.global_rank, dist.get_world_size(), beat_seconds(timeout))
         self._watchdog = Watchdog(self.global_rank, timeout, whereabouts=others)
-        self._pipelines = self.grid.topology().get_axis_comm_lists("pipe")
         self._communicator = PipelineCommunicator(
             self.grid.pp_group, self.grid.get_pipe_parallel_group(), torch.device(self.device)
         )
@@ -146,16 +116,6 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
 
     def _loss_stage_global_rank(self) -> int:
         return int(self.grid.stage_to_global(self._plan.placement[-1]))
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Every rank reads its own data."""
-        self.training_dataloader = loader
-        self.data_iterator = iter(loader)
-
-    def set_dataiterator(self, iterator: Any) -> None:
-        """Every rank that is given an iterator draws from it."""
-        self.training_dataloader = None
-        self.data_iterator = iterator
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As upstream; another number of microbatches plans the order anew."""
@@ -228,19 +188,10 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
 
     def _begin(self, micro_batches: int, mode: str) -> PulseSchedule:
         self._mode, training = mode, mode == "train"
-        checking = training and (self._steps[mode] < CHECKED_STEPS or self._steps[mode] % CHECK_EVERY == 0)
-        self._batches = StepBatches(
-            None if self.data_iterator is None else self._timed_next_batch,
-            micro_batches,
-            self._shapes[mode].split,
-            torch.device(self.device),
-            self._names,
-            self._entries_to_check() if checking and self.data_iterator is not None else (),
-        )
+        self._begin_reading(micro_batches, mode)
         readers = self._agree_on_data(mode)
         lowered = self._lower(micro_batches, mode, readers)
         keys = self._agree_on_shapes() if self.module.dynamic_shape else [MODES.index(mode)] * micro_batches
-        self._checking = checking
         self._runtime.begin(
             lowered.plan,
             lowered.traffic,
@@ -263,74 +214,6 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
             stage_id=self.stage_id,
         )
 
-    def _agree_on_data(self, mode: str) -> tuple[bool, ...]:
-        """Once per mode: all ranks look at their first batch, and learn who reads data."""
-        has_data = self.data_iterator is not None
-        if mode in self._readers:
-            if self._readers[mode][self.stage_id] != has_data:
-                before, now = ("one", "none") if not has_data else ("none", "one")
-                raise BatchError(
-                    f"pipeline rank {self.stage_id} was given {before} data iterator in the first step and {now} now; "
-                    "give each rank the same kind of argument in every step"
-                )
-            if not self.module.dynamic_shape:
-                self._batches.first()
-            return self._readers[mode]
-        problem: Exception | None = None
-        try:
-            check_iterator(self.data_iterator)
-            first = self._batches.first()
-            if first is not None and mode == "train" and self.is_first_stage() and self.grid.data_parallel_id == 0:
-                warn_of_unread(first)
-        except StopIteration:
-            problem = BatchError(
-                f"rank {self.global_rank}: the data iterator is empty: expected the batches of at least one step"
-            )
-        except Exception as found:  # whatever a loader raises
-            problem = found
-        raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())
-        if mode == "train":
-            ours = (p for name, p in self.module.named_parameters() if not is_placeholder(name))
-            check_something_trains(ours, dist.get_world_size())
-        readers = who_has_data(has_data, self._plan.placement[0], self._pipelines)
-        self._check_routed(readers)
-        self._readers[mode] = readers
-        return readers
-
-    def _agree_on_shapes(self) -> list[int]:
-        """What stands for the shapes of this step's microbatches, as the first rank draws them."""
-        keys: list[int] = told_by_first(
-            self._batches.draw_all if self.is_first_stage() else None,
-            self.grid.pp_group[self._plan.placement[0]],
-            self.grid.get_pipe_parallel_group() if self.num_stages > 1 else None,
-        )
-        self._batches.expect(keys)
-        return keys
-
-    def _check_routed(self, readers: tuple[bool, ...]) -> None:
-        """What ranks without data read is sent to them, so it must be tensors."""
-        routes = _entry_routes(self._plan, self._entries(), readers)
-        if not routes:
-            return
-        problem: Exception | None = None
-        first = self._batches.first()
-        for route in routes if first is not None else ():
-            value = first.value(route.name)
-            if not can_travel(value) and problem is None:
-                rank = self._plan.placement[route.hops[0][1]]
-                problem = BatchError(
-                    f"{entry_text(route.name)} cannot be sent: expected a tensor or a tuple of tensors, found "
-                    f"{kind(value)}; pipeline rank {rank} reads it and was given no data: pass data_iter on every "
-                    "rank, or make it a tensor"
-                )
-        raise_everywhere(problem, "the first batch cannot be sent", dist.get_world_size())
-
-    def _entries(self) -> list[NamedValue]:
-        """Batch entries that layers pop, and the labels where a loss function reads them."""
-        graph = self.module.graph
-        reads_labels = self.module.loss_fn is not None and self._compute_loss
-        return [*graph.batch_entries, *([_labels(graph)] if reads_labels else [])]
-
     def _lower(self, micro_batches: int, mode: str, readers: tuple[bool, ...]) -> _Lowered:
         entries = self._entries()
         key = (micro_batches, mode, readers, len(entries))
@@ -339,7 +222,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
                 plan = planning.evaluation_plan(self.module.planned, self._pulse, micro_batches)
             else:
                 plan = self._plan_for(micro_batches)
-            plan = replace(plan, routes=(*plan.routes, *_entry_routes(plan, entries, readers)))
+            plan = replace(plan, routes=(*plan.routes, *entry_routes(plan, entries, readers)))
             traffic = make_traffic(plan)
             self._communicator.open(list(traffic.channels), self._pipelines, self._pipelines.index(self.grid.pp_group))
             usage = Usage(plan, [*self.module.graph.values, *entries], self.stage_id)
@@ -381,81 +264,18 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine):
         self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")
         self._batches.finish()
         self._runtime.finish()
-        if self._checking and self.num_stages > 1:
-            names = self._all_checked()
-            mine = self._batches.checksums
-            check_same_data(
-                names,
-                [mine.get(name) for name in names],
-                first_rank=self._plan.placement[0],
-                group=self.grid.get_pipe_parallel_group(),
-                size=self.num_stages,
-                device=torch.device(self.device),
-                step=self._steps[self._mode] + 1,
-            )
-        self._steps[self._mode] += 1
+        self._compare_data(self._mode)
 
     def _exec_reduce_tied_grads(self) -> None:
         with self._breakdown.reducing():
             super()._exec_reduce_tied_grads()
-
-    def _timed_next_batch(self) -> Any:
-        with self._breakdown.drawing():
-            return self._next_batch()
 
     def _exec_complete_tied_grads(self) -> None:
         complete_tied(self.module, self.optimizer)
         mark_replicated(self.module, self.optimizer)
         count_none_as_zero(self.optimizer)
 
-    def _all_checked(self) -> list[str]:
-        return [*self._names, LABELS]
-
-    def _entries_to_check(self) -> list[str]:
-        """What this rank reads of the batch: everything on the first rank."""
-        if self.is_first_stage():
-            return self._all_checked()
-        mine = set(self.module._local_layers)
-        read = [v.name for v in self.module.graph.batch_entries if mine & set(v.targets)]
-        return [*read, LABELS] if self.is_last_stage() else read
-
     # -- loss and backward -------------------------------------------------------------------
-
-    def _finish_microbatch(self, output: Any, microbatch: int) -> Any:
-        loss_fn = self.module.loss_fn
-        if self._compute_loss and loss_fn is not None:
-            loss = loss_fn(output, self._runtime.named(LABELS, microbatch))
-        else:
-            loss = output
-        if torch.is_grad_enabled():
-            self._check_loss(loss, loss_fn)
-        if self.eval_return_logits:
-            self.outputs = output
-        self.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else [part.detach() for part in loss])
-        self.total_loss = _added(self.total_loss, loss)
-        self._add_additional_losses()
-        return loss
-
-    @staticmethod
-    def _check_loss(loss: Any, loss_fn: Any) -> None:
-        source = "the last layer (there is no loss_fn)" if loss_fn is None else "loss_fn"
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            knob = "pass loss_fn= to PipelineModule" if loss_fn is None else "return the mean over the microbatch"
-            raise ConfigError(f"{source}: expected a scalar loss, found {found}; {knob}")
-        if not loss.requires_grad:
-            raise ConfigError(f"{source}: the loss depends on no trainable parameter; unfreeze some layer")
-
-    def _add_additional_losses(self) -> None:
-        additional = self.module.get_additional_losses()
-        if additional is not None:
-            if self.total_additional_losses is None:
-                self.total_additional_losses = OrderedDict()
-            for name, loss in additional.items():
-                self.total_additional_losses[name] = _added(self.total_additional_losses.get(name), loss)
-
-    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return scaled(loss / self.gradient_accumulation_steps(), self.optimizer)
 
     def _run_backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if self.using_bf16_optimizer:
@@ -527,29 +347,3 @@ def _check_supported(config: Any, module: Any) -> None:
             f"pipeline.activation_checkpoint_interval: the module was planned with {module.checkpointing.interval}, "
             f"deepspeed.initialize brings {interval}; pass config= to PipelineModule, the same as to initialize"
         )
-
-
-def _labels(graph: Any) -> NamedValue:
-    return NamedValue(name=LABELS, source=None, targets=(len(graph.layers) - 1,))
-
-
-def _entry_routes(plan: Plan, entries: Sequence[NamedValue], readers: tuple[bool, ...]) -> list[Route]:
-    """Batch entries travel from the first rank, once to each rank that reads them and was given no data."""
-    routes = []
-    for entry in entries:
-        first_read: dict[int, int] = {}
-        for layer in entry.targets:
-            stage = plan.stage_of(layer)
-            first_read.setdefault(plan.placement[stage], stage)
-        hops = tuple((0, stage) for rank, stage in first_read.items() if not readers[rank])
-        if hops:
-            routes.append(Route(name=entry.name, source_stage=0, hops=hops))
-    return routes
-
-
-def _added(total: Any, loss: Any) -> Any:
-    if isinstance(loss, torch.Tensor):
-        return loss.detach().clone() if total is None else total + loss.detach()
-    if total is None:
-        return [part.detach().clone() for part in loss]
-    return [before + part.detach() for before, part in zip(total, loss, strict=True)]
