@@ -9,12 +9,12 @@ from support.launch import launch
 
 def test_a_sequential_model_gives_what_it_gives_by_itself_and_gradients_are_scaled_once() -> None:
     """And a loss that is no number is returned, and nothing else happens."""
-    launch("support.upstream_ranks:on_two_ranks", 2, timeout=120)
+    launch("support.upstream_ranks:on_two_ranks", 2, timeout=250)
 
 
 def test_training_data_feeds_every_topology_with_changing_shapes() -> None:
     """At pp1dp4, pp2dp2, pp4dp1, and with pipelines of neighbouring ranks."""
-    launch("support.upstream_ranks:training_data", 4, timeout=120)
+    launch("support.upstream_ranks:training_data", 4, timeout=250)
 
 
 def test_layer_files_interchange_with_plain_deepspeed(tmp_path: Path) -> None:
