@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,8 @@ def check(row: Row, found: dict[str, Any], expected: dict[str, Any]) -> None:
     weights = {key: error(weight, expected["weights"][key]) for key, weight in found["weights"].items()}
     assert max(losses) <= tolerance, (row, found["losses"], expected["losses"])
     assert max(weights.values()) <= tolerance, (row, max((found, key) for key, found in weights.items()))
-    print(f"ERRORS {row['precision']} {max(losses):.1e} {max(weights.values()):.1e}", flush=True)
+    line = f"ERRORS {row['precision']} {max(losses):.1e} {max(weights.values()):.1e}\n"
+    os.write(1, line.encode())  # ranks share the log
 
 
 def skips_together(_: Any) -> None:
