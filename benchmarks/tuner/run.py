@@ -1,0 +1,263 @@
+"""Does the tuner choose as published? Usage: python benchmarks/tuner/run.py [--profiles FOLDER] [PART ...]
+
+Layer costs are operation counts of models on the meta device, kept as profiles in the folder; nothing is timed but the
+tuner itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.choice import Trial, Tuning
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.sizes import Sizes
+from deepspeed_pulse.planner.tune import tune
+from deepspeed_pulse.report.tuning import describe
+
+TFLOPS = 125.0
+PUBLISHED_TFLOPS = 16.0
+"""What a rank does in the paper: 237.8 samples/s of 4.2 TFLOP each on 64 of them."""
+BATCH = 512
+SDV2_17B = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 32,
+    "block_out_channels": [448, 896, 1792, 1792],
+    "attention_head_dim": [7, 14, 28, 28],
+    "cross_attention_dim": 1024,
+    "use_linear_projection": True,
+}
+"""Stable Diffusion 2's U-Net, 1.4 times as wide: 1.7 billion parameters, latents of 32 x 32."""
+
+
+def cluster(name: str, nodes: int, memory_gb: int, inside: float, between: float) -> Cluster:
+    return Cluster(
+        name=name,
+        nodes=nodes,
+        ranks_per_node=8,
+        memory_bytes=memory_gb * 10**9,
+        intra_node=Link(bandwidth_gb_per_s=inside, latency_us=10.0),
+        inter_node=Link(bandwidth_gb_per_s=between, latency_us=20.0),
+    )
+
+
+V100 = cluster("8 V100", 1, 32, 300.0, 10.0)
+ASCEND = cluster("64 Ascend 910A", 8, 32, 30.0, 19.0)
+A100 = cluster("64 A100", 8, 80, 300.0, 25.0)
+
+
+class Profiles:
+    """Estimated on first use."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str) -> Profile:
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(_estimated(name).to_json())
+        return Profile.load(path)
+
+
+def _estimated(name: str) -> Profile:
+    from deepspeed_pulse.engine.profiles import estimate_profile
+    from deepspeed_pulse.engine.specs import Job
+    from deepspeed_pulse.models import to_layers
+    from deepspeed_pulse.models.catalogue.published import PUBLISHED
+    from deepspeed_pulse.models.catalogue.sources import DTYPES, build_model, example_batch, find_job
+
+    if name in PUBLISHED:
+        return estimate_profile(find_job(name), tflops=TFLOPS).profile
+    unet = build_model(SDV2_17B if name == "sdv2-1.7b" else PUBLISHED["sd15"], dtype="bfloat16")
+    batch = example_batch(unet, microbatch_size=1, dtype=DTYPES["bfloat16"])
+    if name == "sdv2-1.7b":
+        return estimate_profile(
+            Job(name=name, layers=to_layers(unet), batch=(batch, None), microbatch_size=1), tflops=TFLOPS
+        ).profile
+    import torch
+    from diffusers import ControlNetModel
+
+    with torch.device("meta"):
+        controlnet = ControlNetModel.from_unet(unet, load_weights_from_unet=False).to(torch.bfloat16)
+    unet.requires_grad_(False)
+    batch["controlnet_cond"] = torch.empty(1, 3, 512, 512, device="meta", dtype=torch.bfloat16)
+    layers = to_layers(unet, controlnet=controlnet)
+    return estimate_profile(
+        Job(name=name, layers=layers, batch=(batch, None), microbatch_size=1), tflops=TFLOPS
+    ).profile
+
+
+# -- the parts -----------------------------------------------------------------------------------
+
+
+def ablation(profiles: Profiles) -> Iterator[str]:
+    """The best of each P on 8 V100, and how large a microbatch fits at M = P, the paper's setting."""
+    yield "| model | published best P | samples/s at P = 1 / 2 / 4 / 8 | largest b at M = P = 2 / 4 / 8 |"
+    yield "|---|---|---|---|"
+    for name, published in (("uvit-1b", 2), ("hunyuan-dit", 2), ("sdv2-1.7b", 4)):
+        profile = profiles(name)
+        found = tune([profile], cluster=V100, global_batch=256, solver_seconds=0)
+        rates = " / ".join(_rate(found, ranks) for ranks in (1, 2, 4, 8))
+        sizes = " / ".join(str(_largest(profile, ranks)) for ranks in (2, 4, 8))
+        yield f"| {name} | {published} | {rates} | {sizes} |"
+
+
+def _rate(found: Tuning, ranks: int) -> str:
+    """Of the best plan; what bounds allow where none was made."""
+    mine = [trial for trial in found.trials if trial.choice.pipeline_ranks == ranks and trial.samples_per_second]
+    best = max(mine, key=lambda trial: (trial.plan is not None, trial.samples_per_second or 0.0), default=None)
+    if best is None:
+        return "does not fit"
+    return f"{'' if best.plan else '<= '}{best.samples_per_second:.4g}"
+
+
+def _largest(profile: Profile, ranks: int) -> int:
+    """Power of two, nothing recomputed."""
+    sizes, best = Sizes([profile]), 0
+    for size in sizes.up_to(1024):
+        try:
+            make_plan(
+                sizes.at(size),
+                cluster=V100,
+                pipeline_ranks=ranks,
+                microbatches=ranks,
+                data_parallel=8 // ranks,
+                placement="wave",
+                solver_seconds=0,
+            )
+        except InfeasibleError:
+            break
+        best = size
+    return best
+
+
+def order(profiles: Profiles) -> Iterator[str]:
+    """U-ViT 2.7 B on 64 Ascend 910A: a wave, data parallel with ZeRO, 1F1B with relayed skips."""
+    yield "| TFLOP/s a rank | wave | data parallel, ZeRO-1 | 1F1B, skips relayed | the same at M = P |"
+    yield "|---|---|---|---|---|"
+    for tflops in (TFLOPS, PUBLISHED_TFLOPS):
+        profile = slower(profiles("uvit-2.7b"), TFLOPS / tflops)
+        found = tune([profile], cluster=ASCEND, global_batch=BATCH, solver_seconds=0)
+        wave = next(trial for trial in found.ranked if trial.choice.waves)
+        data = max((t for t in found.trials if t.choice.pipeline_ranks == 1), key=_known)
+        relayed, square = (max(_relayed(profile, sizes), default=(0.0, "-")) for sizes in ((1, 2, 4), (8,)))
+        rate = f"{'' if data.plan else '<= '}{_known(data):.4g}"
+        yield (
+            f"| {tflops:g} | {_known(wave):.4g} ({describe(wave.choice)}) | {rate} | "
+            f"{relayed[0]:.4g} ({relayed[1]}) | {square[0]:.4g} ({square[1]}) |"
+        )
+
+
+def slower(profile: Profile, times: float) -> Profile:
+    """The profile of a device that takes so many times as long."""
+    layers = (
+        replace(
+            layer,
+            forward_ms=layer.forward_ms * times,
+            backward_ms=layer.backward_ms * times,
+            weight_grad_ms=(layer.weight_grad_ms or 0.0) * times,
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, layers=tuple(layers))
+
+
+def _known(trial: Trial) -> float:
+    return trial.samples_per_second or 0.0
+
+
+def _relayed(profile: Profile, sizes: Sequence[int]) -> Iterator[tuple[float, str]]:
+    """1F1B on linear placement with every skip sent hop by hop; microbatches of eight are as many as ranks."""
+    for ranks in (2, 4, 8, 16, 32):
+        group = 64 // ranks
+        for size in sizes:
+            try:
+                plan = make_plan(
+                    Sizes([profile]).at(size),
+                    cluster=ASCEND,
+                    pipeline_ranks=ranks,
+                    microbatches=BATCH // group // size,
+                    data_parallel=group,
+                    placement="linear",
+                    schedule="1f1b",
+                    solver_seconds=0,
+                )
+            except InfeasibleError:
+                continue
+            figures = estimate(with_relays(plan, profile), Sizes([profile]).at(size), ASCEND)
+            if max(figures.peak_bytes) <= ASCEND.memory_bytes:
+                yield figures.samples_per_second, f"P={ranks}, microbatches of {size}"
+
+
+def with_relays(plan: Plan, profile: Profile) -> Plan:
+    """Skips through every stage between their ends; values with several readers stay as they are."""
+    lone = [skip for skip in profile.skips if sum(other.name == skip.name for other in profile.skips) == 1]
+    ends = {skip.name: (plan.stage_of(skip.source), plan.stage_of(skip.target)) for skip in lone}
+    routes = [
+        replace(route, hops=tuple((s, s + 1) for s in range(*ends[route.name]))) if route.name in ends else route
+        for route in plan.routes
+    ]
+    return replace(plan, routes=tuple(routes))
+
+
+def linear(profiles: Profiles) -> Iterator[str]:
+    """Few small skips: at P = 8 a wave sends more than it saves."""
+    yield "| P = 8, M = 16 | link, GB/s | wave, ms | linear, ms | chosen |"
+    yield "|---|---|---|---|---|"
+    for name, speed in itertools.product(("kandinsky3", "sd15-controlnet"), (300.0, 10.0, 2.5)):
+        links, steps = cluster("8 ranks", 1, 1000, speed, speed), {}
+        for placement in ("wave", "linear", "auto"):
+            plan = make_plan(
+                profiles(name),
+                cluster=links,
+                pipeline_ranks=8,
+                microbatches=16,
+                placement=placement,
+                solver_seconds=0,
+            )
+            assert plan.estimate is not None
+            steps[placement] = plan.estimate.step_ms
+        chosen = min(("wave", "linear"), key=lambda way: steps[way])
+        assert steps["auto"] == steps[chosen]
+        yield f"| {name} | {speed:g} | {steps['wave']:.1f} | {steps['linear']:.1f} | {chosen} |"
+
+
+def speed(profiles: Profiles) -> Iterator[str]:
+    """SDXL over 64 ranks."""
+    began, spent = time.monotonic(), time.process_time()
+    found = tune([profiles("sdxl")], cluster=A100, global_batch=256, solver_seconds=10)
+    wall, spent = time.monotonic() - began, time.process_time() - spent
+    yield (
+        f"SDXL, 64 ranks, 256 samples a step: {len(found.trials)} choices in {wall:.0f} s ({spent:.0f} s of one core, "
+        f"at most 10 s of it in the search); best: {describe(found.best.choice)}"
+    )
+
+
+PARTS = {"ablation": ablation, "order": order, "linear": linear, "speed": speed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
+    parser.add_argument("--profiles", type=Path, default=Path("out/profiles"), help="folder of estimated profiles")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    for part in arguments.parts:
+        for line in PARTS[part](Profiles(arguments.profiles)):
+            print(line, flush=True)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
