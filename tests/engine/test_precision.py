@@ -42,6 +42,6 @@ def test_every_precision_trains_as_in_one_process(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_the_whole_product_trains_as_in_one_process(tmp_path: Path) -> None:
-    rounds = rounds_of(product(), tmp_path)
+    rounds = rounds_of([{**row, "whole": True} for row in product()], tmp_path)
     _, output = launch("support.forked:run_jobs", 1, rounds, timeout=3500)[0]
     assert output.count("ROUND") == len(rounds)
