@@ -35,7 +35,7 @@ def limit_memory(num_bytes: int) -> None:
 def test_plan_config_profile_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """80 MB of weights: 320 MB of state do not fit, 200 MB shared by four do. The files agree with each other."""
     limit_memory(220 * 10**6)
-    assert run(f"{TUNE} --out plan.json --config ds.json --profile-out b.json --picture tuned.png") == 0
+    assert run(f"{TUNE} --exhaustive --out plan.json --config ds.json --profile-out b.json --picture tuned.png") == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     text = " ".join(printed.out.split())

@@ -1,0 +1,105 @@
+"""What would do where no choice fits: the smallest memory, the smallest number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deepspeed_pulse.errors import ConfigError, InfeasibleError
+from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
+from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.planner.tuner import Tuner, gigabytes
+
+_MARGINS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+_MOST_TIMES = 64
+"""So many times the world size are tried."""
+
+
+def nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
+    """Says the smallest memory found that would do, and the smallest multiple of the world size."""
+    limited = [trial for trial in trials if trial.verdict is Verdict.MEMORY]
+    if not limited:
+        reasons = sorted({f"{trial.verdict.value}: {trial.reason}" for trial in trials})
+        return InfeasibleError(
+            f"no way to run {tuner.global_batch} samples a step on {tuner.world} ranks; {'; '.join(reasons[:3])}; use "
+            "another global batch, fewer ranks or finer layers"
+        )
+    memory, ranks = _memory_that_would_do(tuner, limited), _ranks_that_would_do(tuner)
+    ways = [f"{gigabytes(memory)} GB a rank would do" if memory else "", f"{ranks} ranks would do" if ranks else ""]
+    return InfeasibleError(
+        f"nothing fits {gigabytes(tuner.memory_bytes)} GB a rank on {tuner.world} ranks, layers recomputed and the "
+        f"optimizer shared: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}",
+        needed_bytes=memory,
+    )
+
+
+def _memory_that_would_do(tuner: Tuner, limited: Sequence[Trial]) -> int | None:
+    """The smallest that a choice was planned with, those that need least first."""
+    best: int | None = None
+    for choice in sorted(
+        (trial.choice for trial in limited if _is_frugal(tuner, trial.choice)), key=tuner.least_state_bytes
+    ):
+        if best is not None and tuner.least_state_bytes(choice) >= best:
+            break
+        found = _least_memory(tuner, choice)
+        if found is not None and (best is None or found < best):
+            best = found
+    return best
+
+
+def _is_frugal(tuner: Tuner, choice: Choice) -> bool:
+    """Nothing that only takes memory: the smallest microbatches, the optimizer shared, one wave at most."""
+    small = choice.microbatch_size == tuner.sizes.smallest.microbatch_size
+    shared = choice.zero_stage == 1 or choice.data_parallel == 1
+    return small and shared and choice.waves <= 1 and choice.layout is Layout.PIPE_MAJOR
+
+
+def _least_memory(tuner: Tuner, choice: Choice) -> int | None:
+    """With everything recomputed; planned again with it, as other limits lead to other cuts."""
+    try:
+        tuner.frugal(choice, memory_bytes=1)
+    except InfeasibleError as problem:
+        if problem.needed_bytes is None:
+            return None
+        for margin in _MARGINS:
+            memory = math.ceil(problem.needed_bytes * margin / 1e6) * 10**6
+            if _fits(tuner, choice, memory):
+                return memory
+    return None
+
+
+def _fits(tuner: Tuner, choice: Choice, memory_bytes: int) -> bool:
+    try:
+        tuner.frugal(choice, memory_bytes=memory_bytes)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _ranks_that_would_do(tuner: Tuner) -> int | None:
+    """The smallest power of two times the world size on which a choice fits."""
+    times = 2
+    while times <= _MOST_TIMES:
+        world = tuner.world * times
+        nodes = max(tuner.cluster.nodes, -(-world // tuner.cluster.ranks_per_node))
+        cluster = replace(tuner.cluster, nodes=nodes)
+        larger = Tuner(tuner.sizes, cluster, world, tuner.global_batch, tuner.memory_bytes)
+        if _anything_fits(larger):
+            return world
+        times *= 2
+    return None
+
+
+def _anything_fits(tuner: Tuner) -> bool:
+    try:
+        families = list(tuner.families())
+    except ConfigError:
+        return False
+    choices = (replace(family, zero_stage=1 if family.data_parallel > 1 else 0) for family in families)
+    for choice in choices:
+        many = len(choice.placement) > tuner.sizes.smallest.num_layers
+        hopeless = many or tuner.least_state_bytes(choice) > tuner.memory_bytes
+        if _is_frugal(tuner, choice) and not hopeless and _fits(tuner, choice, tuner.memory_bytes):
+            return True
+    return False

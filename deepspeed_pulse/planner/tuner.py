@@ -1,0 +1,299 @@
+"""One job's choices, bounded, planned and simulated, the most promising first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from deepspeed_pulse.errors import ConfigError, InfeasibleError
+from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.plan import Estimate, Plan
+from deepspeed_pulse.planner.cost import data_parallel_link, state_bytes
+from deepspeed_pulse.planner.ideal import ideal_ms
+from deepspeed_pulse.planner.make import MOST_FORWARDS, TooSlow, make_plan
+from deepspeed_pulse.planner.recompute import cheapest_first
+from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.sizes import Sizes
+from deepspeed_pulse.planner.synthesize import synthesize
+
+Progress = Callable[[int, int, float], None]
+"""Told how many choices are decided, how many there are, and the most samples/s so far."""
+
+_WAVES = (0, 1, 2)
+"""Placements that are tried: linear, a V, two of them."""
+
+_EXACT = 4
+"""So many of the best are simulated; what cannot be among them is left out by its bound."""
+
+_CONTENDERS = 3
+"""So many of the best are searched for better orders."""
+
+_UNLIMITED = 2**62
+
+
+class Tuner:
+    """One job's choices and what is known of them so far."""
+
+    def __init__(self, sizes: Sizes, cluster: Cluster, world: int, global_batch: int, memory_bytes: int) -> None:
+        self.sizes, self.cluster, self.world = sizes, cluster, world
+        self.global_batch, self.memory_bytes = global_batch, memory_bytes
+        self._steps: list[float] = []
+        self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._kept: float = _EXACT
+
+    def run(self, *, exhaustive: bool, progress: Progress | None) -> list[Trial]:
+        """Every choice tried, those with the shortest bound first."""
+        self._kept = math.inf if exhaustive else _EXACT
+        families = sorted(self.families(), key=self._promise)
+        trials: list[Trial] = []
+        for done, family in enumerate(families):
+            trials += self._family(family)
+            if progress is not None:
+                best = max((t.samples_per_second or 0.0 for t in trials if t.plan), default=0.0)
+                progress(done + 1, len(families), best)
+        return trials
+
+    def families(self) -> Iterator[Choice]:
+        """Choices that differ in more than the ZeRO stage.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        found = 0
+        for ranks in _divisors(self.world):
+            group = self.world // ranks
+            for size in self.sizes.up_to(self.global_batch // group):
+                if self.global_batch % (group * size):
+                    continue
+                for waves in _WAVES if ranks > 1 else (0,):
+                    for layout in self._layouts(ranks):
+                        found += 1
+                        yield Choice(
+                            pipeline_ranks=ranks,
+                            data_parallel=group,
+                            waves=waves,
+                            microbatch_size=size,
+                            microbatches=self.global_batch // (group * size),
+                            layout=layout,
+                        )
+        if not found:
+            raise self._nothing_divides()
+
+    def _layouts(self, ranks: int) -> tuple[Layout, ...]:
+        """One where both are the same."""
+        same = ranks in (1, self.world) or self.world <= self.cluster.ranks_per_node
+        return (Layout.PIPE_MAJOR,) if same or self.cluster.intra_node == self.cluster.inter_node else tuple(Layout)
+
+    def _nothing_divides(self) -> ConfigError:
+        smallest = self.sizes.smallest.microbatch_size
+        below = self.global_batch // smallest * smallest
+        near = " or ".join(str(batch) for batch in (below, below + smallest) if batch)
+        return ConfigError(
+            f"global batch: {self.global_batch} samples are no whole number of microbatches on {self.world} ranks: "
+            f"expected a multiple of (data-parallel pipelines x microbatch size), the smallest profile is for "
+            f"microbatches of {smallest}; use {near}, or profile a smaller microbatch"
+        )
+
+    def _promise(self, family: Choice) -> tuple[float, int]:
+        return self._ideal_ms(family), family.pipeline_ranks
+
+    def _ideal_ms(self, choice: Choice) -> float:
+        profile, group = self.sizes.at(choice.microbatch_size), choice.data_parallel
+        if profile.num_layers < len(choice.placement):
+            return math.inf
+        links = [data_parallel_link(self.cluster, choice.grid, rank) for rank in range(choice.pipeline_ranks)]
+        share = 2 * (group - 1) / group
+        reduction_ms = share * min(link.transfer_ms(profile.param_bytes) for link in links)
+        return ideal_ms(profile, choice.placement, choice.microbatches, reduction_ms=reduction_ms)
+
+    @property
+    def _within_ms(self) -> float:
+        """A step that is worth simulating is no longer than this."""
+        steps = sorted(self._steps)
+        return steps[int(self._kept) - 1] * (1 + 1e-9) if self._kept <= len(steps) else math.inf
+
+    # -- one family --------------------------------------------------------------------------
+
+    def _family(self, family: Choice) -> Iterator[Trial]:
+        stages = [replace(family, zero_stage=stage) for stage in ((0, 1) if family.data_parallel > 1 else (0,))]
+        verdict = self._excluded(family)
+        if verdict is not None:
+            yield from (replace(verdict, choice=choice) for choice in stages)
+            return
+        free: Plan | None = None
+        freely = False
+        try:
+            free = self._free(family)
+        except TooSlow as slow:
+            if family.waves > 1:  # its cuts are not made anew for less memory
+                yield from (self._too_slow(choice, slow.bound_ms) for choice in stages)
+                return
+        for choice in stages:
+            trial = _no_gain(choice) if freely else self._trial(choice, free)
+            if trial.plan is not None:
+                self._steps.append(_figures(trial.plan).step_ms)
+                freely = free is not None and trial.plan.schedule is free.schedule
+            yield trial
+
+    def _excluded(self, family: Choice) -> Trial | None:
+        """What needs no plan to be excluded."""
+        stages, layers = len(family.placement), self.sizes.smallest.num_layers
+        if layers < stages:
+            reason = f"{stages} stages, the model has {layers} layers"
+            return Trial(choice=family, verdict=Verdict.LAYERS, reason=reason)
+        if stages * family.microbatches > MOST_FORWARDS:
+            reason = f"{stages * family.microbatches} forwards a step; at most {MOST_FORWARDS} are planned"
+            return Trial(choice=family, verdict=Verdict.SIZE, reason=reason)
+        bound_ms = self._ideal_ms(family)
+        return self._too_slow(family, bound_ms) if bound_ms > self._within_ms else None
+
+    def _too_slow(self, choice: Choice, bound_ms: float) -> Trial:
+        most = 1e3 * self.global_batch / bound_ms
+        return Trial(
+            choice=choice, verdict=Verdict.SLOW, samples_per_second=most, reason=f"at most {most:.4g} samples/s"
+        )
+
+    def _free(self, family: Choice) -> Plan:
+        """The plan without regard to memory.
+
+        Its cuts do not depend on the microbatch size where costs are in proportion. Those of several waves take seconds
+        to find and are no proven best: they are found once for P and G.
+        """
+        one = family.waves > 1
+        key = (family.pipeline_ranks, family.waves, None if one else family.layout)
+        cuts = self._cuts.get(key) if one or self.sizes.in_proportion else None
+        try:
+            plan = self._planned(family, memory_bytes=_UNLIMITED, cuts=cuts)
+        except TooSlow as slow:
+            self._cuts[key] = slow.cuts
+            raise
+        self._cuts[key] = plan.boundaries
+        return plan
+
+    def frugal(self, choice: Choice, *, memory_bytes: int) -> Plan:
+        """With every layer recomputed that frees anything."""
+        layers = sorted(cheapest_first(self.sizes.at(choice.microbatch_size)))
+        return self._planned(choice, memory_bytes=memory_bytes, recompute=layers)
+
+    def _planned(
+        self,
+        choice: Choice,
+        *,
+        memory_bytes: int,
+        recompute: str | Sequence[int] = "none",
+        cuts: tuple[int, ...] | None = None,
+    ) -> Plan:
+        return make_plan(
+            self.sizes.at(choice.microbatch_size),
+            cluster=self.cluster,
+            pipeline_ranks=choice.pipeline_ranks,
+            microbatches=choice.microbatches,
+            data_parallel=choice.data_parallel,
+            placement="wave" if choice.waves else "linear",
+            waves=choice.waves or 1,
+            boundaries=cuts,
+            memory_bytes=memory_bytes,
+            solver_seconds=0.0,
+            recompute=recompute,
+            shard_optimizer=choice.zero_stage == 1,
+            layout=choice.layout,
+            within_ms=self._within_ms,
+        )
+
+    def _trial(self, choice: Choice, free: Plan | None) -> Trial:
+        """The plan without regard to memory if it fits, else one that does."""
+        least = self.least_state_bytes(choice)
+        if least > self.memory_bytes:
+            reason = f"weights, gradients and optimizer state alone need {gigabytes(least)} GB a rank"
+            return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
+        if free is not None:
+            figures = self.figures(choice, free)
+            if max(figures.peak_bytes) <= self.memory_bytes:
+                return _success(choice, replace(free, estimate=figures))
+        cuts = None if free is None or choice.waves <= 1 else free.boundaries
+        try:
+            return _success(choice, self._planned(choice, memory_bytes=self.memory_bytes, recompute="auto", cuts=cuts))
+        except TooSlow as slow:
+            return self._too_slow(choice, slow.bound_ms)
+        except InfeasibleError as problem:
+            needed = problem.needed_bytes
+            reason = f"needs {gigabytes(needed)} GB a rank" if needed else str(problem)
+            return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=needed)
+
+    def figures(self, choice: Choice, plan: Plan) -> Estimate:
+        """Of a plan under the choice's ZeRO stage."""
+        if choice.zero_stage == 0 and plan.estimate is not None:
+            return plan.estimate
+        return estimate(plan, self.sizes.at(choice.microbatch_size), self.cluster, shard_optimizer=True)
+
+    def least_state_bytes(self, choice: Choice) -> int:
+        """No cuts have less on their fullest rank: state in equal parts."""
+        profile, shards = self.sizes.at(choice.microbatch_size), choice.data_parallel if choice.zero_stage else 1
+        whole = sum(state_bytes(profile, layer.param_bytes, shards=shards) for layer in profile.layers)
+        largest = max(state_bytes(profile, layer.param_bytes, shards=shards) for layer in profile.layers)
+        return max(-(-whole // choice.pipeline_ranks), largest)
+
+    # -- the best ----------------------------------------------------------------------------
+
+    def searched(self, trials: list[Trial], seconds: float) -> list[Trial]:
+        """With better orders of those that may be the best, in order again."""
+        first = trials[0]
+        within = _figures(first.planned).step_ms
+        contenders = [t for t in trials[:_CONTENDERS] if t.plan and _figures(t.plan).lower_bound_ms < within]
+        better = {id(t): self._better(t, seconds / len(contenders)) for t in contenders} if seconds > 0 else {}
+        return sorted((better.get(id(trial), trial) for trial in trials), key=rank_of)
+
+    def _better(self, trial: Trial, seconds: float) -> Trial:
+        choice = trial.choice
+        plan = synthesize(
+            trial.planned,
+            self.sizes.at(choice.microbatch_size),
+            cluster=self.cluster,
+            memory_bytes=self.memory_bytes,
+            solver_seconds=seconds,
+            shard_optimizer=choice.zero_stage == 1,
+        )
+        return min(trial, _success(choice, plan), key=rank_of)
+
+
+def rank_of(trial: Trial) -> tuple[bool, float, int, int]:
+    """With a plan first, the fastest first; among equals fewer pipeline ranks, then less memory."""
+    return (
+        trial.plan is None,
+        -round(trial.samples_per_second or 0.0, 9),
+        trial.choice.pipeline_ranks,
+        trial.needed_bytes or 0,
+    )
+
+
+def _success(choice: Choice, plan: Plan) -> Trial:
+    figures = _figures(plan)
+    return Trial(
+        choice=choice,
+        verdict=Verdict.PLANNED,
+        plan=plan,
+        samples_per_second=figures.samples_per_second,
+        needed_bytes=max(figures.peak_bytes),
+    )
+
+
+def _no_gain(choice: Choice) -> Trial:
+    reason = "fits with ZeRO stage 0, which gathers no weights at the end of a step"
+    return Trial(choice=choice, verdict=Verdict.NO_GAIN, reason=reason)
+
+
+def _figures(plan: Plan) -> Estimate:
+    assert plan.estimate is not None
+    return plan.estimate
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def gigabytes(num_bytes: int) -> str:
+    """Rounded up, so that it does."""
+    return f"{math.ceil(num_bytes / 1e6) / 1e3:.3f}"
