@@ -72,7 +72,7 @@ text-to-image: .venv
 
 # Slow proofs: full products. TESTS= narrows them.
 soak: .venv
-	$(TEST_ENV) $(BIN)/python -m pytest -m soak $(TESTS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m soak -n 2 --dist worksteal $(TESTS)
 
 bench: .venv
 	@set -e; for script in benchmarks/*/run.py; do \
