@@ -15,20 +15,23 @@ _EXPLAINS = 0.2
 """Share of the difference that a part must explain to be advised on."""
 
 
-def warning(plan: Plan, difference: Difference | None, peak_bytes: Sequence[int]) -> list[str]:
+def warning(
+    plan: Plan, difference: Difference | None, peak_bytes: Sequence[int], *, crowded: str | None = None
+) -> list[str]:
     """Lines of a warning; none where time and memory are within 20 % of the plan.
 
     Args:
         difference: None where nothing was predicted.
         peak_bytes: measured, per rank.
+        crowded: how ranks share a device, where they do: then that is why layers take longer.
     """
-    lines = [] if difference is None or abs(difference.share) <= WORTH_SAYING else list(_time(difference))
+    lines = [] if difference is None or abs(difference.share) <= WORTH_SAYING else list(_time(difference, crowded))
     if plan.estimate is not None:
         lines += _memory(plan.estimate.peak_bytes, peak_bytes)
     return lines
 
 
-def _time(difference: Difference) -> Iterator[str]:
+def _time(difference: Difference, crowded: str | None) -> Iterator[str]:
     ms = words.milliseconds
     longer = difference.share > 0
     yield (
@@ -36,21 +39,23 @@ def _time(difference: Difference) -> Iterator[str]:
         f"{'longer' if longer else 'shorter'} than the planned {ms(difference.planned_ms)}; of that"
     )
     total = difference.measured_ms - difference.planned_ms
-    parts = sorted(_parts(difference), key=lambda part: part[0] / total, reverse=True)
+    parts = sorted(_parts(difference, crowded), key=lambda part: part[0] / total, reverse=True)
     for part_ms, what, knob in parts:
         explains = part_ms / total >= _EXPLAINS
         yield f"  {part_ms:+.3g} ms: {what}{f'; {knob}' if explains else ''}"
 
 
-def _parts(difference: Difference) -> Iterator[tuple[float, str, str]]:
+def _parts(difference: Difference, crowded: str | None) -> Iterator[tuple[float, str, str]]:
     """(ms, what it is, which knob to turn)."""
     ms = words.milliseconds
     yield (
         difference.layers_ms,
         f"layers against their profile (most: stage {difference.stage}, {ms(difference.stage_measured_ms)} instead of "
         f"{ms(difference.stage_planned_ms)} a microbatch)",
-        "measure them again on this device while nothing else runs on it (ds_pulse profile, or example_batch=), for "
-        "the plan may cut in the wrong places",
+        f"{crowded}, and plans count with a device for each"
+        if crowded
+        else "measure them again on this device while nothing else runs on it (ds_pulse profile, or example_batch=), "
+        "for the plan may cut in the wrong places",
     )
     yield (
         difference.messages_ms,

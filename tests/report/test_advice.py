@@ -45,6 +45,12 @@ def test_the_stage_that_exceeds_most_is_named(sample: Any) -> None:
     assert "stage 3, 8.25 ms instead of 5 ms a microbatch" in warning(sample.plan, found, [0] * 4)[1]
 
 
+def test_ranks_that_share_cores_are_not_told_to_measure_again(sample: Any) -> None:
+    found = replace(AS_PLANNED, measured_ms=130.0, layers_ms=30.0)
+    line = warning(sample.plan, found, [0] * 4, crowded="4 ranks of 1 thread share 2 cores here")[1]
+    assert line.endswith("; 4 ranks of 1 thread share 2 cores here, and plans count with a device for each")
+
+
 def test_a_shorter_step_is_worth_saying_too(sample: Any) -> None:
     found = replace(AS_PLANNED, measured_ms=70.0, layers_ms=-35.0, outside_ms=5.0)
     head, first, *_ = warning(sample.plan, found, [0] * 4)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
 from deepspeed_pulse.engine.plans.costs import parameter_counts
@@ -54,8 +57,17 @@ def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | 
             idle_ms=[rank.idle_ms for rank in measured.ranks],
         )
     )
-    for line in warning(plan, difference, peaks):
+    for line in warning(plan, difference, peaks, crowded=_crowded()):
         console.print(f"pulse: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _crowded() -> str | None:
+    """How the ranks of this machine share its cores, where they are CPU ranks with more threads than those."""
+    ranks = int(os.environ.get("LOCAL_SIZE", "1"))
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if get_accelerator().device_name() != "cpu" or ranks * threads <= cores:
+        return None
+    return f"{ranks} ranks of {threads} thread{'s' if threads > 1 else ''} share {cores} cores here"
 
 
 def write_trace_files(trace: Path, run: Run) -> None:
