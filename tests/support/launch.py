@@ -1,7 +1,11 @@
-"""Real ranks for tests: one process a rank over gloo, each with a timeout, none left behind."""
+"""Real ranks for tests: one process a rank over gloo, each with a timeout, none left behind.
+
+Importing torch, DeepSpeed and a test's module takes seconds, so one process does it and then forks into the ranks.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -30,37 +34,38 @@ def free_port() -> int:
 def launch(
     target: str, world: int, arguments: Any = None, *, timeout: float = 300.0, grace: float = 20.0, check: bool = True
 ) -> list[Any]:
-    """Run ``module:function`` on ``world`` ranks with one JSON argument; ``timeout``, ``grace``: see :func:`end_all`.
+    """Run ``module:function`` on ``world`` ranks with one JSON argument.
+
+    As a launcher does, the others are ended ``grace`` seconds after one has failed; all are at the ``timeout``.
 
     Returns:
         Per rank (exit status, output). With ``check`` a rank that fails is an error showing its output.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(world)]
-        ranks = []
-        for rank in range(world):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu",
-                "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-            }
-            command = [sys.executable, "-m", "support.launch", target, json.dumps(arguments)]
-            with logs[rank].open("w") as log:
-                ranks.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=TESTS.parent)
-                )
-        end_all(ranks, timeout, grace)
-        found = [
-            (process.returncode, log.read_text(errors="replace")) for process, log in zip(ranks, logs, strict=True)
-        ]
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(world),
+        "LOCAL_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        limits = [str(folder), str(world), str(timeout), str(grace)]
+        command = [sys.executable, "-m", "support.launch", target, json.dumps(arguments), *limits]
+        with (folder / "parent.log").open("w") as log:
+            parent = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=TESTS.parent)
+            try:
+                parent.wait(timeout + 120)
+            finally:
+                parent.kill()  # which ends what ranks are left
+                parent.wait(timeout=30)
+        if parent.returncode != 0:
+            raise AssertionError(f"{target}: no ranks:\n{(folder / 'parent.log').read_text(errors='replace')[-6000:]}")
+        statuses = json.loads((folder / "statuses.json").read_text())
+        found = [(statuses[rank], (folder / f"rank{rank}.log").read_text(errors="replace")) for rank in range(world)]
     if check:
         bad = [rank for rank, (status, _) in enumerate(found) if status != 0]
         if bad:
@@ -69,24 +74,8 @@ def launch(
     return found
 
 
-def end_all(ranks: list[subprocess.Popen[bytes]], timeout: float, grace: float = 20.0) -> None:
-    """Wait for all; as a launcher does, end the others when one fails; kill what is left at the timeout."""
-    deadline = time.monotonic() + timeout
-    while any(p.poll() is None for p in ranks):
-        if any(p.poll() not in (None, 0) for p in ranks):
-            deadline = min(deadline, time.monotonic() + grace)
-        if time.monotonic() > deadline:
-            for process in ranks:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.05)
-    for process in ranks:
-        process.wait(timeout=30)
-
-
 def main() -> None:
-    """One rank: run the target, then leave without waiting for threads of the process group."""
+    """Import what ranks need, fork into them, and write their exit statuses when all have ended."""
     import faulthandler
     import importlib
 
@@ -95,11 +84,51 @@ def main() -> None:
     faulthandler.enable()
     # A rank that a test kills while upstream compiles this kernel would leave a lock that hangs all later ones.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    module, function = sys.argv[1].split(":")
-    getattr(importlib.import_module(module), function)(json.loads(sys.argv[2]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    target, arguments, folder, world, timeout, grace = sys.argv[1:]
+    module, function = target.split(":")
+    run = getattr(importlib.import_module(module), function)
+    ranks = []
+    for rank in range(int(world)):
+        process = os.fork()
+        if process == 0:
+            become_rank(rank, Path(folder) / f"rank{rank}.log")
+            run(json.loads(arguments))
+            # without waiting for threads of the process group
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        ranks.append(process)
+    statuses = end_all(ranks, float(timeout), float(grace))
+    (Path(folder) / "statuses.json").write_text(json.dumps(statuses))
+
+
+def become_rank(rank: int, log: Path) -> None:
+    """In a forked process: write to the log, and end when the parent does, whatever happens to it."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def end_all(ranks: list[int], timeout: float, grace: float) -> list[int]:
+    """Wait for all processes; end the others when one has failed, and what is left at the timeout."""
+    deadline = time.monotonic() + timeout
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(ranks):
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process:
+            statuses[process] = os.waitstatus_to_exitcode(status)
+            if statuses[process] != 0:
+                deadline = min(deadline, time.monotonic() + grace)
+            continue
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                if rank not in statuses:
+                    os.kill(rank, signal.SIGKILL)
+        time.sleep(0.05)
+    return [statuses[rank] for rank in ranks]
 
 
 if __name__ == "__main__":
