@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -314,13 +315,17 @@ def changes_shapes(steps: int) -> None:
         if step >= 10:
             assert engine.pulse_stats()["metadata_bytes"] == 0, step
         if step % 10 == 9:
-            seen.append(live_tensors())
+            seen.append(min(live_tensors() for _ in range(5)))
     assert len(set(seen)) == 1, seen
     print("PASSED", seen, flush=True)
 
 
 def live_tensors() -> tuple[int, int]:
-    """Tensors that are alive in this process, and the bytes below them."""
+    """Tensors that are alive in this process, and the bytes below them.
+
+    A thread of gloo lets go of what it sent a moment after the message counts as sent, so one look may find one more.
+    """
+    time.sleep(0.02)
     gc.collect()
     found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
