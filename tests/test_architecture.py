@@ -30,6 +30,7 @@ ALLOWED = {
     "models": ("errors", "ir", "models", "engine.specs"),
     "engine": ("errors", "config", "ir", "runtime", "engine", "report", "planner"),
     "cli": (
+        "cli",
         "",
         "errors",
         "config",

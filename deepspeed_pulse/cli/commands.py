@@ -1,24 +1,18 @@
-"""``ds_pulse``: profiles, plans, and what a run has written. Only ``profile`` and ``report`` without a path need torch.
-
-Exit status: 0, 1 for a failed check, 2 for unusable input (one line on stderr, nothing written).
-"""
+"""What each command does; frameworks, solvers and pictures are loaded by the commands that need them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import io
-import math
-import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from deepspeed_pulse import __version__
-from deepspeed_pulse.errors import ConfigError, PlanError, PulseError
-from deepspeed_pulse.ir.fields import MAX_NUMBER
+from deepspeed_pulse.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from deepspeed_pulse.ir.cluster import Cluster
@@ -26,235 +20,13 @@ if TYPE_CHECKING:
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.ir.timeline import Timeline
 
-OK, FAILED_CHECK, UNUSABLE = 0, 1, 2
+OK, FAILED_CHECK = 0, 1
 
-_TFLOPS = 312.0
+TFLOPS = 312.0
 """Peak rate that estimates assume: an A100's in bfloat16, by its data sheet."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
-    try:
-        arguments = _parser().parse_args(argv)
-        command: Callable[[argparse.Namespace], int] = arguments.command
-        return command(arguments)
-    except PulseError as problem:
-        return _complain(str(problem))
-    except BrokenPipeError:
-        # The reader of a pipe (head, less) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
-    except KeyboardInterrupt:
-        return _complain("interrupted")
-
-
-def _complain(message: str) -> int:
-    """The message on one line of stderr."""
-    print("ds_pulse: error: " + " ".join(message.split()), file=sys.stderr)
-    return UNUSABLE
-
-
-class _Parser(argparse.ArgumentParser):
-    """Complains through :class:`ConfigError`, so that every error is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="ds_pulse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"ds_pulse {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_profile(commands)
-    _add_plan(commands)
-    _add_tune(commands)
-    _add_simulate(commands)
-    _add_check(commands)
-    _add_show(commands)
-    _add_report(commands)
-    return parser
-
-
-def _add_profile(commands: argparse._SubParsersAction[_Parser]) -> None:
-    profile = commands.add_parser("profile", help="layer costs of a model, measured or estimated")
-    profile.set_defaults(command=_profile)
-    profile.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a published model's name (sd15, sdxl, ...), a diffusers folder or config.json, package.module:function",
-    )
-    profile.add_argument("--microbatch-size", type=_count, metavar="b", help="default: 1, or the function's")
-    profile.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16")
-    profile.add_argument(
-        "--granularity", choices=("block", "fine"), help="fine: attention and MLP apart; default: block"
-    )
-    profile.add_argument(
-        "--estimate", action="store_true", help="count operations instead of measuring; needs no device"
-    )
-    profile.add_argument(
-        "--tflops", type=_positive, metavar="T", help=f"what --estimate divides operations by; default: {_TFLOPS:g}"
-    )
-    profile.add_argument("--out", required=True, metavar="PROFILE", help="the profile that is written")
-
-
-def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
-    plan = commands.add_parser("plan", help="partition and schedule a profile")
-    plan.set_defaults(command=_plan)
-    plan.add_argument("profile", metavar="PROFILE", help="layer costs (pulse-profile/1)")
-    plan.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
-    plan.add_argument("--pipeline-ranks", required=True, type=_count, metavar="P")
-    plan.add_argument("--microbatches", required=True, type=_count, metavar="M", help="of one step and pipeline")
-    plan.add_argument("--data-parallel", default=1, type=_count, metavar="G", help="pipelines side by side")
-    plan.add_argument("--placement", default="auto", choices=("auto", "wave", "linear"))
-    plan.add_argument("--waves", default=1, type=_count, metavar="W", help="stages = 2 * P * W")
-    plan.add_argument("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
-    plan.add_argument("--schedule", default="auto", metavar="S", help='"auto" or a schedule\'s name')
-    plan.add_argument("--split-backward", action="store_true", help="input and weight gradients apart (I and W)")
-    plan.add_argument("--solver-seconds", default=30.0, type=_seconds, metavar="T")
-    plan.add_argument(
-        "--tolerance", default=0.0, type=_share, metavar="T", help="share of the load to give up for fewer bytes sent"
-    )
-    plan.add_argument(
-        "--cuts", type=lambda text: text.split(","), metavar="A,B,..", help="first layer of each stage but the first"
-    )
-    plan.add_argument(
-        "--recompute",
-        default="none",
-        type=_layers,
-        metavar="A,B,..",
-        help='layers that run again in backward: "none", "all", "auto" (as few as the memory needs), or indices and '
-        "names",
-    )
-    _add_zero_stage(plan)
-    plan.add_argument("--out", required=True, metavar="PLAN", help="the plan that is written")
-
-
-def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
-    tune = commands.add_parser(
-        "tune", help="choose ranks, placement, microbatch size and ZeRO stage for a global batch"
-    )
-    tune.set_defaults(command=_tune)
-    tune.add_argument(
-        "profiles",
-        nargs="+",
-        metavar="PROFILE",
-        help="layer costs, a file for each microbatch size; of a single one, larger microbatches are scaled",
-    )
-    tune.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
-    tune.add_argument("--global-batch", required=True, type=_count, metavar="B", help="samples of one step, all ranks")
-    tune.add_argument("--world", type=_count, metavar="N", help="ranks to use; default: the cluster's")
-    tune.add_argument("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
-    tune.add_argument(
-        "--solver-seconds", default=10.0, type=_seconds, metavar="T", help="search for better orders of the best"
-    )
-    tune.add_argument("--exhaustive", action="store_true", help="simulate what bounds exclude, too")
-    tune.add_argument("--all", action="store_true", help="a row for everything that was tried")
-    tune.add_argument("--out", metavar="PLAN", help="the best choice's plan")
-    tune.add_argument("--profile-out", metavar="PROFILE", help="the profile, perhaps scaled, behind that plan")
-    tune.add_argument("--config", metavar="JSON", help="DeepSpeed's settings for it; needs --out")
-    tune.add_argument("--picture", metavar="FILE", help="throughput and memory over P (.png, .svg, .pdf)")
-
-
-def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
-    simulate = commands.add_parser("simulate", help="times, traffic and memory of a plan, also one made elsewhere")
-    simulate.set_defaults(command=_estimate)
-    _add_files(simulate)
-
-
-def _add_check(commands: argparse._SubParsersAction[_Parser]) -> None:
-    check = commands.add_parser("check", help="every violation of a plan, memory included; status 1 if there are any")
-    check.set_defaults(command=_check)
-    _add_files(check)
-
-
-def _add_files(command: argparse.ArgumentParser) -> None:
-    command.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/1)")
-    command.add_argument("--profile", required=True, help="layer costs (pulse-profile/1)")
-    command.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
-    _add_zero_stage(command)
-
-
-def _add_zero_stage(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--zero-stage", default=0, type=int, choices=(0, 1), help="1: data-parallel ranks share the optimizer state"
-    )
-
-
-def _add_show(commands: argparse._SubParsersAction[_Parser]) -> None:
-    show = commands.add_parser("show", help="a plan as grid, picture, trace or table")
-    show.set_defaults(command=_show)
-    show.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/1)")
-    show.add_argument("--profile", help="real times; without it a forward takes 1 ms, a backward 2 ms")
-    show.add_argument("--cluster", help="goes with --profile")
-    show.add_argument("--memory", action="store_true", help="draw each rank's live bytes too (needs --profile)")
-    show.add_argument(
-        "--out",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="picture (.png .svg .pdf), page (.html), Perfetto trace (.json), torch's action table (.csv); repeatable",
-    )
-
-
-def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
-    report = commands.add_parser(
-        "report", help="what a run has written; without a path what a bug report needs: versions, device, backend"
-    )
-    report.set_defaults(command=_report)
-    report.add_argument(
-        "path",
-        nargs="*",
-        metavar="FOLDER_OR_FILE",
-        help="run files (pulse_run.json beside checkpoints, .run.json beside a trace) and csv_monitor's tables",
-    )
-    report.add_argument(
-        "--out",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="planned step above measured ones: .png .svg .pdf, page (.html), Perfetto trace (.json); repeatable",
-    )
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    number = _number(text)
-    if not 0.0 < number <= MAX_NUMBER:
-        raise argparse.ArgumentTypeError(f"expected a number > 0 and at most {MAX_NUMBER:g}, found {text!r}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = _number(text)
-    if not 0.0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds >= 0, found {text!r}")
-    return number
-
-
-def _share(text: str) -> float:
-    number = _number(text)
-    if not 0.0 <= number <= 1.0:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
-    return number
-
-
-def _layers(text: str) -> str | list[str]:
-    return text if text in ("none", "all", "auto") else [layer.strip() for layer in text.split(",")]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _profile(arguments: argparse.Namespace) -> int:
+def profile(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.report.files import replacing
     from deepspeed_pulse.report.profiles import profile_table
     from deepspeed_pulse.report.progress import visiting
@@ -272,7 +44,7 @@ def _profile(arguments: argparse.Namespace) -> int:
             granularity=arguments.granularity,
         )
         if arguments.estimate:
-            tflops = arguments.tflops or _TFLOPS
+            tflops = arguments.tflops or TFLOPS
             estimated = estimate_profile(job, tflops=tflops, watch=watch)
             profile, counts = estimated.profile, estimated.counts
             figures = {
@@ -307,7 +79,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.make import make_plan
@@ -341,7 +113,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _tune(arguments: argparse.Namespace) -> int:
+def tune(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.fields import write_json
     from deepspeed_pulse.ir.profile import Profile
@@ -387,7 +159,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _estimate(arguments: argparse.Namespace) -> int:
+def simulate(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.planner.instance import Instance
     from deepspeed_pulse.planner.simulate import summarize
@@ -401,7 +173,7 @@ def _estimate(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _check(arguments: argparse.Namespace) -> int:
+def check(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.ir.profile import Profile
@@ -415,7 +187,7 @@ def _check(arguments: argparse.Namespace) -> int:
     return FAILED_CHECK if found.problems else OK
 
 
-def _show(arguments: argparse.Namespace) -> int:
+def show(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.report.files import SUFFIXES, replacing, write
     from deepspeed_pulse.report.grid import schedule_grid
@@ -435,7 +207,7 @@ def _show(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def report(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.report.files import PICTURES, replacing, write_rows
     from deepspeed_pulse.report.runs import collect, environment_table, report, timelines
 
@@ -519,7 +291,3 @@ def _print(content: object) -> None:
         sys.stdout.reconfigure(errors="replace")
     sys.stdout.write(capture.get())
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
