@@ -1,4 +1,4 @@
-"""Cuts against all other cuts, and how long large models take. Usage: python benchmarks/planner/partition.py
+"""Cuts against all other cuts, and how long large models take. Usage: python benchmarks/planner/partition/cuts.py
 
 500 random small problems (up to 12 layers; waves and linear placement; nested, crossing and travelling values; memory
 caps; slow and fast links; with and without tolerance) solved by the partitioner and by trying every way to cut; then
@@ -23,9 +23,9 @@ from support.cut_cases import MICROBATCHES, agrees, brute_force, key_of, random_
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.planner.partition import best_partition
+from deepspeed_pulse.planner.partition.cuts import best_partition
+from deepspeed_pulse.planner.partition.weights import Weights
 from deepspeed_pulse.planner.routes import make_routes, named_values
-from deepspeed_pulse.planner.weights import Weights
 
 CASES = 500
 LARGEST = (500, 200, 0, wave_placement(32))

@@ -21,8 +21,8 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.simulate import estimate
-from deepspeed_pulse.planner.sizes import Sizes
-from deepspeed_pulse.planner.tune import tune
+from deepspeed_pulse.planner.tuning.sizes import Sizes
+from deepspeed_pulse.planner.tuning.tune import tune
 from deepspeed_pulse.report.tuning import describe
 
 TFLOPS = 125.0

@@ -83,7 +83,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.make import make_plan
-    from deepspeed_pulse.planner.partition import explicit_cuts
+    from deepspeed_pulse.planner.partition.cuts import explicit_cuts
     from deepspeed_pulse.report.files import replacing
     from deepspeed_pulse.report.progress import solving
     from deepspeed_pulse.report.tables import plan_table
@@ -117,7 +117,7 @@ def tune(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.fields import write_json
     from deepspeed_pulse.ir.profile import Profile
-    from deepspeed_pulse.planner.tune import tune
+    from deepspeed_pulse.planner.tuning.tune import tune
     from deepspeed_pulse.report.files import IMAGES, replacing
     from deepspeed_pulse.report.progress import counting
     from deepspeed_pulse.report.tuning import tuning_table
@@ -177,7 +177,7 @@ def check(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.ir.profile import Profile
-    from deepspeed_pulse.planner.audit import audit
+    from deepspeed_pulse.planner.checks.audit import audit
     from deepspeed_pulse.report.tables import audit_text
 
     plan = Plan.load(arguments.plan)
@@ -266,9 +266,9 @@ def _costs_note(arguments: argparse.Namespace) -> str | None:
 
 def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     """The timeline of a plan that can run; a :class:`PlanError` that lists what is wrong with any other."""
+    from deepspeed_pulse.planner.checks.validate import violations
     from deepspeed_pulse.planner.routes import named_values
     from deepspeed_pulse.planner.simulate import simulate
-    from deepspeed_pulse.planner.validate import violations
 
     found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))
     if found:

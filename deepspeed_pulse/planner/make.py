@@ -17,13 +17,13 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import kept, plan_file
-from deepspeed_pulse.planner.heuristics import GENERATORS, forward_only, generators_for
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.partition import partition, require_layers
+from deepspeed_pulse.planner.partition.cuts import partition, require_layers
 from deepspeed_pulse.planner.recompute import cheapest_first, recomputed_layers, with_recompute
 from deepspeed_pulse.planner.routes import make_routes, named_values
+from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for
+from deepspeed_pulse.planner.search.synthesize import Progress, synthesize
 from deepspeed_pulse.planner.simulate import estimate, least_step_ms
-from deepspeed_pulse.planner.synthesize import Progress, synthesize
 
 Placement = tuple[int, ...]
 _NOT_OPTIONS = ("profile", "cluster", "progress")

@@ -10,7 +10,8 @@ from toys import cluster, plan, rows, uniform
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
-from deepspeed_pulse.planner.heuristics import (
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.schedules.heuristics import (
     GENERATORS,
     byte_cap,
     count_cap,
@@ -21,8 +22,7 @@ from deepspeed_pulse.planner.heuristics import (
     one_f_one_b,
     wave,
 )
-from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.listing import list_schedule
+from deepspeed_pulse.planner.schedules.listing import list_schedule
 
 
 @settings(max_examples=60, deadline=None)

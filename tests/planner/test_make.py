@@ -10,11 +10,11 @@ from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import describe_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.cost import default_cluster, link
 from deepspeed_pulse.planner.make import forward_schedule, make_plan, reorder
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate
-from deepspeed_pulse.planner.validate import check
 
 
 def made(costs, ranks, microbatches, **options):

@@ -12,16 +12,16 @@ from toys import cluster, layer, plan, profile, random_profile, skip, uniform
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
-from deepspeed_pulse.planner.heuristics import gpipe
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.partition import best_partition, partition
+from deepspeed_pulse.planner.partition.cuts import best_partition, partition
+from deepspeed_pulse.planner.partition.weights import Weights
+from deepspeed_pulse.planner.schedules.heuristics import gpipe
 from deepspeed_pulse.planner.simulate import simulate
-from deepspeed_pulse.planner.weights import Weights
 
 
 @pytest.mark.parametrize("seed", [*range(120), 159])
 def test_equals_brute_force(seed):
-    """``benchmarks/planner/partition.py`` tries 500 of these.
+    """``benchmarks/planner/partition/cuts.py`` tries 500 of these.
 
     159: a tolerance is a share of the best load with the values' links, not of the smaller one without them.
     """

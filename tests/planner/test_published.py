@@ -7,8 +7,8 @@ from support.published import HUNYUAN, HUNYUAN_NAMED, MIB, RELAYED, UVIT, closed
 from toys import cluster, plan
 
 from deepspeed_pulse.ir.placement import wave_placement
-from deepspeed_pulse.planner.heuristics import wave
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.schedules.heuristics import wave
 from deepspeed_pulse.planner.simulate import run, summarize
 
 

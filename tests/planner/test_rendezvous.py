@@ -15,9 +15,9 @@ from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.program import Channel, Direction
 from deepspeed_pulse.ir.schedule import Op
-from deepspeed_pulse.planner.heuristics import wave
+from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.rendezvous import rendezvous_problems
+from deepspeed_pulse.planner.schedules.heuristics import wave
 
 
 def random_graph(rng, num_layers):

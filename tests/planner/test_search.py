@@ -12,19 +12,19 @@ from toys import cluster, layer, plan, profile, uniform
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import wave_placement
-from deepspeed_pulse.planner import improve
 from deepspeed_pulse.planner.bounds import lower_bound_ms, preemptive_ms
-from deepspeed_pulse.planner.heuristics import byte_cap, count_cap
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.listing import list_schedule
-from deepspeed_pulse.planner.net import Net
-from deepspeed_pulse.planner.paths import Move, Paths
-from deepspeed_pulse.planner.search import Search
+from deepspeed_pulse.planner.schedules.heuristics import byte_cap, count_cap
+from deepspeed_pulse.planner.schedules.listing import list_schedule
+from deepspeed_pulse.planner.schedules.templates import dualpipev
+from deepspeed_pulse.planner.schedules.unroll import unrolled
+from deepspeed_pulse.planner.search import improve
+from deepspeed_pulse.planner.search.net import Net
+from deepspeed_pulse.planner.search.paths import Move, Paths
+from deepspeed_pulse.planner.search.synthesize import synthesize
+from deepspeed_pulse.planner.search.tabu import Search
+from deepspeed_pulse.planner.search.windows import WindowModel, reordered, windows
 from deepspeed_pulse.planner.simulate import rank_state_bytes, run
-from deepspeed_pulse.planner.synthesize import synthesize
-from deepspeed_pulse.planner.templates import dualpipev
-from deepspeed_pulse.planner.unroll import unrolled
-from deepspeed_pulse.planner.windows import WindowModel, reordered, windows
 
 
 def uneven(ranks, seed):
@@ -131,7 +131,7 @@ def test_known_optima_under_a_cap(cap, best):
 def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, monkeypatch):
     """Also where no bound ends the search: short rounds and small windows let it end by itself, HiGHS included."""
     monkeypatch.setattr(improve, "_NODES_A_ROUND", 4_000)
-    monkeypatch.setattr("deepspeed_pulse.planner.windows.MAX_PAIRS", 40)
+    monkeypatch.setattr("deepspeed_pulse.planner.search.windows.MAX_PAIRS", 40)
     reached = []
     monkeypatch.setattr(improve, "reordered", lambda *a, **k: (reached.append(k["seconds"]), reordered(*a, **k))[1])
     texts = [

@@ -6,8 +6,8 @@ from toys import cluster, layer, plan, profile, rows, skip, uniform
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
-from deepspeed_pulse.planner.heuristics import forward_only, gpipe, one_f_one_b, wave
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.schedules.heuristics import forward_only, gpipe, one_f_one_b, wave
 from deepspeed_pulse.planner.simulate import estimate, simulate
 
 

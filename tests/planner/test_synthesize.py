@@ -10,11 +10,11 @@ from deepspeed_pulse.errors import InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.schedule import backward, forward
-from deepspeed_pulse.planner.exact import OrderModel, Solved
-from deepspeed_pulse.planner.heuristics import gpipe
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.schedules.heuristics import gpipe
+from deepspeed_pulse.planner.search.exact import OrderModel, Solved
+from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import run
-from deepspeed_pulse.planner.synthesize import synthesize
 
 
 def row_orders(instance, rank, microbatches):
@@ -88,7 +88,9 @@ def test_a_solver_that_errs_is_not_believed(monkeypatch):
     worse = gpipe(Instance(blank, costs, cluster()), 2)
     for schedule in (worse, tuple(row[::-1] for row in worse)):
         answer = Solved(schedule=schedule, bound_ms=0.0)
-        monkeypatch.setattr("deepspeed_pulse.planner.synthesize.solve_order", lambda *a, answer=answer, **k: answer)
+        monkeypatch.setattr(
+            "deepspeed_pulse.planner.search.synthesize.solve_order", lambda *a, answer=answer, **k: answer
+        )
         found = synthesize(blank, costs, cluster=cluster(), solver_seconds=1)
         assert (found.schedule, found.solver.name, found.solver.optimal) == (greedy.schedule, greedy.solver.name, False)
 

@@ -11,11 +11,11 @@ from toys import cluster, layer, plan, profile, random_profile, rows, skip, unif
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Route
-from deepspeed_pulse.planner.heuristics import memory_frugal, wave
+from deepspeed_pulse.planner.checks.validate import check, violations
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.schedules.heuristics import memory_frugal, wave
 from deepspeed_pulse.planner.simulate import simulate
-from deepspeed_pulse.planner.validate import check, violations
 
 VALUES = profile([layer() for _ in range(4)], [skip("temb", 0, 1), skip("temb", 0, 3), skip("odd", 1, 3)])
 

@@ -16,9 +16,9 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner.cost import default_cluster
-from deepspeed_pulse.planner.heuristics import generators_for
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.synthesize import synthesize
+from deepspeed_pulse.planner.schedules.heuristics import generators_for
+from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.report.actions import to_csv
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.planner.partition import COLLOCATION_WORTH, every_cuts, preference
-from deepspeed_pulse.planner.weights import Score, Weights, in_flight
+from deepspeed_pulse.planner.partition.cuts import COLLOCATION_WORTH, every_cuts, preference
+from deepspeed_pulse.planner.partition.weights import Score, Weights, in_flight
 
 MICROBATCHES = 4
 Key = tuple[float, ...]

@@ -14,12 +14,12 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import linear_placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.planner.heuristics import one_f_one_b
+from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.schedules.heuristics import one_f_one_b
 from deepspeed_pulse.planner.simulate import estimate
-from deepspeed_pulse.planner.validate import check
 
 MIB = 2**20
 HIDDEN, TEXT, VECTOR = 1024 * 1408, 333 * 1024, 1408

@@ -23,11 +23,11 @@ from deepspeed_pulse.ir.run import Difference, MeasuredStep
 from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import make as planner
+from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.recompute import replay_bytes as planned_replay
 from deepspeed_pulse.planner.simulate import estimate, simulate
-from deepspeed_pulse.planner.validate import check
 
 GIGABYTE = 10**9
 

@@ -18,13 +18,13 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.bounds import lower_bound_ms
-from deepspeed_pulse.planner.exact import count_pairs, solve_order
-from deepspeed_pulse.planner.heuristics import byte_cap, frugal_orders, generators_for
-from deepspeed_pulse.planner.improve import Improver, split_backwards
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.listing import Cap
+from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for
+from deepspeed_pulse.planner.schedules.listing import Cap
+from deepspeed_pulse.planner.schedules.unroll import unrolled
+from deepspeed_pulse.planner.search.exact import count_pairs, solve_order
+from deepspeed_pulse.planner.search.improve import Improver, split_backwards
 from deepspeed_pulse.planner.simulate import rank_state_bytes, run, summarize
-from deepspeed_pulse.planner.unroll import unrolled
 
 MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""

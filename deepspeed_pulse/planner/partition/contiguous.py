@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_pulse.planner.space import CutSpace, Stage, slack
-from deepspeed_pulse.planner.weights import Floats, Weights
+from deepspeed_pulse.planner.partition.space import CutSpace, Stage, slack
+from deepspeed_pulse.planner.partition.weights import Floats, Weights
 
 
 class ConsecutiveCuts(CutSpace[int]):

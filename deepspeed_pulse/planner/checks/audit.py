@@ -10,10 +10,10 @@ from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.planner.checks.validate import marked_rows, violations
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import run, summarize
-from deepspeed_pulse.planner.validate import marked_rows, violations
 
 _GB = 1e9
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_pulse.planner.net import Arc, Net, Rows
+from deepspeed_pulse.planner.search.net import Arc, Net, Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.listing import Cap
-from deepspeed_pulse.planner.net import Net
-from deepspeed_pulse.planner.paths import Paths
-from deepspeed_pulse.planner.search import Search
+from deepspeed_pulse.planner.schedules.listing import Cap
+from deepspeed_pulse.planner.search.net import Net
+from deepspeed_pulse.planner.search.paths import Paths
+from deepspeed_pulse.planner.search.tabu import Search
+from deepspeed_pulse.planner.search.windows import reordered, windows
 from deepspeed_pulse.planner.simulate import reduction_ms
-from deepspeed_pulse.planner.windows import reordered, windows
 
 _STARTS = 16
 _NODES_A_ROUND = 400_000

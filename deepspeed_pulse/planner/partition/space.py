@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from deepspeed_pulse.planner.weights import Floats, Weights
+from deepspeed_pulse.planner.partition.weights import Floats, Weights
 
 S = TypeVar("S")
 Bools = npt.NDArray[np.bool_]

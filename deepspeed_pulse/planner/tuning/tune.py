@@ -13,9 +13,9 @@ from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.remedies import nothing_fits
-from deepspeed_pulse.planner.sizes import Sizes
-from deepspeed_pulse.planner.tuner import Progress, Tuner, rank_of
+from deepspeed_pulse.planner.tuning.remedies import nothing_fits
+from deepspeed_pulse.planner.tuning.sizes import Sizes
+from deepspeed_pulse.planner.tuning.tuner import Progress, Tuner, rank_of
 
 
 def tune(
@@ -32,7 +32,7 @@ def tune(
     """Every way to train ``global_batch`` samples a step on ``world_size`` ranks of a cluster, the best first.
 
     Args:
-        profiles: one model at one or more microbatch sizes (:class:`~deepspeed_pulse.planner.sizes.Sizes`).
+        profiles: one model at one or more microbatch sizes (:class:`~deepspeed_pulse.planner.tuning.sizes.Sizes`).
         world_size: all ranks of the cluster, where not given.
         memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's.
         solver_seconds: search for better orders of the best choices; 0: known schedules only.

@@ -22,10 +22,10 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.contiguous import ConsecutiveCuts
-from deepspeed_pulse.planner.lexical import Cuts, Found, MakeSpace, TooLarge, relaxed, solve
-from deepspeed_pulse.planner.nested import NestedCuts
-from deepspeed_pulse.planner.weights import Score, Value, Weights, in_flight
+from deepspeed_pulse.planner.partition.contiguous import ConsecutiveCuts
+from deepspeed_pulse.planner.partition.lexical import Cuts, Found, MakeSpace, TooLarge, relaxed, solve
+from deepspeed_pulse.planner.partition.nested import NestedCuts
+from deepspeed_pulse.planner.partition.weights import Score, Value, Weights, in_flight
 
 Values = tuple[Value, ...]
 

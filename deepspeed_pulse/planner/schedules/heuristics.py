@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import describe_placement, loop_placement
 from deepspeed_pulse.ir.schedule import Action, Schedule, backward, forward
-from deepspeed_pulse.planner import templates
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.listing import Cap, Prefer, list_schedule
+from deepspeed_pulse.planner.schedules import templates
+from deepspeed_pulse.planner.schedules.listing import Cap, Prefer, list_schedule
 
 Caps = tuple[Cap | None, ...]
 

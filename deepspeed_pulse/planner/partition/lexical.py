@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_pulse.planner.space import CutSpace, Stage, boundaries, slack
-from deepspeed_pulse.planner.weights import Score, Weights
+from deepspeed_pulse.planner.partition.space import CutSpace, Stage, boundaries, slack
+from deepspeed_pulse.planner.partition.weights import Score, Weights
 
 Cuts = tuple[int, ...]
 Space = CutSpace[Any]

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from deepspeed_pulse.planner.space import CutSpace, Stage, slack
-from deepspeed_pulse.planner.weights import Floats, Value, Weights
+from deepspeed_pulse.planner.partition.space import CutSpace, Stage, slack
+from deepspeed_pulse.planner.partition.weights import Floats, Value, Weights
 
 State = tuple[int, int]
 

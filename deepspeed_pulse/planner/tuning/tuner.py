@@ -12,12 +12,12 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.planner.cost import data_parallel_link, state_bytes
-from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.make import MOST_FORWARDS, TooSlow, make_plan
 from deepspeed_pulse.planner.recompute import cheapest_first
+from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import estimate
-from deepspeed_pulse.planner.sizes import Sizes
-from deepspeed_pulse.planner.synthesize import synthesize
+from deepspeed_pulse.planner.tuning.ideal import ideal_ms
+from deepspeed_pulse.planner.tuning.sizes import Sizes
 
 Progress = Callable[[int, int, float], None]
 """Told how many choices are decided, how many there are, and the most samples/s so far."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from deepspeed_pulse.planner.exact import MAKESPAN, Row, solve_model
-from deepspeed_pulse.planner.net import Net, Rows
-from deepspeed_pulse.planner.paths import Paths
+from deepspeed_pulse.planner.search.exact import MAKESPAN, Row, solve_model
+from deepspeed_pulse.planner.search.net import Net, Rows
+from deepspeed_pulse.planner.search.paths import Paths
 
 MAX_PAIRS = 160
 """Binaries of a window that HiGHS handles in about a second."""

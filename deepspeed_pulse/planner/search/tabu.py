@@ -10,9 +10,9 @@ import random
 import time
 
 from deepspeed_pulse.ir.schedule import Op
-from deepspeed_pulse.planner.listing import Cap
-from deepspeed_pulse.planner.net import Net, Rows
-from deepspeed_pulse.planner.paths import Move, Paths
+from deepspeed_pulse.planner.schedules.listing import Cap
+from deepspeed_pulse.planner.search.net import Net, Rows
+from deepspeed_pulse.planner.search.paths import Move, Paths
 
 _EPSILON = 1e-9
 
