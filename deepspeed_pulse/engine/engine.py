@@ -162,7 +162,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             self.save_checkpoint(save_dir, client_state=client_state)
             saved = f"saved {save_dir}/global_step{self.global_steps}"
         if self.global_rank == 0:
-            print(f"deepspeed_pulse: SIGTERM after step {self.global_steps}: {saved}; exit", flush=True)
+            print(f"pulse: SIGTERM after step {self.global_steps}: {saved}; exit", flush=True)
         raise SystemExit(EXIT_STATUS)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:

@@ -90,5 +90,5 @@ class Watchdog:
 
 
 def _end_process(message: str) -> None:
-    print(f"deepspeed_pulse watchdog: {message}", file=sys.stderr, flush=True)
+    print(f"pulse: watchdog: {message}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -38,7 +38,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
         self._names_in = live_after(graph, self.module._local_layers[0] - 1)
         self._names_out = live_after(graph, self.module._local_layers[-1])
         if self.global_rank == 0:
-            print("pulse is off: 1F1B, named values relayed through every stage in the tuple", flush=True)
+            print("pulse: off: 1F1B, named values relayed through every stage in the tuple", flush=True)
 
     def train_batch(self, data_iter: Any = None) -> Any:
         self._sent.clear()
