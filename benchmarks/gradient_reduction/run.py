@@ -10,36 +10,31 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from namespaces import TBF_SHARE, namespaces
+from ranks import Sleeper, launch
 
 FORWARD_MS, BACKWARD_MS = 10.0, 20.0
 LAYERS, PIPELINE_RANKS, REPLICAS = 8, 2, 2
 RANKS = PIPELINE_RANKS * REPLICAS
-PORT = 29517
 WARM_UP = 4
-TBF_SHARE = 0.97
-"""Of a link's nominal rate, what its token bucket lets through (measured with iperf3)."""
 
 
 def main() -> None:
     arguments = parse()
-    if "RANK" in os.environ:
-        run_rank(arguments)
-        return
-    with tempfile.TemporaryDirectory() as folder, namespaces(arguments.mbit) as names:
-        cluster, result = Path(folder) / "cluster.json", Path(folder) / "result.json"
-        cluster.write_text(json.dumps(cluster_file(arguments.mbit)))
-        launch(names, ["--cluster", str(cluster), "--result", str(result)])
-        found = json.loads(result.read_text())
+    with tempfile.TemporaryDirectory() as folder, namespaces(RANKS, lambda a, b: arguments.mbit) as homes:
+        arguments.cluster = str(Path(folder) / "cluster.json")
+        Path(arguments.cluster).write_text(json.dumps(cluster_file(arguments.mbit)))
+        found = launch(run_rank, RANKS, arguments, namespaces=homes)
     report(found)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
@@ -47,49 +42,12 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=int, default=400, help="rate of each rank's link")
+    parser.add_argument("--mbit", type=int, default=400, help="rate of the link from a rank to another")
     parser.add_argument("--stage-mb", type=float, default=4.0, help="parameters of a stage, MB")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each way")
     parser.add_argument("--out", help="write the figures as JSON")
-    parser.add_argument("--cluster", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-@contextmanager
-def namespaces(mbit: int) -> Iterator[list[str]]:
-    """A namespace a rank, joined by a bridge in one more; all are gone afterwards, links with them."""
-    if os.geteuid() != 0:
-        raise SystemExit("network namespaces need root: run this benchmark as root")
-    names = [f"pulse{os.getpid()}r{rank}" for rank in range(RANKS)]
-    hub = f"pulse{os.getpid()}hub"
-    try:
-        run("ip", "netns", "add", hub)
-        run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
-        run("ip", "-n", hub, "link", "set", "bridge", "up")
-        for rank, name in enumerate(names):
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            run("ip", "-n", hub, "link", "add", f"to{rank}", "type", "veth", "peer", "name", "wire", "netns", name)
-            run("ip", "-n", hub, "link", "set", f"to{rank}", "master", "bridge", "up")
-            run("ip", "-n", name, "addr", "add", f"10.91.7.{rank + 1}/24", "dev", "wire")
-            run("ip", "-n", name, "link", "set", "wire", "up")
-            limit = ["tbf", "rate", f"{mbit}mbit", "burst", "256k", "latency", "50ms"]
-            run("tc", "-n", name, "qdisc", "add", "dev", "wire", "root", *limit)
-        yield names
-    finally:
-        for name in [*names, hub]:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30, check=False)
-
-
-def run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=30)
-    except FileNotFoundError:
-        raise SystemExit(f"{command[0]} is not there: install iproute2") from None
-    except subprocess.CalledProcessError as problem:
-        raise SystemExit(f"{' '.join(command)}: {problem.stderr.decode().strip()}") from None
 
 
 def cluster_file(mbit: int) -> dict[str, Any]:
@@ -98,65 +56,15 @@ def cluster_file(mbit: int) -> dict[str, Any]:
     return {"format": "pulse-cluster/1", "name": "namespaces", **shape, "intra_node": link, "inter_node": link}
 
 
-def launch(names: list[str], more: list[str]) -> None:
-    common = {**os.environ, "WORLD_SIZE": str(RANKS), "LOCAL_SIZE": "1", "MASTER_ADDR": "10.91.7.1"}
-    common |= {"MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "wire"}
-    command = [sys.executable, __file__, *sys.argv[1:], *more]
-    with tempfile.TemporaryFile() as log:
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": "0"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, name in enumerate(names)
-        ]
-        try:
-            status = [process.wait(timeout=300) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(status):
-            log.seek(0)
-            raise SystemExit(log.read().decode(errors="replace")[-5000:])
-
-
-def run_rank(arguments: argparse.Namespace) -> None:
+def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
     import deepspeed
-    import torch
 
     from deepspeed_pulse import LayerSpec, PipelineModule
-
-    torch.set_num_threads(1)
-
-    class Nap(torch.autograd.Function):
-        """Sleeps forward and, longer, backward."""
-
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(FORWARD_MS / 1e3)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            time.sleep(BACKWARD_MS / 1e3)
-            return gradient.clone()
-
-    class Sleeper(torch.nn.Module):
-        """As many parameters as asked for, all with a gradient."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            count = int(arguments.stage_mb * 1e6 / 4 / (LAYERS // (2 * PIPELINE_RANKS)))
-            self.weight = torch.nn.Parameter(torch.zeros(count))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Nap.apply(x + self.weight.mean())
 
     def batch() -> Any:
         return torch.zeros(1, 1024), torch.ones(1, 1024)
 
+    layer_bytes = int(arguments.stage_mb * 1e6 / (LAYERS // (2 * PIPELINE_RANKS)))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": arguments.microbatches,
@@ -165,7 +73,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         "pulse": {"placement": "wave", "solver_seconds": 5, "cluster": arguments.cluster},
     }
     module = PipelineModule(
-        layers=[LayerSpec(Sleeper) for _ in range(LAYERS)],
+        layers=[LayerSpec(Sleeper, FORWARD_MS, BACKWARD_MS, param_bytes=layer_bytes) for _ in range(LAYERS)],
         num_stages=PIPELINE_RANKS,
         loss_fn=torch.nn.functional.mse_loss,
         config=config,
@@ -191,8 +99,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
             steps[way].append(float(took))
             if timeline is not None:
                 makespans.append(timeline.makespan_ms)
-    if engine.global_rank == 0:
-        Path(arguments.result).write_text(json.dumps(figures(engine, steps, makespans, arguments)))
+    return figures(engine, steps, makespans, arguments) if engine.global_rank == 0 else None
 
 
 def figures(

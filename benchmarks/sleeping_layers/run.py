@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from ranks import Sleeper, launch
 
 FORWARD_MS, BACKWARD_MS = 20.0, 40.0
 HIDDEN = 64 * 1024
@@ -27,13 +28,7 @@ HIDDEN = 64 * 1024
 
 def main() -> None:
     arguments = parse()
-    if "RANK" in os.environ:
-        run_rank(arguments)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        launch(arguments, result)
-        found = json.loads(result.read_text())
+    found = launch(run_rank, arguments.ranks, arguments)
     report(found)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
@@ -47,70 +42,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="measured steps, after two to warm up")
     parser.add_argument("--placement", default="wave", choices=("wave", "linear"))
     parser.add_argument("--out", help="write the figures as JSON")
-    parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def launch(arguments: argparse.Namespace, result: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(arguments.ranks), "LOCAL_SIZE": str(arguments.ranks)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, __file__, *sys.argv[1:], "--result", str(result)]
-    with tempfile.TemporaryFile() as log:
-        ranks = [
-            subprocess.Popen(
-                command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=log, stderr=subprocess.STDOUT
-            )
-            for r in range(arguments.ranks)
-        ]
-        try:
-            status = [process.wait(timeout=300) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(status):
-            log.seek(0)
-            raise SystemExit(log.read().decode(errors="replace")[-5000:])
-
-
-def run_rank(arguments: argparse.Namespace) -> None:
+def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
     import deepspeed
-    import torch
 
     from deepspeed_pulse import LayerSpec, PipelineModule
-
-    torch.set_num_threads(1)
-
-    class Nap(torch.autograd.Function):
-        """Sleeps forward and, longer, backward."""
-
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(FORWARD_MS / 1e3)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            time.sleep(BACKWARD_MS / 1e3)
-            return gradient.clone()
-
-    class Sleeper(torch.nn.Module):
-        def __init__(self, stashes: bool) -> None:
-            super().__init__()
-            self.scale, self.stashes = torch.nn.Parameter(torch.ones(1)), stashes
-
-        def forward(self, x: torch.Tensor, *skips: torch.Tensor) -> Any:
-            y = Nap.apply(x * self.scale)
-            for skip in skips:
-                y = y + skip
-            return (y, y) if self.stashes else y
 
     half = arguments.layers // 2
     layers = [
         LayerSpec(
-            Sleeper, i < half, stash=f"skip{i}" if i < half else (), pop=() if i < half else f"skip{2 * half - 1 - i}"
+            Sleeper,
+            FORWARD_MS,
+            BACKWARD_MS,
+            stashes=i < half,
+            stash=f"skip{i}" if i < half else (),
+            pop=() if i < half else f"skip{2 * half - 1 - i}",
         )
         for i in range(2 * half)
     ]
@@ -147,22 +95,22 @@ def run_rank(arguments: argparse.Namespace) -> None:
             makespans.append(timeline.makespan_ms)
             overheads = gaps(timeline)
     all_overheads = engine.module.gather_to_first(overhead.taken_ms)
-    if engine.global_rank == 0:
-        estimate = engine.module.plan.estimate
-        found = {
-            "ranks": arguments.ranks,
-            "microbatches": arguments.microbatches,
-            "layers": arguments.layers,
-            "placement": arguments.placement,
-            "simulated_makespan_ms": estimate.makespan_ms,
-            "lower_bound_ms": estimate.lower_bound_ms,
-            "measured_makespan_ms": statistics.median(makespans[2:]),
-            "measured_step_ms": statistics.median(steps[2:]),
-            "between_actions_ms": overheads,
-            "overhead_ms": summary([x for found in all_overheads for x in found]),
-            "solver": engine.module.plan.solver.name,
-        }
-        Path(arguments.result).write_text(json.dumps(found))
+    if engine.global_rank != 0:
+        return None
+    estimate = engine.module.plan.estimate
+    return {
+        "ranks": arguments.ranks,
+        "microbatches": arguments.microbatches,
+        "layers": arguments.layers,
+        "placement": arguments.placement,
+        "simulated_makespan_ms": estimate.makespan_ms,
+        "lower_bound_ms": estimate.lower_bound_ms,
+        "measured_makespan_ms": statistics.median(makespans[2:]),
+        "measured_step_ms": statistics.median(steps[2:]),
+        "between_actions_ms": overheads,
+        "overhead_ms": summary([x for found in all_overheads for x in found]),
+        "solver": engine.module.plan.solver.name,
+    }
 
 
 class Overhead:
@@ -172,8 +120,6 @@ class Overhead:
     """
 
     def __init__(self, engine: Any, layer_class: Any) -> None:
-        import torch
-
         from deepspeed_pulse.engine import communicator
 
         self.taken_ms: list[tuple[str, float]] = []
