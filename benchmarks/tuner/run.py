@@ -71,7 +71,7 @@ class Profiles:
 
 
 def _estimated(name: str) -> Profile:
-    from deepspeed_pulse.engine.profiles import estimate_profile
+    from deepspeed_pulse.engine.plans.profiles import estimate_profile
     from deepspeed_pulse.engine.specs import Job
     from deepspeed_pulse.models import to_layers
     from deepspeed_pulse.models.catalogue.published import PUBLISHED

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import os
-import signal
-import sys
 import time
-import traceback
 from typing import Any
 
-from support.launch import free_port
+from support.launch import end_all, fork_rank, free_port
 
 Job = tuple[str, int, Any]
 """(``module:function``, number of ranks, argument)."""
 
+_ROUND_SECONDS, _GRACE_SECONDS = 3600.0, 2.0
+
 
 def run_jobs(rounds: list[list[Job]]) -> None:
-    """The jobs of a round run beside each other; a rank that fails ends all."""
+    """The jobs of a round run beside each other; a rank that fails ends all, a moment later."""
     for jobs in rounds:
         started = time.monotonic()
-        ranks: list[int] = []
-        for job in jobs:
-            ranks += fork_world(*job)
-        wait_for(ranks)
+        ranks = [rank for job in jobs for rank in fork_world(*job)]
+        statuses = end_all(ranks, _ROUND_SECONDS, _GRACE_SECONDS)
+        if any(statuses):
+            raise RuntimeError(f"ranks failed, statuses {statuses}")
         names = ", ".join(f"{target} on {world}" for target, world, _ in jobs)
         print(f"ROUND {names}: {time.monotonic() - started:.1f} s", flush=True)
 
@@ -32,42 +29,5 @@ def run_jobs(rounds: list[list[Job]]) -> None:
 def fork_world(target: str, world: int, argument: Any) -> list[int]:
     module, function = target.split(":")
     run = getattr(importlib.import_module(module), function)
-    port = free_port()
-    sys.stdout.flush()
-    ranks = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
-            os.environ.update(MASTER_PORT=str(port))
-            be_rank(run, argument)
-        ranks.append(pid)
-    return ranks
-
-
-def be_rank(run: Any, argument: Any) -> None:
-    """Never returns; ends when the parent does, whatever happens to it."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    status = 1
-    try:
-        run(argument)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def wait_for(ranks: list[int]) -> None:
-    waiting = set(ranks)
-    while waiting:
-        pid, status = os.wait()
-        waiting.discard(pid)
-        if status:
-            time.sleep(2)  # the others say what they met
-            for other in waiting:
-                os.kill(other, signal.SIGKILL)
-            raise RuntimeError(f"rank {ranks.index(pid)} failed, status {status}")
+    place = {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_PORT": str(free_port())}
+    return [fork_rank(rank, run, argument, **place) for rank in range(world)]

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -89,25 +91,45 @@ def main() -> None:
     run = getattr(importlib.import_module(module), function)
     ranks = []
     for rank in range(int(world)):
-        process = os.fork()
-        if process == 0:
-            become_rank(rank, Path(folder) / f"rank{rank}.log")
-            run(json.loads(arguments))
-            # without waiting for threads of the process group
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-        ranks.append(process)
+        ranks.append(fork_rank(rank, run, json.loads(arguments), log=Path(folder) / f"rank{rank}.log"))
     statuses = end_all(ranks, float(timeout), float(grace))
     (Path(folder) / "statuses.json").write_text(json.dumps(statuses))
 
 
-def become_rank(rank: int, log: Path) -> None:
-    """In a forked process: write to the log, and end when the parent does, whatever happens to it."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def fork_rank(
+    rank: int, run: Callable[[Any], None], argument: Any, *, log: Path | None = None, **environment: str
+) -> int:
+    """A process that runs ``run(argument)`` as a rank and ends; its id.
+
+    Args:
+        log: where it writes; left out, where this process does.
+        environment: set in it.
+    """
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        _become_rank(rank, log, environment)
+        run(argument)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # without waiting for threads of the process group
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _become_rank(rank: int, log: Path | None, environment: dict[str, str]) -> None:
+    """End when the parent does, whatever happens to it."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), **environment)
+    if log is not None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

@@ -22,6 +22,7 @@ from deepspeed_pulse.ir.run import Difference, MeasuredStep, Run
 from deepspeed_pulse.ir.timeline import Span, Timeline
 from deepspeed_pulse.report.advice import warning
 from deepspeed_pulse.report.files import replacing
+from deepspeed_pulse.report.runs import timelines
 from deepspeed_pulse.report.tables import measured_table, plan_table
 from deepspeed_pulse.report.trace import write_trace
 
@@ -72,10 +73,7 @@ def _crowded() -> str | None:
 
 def write_trace_files(trace: Path, run: Run) -> None:
     """The trace, planned above measured, and the run file beside it."""
-    rows = [(f"step {step.step}", step.timeline) for step in run.steps]
-    if run.planned is not None:
-        rows.insert(0, ("planned", run.planned))
-    _write(trace, lambda file: write_trace(file, rows, run.plan.placement))
+    _write(trace, lambda file: write_trace(file, timelines(run), run.plan.placement))
     write_run(trace.with_suffix(".run.json"), run)
 
 

@@ -5,7 +5,6 @@ The simulator alone decides: whatever found an order, its figures come from ther
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.bounds import lower_bound_ms
+from deepspeed_pulse.planner.cost import gigabytes
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for
 from deepspeed_pulse.planner.schedules.listing import Cap
@@ -276,7 +276,7 @@ def _simulated(instance: Instance, name: str, schedule: Schedule) -> Candidate:
 def _too_little_memory(instance: Instance, memory_bytes: int | None, smallest: int | None) -> InfeasibleError:
     assert memory_bytes is not None
     states = [rank_state_bytes(instance, rank) for rank in range(instance.num_ranks)]
-    needed = f"{math.ceil(smallest / 1e6) / 1e3:.3f} GB" if smallest is not None else "more"
+    needed = f"{gigabytes(smallest)} GB" if smallest is not None else "more"
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "
         f"fullest rank, of which weights, gradients and optimizer state are up to {max(states) / 1e9:.3f} GB; use more "

@@ -9,7 +9,8 @@ from dataclasses import replace
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
 from deepspeed_pulse.ir.layout import Layout
-from deepspeed_pulse.planner.tuning.tuner import Tuner, gigabytes
+from deepspeed_pulse.planner.cost import gigabytes
+from deepspeed_pulse.planner.tuning.tuner import Tuner
 
 _MARGINS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 _MOST_TIMES = 64

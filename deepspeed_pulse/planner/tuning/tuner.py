@@ -11,7 +11,7 @@ from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Estimate, Plan
-from deepspeed_pulse.planner.cost import data_parallel_link, state_bytes
+from deepspeed_pulse.planner.cost import data_parallel_link, gigabytes, state_bytes
 from deepspeed_pulse.planner.make import MOST_FORWARDS, TooSlow, make_plan
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.search.synthesize import synthesize
@@ -292,8 +292,3 @@ def _figures(plan: Plan) -> Estimate:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def gigabytes(num_bytes: int) -> str:
-    """Rounded up, so that it does."""
-    return f"{math.ceil(num_bytes / 1e6) / 1e3:.3f}"
