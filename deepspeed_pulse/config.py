@@ -41,8 +41,8 @@ class PulseConfig(BaseModel):
     profile: Path = Field(default="auto", description='"auto" or a path')
     """"auto": layer costs measured from ``example_batch``, else from parameter counts; or a profile file."""
 
-    cluster: Path = Field(default="auto", description='"auto" or a path')
-    """"auto": nominal links and this device's memory; or a cluster file."""
+    cluster: Path = Field(default="auto", description='"auto", a path or a name as a100:8x8')
+    """"auto": nominal links and this device's memory; or a cluster file; or a name (``ir/clusters.py``)."""
 
     plan: Path | None = Field(default=None, description="a path or null")
     """A Plan file to run as it is."""

@@ -48,7 +48,7 @@ WRONG = [
     *[("schedule", value, "one of auto, gpipe, 1f1b") for value in ("wav", "1F1B", 3, None, "")],
     *[("split_backward", value, FLAG) for value in ("no", 0)],
     *[("profile", value, PATH) for value in (3, None, "", True)],
-    *[("cluster", value, PATH) for value in (3, None, "", {})],
+    *[("cluster", value, '"auto", a path or a name as a100:8x8') for value in (3, None, "", {})],
     *[(name, value, "a path or null") for name in ("plan", "plan_cache", "trace") for value in (3, True, "")],
     *[("memory_gb", value, MEMORY) for value in (0, -1, True, "3", "lots", math.nan, math.inf, None)],
     *[("solver_seconds", value, SOLVER) for value in (-1, True, "3", math.nan, math.inf)],

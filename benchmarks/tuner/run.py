@@ -16,7 +16,8 @@ from pathlib import Path
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.choice import Trial, Tuning
-from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.cluster import Link
+from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.make import make_plan
@@ -40,20 +41,7 @@ SDV2_17B = {
 """Stable Diffusion 2's U-Net, 1.4 times as wide: 1.7 billion parameters, latents of 32 x 32."""
 
 
-def cluster(name: str, nodes: int, memory_gb: int, inside: float, between: float) -> Cluster:
-    return Cluster(
-        name=name,
-        nodes=nodes,
-        ranks_per_node=8,
-        memory_bytes=memory_gb * 10**9,
-        intra_node=Link(bandwidth_gb_per_s=inside, latency_us=10.0),
-        inter_node=Link(bandwidth_gb_per_s=between, latency_us=20.0),
-    )
-
-
-V100 = cluster("8 V100", 1, 32, 300.0, 10.0)
-ASCEND = cluster("64 Ascend 910A", 8, 32, 30.0, 19.0)
-A100 = cluster("64 A100", 8, 80, 300.0, 25.0)
+V100, ASCEND, A100 = load_cluster("v100:1x8"), load_cluster("910a:8x8"), load_cluster("a100:8x8")
 
 
 class Profiles:
@@ -216,7 +204,9 @@ def linear(profiles: Profiles) -> Iterator[str]:
     yield "| P = 8, M = 16 | link, GB/s | wave, ms | linear, ms | chosen |"
     yield "|---|---|---|---|---|"
     for name, speed in itertools.product(("kandinsky3", "sd15-controlnet"), (300.0, 10.0, 2.5)):
-        links, steps = cluster("8 ranks", 1, 1000, speed, speed), {}
+        link = Link(bandwidth_gb_per_s=speed, latency_us=10.0)
+        links = replace(V100, memory_bytes=10**12, intra_node=link, inter_node=link)
+        steps = {}
         for placement in ("wave", "linear", "auto"):
             plan = make_plan(
                 profiles(name),

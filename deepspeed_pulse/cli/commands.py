@@ -80,7 +80,7 @@ def _quiet() -> Iterator[None]:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.clusters import load_cluster
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.make import make_plan
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
@@ -88,7 +88,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.report.progress import solving
     from deepspeed_pulse.report.tables import plan_table
 
-    profile, cluster = Profile.load(arguments.profile), Cluster.load(arguments.cluster)
+    profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
     with replacing(arguments.out) as out, solving(sys.stderr) as progress:
         plan = make_plan(
             profile,
@@ -114,7 +114,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.clusters import load_cluster
     from deepspeed_pulse.ir.fields import write_json
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.tuning.tune import tune
@@ -126,7 +126,7 @@ def tune(arguments: argparse.Namespace) -> int:
         raise ConfigError("--config names the plan file: give --out PLAN, too")
     if arguments.picture and Path(arguments.picture).suffix not in IMAGES:
         raise ConfigError(f"--picture {arguments.picture}: expected a name ending in one of {', '.join(IMAGES)}")
-    profiles, cluster = [Profile.load(path) for path in arguments.profiles], Cluster.load(arguments.cluster)
+    profiles, cluster = [Profile.load(path) for path in arguments.profiles], load_cluster(arguments.cluster)
     with contextlib.ExitStack() as files:
         out, profile_out, config, picture = (
             files.enter_context(replacing(name)) if name else None
@@ -174,14 +174,14 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.clusters import load_cluster
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.checks.audit import audit
     from deepspeed_pulse.report.tables import audit_text
 
     plan = Plan.load(arguments.plan)
-    profile, cluster = Profile.load(arguments.profile), Cluster.load(arguments.cluster)
+    profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
     found = audit(plan, profile, cluster, shard_optimizer=arguments.zero_stage == 1)
     _print(audit_text(arguments.plan, found.problems, found.rows))
     return FAILED_CHECK if found.problems else OK
@@ -235,7 +235,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _costs(arguments: argparse.Namespace, plan: Plan) -> tuple[Plan, Profile, Cluster]:
     """The plan with the costs it is drawn with."""
-    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.clusters import load_cluster
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.report.units import with_unit_costs
 
@@ -251,7 +251,7 @@ def _costs(arguments: argparse.Namespace, plan: Plan) -> tuple[Plan, Profile, Cl
             f"{arguments.plan} was made from another profile than {arguments.profile}: expected fingerprint "
             f"{plan.profile_fingerprint}, found {profile.fingerprint}; give the profile it was made from"
         )
-    cluster = Cluster.load(arguments.cluster)
+    cluster = load_cluster(arguments.cluster)
     if plan.pipeline_ranks * plan.data_parallel > cluster.num_ranks:
         raise PlanError(
             f"{arguments.plan} is for {plan.pipeline_ranks} x {plan.data_parallel} ranks, {arguments.cluster} has "

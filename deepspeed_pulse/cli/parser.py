@@ -9,6 +9,7 @@ from typing import NoReturn
 from deepspeed_pulse import __version__
 from deepspeed_pulse.cli import commands
 from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.clusters import SPELLINGS
 from deepspeed_pulse.ir.fields import MAX_NUMBER
 
 
@@ -63,7 +64,7 @@ def _add_plan(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     plan = subparsers.add_parser("plan", help="partition and schedule a profile")
     plan.set_defaults(command=commands.plan)
     plan.add_argument("profile", metavar="PROFILE", help="layer costs (pulse-profile/1)")
-    plan.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
+    plan.add_argument("--cluster", required=True, help=SPELLINGS)
     plan.add_argument("--pipeline-ranks", required=True, type=_count, metavar="P")
     plan.add_argument("--microbatches", required=True, type=_count, metavar="M", help="of one step and pipeline")
     plan.add_argument("--data-parallel", default=1, type=_count, metavar="G", help="pipelines side by side")
@@ -102,7 +103,7 @@ def _add_tune(subparsers: argparse._SubParsersAction[_Parser]) -> None:
         metavar="PROFILE",
         help="layer costs, a file for each microbatch size; of a single one, larger microbatches are scaled",
     )
-    tune.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
+    tune.add_argument("--cluster", required=True, help=SPELLINGS)
     tune.add_argument("--global-batch", required=True, type=_count, metavar="B", help="samples of one step, all ranks")
     tune.add_argument("--world", type=_count, metavar="N", help="ranks to use; default: the cluster's")
     tune.add_argument("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
@@ -132,7 +133,7 @@ def _add_check(subparsers: argparse._SubParsersAction[_Parser]) -> None:
 def _add_files(command: argparse.ArgumentParser) -> None:
     command.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/1)")
     command.add_argument("--profile", required=True, help="layer costs (pulse-profile/1)")
-    command.add_argument("--cluster", required=True, help="link speeds and memory (pulse-cluster/1)")
+    command.add_argument("--cluster", required=True, help=SPELLINGS)
     _add_zero_stage(command)
 
 

@@ -16,6 +16,7 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, make_profile
 from deepspeed_pulse.errors import ConfigError, PlanError, PulseError, RunError
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
@@ -201,7 +202,7 @@ def _cluster(request: PlanRequest) -> Cluster:
     memory = _memory_bytes(request)
     if request.pulse.cluster == "auto":
         return default_cluster(request.pipeline_ranks * request.data_parallel, memory or 2**50)
-    cluster = Cluster.load(request.pulse.cluster)
+    cluster = load_cluster(request.pulse.cluster)
     return cluster if memory is None else replace(cluster, memory_bytes=memory)
 
 
