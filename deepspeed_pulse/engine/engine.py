@@ -16,6 +16,7 @@ from deepspeed_pulse.engine.checkpoints.engine import CheckpointingEngine
 from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
 from deepspeed_pulse.engine.data.agreement import (
+    agree,
     check_batch_size,
     check_same_block,
     check_zero_stage,
@@ -232,7 +233,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     def _plan_for(self, micro_batches: int) -> Plan:
         if micro_batches == self._plan.microbatches:
             return self._plan
-        plan: Plan = planning.agree(lambda: planning.reorder(self.module.planned, self._pulse, micro_batches))
+        plan: Plan = agree(lambda: planning.reorder(self.module.planned, self._pulse, micro_batches), "planning")
         return plan
 
     def _exec_receive_messages(self, step: Step) -> None:

@@ -21,6 +21,7 @@ from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine import hook
 from deepspeed_pulse.engine.checkpointing import resolve
 from deepspeed_pulse.engine.communicator import carry_to_host
+from deepspeed_pulse.engine.data.agreement import agree
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.gradients.reduction import reduces_early
@@ -184,7 +185,7 @@ class PipelineModule(upstream.PipelineModule):
         """None for upstream's own numbering of ranks."""
         pulse = self.pulse
         assert pulse is not None
-        if pulse.plan is None or planning.agree(lambda: planning.given_layout(pulse)) is Layout.PIPE_MAJOR:
+        if pulse.plan is None or agree(lambda: planning.given_layout(pulse), "planning") is Layout.PIPE_MAJOR:
             return None
         return ProcessTopology(axes=["data", "pipe"], dims=[dist.get_world_size() // num_stages, num_stages])
 
@@ -197,8 +198,7 @@ class PipelineModule(upstream.PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         self._check_divides()
         if self.pulse_enabled:
-            request = self._request()
-            self.planned = planning.agree(lambda: planning.make_planned(request))
+            self.planned = planning.plan_job(self._request())
             self.plan = self.planned.plan
             self.parts = list(self.plan.boundaries)
             self._local_layers = list(self.plan.layers_of(self.stage_id))
@@ -424,7 +424,7 @@ class PipelineModule(upstream.PipelineModule):
 
     def decide_on_first(self, make: Callable[[], Any], what: str) -> Any:
         """What ``make`` gives on global rank 0, on every rank of the world; its error likewise."""
-        return planning.agree(make, what)
+        return agree(make, what)
 
     def bring_to_first(
         self, tensor: torch.Tensor | None, *, owner: int, shape: Sequence[int], dtype: torch.dtype

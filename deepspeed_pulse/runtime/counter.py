@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
-from deepspeed_pulse.runtime.probe import Probe, Walk
+from deepspeed_pulse.runtime.probe import Probe, Reached, Walk
 from deepspeed_pulse.runtime.stage import SavedBytes
 from deepspeed_pulse.runtime.state import param_bytes
 
@@ -56,9 +56,9 @@ def count_layers(graph: Graph, build: Sequence[Callable[[], Any]], inputs: Any, 
 
     Raises a :class:`RunError` naming the layer when one depends on the values of its input.
     """
-    walk = Walk(graph, build, inputs, entries, torch.device("meta"))
+    walk = Walk(graph, build, Reached(hidden=inputs, values=dict(entries)), torch.device("meta"))
     counts = tuple(_count(probe) for probe in walk)
-    return Counted(layers=counts, value_bytes=walk.value_bytes, dtype=walk.dtype)
+    return Counted(layers=counts, value_bytes=walk.value_bytes, dtype=walk.dtype or "float32")
 
 
 def _count(probe: Probe) -> LayerCount:

@@ -92,61 +92,97 @@ class Probe:
         return output, stashed
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """What a layer of the list finds: the hidden state, and the values that it or a later layer pops."""
+
+    hidden: Any
+    values: dict[str, Any]
+
+    def to(self, device: torch.device) -> Reached:
+        """The same on another device; leaves stay leaves."""
+        return Reached(
+            hidden=map_tensors(self.hidden, lambda tensor: _moved(tensor, device)),
+            values={
+                name: map_tensors(value, lambda tensor: _moved(tensor, device)) for name, value in self.values.items()
+            },
+        )
+
+
 class Walk:
     """Visits the layers of a graph in order, each with what the ones before it gave.
 
     Args:
         graph: declarations of the layers.
         build: per layer, makes it; a layer is dropped before the next is made.
-        inputs, entries: the first layer's input and the batch entries.
+        start: what the first visited layer finds: the batch, or what an earlier walk has reached.
         device: where layers run.
+        layers: indices of those to visit, one after the other; None for all.
     """
 
     def __init__(
         self,
         graph: Graph,
         build: Sequence[Callable[[], Any]],
-        inputs: Any,
-        entries: Mapping[str, Any],
+        start: Reached,
         device: torch.device,
+        layers: range | None = None,
     ) -> None:
         self._graph, self._build, self._device = graph, build, device
-        self._hidden = map_tensors(inputs, lambda t: t.to(device))
-        self._values = {name: map_tensors(value, lambda t: t.to(device)) for name, value in entries.items()}
-        self._entries = tuple(sorted(entries))
-        self.dtype = "float32"
+        self._layers = range(len(graph.layers)) if layers is None else layers
+        self._names = tuple(sorted(start.values))
+        self._last_use = {v.name: v.targets[-1] for v in (*graph.values, *graph.batch_entries)}
+        self.reached = start.to(device)
+        """What the layer after the last one visited finds."""
+        self.dtype: str | None = None
+        """Of the last layer with a floating parameter; None without one."""
         self.value_bytes: dict[str, tuple[int, bool]] = {}
         """Per stashed value its bytes and whether it has a gradient."""
 
     def __iter__(self) -> Iterator[Probe]:
         """A probe for each layer; whoever takes it runs it at least once."""
-        for index in range(len(self._graph.layers)):
+        for index in self._layers:
             layer = self._build[index]()
             module = getattr(layer, "module", layer)
             home, buffers = _visit(module, self._device)
             probe = self._probe(index, layer)
             yield probe
             self.dtype = probe.dtype or self.dtype
-            self._hidden, stashed = probe.leave()
-            self._values.update(stashed)
-            for name, value in stashed.items():
-                tensors = tensors_in(value)
-                self.value_bytes[name] = (num_bytes(tensors), any(t.requires_grad for t in tensors))
+            hidden, stashed = probe.leave()
+            self._reach(index, hidden, stashed)
             if home is not None:
                 module.to(home)
                 for buffer, saved in buffers:
                     buffer.data = saved.to(home)
-            del layer, module, probe, buffers
+            del layer, module, probe, buffers, hidden, stashed
+
+    def _reach(self, index: int, hidden: Any, stashed: Mapping[str, Any]) -> None:
+        for name, value in stashed.items():
+            tensors = tensors_in(value)
+            self.value_bytes[name] = (num_bytes(tensors), any(t.requires_grad for t in tensors))
+        values = {**self.reached.values, **stashed}
+        needed = {name: value for name, value in values.items() if self._last_use.get(name, -1) > index}
+        self.reached = Reached(hidden=hidden, values=needed)
 
     def _probe(self, index: int, layer: Any) -> Probe:
         declared = self._graph.layers[index]
-        missing = [name for name in declared.pop if name not in self._values]
+        missing = [name for name in declared.pop if name not in self.reached.values]
         if missing:
             raise BatchError(
                 f"layer {declared.name} pops {missing[0]!r}, which no layer stashes and example_batch does not "
-                f"have; its entries are: {', '.join(self._entries) or 'none'}"
+                f"have; its entries are: {', '.join(self._names) or 'none'}"
             )
-        return Probe(BoundLayer(declared, layer), self._hidden, self._values)
+        return Probe(BoundLayer(declared, layer), self.reached.hidden, self.reached.values)
+
+
+def reach(
+    graph: Graph, build: Sequence[Callable[[], Any]], start: Reached, device: torch.device, layers: range
+) -> Reached:
+    """Run layers forward once; what the layer after them finds, on the CPU."""
+    walk = Walk(graph, build, start, device, layers)
+    for probe in walk:
+        probe.run()
+    return walk.reached.to(torch.device("cpu"))
 
 
 def _visit(module: Any, device: torch.device) -> tuple[torch.device | None, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -161,6 +197,10 @@ def _visit(module: Any, device: torch.device) -> tuple[torch.device | None, list
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

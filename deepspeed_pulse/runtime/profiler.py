@@ -13,7 +13,7 @@ import torch
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
-from deepspeed_pulse.runtime.probe import Probe, Walk
+from deepspeed_pulse.runtime.probe import Probe, Reached, Walk
 from deepspeed_pulse.runtime.stage import SavedBytes
 from deepspeed_pulse.runtime.state import param_bytes
 
@@ -22,14 +22,15 @@ _REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Costs of all layers; ``value_bytes``: per named value its bytes and whether it has a gradient.
+    """Costs of the layers visited; ``value_bytes``: per named value its bytes and whether it has a gradient.
 
+    ``dtype``: of the last layer with a floating parameter; None without one.
     ``spread``: per layer, (largest - smallest) / median of its forward and backward together.
     """
 
     layers: tuple[LayerCost, ...]
     value_bytes: dict[str, tuple[int, bool]]
-    dtype: str
+    dtype: str | None
     spread: tuple[float, ...]
 
 
@@ -40,17 +41,19 @@ def measure_layers(
     entries: Mapping[str, Any],
     device: torch.device,
     synchronize: Callable[[], None] = lambda: None,
+    layers: range | None = None,
 ) -> Measured:
     """Run every layer forward and backward on one batch; medians of a few repeats after a warm-up.
 
     Args:
         graph: declarations of the layers.
         build: per layer, makes it; a layer is dropped before the next is made.
-        inputs, entries: the first layer's input and the batch entries.
+        inputs, entries: what the first layer to measure finds: its input, and the values that are popped from there on.
         device: where to measure.
         synchronize: waits for the device before the clock is read.
+        layers: indices of those to measure, one after the other; None for all.
     """
-    walk = Walk(graph, build, inputs, entries, device)
+    walk = Walk(graph, build, Reached(hidden=inputs, values=dict(entries)), device, layers)
     # The random state is put back: measuring must not change the run that follows.
     with torch.random.fork_rng(devices=[]):
         costs, spread = zip(*(_measure(probe, synchronize) for probe in walk), strict=True)

@@ -11,10 +11,11 @@ from support.pulse_files import write_files
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.plans.costs import PlanRequest
-from deepspeed_pulse.engine.plans.planning import make_planned, reorder
+from deepspeed_pulse.engine.plans.planning import Planned, make_planned, reorder
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
 
 
 def layer_list() -> tuple[Layer, ...]:
@@ -24,6 +25,10 @@ def layer_list() -> tuple[Layer, ...]:
         Layer(name=f"block{i}", stash=(skips[i],) if i < 4 else (), pop=(skips[7 - i],) if i >= 4 else ())
         for i in range(8)
     )
+
+
+def from_files(request: PlanRequest) -> Planned:
+    return make_planned(request, Profile.load(request.pulse.profile), "profile profile.json")
 
 
 def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(
@@ -47,8 +52,8 @@ def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(
         device=torch.device("cpu"),
     )
     with pytest.raises(InfeasibleError, match=r"fits 0\.150 GB"):
-        make_planned(request)
-    shared = make_planned(replace(request, shard_optimizer=True))
+        from_files(request)
+    shared = from_files(replace(request, shard_optimizer=True))
     for plan in (shared.plan, reorder(shared, pulse, 8)):
         assert 120e6 < peak(plan) <= 150e6
 
@@ -78,7 +83,7 @@ def test_the_memory_limit_outlasts_a_change_of_microbatches(tmp_path: Path, monk
             example=None,
             device=torch.device("cpu"),
         )
-        first = make_planned(request)
+        first = from_files(request)
         return first.plan, reorder(first, pulse, 16)
 
     _, longer = planned()

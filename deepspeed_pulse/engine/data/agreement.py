@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine.data.batches import entry_text
-from deepspeed_pulse.errors import BatchError, ConfigError, PulseError
+from deepspeed_pulse.errors import BatchError, ConfigError, PulseError, RunError
 
 
 def check_same_block(module: Any, config: Any) -> None:
@@ -47,6 +47,24 @@ def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
             f"set_train_batch_size: expected a multiple of {share} (microbatches of {microbatch_size} on {replicas} "
             f"data-parallel replicas), found {size!r}"
         )
+
+
+def agree(make: Callable[[], Any], what: str) -> Any:
+    """Run ``make`` on rank 0; every rank gets its result, or raises the same error, which names ``what``."""
+    outcome: list[Any] = [None]
+    cause: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = [make()]
+        except PulseError as problem:
+            outcome = [problem]
+        except Exception as problem:  # a layer's own, met while it is built or measured
+            cause, outcome = problem, [RunError(f"{what} on rank 0: {type(problem).__name__}: {problem}")]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], PulseError):
+        raise outcome[0] from cause
+    return outcome[0]
 
 
 def told_by_all(item: Any, group_size: int, group: Any = None) -> list[Any]:

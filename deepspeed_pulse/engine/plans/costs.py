@@ -1,17 +1,13 @@
-"""What each layer costs, for the planner: from a profile file, measured, or by weights."""
+"""What each layer costs, for the planner, where that is known without measuring: from a profile file, or by weights."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.config import PulseConfig
@@ -20,7 +16,6 @@ from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.runtime.profiler import measure_layers
 from deepspeed_pulse.runtime.state import param_bytes
 
 NO_DEVICE = "none"
@@ -48,7 +43,8 @@ class PlanRequest:
     layout: Layout = Layout.PIPE_MAJOR
 
 
-def make_profile(request: PlanRequest) -> tuple[Profile, str]:
+def known_profile(request: PlanRequest) -> tuple[Profile | None, str]:
+    """The costs of a job that need no measuring, and how they were found; None: they are to be measured."""
     method = request.partition_method
     if request.pulse.profile != "auto":
         profile = Profile.load(request.pulse.profile)
@@ -64,7 +60,7 @@ def make_profile(request: PlanRequest) -> tuple[Profile, str]:
     if request.example is None:
         counts = [max(count, 1) for count in parameter_counts(request.layers)]
         return _weighted(request, counts), "parameter counts (give example_batch or a profile for better ones)"
-    return _kept(request), "measured on example_batch"
+    return None, "measured on example_batch"
 
 
 def _check_values(request: PlanRequest, profile: Profile) -> None:
@@ -111,10 +107,11 @@ def type_name(layer: Any) -> str:
 
 def parameter_counts(layers: Sequence[Any]) -> list[int]:
     """Parameters of each layer, trainable or not; layers to be built are built on the meta device."""
-    return [sum(p.numel() for p in _parameters(layer)) for layer in layers]
+    return [sum(p.numel() for p in parameters_of(layer)) for layer in layers]
 
 
-def _parameters(layer: Any) -> list[torch.Tensor]:
+def parameters_of(layer: Any) -> list[torch.Tensor]:
+    """Of a layer of the list; one to be built is built on the meta device."""
     bare = unwrap(layer)
     if isinstance(bare, upstream.LayerSpec):
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -125,7 +122,7 @@ def _parameters(layer: Any) -> list[torch.Tensor]:
 def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:
     """A profile whose forward times are weights (backward twice as long)."""
     largest = max(weights)
-    sizes = [param_bytes(_parameters(layer)) for layer in request.layers]
+    sizes = [param_bytes(parameters_of(layer)) for layer in request.layers]
     return Profile(
         name="weights",
         device=NO_DEVICE,
@@ -161,27 +158,6 @@ def skips_of(graph: Graph, value_bytes: dict[str, tuple[int, bool]]) -> tuple[Sk
     )
 
 
-def _measured(request: PlanRequest) -> Profile:
-    assert request.example is not None
-    inputs, entries = request.example
-    measured = measure_layers(
-        request.graph,
-        [lambda layer=layer: built(layer) for layer in request.layers],
-        inputs,
-        entries,
-        request.device,
-        get_accelerator().synchronize,
-    )
-    return Profile(
-        name="measured",
-        device=str(get_accelerator().device_name() if request.device.type != "cpu" else "cpu"),
-        dtype=measured.dtype,
-        microbatch_size=request.microbatch_size,
-        layers=measured.layers,
-        skips=skips_of(request.graph, measured.value_bytes),
-    )
-
-
 def built(layer: Any) -> Callable[..., Any]:
     """The module or function that a layer of the list stands for."""
     bare = unwrap(layer)
@@ -190,40 +166,3 @@ def built(layer: Any) -> Callable[..., Any]:
         forward_fn = getattr(bare, "forward_fn", None)
         return module if forward_fn is None else TiedCall(module, forward_fn)
     return bare
-
-
-def _kept(request: PlanRequest) -> Profile:
-    """A measured profile, kept by content: the same job finds the same profile, so the same cuts."""
-    if request.pulse.plan_cache is None:
-        return _measured(request)
-    key = hashlib.sha256(json.dumps(_content(request), sort_keys=True).encode()).hexdigest()[:16]
-    path = Path(request.pulse.plan_cache) / f"profile-{key}.json"
-    if path.exists():
-        return Profile.load(path)
-    profile = _measured(request)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(profile.to_json(), encoding="utf-8")
-    beside.replace(path)
-    return profile
-
-
-def _content(request: PlanRequest) -> dict[str, Any]:
-    """What a measured profile depends on."""
-    assert request.example is not None
-    inputs, entries = request.example
-    return {
-        "layers": [(layer.name, layer.stash, layer.pop) for layer in request.graph.layers],
-        "parameters": [[(list(p.shape), p.requires_grad) for p in _parameters(layer)] for layer in request.layers],
-        "batch": {name: _described(value) for name, value in {"": inputs, **entries}.items()},
-        "device": request.device.type,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return [list(value.shape), str(value.dtype)]
-    if isinstance(value, (tuple, list)):
-        return [_described(item) for item in value]
-    return repr(value)

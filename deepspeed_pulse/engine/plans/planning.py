@@ -1,20 +1,19 @@
-"""Making the plan of a module: rank 0 measures, plans and checks, all ranks receive the same.
+"""Making the plan of a module: all ranks measure, rank 0 plans and checks, all ranks receive the same.
 
 The only place of the engine that imports the planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, make_profile
-from deepspeed_pulse.errors import ConfigError, PlanError, PulseError, RunError
+from deepspeed_pulse.engine.data.agreement import agree
+from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile
+from deepspeed_pulse.engine.plans.measuring import measure_profiles
+from deepspeed_pulse.errors import ConfigError, PlanError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.layout import Layout
@@ -50,29 +49,29 @@ class Planned:
         return self.profile is not None and self.profile.device != NO_DEVICE
 
 
-def agree(make: Callable[[], Any], what: str = "planning") -> Any:
-    """Run ``make`` on rank 0; every rank gets its result, or raises the same error, which names ``what``."""
-    outcome: list[Any] = [None]
-    cause: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            outcome = [make()]
-        except PulseError as problem:
-            outcome = [problem]
-        except Exception as problem:  # a layer's own, met while it is built or measured
-            cause, outcome = problem, [RunError(f"{what} on rank 0: {type(problem).__name__}: {problem}")]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], PulseError):
-        raise outcome[0] from cause
-    return outcome[0]
+def plan_job(request: PlanRequest) -> Planned:
+    """The plan for a job; all ranks of the world call it and get the same, or the same error.
 
-
-def make_planned(request: PlanRequest) -> Planned:
-    """The plan for a request: the user's own, one from the cache, or a new one."""
+    Layer costs are measured by all ranks, everything else is done by rank 0.
+    """
     if request.pulse.plan is not None:
-        return Planned(plan=_given_plan(request), profile=None, cluster=None, costs=f"plan file {request.pulse.plan}")
-    profile, costs = make_profile(request)
+        return agree(lambda: _given(request), "planning")  # type: ignore[no-any-return]
+    profile, costs = agree(lambda: known_profile(request), "planning")
+    if profile is None:
+        (profile,) = measure_profiles(request, [request.microbatch_size])
+    return agree(lambda: make_planned(request, profile, costs), "planning")  # type: ignore[no-any-return]
+
+
+def _given(request: PlanRequest) -> Planned:
+    return Planned(plan=_given_plan(request), profile=None, cluster=None, costs=f"plan file {request.pulse.plan}")
+
+
+def make_planned(request: PlanRequest, profile: Profile, costs: str) -> Planned:
+    """A new plan, or one that was kept.
+
+    Args:
+        costs: how the profile was found.
+    """
     cluster = _cluster(request)
     plan = planner.make_plan(
         profile,
