@@ -93,7 +93,9 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             device=self._engine_device,
             finish=self._finish_microbatch,
             parameters=tuple(module.parameters()),
-            state_bytes=state_bytes(module.parameters()),
+            state_bytes=state_bytes(
+                module.parameters(), shards=self.dp_world_size if self.zero_optimization_stage() == 1 else 1
+            ),
             replay_bytes=planning.replay_bytes(module.planned, module.checkpointing.interval),
             timeout_seconds=timeout,
         )

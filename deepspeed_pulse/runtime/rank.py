@@ -304,7 +304,7 @@ class RankRuntime:
 
     def _count(self, change: int) -> None:
         self._live_bytes += change
-        live = self._live_bytes + self._transport.buffer_bytes
+        live = self._live_bytes + self._transport.value_buffer_bytes
         self.stats.peak_live_bytes = max(self.stats.peak_live_bytes, live)
 
     @contextmanager

@@ -18,9 +18,19 @@ def param_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(_bytes(p) if p.requires_grad else -(-_bytes(p) // _factor(p)) for p in parameters)
 
 
-def state_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Weights, and for the trainable parameters gradients and optimizer state."""
-    return sum(_bytes(p) * (_factor(p) if p.requires_grad else 1) for p in parameters)
+def state_bytes(parameters: Iterable[torch.Tensor], *, shards: int = 1) -> int:
+    """Weights, and for the trainable parameters gradients and optimizer state.
+
+    ``shards``: so many data-parallel ranks share the optimizer state (ZeRO-1).
+    """
+    found = 0
+    for parameter in parameters:
+        num_bytes = _bytes(parameter)
+        if parameter.requires_grad:
+            found += 2 * num_bytes + -(-(_factor(parameter) - 2) * num_bytes // shards)
+        else:
+            found += num_bytes
+    return found
 
 
 def _bytes(parameter: torch.Tensor) -> int:

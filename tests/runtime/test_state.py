@@ -20,6 +20,7 @@ def test_state_of_trained_and_frozen(dtype: torch.dtype, factor: int) -> None:
     layer.bias.requires_grad_(False)
     weight, bias = layer.weight.nbytes, layer.bias.nbytes
     assert state_bytes(layer.parameters()) == factor * weight + bias
+    assert state_bytes(layer.parameters(), shards=2) == (2 + (factor - 2) // 2) * weight + bias
     assert factor * param_bytes(layer.parameters()) == factor * weight + bias
 
 
