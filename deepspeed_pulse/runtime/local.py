@@ -113,6 +113,7 @@ class LocalWorld:
         functions: one callable per layer.
         loss_fn: ``loss_fn(output, microbatch)``.
         checkpoint, interval: how layers that the plan recomputes run; see :class:`Stage`.
+        mailboxes: what messages go through, where somebody watches them.
     """
 
     def __init__(
@@ -124,11 +125,12 @@ class LocalWorld:
         *,
         checkpoint: Checkpoint = non_reentrant,
         interval: int = 1,
+        mailboxes: Mailboxes | None = None,
     ) -> None:
         self._plan = plan
         self._traffic = make_traffic(plan)
         self.losses: dict[int, torch.Tensor] = {}
-        mail, device = Mailboxes(), LocalDevice(plan.microbatches)
+        mail, device = mailboxes or Mailboxes(), LocalDevice(plan.microbatches)
         values = (*graph.values, *graph.batch_entries)
         self._usages = [Usage(plan, values, rank) for rank in range(plan.pipeline_ranks)]
 

@@ -14,6 +14,7 @@ from support.random_plans import peak_forwards, random_plan
 
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 
 LAYOUTS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(3, 1)], 4: [(2, 2), (4, 1)]}
 """World size to (pipeline ranks, data parallel)."""
@@ -105,6 +106,22 @@ def test_random_plans_train_as_if_unpartitioned(model: str, world: int, count: i
         case = {"model": model, "P": world, "M": 3, "clip": 0.1, "enabled": True}
         cases.append({**case, "plan": str(path), "W": plan.waves, "placement": "auto"})
     for _, output in launch("support.parity:run_cases", world, cases, timeout=1700):
+        assert output.count("PASSED") == len(cases)
+
+
+@pytest.mark.timeout(300)
+def test_any_skip_graph_trains_as_if_unpartitioned(tmp_path: Path) -> None:
+    """Of 20 layers, under linear and wave placement; channels without tags too. ``tests/runtime`` has many more."""
+    cases = []
+    for number in range(3):
+        for placement, world in (("linear", linear_placement(4)), ("wave", wave_placement(4))):
+            model, path = f"irregular {number}", tmp_path / f"{number}-{placement}.json"
+            plan = random_plan(graph_of(model), number, ranks=4, microbatches=3, placement=world)
+            path.write_text(plan.to_json())
+            case = {"model": model, "P": 4, "M": 3, "clip": 0.1, "enabled": True, "placement": "auto"}
+            cases.append({**case, "plan": str(path), "untagged": number == 0})
+            cases.append({**case, "placement": placement})
+    for _, output in launch("support.parity:run_cases", 4, cases, timeout=250):
         assert output.count("PASSED") == len(cases)
 
 

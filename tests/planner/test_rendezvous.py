@@ -37,9 +37,14 @@ def plans(draw):
     rng = random.Random(draw(st.integers(0, 10**6)))
     ranks = draw(st.integers(1, 4))
     graph = random_graph(rng, rng.randrange(2 * ranks, 4 * ranks + 3))
-    greedy = draw(st.booleans())
+    greedy, linear = draw(st.booleans()), draw(st.booleans())
     return random_plan(
-        graph, rng.randrange(10**6), ranks=ranks, microbatches=rng.randrange(1, 7), greedy_forward=greedy
+        graph,
+        rng.randrange(10**6),
+        ranks=ranks,
+        microbatches=rng.randrange(1, 7),
+        greedy_forward=greedy,
+        placement=linear_placement(ranks) if linear else None,
     )
 
 

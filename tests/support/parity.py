@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,10 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.noisy import noisy_batch, noisy_layers
 
         return noisy_layers, noisy_batch, "hidden"
+    if name.startswith("irregular"):
+        from support.irregular import numbered_sketch, sketch_batch, sketch_layers
+
+        return partial(sketch_layers, numbered_sketch(int(name.split()[1]))), sketch_batch, "hidden"
     if name == "tokens":
         from support.buckets import token_batch, token_layers
 
@@ -162,7 +167,9 @@ def run_case(case: dict[str, Any]) -> None:
             scale = max(float(g.norm()) for layer in expected.values() for _, g in layer.values())
             if float(gradient.norm()) > 1e-6 * scale:
                 assert error(seen, gradient) <= TOLERANCE, (case, "gradient", index, name, error(seen, gradient))
-    if case["enabled"] and case.get("placement", "wave") == "wave":
+    if case["model"].startswith("irregular"):
+        check_routes(engine, case)
+    elif case["enabled"] and case.get("placement", "wave") == "wave":
         check_bytes(engine, case)
     engine.destroy()
 
@@ -181,6 +188,20 @@ def check_bytes(engine: Any, case: dict[str, Any]) -> None:
         return
     skips = [name for name in sent if name.startswith("value") and not name.endswith(":temb")]
     assert not skips, (case, sent)
+
+
+def check_routes(engine: Any, case: dict[str, Any]) -> None:
+    """This rank sent each value along the hops that leave from it, and no other."""
+    from support.irregular import numbered_sketch
+
+    plan, expected = engine.module.plan, {}
+    for index, value in enumerate(numbered_sketch(int(case["model"].split()[1])).values):
+        hops = next(route.hops for route in plan.routes if route.name == f"v{index}")
+        leaving = sum(plan.placement[source] == engine.module.stage_id for source, _ in hops)
+        if leaving:
+            expected[f"value:v{index}"] = leaving * case["M"] * value.num_bytes
+    sent = engine.pulse_stats()["p2p_bytes"]
+    assert {name: sent[name] for name in sent if name.startswith("value:")} == expected, (case, sent)
 
 
 def run_cases(cases: list[dict[str, Any]]) -> None:

@@ -14,11 +14,26 @@ from deepspeed_pulse.ir.schedule import Action, Op, Schedule, backward, forward
 from deepspeed_pulse.planner.routes import make_routes
 
 
-def random_plan(graph: Graph, seed: int, *, ranks: int, microbatches: int, greedy_forward: bool = False) -> Plan:
-    """A valid wave plan with random cuts and a random order; ``greedy_forward``: all forwards first."""
+def random_plan(
+    graph: Graph,
+    seed: int,
+    *,
+    ranks: int,
+    microbatches: int,
+    greedy_forward: bool = False,
+    placement: Sequence[int] | None = None,
+) -> Plan:
+    """A valid plan with random cuts and a random order.
+
+    Args:
+        greedy_forward: all forwards first.
+        placement: rank of each stage; left out, one or two waves.
+    """
     source = random.Random(seed)
-    waves = source.choice([w for w in (1, 2) if 2 * ranks * w <= len(graph.layers)])
-    placement = wave_placement(ranks, waves)
+    if placement is None:
+        placement = wave_placement(ranks, source.choice([w for w in (1, 2) if 2 * ranks * w <= len(graph.layers)]))
+    placement = tuple(placement)
+    waves = next((w for w in (1, 2) if placement == wave_placement(ranks, w)), 0)
     cuts = sorted(source.sample(range(1, len(graph.layers)), len(placement) - 1))
     bounds = (0, *cuts, len(graph.layers))
     unordered = Plan(

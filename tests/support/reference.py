@@ -82,7 +82,7 @@ def train(
     for (inputs, labels), number in zip(microbatches, numbers or [None] * len(microbatches), strict=True):
         loss = loss_fn(model(inputs, first, number), labels) / len(microbatches)
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     if clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     gradients = {
@@ -94,5 +94,5 @@ def train(
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """norm(a - b) / norm(b)."""
-    scale = float(expected.float().norm())
-    return float((found.float() - expected.float()).norm()) / (scale if scale > 0 else 1.0)
+    scale = float(expected.double().norm())
+    return float((found.double() - expected.double()).norm()) / (scale if scale > 0 else 1.0)
