@@ -42,13 +42,14 @@ class PulseConfig(BaseModel):
     """"auto": layer costs measured from ``example_batch``, else from parameter counts; or a profile file."""
 
     cluster: Path = Field(default="auto", description='"auto", a path or a name as a100:8x8')
-    """"auto": nominal links and this device's memory; or a cluster file; or a name (``ir/clusters.py``)."""
+    """"auto": links measured between the ranks (nominal ones where layer costs are no times) and this device's memory;
+    or a cluster file; or a name (``ir/clusters.py``)."""
 
     plan: Path | None = Field(default=None, description="a path or null")
     """A Plan file to run as it is."""
 
     plan_cache: Path | None = Field(default=None, description="a path or null")
-    """Folder where plans are kept between runs."""
+    """Folder where plans, measured layer costs and links are kept between runs."""
 
     memory_gb: Auto | Gigabytes = Field(default="auto", description='"auto" or a finite number > 0')
     """Activation and state budget of a rank, GB (1e9 bytes)."""

@@ -101,9 +101,9 @@ def test_estimate_of_a_folder(model: str, capsys: pytest.CaptureFixture[str]) ->
 def test_measured_on_the_accelerator_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("profile pipeline --dtype float32 --out p.json") == 0
     profile = Profile.load("p.json")
-    assert (profile.name, profile.device, profile.dtype) == ("pipeline", "cpu", "float32")
+    assert (profile.name, profile.device[:3], profile.dtype) == ("pipeline", "cpu", "float32")
     assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in profile.layers)
-    assert "measured on cpu: medians" in capsys.readouterr().out
+    assert "measured on cpu (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", ["", " --estimate"])

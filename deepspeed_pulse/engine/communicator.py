@@ -77,6 +77,10 @@ class PipelineCommunicator:
                     self._groups[channel] = group
                     self._connect(channel)
 
+    def share(self, channels: Sequence[Channel]) -> None:
+        """Carry channels in the pipeline's own group: for messages of which one at a time is on its way."""
+        self._groups.update(dict.fromkeys(channels, self._group))
+
     def _connect(self, channel: Channel) -> None:
         """Carry one number: such backends connect at the first message, waiting for the peer.
 

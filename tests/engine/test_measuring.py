@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from support.launch import launch
 
 from deepspeed_pulse.engine.data.resizing import resized
+from deepspeed_pulse.engine.plans.links import fit_link, rounds
 from deepspeed_pulse.engine.plans.measuring import shares
 from deepspeed_pulse.errors import BatchError
 
@@ -59,3 +62,33 @@ def test_a_batch_is_repeated_or_cut() -> None:
     assert same is hidden
     with pytest.raises(BatchError, match=r"entry 'odd': expected 3 rows.*found \[5\]"):
         resized(hidden, {"odd": torch.ones(5)}, have=3, want=1)
+
+
+def test_links_are_measured_between_ranks(tmp_path: Path) -> None:
+    (_, output), *_ = launch("support.measuring_ranks:measures_links", 4, str(tmp_path), timeout=200)
+    print(output)
+    (text,) = (json.loads(line[5:])[1] for line in output.splitlines() if line.startswith("CASE "))
+    assert "expected the same device on every rank, to measure layers and links, found fast on ranks 0, 1, 3" in text
+    assert "slow on rank 2 (host host1)" in text and '"profile" (ds_pulse profile)' in text
+    assert "ranks differ in threads: 1 on ranks 0, 1, 2 (hosts a, b), 2 on rank 3 (host b)" in output
+    assert "measured anew" in output
+
+
+def test_links_are_fitted_by_latency_and_bandwidth() -> None:
+    def exact(size: int) -> float:
+        return 0.05 + size / 2e6
+
+    link = fit_link([(size, exact(size)) for size in (2**12, 2**16, 2**20)])
+    assert (link.latency_us, link.bandwidth_gb_per_s) == (50.0, 2.0)
+    noisy = fit_link([(2**12, 0.05), (2**16, 0.04), (2**20, 0.03)])  # more bytes in less time
+    assert noisy.latency_us == 50.0 and noisy.bandwidth_gb_per_s > 0
+    below = fit_link([(2**12, 0.001), (2**16, 0.1), (2**20, 1.9)])
+    assert below.latency_us >= 0 and below.bandwidth_gb_per_s > 0
+
+
+def test_no_rank_is_in_two_pairs_at_a_time() -> None:
+    for nodes, per_node in itertools.product(range(1, 5), range(1, 6)):
+        for inside, pairs in rounds(nodes, per_node):
+            ranks = [rank for pair in pairs for rank in pair]
+            assert len(set(ranks)) == len(ranks) and max(ranks) < nodes * per_node
+            assert all((a // per_node == b // per_node) is inside for a, b in pairs)

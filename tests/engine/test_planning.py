@@ -11,7 +11,7 @@ from support.pulse_files import write_files
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.plans.costs import PlanRequest
-from deepspeed_pulse.engine.plans.planning import Planned, make_planned, reorder
+from deepspeed_pulse.engine.plans.planning import Planned, known_cluster, make_planned, reorder
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan
@@ -28,7 +28,7 @@ def layer_list() -> tuple[Layer, ...]:
 
 
 def from_files(request: PlanRequest) -> Planned:
-    return make_planned(request, Profile.load(request.pulse.profile), "profile profile.json")
+    return make_planned(request, Profile.load(request.pulse.profile), known_cluster(request), "files")
 
 
 def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(

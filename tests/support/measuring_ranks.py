@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,3 +169,47 @@ def meets_errors(_: Any) -> None:
     left = measure_profiles(request(layers=failing("memory", 3), batch=batch), [1, 2, 4])
     assert [profile.microbatch_size for profile in left] == [1, 2]
     print("PASSED", flush=True)
+
+
+def measures_links(folder: str) -> None:
+    """Every rank has the same cluster; hosts make nodes; kept links are found again, damaged ones measured anew."""
+    import socket
+    import time
+
+    import deepspeed
+
+    from deepspeed_pulse.engine.plans import hardware
+    from deepspeed_pulse.engine.plans.links import measure_cluster
+    from deepspeed_pulse.errors import ConfigError
+
+    deepspeed.init_distributed()
+    rank = torch.distributed.get_rank()
+    started = time.perf_counter()
+    cluster = measure_cluster(CPU)
+    print(f"LINKS {cluster} in {time.perf_counter() - started:.2f} s", flush=True)
+    assert told_by_all(cluster) == [cluster] * 4
+    assert (cluster.nodes, cluster.ranks_per_node) == (1, 4)
+    assert cluster.intra_node == cluster.inter_node and cluster.intra_node.latency_us > 0
+    socket.gethostname = lambda: f"host{rank // 2}"
+    cluster = measure_cluster(CPU, plan_cache=folder)
+    assert (cluster.nodes, cluster.ranks_per_node) == (2, 2)
+    assert measure_cluster(CPU, plan_cache=folder) == cluster
+    (file,) = Path(folder).iterdir()
+    torch.distributed.barrier()
+    if rank == 0:
+        file.write_text(file.read_text()[:100])
+    torch.distributed.barrier()
+    assert told_by_all(measure_cluster(CPU, plan_cache=folder))[0].nodes == 2
+    hardware.device_name = lambda device: "slow" if rank == 2 else "fast"
+    try:
+        measure_cluster(CPU)
+        text = "nothing"
+    except ConfigError as problem:
+        text = str(problem)
+    assert told_by_all(text) == [text] * 4
+    hardware.device_name = lambda device: "fast"
+    torch.set_num_threads(2 if rank == 3 else 1)
+    socket.gethostname = lambda: "ab"[rank % 2]
+    hardware.agreed_hardware(CPU, compared="threads")
+    assert (measure_cluster(CPU).nodes, measure_cluster(CPU).ranks_per_node) == (4, 1)
+    os.write(1, f"CASE {json.dumps(['devices', text])}\n".encode())

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 
 from deepspeed_pulse.engine.plans.costs import PlanRequest, parameters_of
 from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
+
+_LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "peft")
 
 
 def profiles(request: PlanRequest, sizes: Sequence[int]) -> dict[int, Profile]:
@@ -33,10 +37,10 @@ def keep_profiles(request: PlanRequest, measured: Sequence[Profile]) -> None:
         return
     files = dict(_files(request, [profile.microbatch_size for profile in measured]))
     for profile in measured:
-        _write(files[profile.microbatch_size], profile.to_json())
+        write_whole(files[profile.microbatch_size], profile.to_json())
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """All at once, so that a reader at the same time finds a whole file or none."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -49,11 +53,47 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
+def read_cluster(path: Path, nodes: int, ranks_per_node: int) -> Cluster | None:
+    """Kept links of machines of that shape; None where there are none, or no usable ones, which is said."""
+    if not path.exists():
+        return None
+    try:
+        cluster = Cluster.load(path)
+    except FileError as problem:
+        reason = str(problem)
+    else:
+        if (cluster.nodes, cluster.ranks_per_node) == (nodes, ranks_per_node):
+            return cluster
+        reason = f"expected {nodes} nodes of {ranks_per_node}, found {cluster.nodes} of {cluster.ranks_per_node}"
+    _say_unusable(path, "links", reason)
+    return None
+
+
+def _say_unusable(path: Path, what: str, reason: str) -> None:
+    print(f"deepspeed_pulse: the kept {what} in {path} are not this job's, measured anew: {reason}", flush=True)
+
+
+def named_by(content: object) -> str:
+    """A file's name for what its content depends on."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def library_versions() -> list[str]:
+    """Of the libraries that layers and messages run in."""
+    return [f"{name} {_version(name)}" for name in _LIBRARIES]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
 def _files(request: PlanRequest, sizes: Sequence[int]) -> Iterator[tuple[int, Path]]:
     content = _content(request)
     for size in sizes:
-        key = hashlib.sha256(json.dumps({**content, "size": size}, sort_keys=True).encode()).hexdigest()[:32]
-        yield size, Path(str(request.pulse.plan_cache)) / f"profile-{key}.json"
+        yield size, Path(str(request.pulse.plan_cache)) / f"profile-{named_by({**content, 'size': size})}.json"
 
 
 def _content(request: PlanRequest) -> dict[str, Any]:

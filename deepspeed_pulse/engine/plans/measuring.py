@@ -19,6 +19,7 @@ from deepspeed_pulse.engine.data.agreement import agree, raise_everywhere, told_
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
+from deepspeed_pulse.engine.plans.hardware import agreed_hardware, device_name
 from deepspeed_pulse.errors import BatchError, PulseError, RunError
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.runtime.probe import Reached, reach
@@ -53,6 +54,7 @@ def measure_profiles(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profil
 
 
 def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]:
+    agreed_hardware(request.device, compared="threads")
     world = dist.get_world_size()
     mine: list[Measured | None] = []
     problem: PulseError | None = None
@@ -190,7 +192,7 @@ def _joined(request: PlanRequest, size: int, parts: Sequence[Measured]) -> Profi
     value_bytes = {name: found for part in parts for name, found in part.value_bytes.items()}
     return Profile(
         name="measured",
-        device=str(get_accelerator().device_name() if request.device.type != "cpu" else "cpu"),
+        device=device_name(request.device),
         dtype=dtypes[-1] if dtypes else "float32",
         microbatch_size=size,
         layers=tuple(layer for part in parts for layer in part.layers),

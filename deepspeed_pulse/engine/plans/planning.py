@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.data.agreement import agree
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile
+from deepspeed_pulse.engine.plans.hardware import NO_LIMIT_BYTES
+from deepspeed_pulse.engine.plans.links import measure_cluster
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
 from deepspeed_pulse.ir.cluster import Cluster
@@ -59,20 +62,33 @@ def plan_job(request: PlanRequest) -> Planned:
     profile, costs = agree(lambda: known_profile(request), "planning")
     if profile is None:
         (profile,) = measure_profiles(request, [request.microbatch_size])
-    return agree(lambda: make_planned(request, profile, costs), "planning")  # type: ignore[no-any-return]
+    cluster = job_cluster(request, timed=profile.device != NO_DEVICE)
+    return agree(lambda: make_planned(request, profile, cluster, costs), "planning")  # type: ignore[no-any-return]
+
+
+def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
+    """The machines of a job, with the memory that a rank may use; all ranks of the world call it.
+
+    Args:
+        timed: layer costs are times; only then links are worth measuring.
+    """
+    if request.pulse.cluster == "auto" and timed and dist.get_world_size() > 1:
+        cluster = measure_cluster(request.device, plan_cache=request.pulse.plan_cache)
+        given = request.pulse.memory_gb
+        return cluster if given == "auto" else replace(cluster, memory_bytes=int(float(given) * GIGABYTE))
+    return agree(lambda: known_cluster(request), "planning")  # type: ignore[no-any-return]
 
 
 def _given(request: PlanRequest) -> Planned:
     return Planned(plan=_given_plan(request), profile=None, cluster=None, costs=f"plan file {request.pulse.plan}")
 
 
-def make_planned(request: PlanRequest, profile: Profile, costs: str) -> Planned:
+def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs: str) -> Planned:
     """A new plan, or one that was kept.
 
     Args:
         costs: how the profile was found.
     """
-    cluster = _cluster(request)
     plan = planner.make_plan(
         profile,
         cluster=cluster,
@@ -196,11 +212,11 @@ def _memory_bytes(request: PlanRequest) -> int | None:
     return int(get_accelerator().total_memory())
 
 
-def _cluster(request: PlanRequest) -> Cluster:
-    """With the memory that a rank may use, so that another order keeps to it too."""
+def known_cluster(request: PlanRequest) -> Cluster:
+    """What needs no measuring, with the memory that a rank may use, so that another order keeps to it too."""
     memory = _memory_bytes(request)
     if request.pulse.cluster == "auto":
-        return default_cluster(request.pipeline_ranks * request.data_parallel, memory or 2**50)
+        return default_cluster(request.pipeline_ranks * request.data_parallel, memory or NO_LIMIT_BYTES)
     cluster = load_cluster(request.pulse.cluster)
     return cluster if memory is None else replace(cluster, memory_bytes=memory)
 

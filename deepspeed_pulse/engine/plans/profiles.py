@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.plans.costs import built, skips_of
+from deepspeed_pulse.engine.plans.hardware import device_name
 from deepspeed_pulse.engine.specs import Job, TiedCall
 from deepspeed_pulse.errors import BatchError, ConfigError
 from deepspeed_pulse.ir.graph import Graph
@@ -101,7 +102,7 @@ def measure_profile(job: Job, *, watch: Watch | None = None) -> Timed:
     )
     profile = Profile(
         name=job.name,
-        device=accelerator.device_name(),
+        device=device_name(device),
         dtype=measured.dtype or "float32",
         microbatch_size=_microbatch_size(job, split),
         layers=measured.layers,

@@ -1,0 +1,188 @@
+"""Measuring the links between ranks: messages to and fro between pairs, fitted by latency and bandwidth."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, PipelineCommunicator
+from deepspeed_pulse.engine.data.agreement import agree, told_by_all
+from deepspeed_pulse.engine.plans import kept
+from deepspeed_pulse.engine.plans.hardware import Hardware, agreed_hardware
+from deepspeed_pulse.ir.cluster import MIN_BANDWIDTH_GB_PER_S, Cluster, Link
+from deepspeed_pulse.ir.program import Channel, Direction
+
+Points = list[tuple[int, float]]
+"""(bytes of a message, ms from its start until it is there)."""
+
+SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)
+"""Message sizes in bytes: a time embedding, and hidden states up to those of video models."""
+
+_LONGEST_MS = 10.0
+"""A size that is expected to take longer is not tried: the bandwidth is known by then."""
+
+_REPEATS = 5
+
+
+def measure_cluster(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
+    """The machines that this job runs on, with measured links; all ranks of the world call it.
+
+    Ranks on one host make a node. Neighbours inside a node, and ranks at the same place of neighbouring nodes, send
+    each other messages of several sizes as a pipeline does, all pairs at once, as the pipelines of several replicas do,
+    but no rank in two pairs at a time. The medians over the pairs are the links.
+
+    Args:
+        device: of this rank.
+        plan_cache: folder in which links are kept by content; None: measured every time.
+
+    Returns:
+        The same on every rank; ``memory_bytes`` is the least that a device has.
+
+    Raises:
+        ConfigError: ranks have different devices.
+    """
+    ranks = agreed_hardware(device, compared="memory_bytes")
+    nodes, per_node = shape_of([rank.host for rank in ranks])
+    path = None if plan_cache is None else Path(plan_cache) / f"cluster-{_key(ranks, device)}.json"
+    found = None if path is None else agree(lambda: kept.read_cluster(path, nodes, per_node), "reading kept links")
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    cluster = _measured(device, ranks, nodes, per_node)
+    if path is not None:
+        agree(lambda: kept.write_whole(path, cluster.to_json()), "keeping links")
+    return cluster
+
+
+def _key(ranks: Sequence[Hardware], device: torch.device) -> str:
+    backend = str(torch.distributed.get_backend())
+    described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
+    return kept.named_by([described, backend, device.type, *kept.library_versions()])
+
+
+def shape_of(hosts: Sequence[str]) -> tuple[int, int]:
+    """(nodes, ranks per node) of a job whose rank r is on ``hosts[r]``.
+
+    Where hosts have unequal numbers of ranks, or ranks do not fill one after the other, every rank counts as a node: no
+    link is taken for faster than it is.
+
+    >>> shape_of(["a", "a", "b", "b"]), shape_of(["a", "a", "b"]), shape_of(["a", "b", "a", "b"])
+    ((2, 2), (3, 1), (4, 1))
+    """
+    runs = [(host, len(list(group))) for host, group in itertools.groupby(hosts)]
+    whole = len({host for host, _ in runs}) == len(runs) and len({length for _, length in runs}) == 1
+    return (len(runs), runs[0][1]) if whole else (len(hosts), 1)
+
+
+def rounds(nodes: int, per_node: int) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
+    """(whether inside nodes, pairs of ranks that send at the same time); no rank is in two pairs of a round.
+
+    >>> list(rounds(1, 3))
+    [(True, [(0, 1)]), (True, [(1, 2)])]
+    >>> list(rounds(3, 2))
+    [(True, [(0, 1), (2, 3), (4, 5)]), (False, [(0, 2), (1, 3)]), (False, [(2, 4), (3, 5)])]
+    """
+    for first in (0, 1):
+        pairs = [(n * per_node + i, n * per_node + i + 1) for n in range(nodes) for i in range(first, per_node - 1, 2)]
+        if pairs:
+            yield True, pairs
+    for first in (0, 1):
+        pairs = [
+            (n * per_node + i, (n + 1) * per_node + i) for n in range(first, nodes - 1, 2) for i in range(per_node)
+        ]
+        if pairs:
+            yield False, pairs
+
+
+def _measured(device: torch.device, ranks: Sequence[Hardware], nodes: int, per_node: int) -> Cluster:
+    me = dist.get_rank()
+    mine: list[tuple[bool, Link]] = []
+    for inside, pairs in rounds(nodes, per_node):
+        for pair in pairs:
+            if me in pair:
+                points = _exchange(pair, device)
+                if points:
+                    mine.append((inside, fit_link(points)))
+    links = [link for told in told_by_all(mine, len(ranks)) for link in told]
+    intra, inter = ([link for inside, link in links if inside is kind] for kind in (True, False))
+    return Cluster(
+        name="measured",
+        nodes=nodes,
+        ranks_per_node=per_node,
+        memory_bytes=min(rank.memory_bytes for rank in ranks),
+        intra_node=_median(intra or inter),
+        inter_node=_median(inter or intra),
+    )
+
+
+def _median(links: Sequence[Link]) -> Link:
+    return Link(
+        bandwidth_gb_per_s=statistics.median(link.bandwidth_gb_per_s for link in links),
+        latency_us=statistics.median(link.latency_us for link in links),
+    )
+
+
+def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
+    """Messages to and fro; the first of the pair gets the times, the other nothing."""
+    communicator = PipelineCommunicator(range(dist.get_world_size()), None, device)
+    there, back = Channel(*pair, Direction.FORWARD), Channel(*reversed(pair), Direction.BACKWARD)
+    communicator.share([there, back])
+    first = dist.get_rank() == pair[0]
+
+    def send(tensor: torch.Tensor) -> None:
+        communicator.isend(tensor, there if first else back).wait(CONNECT_SECONDS)
+
+    def receive(tensor: torch.Tensor) -> None:
+        communicator.irecv(tensor, back if first else there).wait(CONNECT_SECONDS)
+
+    points: Points = []
+    for size in SIZES:
+        go_on = torch.tensor([len(points) < 2 or _expected_ms(points, size) <= _LONGEST_MS], device=device)
+        (send if first else receive)(go_on)
+        if not bool(go_on):
+            break
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        times = [_round_ms(first, message, send, receive) for _ in range(_REPEATS + 1)][1:]
+        points.append((size, min(times) / 2))  # what made the others longer was not the link
+    return points if first else []
+
+
+def _expected_ms(points: Points, size: int) -> float:
+    link = fit_link(points)
+    return link.latency_ms + link.transfer_ms(size)
+
+
+def _round_ms(first: bool, message: torch.Tensor, send: Callable[[Any], None], receive: Callable[[Any], None]) -> float:
+    start = time.perf_counter()
+    for act in (send, receive) if first else (receive, send):
+        act(message)
+    get_accelerator().synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def fit_link(points: Points) -> Link:
+    """Latency a and bandwidth b of t = a + bytes / b, by least squares of the relative errors; neither is negative.
+
+    >>> fit_link([(1000, 0.101), (10**6, 1.1)])
+    Link(bandwidth_gb_per_s=1.0, latency_us=100.0)
+    """
+    weights = [1 / ms**2 for _, ms in points]
+    total = sum(weights)
+    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
+    mean_ms = sum(w * ms for w, (_, ms) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
+    slope = sum(w * (size - mean_size) * (ms - mean_ms) for w, (size, ms) in zip(weights, points, strict=True)) / spread
+    latency_ms = mean_ms - slope * mean_size
+    if slope <= 0.0 or latency_ms < 0.0:
+        size, ms = points[-1]
+        slope, latency_ms = ms / size, 0.0 if slope > 0.0 else points[0][1]
+    return Link(
+        bandwidth_gb_per_s=max(MIN_BANDWIDTH_GB_PER_S, round(1 / slope / 1e6, 6)), latency_us=round(latency_ms * 1e3, 3)
+    )
