@@ -74,13 +74,18 @@ class Timeline:
     @property
     def start_ms(self) -> float:
         """Of the first action, frozen work included."""
-        return min(span.start_ms for span in (*self.spans, *self.frozen))
+        return min(start for start, _ in self.intervals())
+
+    def intervals(self, rank: int | None = None) -> list[tuple[float, float]]:
+        """From when until when ranks (or one of them) work, frozen work included."""
+        actions = [(s.start_ms, s.end_ms) for s in self.spans if rank in (None, s.rank)]
+        return actions + [(s.start_ms, s.end_ms) for s in self.frozen if rank in (None, s.rank)]
 
     @property
     def makespan_ms(self) -> float:
         """First action to last; frozen work and its last message included."""
-        end = max(span.end_ms for span in (*self.spans, *self.frozen))
-        return max(end, *(carried.arrive_ms for carried in self.carried), end) - self.start_ms
+        ends = [end for _, end in self.intervals()]
+        return max([*ends, *(carried.arrive_ms for carried in self.carried)]) - self.start_ms
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.rank == rank)
@@ -91,5 +96,5 @@ class Timeline:
     @property
     def bubble_ratio(self) -> float:
         """1 - busy / (ranks * makespan)."""
-        busy = sum(span.end_ms - span.start_ms for span in (*self.spans, *self.frozen))
+        busy = sum(end - start for start, end in self.intervals())
         return 1.0 - busy / (self.num_ranks * self.makespan_ms) if self.makespan_ms else 0.0

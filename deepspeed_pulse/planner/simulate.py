@@ -198,7 +198,7 @@ def _even_share_ms(timeline: Timeline) -> float:
     """With frozen work no order is shorter than all work divided by the ranks; 0 without."""
     if not timeline.frozen:
         return 0.0
-    return sum(span.end_ms - span.start_ms for span in (*timeline.spans, *timeline.frozen)) / timeline.num_ranks
+    return sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks
 
 
 def _sent_bytes(timeline: Timeline) -> int:

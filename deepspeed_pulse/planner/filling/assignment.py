@@ -97,8 +97,12 @@ class Assignment:
         yield from self._room()
         yield from self._pool()
         for part in self.parts:
-            ends = [(self.out[g, p.name, len(p.layers)], 1.0) for g, p in self.places if p.name == part.name]
-            yield ends, self.microbatches, self.microbatches
+            mine = [(g, len(p.layers)) for g, p in self.places if p.name == part.name]
+            for terms in (
+                [(self.into[g, part.name, 0], 1.0) for g, _ in mine],
+                [(self.out[g, part.name, last], 1.0) for g, last in mine],
+            ):
+                yield terms, self.microbatches, self.microbatches
 
     def _kept(self) -> Iterator[tuple[list[Term], float, float]]:
         """Who enters before a layer or ran the one before runs it, or leaves: into + runs' = runs + out."""
