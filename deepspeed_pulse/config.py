@@ -30,7 +30,7 @@ class PulseConfig(BaseModel):
     """wave: stages i and 2P-1-i on rank i. linear: one stage a rank."""
 
     waves: Auto | Count = Field(default=1, description="an integer from 1 to 1000")
-    """Number of waves W: stages = 2 * ranks * W."""
+    """Number of waves W: stages = 2 * ranks * W; "auto": 1 or 2, whichever is faster."""
 
     schedule: Schedule = Field(default="auto", description=f"one of {', '.join(get_args(Schedule))}")
     """"auto": the best order that fits memory; or a generator's name."""
@@ -114,8 +114,6 @@ def _explain(problem: Exception, block: dict[str, Any]) -> list[str]:
 
 
 def _check_later(config: PulseConfig, where: str) -> None:
-    if config.waves == "auto":
-        raise ConfigError(f"{where}: key 'waves': \"auto\" is not there yet; give the number of waves, for example 1")
     if config.trace_steps is not None and config.trace is None:
         raise ConfigError(f"{where}: key 'trace_steps': expected \"trace\" beside it, a path to write to")
     if config.split_backward:

@@ -72,6 +72,8 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module, config = kwargs["model"], kwargs["config_class"]
         check_same_block(module, kwargs.get("config"))
+        if isinstance(kwargs.get("config"), dict):
+            kwargs["config"] = module.settled_config(kwargs["config"])
         _check_supported(config, module)
         super().__init__(*args, **kwargs)
         self._pulse = module.pulse

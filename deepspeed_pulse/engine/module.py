@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +25,12 @@ from deepspeed_pulse.engine.checkpointing import resolve
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.data.agreement import agree
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
+from deepspeed_pulse.engine.data.resizing import num_samples
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.gradients.reduction import reduces_early
+from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.engine.plans import planning
+from deepspeed_pulse.engine.plans.asked import AUTO, asked_of, num_stages_of, settled, trial_config
 from deepspeed_pulse.engine.plans.costs import PlanRequest
 from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
@@ -45,7 +50,8 @@ class PipelineModule(upstream.PipelineModule):
     Takes every argument of upstream's, and:
 
     Args:
-        num_stages: number of pipeline ranks, as upstream.
+        num_stages: number of pipeline ranks, as upstream, or "auto": chosen together with whatever else is "auto"; left
+            out, the config's ``pipeline.stages``.
         partition_method: ``"profile"`` (the default under pulse), upstream's values, or a list of inner
             cuts: the first layer of each stage but the first, by index or by name.
         activation_checkpoint_interval: recompute layers in backward, so many in a row from one input; 0: as few as the
@@ -101,11 +107,11 @@ class PipelineModule(upstream.PipelineModule):
         self._example = None if example_batch is None else self._split_example(example_batch)
         self._partition_method = partition_method
         self._checkpoint_arguments = (activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers)
+        num_stages = num_stages_of(num_stages, self.ds_config)
         if self.pulse_enabled:
             self._refuse_unsupported(num_stages, topology)
-        elif num_stages == "auto":
-            raise ConfigError('num_stages="auto" needs pulse: add a "pulse" block to the config')
         init_distributed(self.pulse.timeout_seconds if self.pulse else None)
+        num_stages = self._settle(num_stages, topology)
         check_world(num_stages, topology)
         if topology is None and self.pulse_enabled:
             topology = self._planned_topology(num_stages)
@@ -166,13 +172,11 @@ class PipelineModule(upstream.PipelineModule):
             raise BatchError(f"example_batch: {problem}") from None
 
     def _refuse_unsupported(self, num_stages: Any, topology: Any) -> None:
-        if num_stages == "auto":
-            raise ConfigError('num_stages="auto": choosing the number of ranks is not there yet; give a number')
-        if num_stages is not None and (
+        if num_stages not in (None, AUTO) and (
             isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1
         ):
             raise ConfigError(
-                f"num_stages: expected the number of pipeline ranks, an integer >= 1, found {num_stages!r}"
+                f'num_stages: expected the number of pipeline ranks, an integer >= 1 or "auto", found {num_stages!r}'
             )
         if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
             raise ConfigError(
@@ -181,11 +185,47 @@ class PipelineModule(upstream.PipelineModule):
         if not self.layer_list:
             raise ConfigError("layers: expected at least one layer, found none")
 
+    def _settle(self, num_stages: Any, topology: Any) -> Any:
+        """The number of pipeline ranks, everything that is "auto" chosen."""
+        pulse, self.chosen = self.pulse, None
+        self._planned_layout = Layout.PIPE_MAJOR
+        plan: Plan | None = None
+        if pulse is not None and pulse.enabled and pulse.plan is not None:
+            path = pulse.plan
+            plan = agree(lambda: Plan.load(path), "planning")
+            self._planned_layout = plan.layout
+        asked = asked_of(num_stages, topology, self.ds_config, pulse, plan=plan, world=dist.get_world_size())
+        if self.ds_config is not None and asked is None:
+            self.ds_config = self.settled_config(self.ds_config)
+        if asked is None:
+            return num_stages
+        assert self.ds_config is not None
+        parsed = self._parsed(trial_config(self.ds_config), None)
+        example = 1 if self._example is None else num_samples(self._example.inputs)
+        self.chosen = planning.choose(self._request_of(parsed, microbatch_size=example), asked)
+        if dist.get_rank() == 0:
+            figures.print_chosen(self.chosen)
+        self.ds_config = self.settled_config(self.ds_config)
+        self._planned_layout = self.chosen.choice.layout
+        return self.chosen.choice.pipeline_ranks
+
+    def settled_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A config, for example what ``deepspeed.initialize`` brings, with numbers in place of "auto".
+
+        Raises:
+            ConfigError: it asks for something else than the config that the module was given.
+        """
+        return settled(config, None if self.chosen is None else (self.chosen.asked, self.chosen.choice))
+
+    def mpu(self) -> Any:
+        """Upstream's grid, through which a config is settled before it is parsed (see the hook)."""
+        grid = super().mpu()
+        grid.settled_config = self.settled_config
+        return grid
+
     def _planned_topology(self, num_stages: Any) -> ProcessTopology | None:
         """None for upstream's own numbering of ranks."""
-        pulse = self.pulse
-        assert pulse is not None
-        if pulse.plan is None or agree(lambda: planning.given_layout(pulse), "planning") is Layout.PIPE_MAJOR:
+        if self._planned_layout is Layout.PIPE_MAJOR:
             return None
         return ProcessTopology(axes=["data", "pipe"], dims=[dist.get_world_size() // num_stages, num_stages])
 
@@ -198,7 +238,9 @@ class PipelineModule(upstream.PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         self._check_divides()
         if self.pulse_enabled:
-            self.planned = planning.plan_job(self._request())
+            request = self._request()
+            chosen = None if self.chosen is None else self.chosen.planned
+            self.planned = planning.plan_job(request) if chosen is None else chosen
             self.plan = self.planned.plan
             self.parts = list(self.plan.boundaries)
             self._local_layers = list(self.plan.layers_of(self.stage_id))
@@ -236,14 +278,29 @@ class PipelineModule(upstream.PipelineModule):
             )
         return parts
 
+    def _parsed(self, config: dict[str, Any] | None, grid: Any) -> deepspeed.DeepSpeedConfig | None:
+        if config is None:
+            return None
+        try:
+            return deepspeed.DeepSpeedConfig(deepcopy(config), grid)
+        except Exception as problem:  # upstream raises assertions, ValueErrors and pydantic's errors
+            raise ConfigError(f"DeepSpeed refuses the config: {problem}") from problem
+
     def _request(self) -> PlanRequest:
+        parsed = self._parsed(self.ds_config, self._grid)
+        return replace(
+            self._request_of(
+                parsed, microbatch_size=1 if parsed is None else int(parsed.train_micro_batch_size_per_gpu)
+            ),
+            pipeline_ranks=self.num_stages,
+            data_parallel=self._grid.data_parallel_size,
+            microbatches=1 if parsed is None else int(parsed.gradient_accumulation_steps),
+            layout=self._layout(),
+        )
+
+    def _request_of(self, parsed: deepspeed.DeepSpeedConfig | None, *, microbatch_size: int) -> PlanRequest:
+        """For one pipeline rank; costs do not depend on how many there are."""
         assert self.pulse is not None
-        parsed = None
-        if self.ds_config is not None:
-            try:
-                parsed = deepspeed.DeepSpeedConfig(deepcopy(self.ds_config), self._grid)
-            except Exception as problem:  # upstream raises assertions, ValueErrors and pydantic's errors
-                raise ConfigError(f"DeepSpeed refuses the config: {problem}") from problem
         pipeline = {} if parsed is None else parsed.pipeline
         self.checkpointing = resolve(self.layer_list, *self._checkpoint_arguments, pipeline)
         example = None if self._example is None else (self._example.inputs, dict(self._example.entries))
@@ -251,17 +308,16 @@ class PipelineModule(upstream.PipelineModule):
             graph=self.graph,
             layers=self.layer_list,
             pulse=self.pulse,
-            pipeline_ranks=self.num_stages,
-            data_parallel=self._grid.data_parallel_size,
-            microbatches=1 if parsed is None else int(parsed.gradient_accumulation_steps),
-            microbatch_size=1 if parsed is None else int(parsed.train_micro_batch_size_per_gpu),
+            pipeline_ranks=1,
+            data_parallel=dist.get_world_size(),
+            microbatches=1,
+            microbatch_size=microbatch_size,
             partition_method=self._partition_method or "profile",
             example=example,
-            device=torch.device(get_accelerator().device_name(self.local_rank)),
+            device=torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"]))),
             recompute=self.checkpointing.layers,
             reduce_early=parsed is None or reduces_early(parsed),
             shard_optimizer=parsed is not None and parsed.zero_optimization_stage == 1,
-            layout=self._layout(),
         )
 
     def _build(self) -> None:

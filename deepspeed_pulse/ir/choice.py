@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,10 @@ class Choice:
         return Grid(pipeline_ranks=self.pipeline_ranks, data_parallel=self.data_parallel, layout=self.layout)
 
     @property
+    def num_ranks(self) -> int:
+        return self.pipeline_ranks * self.data_parallel
+
+    @property
     def global_batch(self) -> int:
         return self.microbatch_size * self.microbatches * self.data_parallel
 
@@ -49,6 +54,47 @@ class Choice:
             **({precision: {"enabled": True}} if precision else {}),
             "pulse": {"plan": plan_path},
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the user has settled; the rest is chosen.
+
+    Attributes:
+        waves: numbers that are tried, 0 for linear placement.
+        schedule: a generator's name, or "auto".
+        recompute: layers that run again in backward; None: as memory needs it.
+    """
+
+    pipeline_ranks: int | None = None
+    microbatch_size: int | None = None
+    microbatches: int | None = None
+    waves: tuple[int, ...] = (0, 1, 2)
+    zero_stage: int | None = None
+    layout: Layout | None = None
+    schedule: str = "auto"
+    recompute: tuple[int, ...] | None = None
+
+    @property
+    def sets_microbatches(self) -> bool:
+        """Their size or number is settled."""
+        return self.microbatch_size is not None or self.microbatches is not None
+
+    def sizes_of(self, share: int, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Microbatch sizes that divide a pipeline's share of the global batch, of ``sizes`` where none is given.
+
+        >>> Given(microbatches=3).sizes_of(12, (1, 2)), Given(microbatch_size=5).sizes_of(12, (1, 2))
+        ((4,), ())
+        >>> Given().sizes_of(12, (1, 2, 8))
+        (1, 2)
+        """
+        if self.microbatch_size is not None:
+            sizes = (self.microbatch_size,)
+        elif self.microbatches is not None:
+            sizes = (share // self.microbatches,)
+        return tuple(
+            size for size in sizes if size and share % size == 0 and self.microbatches in (None, share // size)
+        )
 
 
 class Verdict(enum.Enum):
@@ -107,3 +153,31 @@ class Tuning:
     @property
     def rejected(self) -> tuple[Trial, ...]:
         return tuple(trial for trial in self.trials if trial.plan is None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A choice as it is reported. ``why``: it was taken, or not. ``peak_bytes``: per pipeline rank."""
+
+    choice: Choice
+    samples_per_second: float
+    step_ms: float
+    bubble_ratio: float
+    peak_bytes: tuple[int, ...]
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        choice = self.choice
+        return {
+            "num_stages": choice.pipeline_ranks,
+            "data_parallel": choice.data_parallel,
+            "waves": choice.waves,
+            "train_micro_batch_size_per_gpu": choice.microbatch_size,
+            "gradient_accumulation_steps": choice.microbatches,
+            "layout": choice.layout.value,
+            "samples_per_second": self.samples_per_second,
+            "step_ms": self.step_ms,
+            "bubble_ratio": self.bubble_ratio,
+            "peak_bytes": list(self.peak_bytes),
+            "why": self.why,
+        }

@@ -2,6 +2,7 @@
 
     deepspeed --num_accelerators 4 examples/unet/train.py --deepspeed_config examples/unet/ds_config.json
 
+With ``ds_config_auto.json`` and ``--ranks auto`` everything but the global batch is measured and chosen at start.
 Started again, it goes on from the last checkpoint in the output folder. It leaves there
 ``model/`` (a diffusers pipeline folder), ``checkpoints/``, ``loss.csv`` and the pictures ``loss.png``,
 ``samples.png`` and ``timeline.png`` (who computed what in the last step).
@@ -32,6 +33,9 @@ from deepspeed_pulse.models import save_pretrained, to_layers
 
 WARMUP_STEPS = 50
 
+EXAMPLE_SIZE = 4
+"""Samples in the batch on which layers are measured where the microbatch size is to be chosen."""
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
                         "that ship with scikit-image)")  # fmt: skip
     parser.add_argument("--steps", type=int, default=800, help="optimizer steps in all")
     parser.add_argument("--size", type=int, default=32, help="side of a crop in pixels, divisible by 8")
-    parser.add_argument("--ranks", type=int, help="pipeline ranks (default: all ranks of the run)")
+    parser.add_argument("--ranks", type=ranks, help='pipeline ranks, or "auto" (default: all ranks of the run)')
     parser.add_argument("--out", type=Path, default=Path("out/unet"), help="output folder")
     parser.add_argument("--checkpoint-every", type=int, default=250, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
@@ -50,6 +54,10 @@ def parse_arguments() -> argparse.Namespace:
     if args.size % 8:
         parser.error(f"--size {args.size}: expected a multiple of 8, the model halves the image three times")
     return args
+
+
+def ranks(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def build_unet(*, num_classes: int, size: int) -> UNet2DModel:
@@ -168,13 +176,14 @@ def main() -> None:
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     photographs = Photographs(args.data, size=args.size)
     config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
-    batches = Batches(photographs, microbatch_size=config["train_micro_batch_size_per_gpu"], seed=args.seed)
+    given = config.get("train_micro_batch_size_per_gpu", "auto")
+    example = Batches(photographs, microbatch_size=EXAMPLE_SIZE if given == "auto" else given, seed=args.seed)
     module = PipelineModule(
         layers=to_layers(build_unet(num_classes=len(photographs.names), size=args.size)),
         num_stages=args.ranks or int(os.environ.get("WORLD_SIZE", "1")),
         loss_fn=torch.nn.functional.mse_loss,
         input="sample",
-        example_batch=batches.batch(0, 0, 0),
+        example_batch=example.batch(0, 0, 0),
         config=config,
     )
     engine, *_ = deepspeed.initialize(
@@ -185,6 +194,7 @@ def main() -> None:
             optimizer, lambda step: learning_rate_factor(step, args.steps)
         ),
     )
+    batches = Batches(photographs, microbatch_size=engine.train_micro_batch_size_per_gpu(), seed=args.seed)
     if (args.out / "checkpoints" / "latest").is_file():
         engine.load_checkpoint(str(args.out / "checkpoints"))
     train(engine, batches, args)

@@ -12,7 +12,7 @@ from toys import layer, profile, random_profile, skip, uniform
 
 from deepspeed_pulse.config import parse_pulse
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
-from deepspeed_pulse.ir.choice import Verdict
+from deepspeed_pulse.ir.choice import Given, Verdict
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
@@ -168,6 +168,39 @@ def test_a_search_makes_the_best_no_worse():
     plain, searched = (tuned(heavy, cluster, 8, solver_seconds=seconds) for seconds in (0, 3))
     assert searched.best.planned.estimate.step_ms <= plain.best.planned.estimate.step_ms
     assert searched.best.planned.solver.generator is not None
+
+
+# -- what the user has settled -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settled", "expected"),
+    [
+        ({"pipeline_ranks": 4}, {"pipeline_ranks": {4}, "waves": {0, 1, 2}}),
+        ({"pipeline_ranks": 2, "microbatches": 4}, {"microbatch_size": {2}, "data_parallel": {2}}),
+        ({"microbatch_size": 8}, {"microbatch_size": {8}, "pipeline_ranks": {2, 4}}),
+        ({"waves": (1,)}, {"waves": {1}, "pipeline_ranks": {1, 2, 4}}),
+        ({"schedule": "1f1b"}, {"waves": {0}}),
+        ({"zero_stage": 1}, {"zero_stage": {1}}),
+        ({"recompute": (0, 1)}, {}),
+    ],
+)
+def test_what_is_given_is_kept(settled, expected):
+    found = tuned(uniform(16, activation_bytes=10), box(), 16, given=Given(**settled), exhaustive=True)
+    for name, values in expected.items():
+        assert {getattr(trial.choice, name) for trial in found.trials} == values
+    assert {trial.planned.recompute for trial in found.ranked} == {settled.get("recompute", ())}
+
+
+def test_what_is_given_limits_what_would_do():
+    """Without a shared optimizer and other microbatches more memory is needed."""
+    costs = uniform(8, param_bytes=10**6, activation_bytes=10**6, output_bytes=10**5)
+    settled = Given(zero_stage=0, microbatches=1, pipeline_ranks=1)
+    with pytest.raises(
+        InfeasibleError, match=r"on 2 ranks, layers recomputed: 0.0[0-9]+ GB a rank would do"
+    ) as problem:
+        tuned(costs, box(1, 2, 11 * 10**6), 4, given=settled)
+    assert tuned(costs, box(1, 2, problem.value.needed_bytes), 4, given=settled).ranked
 
 
 # -- microbatch sizes ----------------------------------------------------------------------------

@@ -125,6 +125,60 @@ def groups_by_rank() -> None:
     deepspeed.initialize(model=made, optimizer=torch.optim.SGD(groups, lr=0.1), config=config_with())
 
 
+def auto_cases(paths: dict[str, str]) -> dict[str, Case]:
+    """ "auto" that says too little, too much, or what nothing can satisfy."""
+    size, steps = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    batch, auto = {"train_batch_size": 8}, {size: "auto", steps: "auto"}
+    example = toy_batch(0, 0, 0)
+    profile = paths["profile of microbatches of 2"]
+
+    def choose(pulse: Any = None, *, given: Any = None, stages: Any = "auto", **arguments: Any) -> Any:
+        block = {"solver_seconds": 0, **(pulse or {})}
+        keys = {**batch, **auto} if given is None else given
+        return module(stages=stages, config={"steps_per_print": 10**9, "pulse": block, **keys}, **arguments)
+
+    return {
+        "auto without a batch": lambda: choose(given=auto),
+        "auto without pulse": lambda: choose({"enabled": False}, stages=2),
+        "auto without costs": lambda: choose(),
+        "auto with cuts": lambda: choose(partition_method=[2, 3, 4], example_batch=example),
+        "auto and a batch that nothing divides": lambda: choose(given={"train_batch_size": 7, size: 3, steps: "auto"}),
+        "auto and numbers that contradict": lambda: choose(
+            given={**batch, size: 2, steps: 8},
+        ),
+        "two numbers of stages": lambda: choose(stages=2, given={**batch, "pipeline": {"stages": 1}}),
+        "auto and a batch of a word": lambda: choose(given={"train_batch_size": "many", size: "auto"}),
+        "auto and autotuning": lambda: choose(given={**batch, **auto, "autotuning": {"enabled": True}}),
+        "auto and tensor parallel": lambda: choose(given={**batch, **auto, "tensor_parallel": {"autotp_size": 2}}),
+        "auto and a topology": lambda: choose(topology=topology(pipe=2, data=1)),
+        "auto and interleaved": lambda: choose({"schedule": "interleaved"}),
+        "auto and too little memory": lambda: choose({"memory_gb": 1e-7, "profile": profile}),
+        "auto and a profile of larger microbatches": lambda: choose(
+            {"profile": profile}, given={**batch, size: 1, steps: "auto"}
+        ),
+        "auto and a plan of other numbers": lambda: choose(
+            {"plan": paths["plan of other microbatches"]}, given={size: "auto", steps: 4}
+        ),
+        "auto in initialize only": lambda: engine(initialize={**config_with(), size: "auto"}),
+        "auto of another batch": lambda: engine(
+            {"profile": profile},
+            stages="auto",
+            config={**config_with({"profile": profile}), **auto, **batch},
+            initialize={**config_with({"profile": profile}), **auto, "train_batch_size": 16},
+        ),
+        "auto and an mpu": lambda: initialized_with_mpu(
+            {**config_with({"profile": profile}), **auto, **batch},
+        ),
+    }
+
+
+def initialized_with_mpu(config: dict[str, Any]) -> None:
+    import deepspeed
+
+    made = module(stages="auto", config=config)
+    deepspeed.initialize(model=made, model_parameters=made.parameters(), mpu=made.mpu(), config=config)
+
+
 def construction(paths: dict[str, str]) -> None:
     """Two ranks; errors at ``PipelineModule(...)`` and at ``deepspeed.initialize``."""
     import deepspeed
@@ -140,7 +194,7 @@ def construction(paths: dict[str, str]) -> None:
         "no world of that size": lambda: module(stages=3),
         "no stages": lambda: module(stages=None),
         "zero stages": lambda: module(stages=0),
-        "auto stages": lambda: module(stages="auto"),
+        **auto_cases(paths),
         "topology of another world": lambda: module(stages=None, topology=topology(pipe=2, data=2)),
         "tensor-parallel topology": lambda: module(stages=None, topology=topology(pipe=1, model=2)),
         "block is a word": lambda: module(config={**CONFIG, "pulse": "on"}),

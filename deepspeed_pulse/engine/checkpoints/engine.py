@@ -17,10 +17,12 @@ from deepspeed_pulse.engine.checkpoints.optimizer_state import (
     read_state,
     write_state,
 )
-from deepspeed_pulse.engine.checkpoints.record import PLAN_FILE, CheckpointRecord
+from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, CheckpointRecord
 from deepspeed_pulse.engine.data.agreement import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
+from deepspeed_pulse.engine.plans.pinned import pinned
 from deepspeed_pulse.errors import ConfigError, FileError, PlanError
+from deepspeed_pulse.ir.fields import write_json
 
 
 class CheckpointingEngine(PipelineEngine):
@@ -65,7 +67,7 @@ class CheckpointingEngine(PipelineEngine):
         dist.barrier()
         super().save_checkpoint(str(save_dir), folder.writing, client_state or {}, False, exclude_frozen_parameters)
         if leader:
-            self._write_record(Path(save_dir) / folder.writing, record)
+            self._write_record(folder, record)
             folder.commit(save_latest=save_latest)
         dist.barrier()
         self._last_save = save_dir, client_state or {}
@@ -173,7 +175,13 @@ class CheckpointingEngine(PipelineEngine):
     def _told_by_pipeline(self, item: Any) -> list[Any]:
         return told_by_all(item, self.num_stages, self.grid.get_pipe_parallel_group())
 
-    def _write_record(self, folder: Path, record: CheckpointRecord) -> None:
-        record.write(folder)
-        if self.module.plan is not None:
-            (folder / PLAN_FILE).write_text(self.module.plan.to_json(), encoding="utf-8")
+    def _write_record(self, folder: CheckpointFolder, record: CheckpointRecord) -> None:
+        where, module = folder.save_dir / folder.writing, self.module
+        record.write(where)
+        if module.plan is not None:
+            (where / PLAN_FILE).write_text(module.plan.to_json(), encoding="utf-8")
+        if module.chosen is not None:
+            plan = folder.save_dir.resolve() / folder.tag / PLAN_FILE
+            (where / CHOICE_FILE).write_text(
+                write_json(pinned(self.config, module.chosen, str(plan))), encoding="utf-8"
+            )

@@ -13,6 +13,8 @@ from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
 FORMAT = "pulse-checkpoint/1"
 RECORD_FILE = "pulse_checkpoint.json"
 PLAN_FILE = "pulse_plan.json"
+CHOICE_FILE = "pulse_ds_config.json"
+"""DeepSpeed's config with what was chosen for "auto" in it."""
 
 Names = tuple[tuple[str, ...], ...]
 

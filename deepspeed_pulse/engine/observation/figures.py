@@ -14,13 +14,14 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
 from deepspeed_pulse.engine.plans.costs import parameter_counts
-from deepspeed_pulse.engine.plans.planning import Planned
+from deepspeed_pulse.engine.plans.planning import Chosen, Planned
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, Run
 from deepspeed_pulse.ir.timeline import Span, Timeline
 from deepspeed_pulse.report.advice import warning
+from deepspeed_pulse.report.chosen import chosen_table
 from deepspeed_pulse.report.files import replacing
 from deepspeed_pulse.report.runs import timelines
 from deepspeed_pulse.report.tables import measured_table, plan_table
@@ -44,6 +45,15 @@ def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
         costs=planned.costs,
     )
     Console().print(table)
+
+
+def print_chosen(chosen: Chosen) -> None:
+    """What "auto" stands for in this run, once."""
+    if not chosen.options:
+        return
+    derived = chosen.asked.derived
+    notes = [] if derived is None else [f"global batch: {derived}"]
+    Console().print(chosen_table(chosen.asked.names, chosen.options, chosen.reasons, notes))
 
 
 def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | None) -> None:

@@ -5,6 +5,7 @@ The only place of the engine that imports the planner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed import comm as dist
@@ -12,14 +13,15 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.data.agreement import agree
+from deepspeed_pulse.engine.plans.asked import Asked, sizes_to_measure
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.hardware import NO_LIMIT_BYTES
 from deepspeed_pulse.engine.plans.links import measure_cluster
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
+from deepspeed_pulse.ir.choice import Choice, Option
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
-from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.run import Difference, MeasuredStep
@@ -31,6 +33,8 @@ from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.recompute import replay_bytes as planned_replay
 from deepspeed_pulse.planner.simulate import estimate, simulate
+from deepspeed_pulse.planner.tuning.tune import tune
+from deepspeed_pulse.report.chosen import options, rejected
 
 GIGABYTE = 10**9
 
@@ -79,6 +83,86 @@ def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
     return agree(lambda: known_cluster(request), "planning")  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What was chosen for "auto".
+
+    ``planned`` is None where the user's plan file settles everything; it is planned like any other then. ``options``:
+    the choice and its runner-ups. ``reasons``: why others were rejected.
+    """
+
+    asked: Asked
+    choice: Choice
+    planned: Planned | None
+    options: tuple[Option, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+def choose(request: PlanRequest, asked: Asked) -> Chosen:
+    """The best way to run a job within what the user settled; all ranks call it and get the same, or the same error.
+
+    Args:
+        request: the job; its numbers of ranks and microbatches are not read, ``microbatch_size`` is the example's.
+    """
+    if request.pulse.plan is not None:
+        return Chosen(asked=asked, choice=_settled(asked), planned=None)
+    _check_costs(request, asked)
+    profile, costs = agree(lambda: known_profile(request), "planning")
+    profiles = measure_profiles(request, sizes_to_measure(asked)) if profile is None else (profile,)
+    cluster = job_cluster(request, timed=True)
+    return agree(lambda: _chosen(request, asked, profiles, cluster, costs), "choosing")  # type: ignore[no-any-return]
+
+
+def _settled(asked: Asked) -> Choice:
+    given = asked.given
+    assert given.pipeline_ranks and given.microbatch_size and given.microbatches and given.layout
+    return Choice(
+        pipeline_ranks=given.pipeline_ranks,
+        data_parallel=asked.world // given.pipeline_ranks,
+        waves=0,
+        microbatch_size=given.microbatch_size,
+        microbatches=given.microbatches,
+        layout=given.layout,
+    )
+
+
+def _check_costs(request: PlanRequest, asked: Asked) -> None:
+    """A choice needs times, and cuts of its own."""
+    what = f'{asked.names[0]}: "auto"'
+    if request.partition_method != "profile":
+        raise ConfigError(
+            f'{what} beside partition_method {request.partition_method!r}: cuts are chosen with it, by "profile"; '
+            "leave partition_method out, or give numbers"
+        )
+    if request.pulse.profile == "auto" and request.example is None:
+        raise ConfigError(
+            f"{what} needs to know what layers cost: pass example_batch= to PipelineModule, or name a profile file in "
+            'the "pulse" block ("profile")'
+        )
+
+
+def _chosen(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cluster: Cluster, costs: str) -> Chosen:
+    recompute = None if isinstance(request.recompute, str) else tuple(request.recompute)
+    tuning = tune(
+        profiles,
+        cluster=cluster,
+        global_batch=asked.global_batch,
+        world_size=asked.world,
+        solver_seconds=request.pulse.solver_seconds,
+        given=replace(asked.given, recompute=recompute),
+    )
+    choice, profile = tuning.best.choice, tuning.profiles[tuning.best.choice.microbatch_size]
+    planned = Planned(
+        plan=_predicted(tuning.best.planned, profile, cluster, request),
+        profile=profile,
+        cluster=cluster,
+        costs=f"{costs}, microbatches of {', '.join(str(p.microbatch_size) for p in profiles)}",
+        reduce_early=request.reduce_early,
+        shard_optimizer=request.shard_optimizer,
+    )
+    return Chosen(asked=asked, choice=choice, planned=planned, options=options(tuning), reasons=rejected(tuning))
+
+
 def _given(request: PlanRequest) -> Planned:
     return Planned(plan=_given_plan(request), profile=None, cluster=None, costs=f"plan file {request.pulse.plan}")
 
@@ -122,11 +206,6 @@ def _predicted(plan: Plan, profile: Profile, cluster: Cluster, how: PlanRequest 
         return plan
     shard, early = how.shard_optimizer, how.reduce_early
     return replace(plan, estimate=estimate(plan, profile, cluster, shard_optimizer=shard, reduce_early=early))
-
-
-def given_layout(pulse: PulseConfig) -> Layout:
-    """How ranks are numbered: as the user's plan says, else as upstream does."""
-    return Layout.PIPE_MAJOR if pulse.plan is None else Plan.load(pulse.plan).layout
 
 
 def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
@@ -181,10 +260,6 @@ def _given_plan(request: PlanRequest) -> Plan:
             )
     if any(action.op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD) for row in plan.schedule for action in row):
         raise PlanError(f"{path}: the schedule splits backward into I and W, which the engine cannot run yet; use B")
-    if plan.fill is not None:
-        raise PlanError(
-            f"{path}: the plan has frozen work in idle time, which the engine cannot run yet; plan without it"
-        )
     try:
         check(plan, num_layers=len(request.graph.layers), values=request.graph.values)
     except PlanError as problem:

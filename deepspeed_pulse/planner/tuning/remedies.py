@@ -29,10 +29,17 @@ def nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
     memory, ranks = _memory_that_would_do(tuner, limited), _ranks_that_would_do(tuner)
     ways = [f"{gigabytes(memory)} GB a rank would do" if memory else "", f"{ranks} ranks would do" if ranks else ""]
     return InfeasibleError(
-        f"nothing fits {gigabytes(tuner.memory_bytes)} GB a rank on {tuner.world} ranks, layers recomputed and the "
-        f"optimizer shared: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}",
+        f"nothing fits {gigabytes(tuner.memory_bytes)} GB a rank on {tuner.world} ranks{_means(tuner)}: "
+        f"{' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}",
         needed_bytes=memory,
     )
+
+
+def _means(tuner: Tuner) -> str:
+    """By what memory was saved, as far as that was open."""
+    means = ["layers recomputed"] if tuner.given.recompute is None else []
+    means += ["the optimizer shared"] if tuner.given.zero_stage != 0 else []
+    return f", {' and '.join(means)}" if means else ""
 
 
 def _memory_that_would_do(tuner: Tuner, limited: Sequence[Trial]) -> int | None:
@@ -51,9 +58,11 @@ def _memory_that_would_do(tuner: Tuner, limited: Sequence[Trial]) -> int | None:
 
 def _is_frugal(tuner: Tuner, choice: Choice) -> bool:
     """Nothing that only takes memory: the smallest microbatches, the optimizer shared, one wave at most."""
-    small = choice.microbatch_size == tuner.sizes.smallest.microbatch_size
-    shared = choice.zero_stage == 1 or choice.data_parallel == 1
-    return small and shared and choice.waves <= 1 and choice.layout is Layout.PIPE_MAJOR
+    given = tuner.given
+    small = choice.microbatch_size == tuner.sizes.smallest.microbatch_size or given.sets_microbatches
+    shared = choice.zero_stage == 1 or choice.data_parallel == 1 or given.zero_stage is not None
+    plain = choice.layout is Layout.PIPE_MAJOR or given.layout is not None
+    return small and shared and plain and choice.waves <= max(1, min(given.waves))
 
 
 def _least_memory(tuner: Tuner, choice: Choice) -> int | None:
@@ -85,7 +94,7 @@ def _ranks_that_would_do(tuner: Tuner) -> int | None:
         world = tuner.world * times
         nodes = max(tuner.cluster.nodes, -(-world // tuner.cluster.ranks_per_node))
         cluster = replace(tuner.cluster, nodes=nodes)
-        larger = Tuner(tuner.sizes, cluster, world, tuner.global_batch, tuner.memory_bytes)
+        larger = Tuner(tuner.sizes, cluster, world, tuner.global_batch, tuner.memory_bytes, tuner.given)
         if _anything_fits(larger):
             return world
         times *= 2
@@ -97,8 +106,7 @@ def _anything_fits(tuner: Tuner) -> bool:
         families = list(tuner.families())
     except ConfigError:
         return False
-    choices = (replace(family, zero_stage=1 if family.data_parallel > 1 else 0) for family in families)
-    for choice in choices:
+    for choice in (replace(family, zero_stage=max(tuner.zero_stages(family))) for family in families):
         many = len(choice.placement) > tuner.sizes.smallest.num_layers
         hopeless = many or tuner.least_state_bytes(choice) > tuner.memory_bytes
         if _is_frugal(tuner, choice) and not hopeless and _fits(tuner, choice, tuner.memory_bytes):

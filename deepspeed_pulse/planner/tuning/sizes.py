@@ -47,8 +47,12 @@ class Sizes:
         first = self.smallest.microbatch_size
         return tuple(first << n for n in range((most // first).bit_length()))
 
+    def has(self, size: int) -> bool:
+        """A profile was given for the size, or the one that was given can be scaled to it."""
+        return size in self._given or (self.in_proportion and size % self.smallest.microbatch_size == 0)
+
     def at(self, size: int) -> Profile:
-        """The profile for a microbatch size of :meth:`up_to`; a scaled one says so as its device."""
+        """The profile for a microbatch size that there is (:meth:`has`); a scaled one says so as its device."""
         found = self._given.get(size)
         if found is None:
             found = self._given[size] = scaled(self.smallest, size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.ir.choice import Tuning
+from deepspeed_pulse.ir.choice import Given, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.tuning.remedies import nothing_fits
@@ -28,6 +28,7 @@ def tune(
     solver_seconds: float = 10.0,
     exhaustive: bool = False,
     progress: Progress | None = None,
+    given: Given | None = None,
 ) -> Tuning:
     """Every way to train ``global_batch`` samples a step on ``world_size`` ranks of a cluster, the best first.
 
@@ -37,6 +38,7 @@ def tune(
         memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's.
         solver_seconds: search for better orders of the best choices; 0: known schedules only.
         exhaustive: simulate what a bound excludes, too.
+        given: what is settled already.
 
     Raises:
         ConfigError: an argument is unusable, or nothing divides the global batch.
@@ -45,7 +47,7 @@ def tune(
     world = cluster.num_ranks if world_size is None else world_size
     _check(cluster, world, global_batch)
     limit = cluster.memory_bytes if memory_bytes is None else memory_bytes
-    tuner = Tuner(Sizes(profiles), cluster, world, global_batch, limit)
+    tuner = Tuner(Sizes(profiles), cluster, world, global_batch, limit, given or Given())
     trials = tuner.run(exhaustive=exhaustive, progress=progress)
     if not any(trial.plan for trial in trials):
         raise nothing_fits(tuner, trials)

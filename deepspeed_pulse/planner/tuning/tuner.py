@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
-from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
+from deepspeed_pulse.ir.choice import Choice, Given, Trial, Verdict
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.planner.cost import data_parallel_link, gigabytes, state_bytes
 from deepspeed_pulse.planner.make import MOST_FORWARDS, TooSlow, make_plan
 from deepspeed_pulse.planner.recompute import cheapest_first
+from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import estimate
 from deepspeed_pulse.planner.tuning.ideal import ideal_ms
@@ -21,9 +23,6 @@ from deepspeed_pulse.planner.tuning.sizes import Sizes
 
 Progress = Callable[[int, int, float], None]
 """Told how many choices are decided, how many there are, and the most samples/s so far."""
-
-_WAVES = (0, 1, 2)
-"""Placements that are tried: linear, a V, two of them."""
 
 _EXACT = 4
 """So many of the best are simulated; what cannot be among them is left out by its bound."""
@@ -37,9 +36,11 @@ _UNLIMITED = 2**62
 class Tuner:
     """One job's choices and what is known of them so far."""
 
-    def __init__(self, sizes: Sizes, cluster: Cluster, world: int, global_batch: int, memory_bytes: int) -> None:
+    def __init__(
+        self, sizes: Sizes, cluster: Cluster, world: int, global_batch: int, memory_bytes: int, given: Given
+    ) -> None:
         self.sizes, self.cluster, self.world = sizes, cluster, world
-        self.global_batch, self.memory_bytes = global_batch, memory_bytes
+        self.global_batch, self.memory_bytes, self.given = global_batch, memory_bytes, given
         self._steps: list[float] = []
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: float = _EXACT
@@ -65,10 +66,8 @@ class Tuner:
         found = 0
         for ranks in _divisors(self.world):
             group = self.world // ranks
-            for size in self.sizes.up_to(self.global_batch // group):
-                if self.global_batch % (group * size):
-                    continue
-                for waves in _WAVES if ranks > 1 else (0,):
+            for size in self._sizes(ranks, group):
+                for waves in self._waves(ranks):
                     for layout in self._layouts(ranks):
                         found += 1
                         yield Choice(
@@ -82,8 +81,25 @@ class Tuner:
         if not found:
             raise self._nothing_divides()
 
+    def _sizes(self, ranks: int, group: int) -> tuple[int, ...]:
+        share, rest = divmod(self.global_batch, group)
+        if rest or self.given.pipeline_ranks not in (None, ranks):
+            return ()
+        return tuple(size for size in self.given.sizes_of(share, self.sizes.up_to(share)) if self.sizes.has(size))
+
+    def _waves(self, ranks: int) -> tuple[int, ...]:
+        """One rank alone has one stage, unless linear placement is excluded."""
+        found = [waves for waves in self.given.waves if self._has_schedule(ranks, waves)]
+        return tuple(found if ranks > 1 else found[:1])
+
+    def _has_schedule(self, ranks: int, waves: int) -> bool:
+        places = wave_placement(ranks, waves) if waves else linear_placement(ranks)
+        return self.given.schedule == "auto" or GENERATORS[self.given.schedule].fits(places)
+
     def _layouts(self, ranks: int) -> tuple[Layout, ...]:
         """One where both are the same."""
+        if self.given.layout is not None:
+            return (self.given.layout,)
         same = ranks in (1, self.world) or self.world <= self.cluster.ranks_per_node
         return (Layout.PIPE_MAJOR,) if same or self.cluster.intra_node == self.cluster.inter_node else tuple(Layout)
 
@@ -118,7 +134,7 @@ class Tuner:
     # -- one family --------------------------------------------------------------------------
 
     def _family(self, family: Choice) -> Iterator[Trial]:
-        stages = [replace(family, zero_stage=stage) for stage in ((0, 1) if family.data_parallel > 1 else (0,))]
+        stages = [replace(family, zero_stage=stage) for stage in self.zero_stages(family)]
         verdict = self._excluded(family)
         if verdict is not None:
             yield from (replace(verdict, choice=choice) for choice in stages)
@@ -137,6 +153,12 @@ class Tuner:
                 self._steps.append(_figures(trial.plan).step_ms)
                 freely = free is not None and trial.plan.schedule is free.schedule
             yield trial
+
+    def zero_stages(self, family: Choice) -> tuple[int, ...]:
+        """Those that are tried of a family."""
+        if self.given.zero_stage is not None:
+            return (self.given.zero_stage,)
+        return (0, 1) if family.data_parallel > 1 else (0,)
 
     def _excluded(self, family: Choice) -> Trial | None:
         """What needs no plan to be excluded."""
@@ -166,7 +188,7 @@ class Tuner:
         key = (family.pipeline_ranks, family.waves, None if one else family.layout)
         cuts = self._cuts.get(key) if one or self.sizes.in_proportion else None
         try:
-            plan = self._planned(family, memory_bytes=_UNLIMITED, cuts=cuts)
+            plan = self._planned(family, memory_bytes=_UNLIMITED, recompute=self._recompute("none"), cuts=cuts)
         except TooSlow as slow:
             self._cuts[key] = slow.cuts
             raise
@@ -176,7 +198,10 @@ class Tuner:
     def frugal(self, choice: Choice, *, memory_bytes: int) -> Plan:
         """With every layer recomputed that frees anything."""
         layers = sorted(cheapest_first(self.sizes.at(choice.microbatch_size)))
-        return self._planned(choice, memory_bytes=memory_bytes, recompute=layers)
+        return self._planned(choice, memory_bytes=memory_bytes, recompute=self._recompute(layers))
+
+    def _recompute(self, otherwise: str | Sequence[int]) -> str | Sequence[int]:
+        return otherwise if self.given.recompute is None else self.given.recompute
 
     def _planned(
         self,
@@ -195,6 +220,7 @@ class Tuner:
             placement="wave" if choice.waves else "linear",
             waves=choice.waves or 1,
             boundaries=cuts,
+            schedule=self.given.schedule,
             memory_bytes=memory_bytes,
             solver_seconds=0.0,
             recompute=recompute,
@@ -215,7 +241,9 @@ class Tuner:
                 return _success(choice, replace(free, estimate=figures))
         cuts = None if free is None or choice.waves <= 1 else free.boundaries
         try:
-            return _success(choice, self._planned(choice, memory_bytes=self.memory_bytes, recompute="auto", cuts=cuts))
+            recompute = self._recompute("auto")
+            plan = self._planned(choice, memory_bytes=self.memory_bytes, recompute=recompute, cuts=cuts)
+            return _success(choice, plan)
         except TooSlow as slow:
             return self._too_slow(choice, slow.bound_ms)
         except InfeasibleError as problem:
@@ -252,6 +280,7 @@ class Tuner:
             trial.planned,
             self.sizes.at(choice.microbatch_size),
             cluster=self.cluster,
+            schedule=self.given.schedule,
             memory_bytes=self.memory_bytes,
             solver_seconds=seconds,
             shard_optimizer=choice.zero_stage == 1,

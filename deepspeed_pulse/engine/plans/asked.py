@@ -1,0 +1,320 @@
+"""What the user settled and what "auto" leaves open, read from the arguments, the config and the "pulse" block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.data.agreement import check_zero_stage
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.choice import Choice, Given
+from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.plan import Plan
+
+AUTO = "auto"
+BATCH, MICROBATCH, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BATCH_KEYS = (BATCH, MICROBATCH, STEPS)
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A choice to be made.
+
+    Attributes:
+        names: the settings that are "auto".
+        global_batch: samples a step of all pipelines together.
+        given: what is settled.
+        batch: the config's three batch settings as the user wrote them.
+        derived: how the global batch came about where the user gave none.
+    """
+
+    names: tuple[str, ...]
+    world: int
+    global_batch: int
+    given: Given
+    batch: tuple[Any, ...]
+    derived: str | None = None
+
+
+def num_stages_of(num_stages: Any, config: Config | None) -> Any:
+    """The number of pipeline ranks: the argument, else the config's ``pipeline.stages``; a number settles "auto".
+
+    Raises:
+        ConfigError: both are numbers, and they differ.
+    """
+    pipeline = (config or {}).get("pipeline")
+    found = pipeline.get("stages") if isinstance(pipeline, Mapping) else None
+    if found is None or num_stages == found:
+        return num_stages
+    if num_stages in (None, AUTO):
+        return found
+    if found == AUTO:
+        return num_stages
+    raise ConfigError(
+        f"num_stages: PipelineModule was given {num_stages!r}, the config's pipeline.stages says {found!r}; give one"
+    )
+
+
+def batch_settings(config: Config) -> tuple[Any, ...]:
+    """The three batch settings as written, None where there is none; a global batch that is "auto" is none given."""
+    batch = config.get(BATCH)
+    return (None if batch == AUTO else batch, config.get(MICROBATCH), config.get(STEPS))
+
+
+def asked_of(
+    num_stages: Any,
+    topology: Any,
+    config: Config | None,
+    pulse: PulseConfig | None,
+    *,
+    plan: Plan | None,
+    world: int,
+) -> Asked | None:
+    """What is to be chosen; None where nothing is "auto".
+
+    Args:
+        num_stages: as :func:`num_stages_of` settled it.
+        topology: the user's own, or None.
+        plan: the user's own, which settles all it says.
+        world: ranks of the job.
+
+    Raises:
+        ConfigError: what is given contradicts itself or the job.
+    """
+    settings = batch_settings(config or {})
+    names = _open(num_stages, settings)
+    if names and (pulse is None or not pulse.enabled):
+        raise ConfigError(f'{names[0]}: "auto" needs pulse: add a "pulse" block to the config that does not disable it')
+    if pulse is not None and pulse.enabled and pulse.waves == AUTO and plan is None:
+        names = (*names, "waves")
+    if not names or pulse is None:
+        return None
+    if config is None:
+        raise ConfigError(f'{names[0]}: "auto" needs the global batch: pass config= to PipelineModule, with {BATCH}')
+    _refuse(names, num_stages, topology, config, pulse)
+    given = Given(
+        pipeline_ranks=_ranks(num_stages, topology, world),
+        microbatch_size=_number(MICROBATCH, settings[1]),
+        microbatches=_number(STEPS, settings[2]),
+        waves=_waves(pulse),
+        zero_stage=_zero_stage(config),
+        layout=_layout(topology),
+        schedule=pulse.schedule,
+    )
+    batch = _number(BATCH, settings[0])
+    if plan is not None:
+        given = _of_plan(given, plan)
+    elif names == ("waves",) and given.microbatches is None and None in (batch, given.microbatch_size):
+        given = replace(given, microbatches=1)  # upstream's rule
+    global_batch, derived = _global_batch(batch, given, world)
+    _check_divides(global_batch, given, world)
+    return Asked(names=names, world=world, global_batch=global_batch, given=given, batch=settings, derived=derived)
+
+
+def trial_config(config: Config) -> dict[str, Any]:
+    """With batch settings that upstream can parse whatever is "auto", to read the rest of it."""
+    return {**{key: value for key, value in config.items() if key != BATCH}, MICROBATCH: 1, STEPS: 1}
+
+
+def settled(config: dict[str, Any], chosen: tuple[Asked, Choice] | None) -> dict[str, Any]:
+    """A config with numbers in place of "auto".
+
+    Args:
+        chosen: what the module asked for and what was chosen; None where its own config had numbers.
+
+    Raises:
+        ConfigError: the config asks for something else.
+    """
+    brought = batch_settings(config)
+    if chosen is None:
+        if AUTO in brought:
+            key = BATCH_KEYS[brought.index(AUTO)]
+            raise ConfigError(
+                f'{key}: deepspeed.initialize brings "auto", which PipelineModule was not planned with; pass config= '
+                "to PipelineModule, the same as to initialize"
+            )
+        return {key: value for key, value in config.items() if key != BATCH or value != AUTO}
+    asked, choice = chosen
+    numbers = (choice.global_batch, choice.microbatch_size, choice.microbatches)
+    if brought not in (asked.batch, numbers):
+        raise ConfigError(
+            f"deepspeed.initialize brings {_batch_text(brought)}, PipelineModule chose for {_batch_text(asked.batch)}; "
+            "pass the same config to both"
+        )
+    return {**config, **dict(zip(BATCH_KEYS, numbers, strict=True))}
+
+
+def _batch_text(settings: tuple[Any, ...]) -> str:
+    return _list(f"{key} {value!r}" for key, value in zip(BATCH_KEYS, settings, strict=True) if value is not None)
+
+
+def _open(num_stages: Any, settings: tuple[Any, ...]) -> tuple[str, ...]:
+    found = ["num_stages"] if num_stages == AUTO else []
+    return (*found, *(key for key, value in zip(BATCH_KEYS, settings, strict=True) if value == AUTO))
+
+
+def _refuse(names: tuple[str, ...], num_stages: Any, topology: Any, config: Config, pulse: PulseConfig) -> None:
+    what = f'{names[0]}: "auto"'
+    if num_stages == AUTO and topology is not None:
+        raise ConfigError(f"{what} beside topology=, which says the number of ranks; leave one of them out")
+    autotuning = config.get("autotuning")
+    if isinstance(autotuning, Mapping) and autotuning.get("enabled"):
+        raise ConfigError(
+            f"{what} beside DeepSpeed's autotuning, which would start runs to choose the same; remove "
+            'the "autotuning" block, or give numbers'
+        )
+    tensor = config.get("tensor_parallel")
+    split = tensor.get("autotp_size", 0) if isinstance(tensor, Mapping) else 0
+    if (isinstance(split, int) and split > 1) or config.get("sequence_parallel_size", 1) not in (None, 1):
+        raise ConfigError(
+            f"{what} chooses pipeline and data-parallel ranks only: expected no tensor_parallel.autotp_size and no "
+            f"sequence_parallel_size, found {split or config.get('sequence_parallel_size')}; remove it"
+        )
+    if pulse.schedule == "interleaved":
+        raise ConfigError(
+            f'{what} chooses among wave and linear placements, which the schedule "interleaved" does not fit; give '
+            'numbers, or "schedule": "auto"'
+        )
+
+
+def _number(name: str, value: Any) -> int | None:
+    """None where it is open."""
+    if value is None or value == AUTO:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f'{name}: expected an integer >= 1 or "auto", found {value!r}')
+    return value
+
+
+def _ranks(num_stages: Any, topology: Any, world: int) -> int | None:
+    if topology is not None:
+        return int(topology.get_dim("pipe"))
+    found = _number("num_stages", num_stages)
+    if found is not None and world % found:
+        raise ConfigError(
+            f"num_stages: expected a divisor of the world size {world} ({_list(_divisors(world))}), found {found}; "
+            f"change num_stages or start a multiple of {found} ranks"
+        )
+    return found
+
+
+def _waves(pulse: PulseConfig) -> tuple[int, ...]:
+    """0 stands for linear placement."""
+    waves = (1, 2) if pulse.waves == AUTO else (int(pulse.waves),)
+    return {"auto": (0, *waves), "wave": waves, "linear": (0,)}[pulse.placement]
+
+
+def _zero_stage(config: Config) -> int:
+    block = config.get("zero_optimization")
+    stage = block.get("stage", 0) if isinstance(block, Mapping) else 0
+    found = stage if isinstance(stage, int) else 0  # upstream says what is wrong with it
+    check_zero_stage(found)
+    return found
+
+
+def _layout(topology: Any) -> Layout | None:
+    if topology is None:
+        return None
+    axes = list(topology.get_axis_names())
+    return Layout.PIPE_MAJOR if axes.index("pipe") < axes.index("data") else Layout.DATA_MAJOR
+
+
+def _of_plan(given: Given, plan: Plan) -> Given:
+    """The plan's numbers; what the user gave beside it must be the same."""
+    for name in ("pipeline_ranks", "microbatch_size", "microbatches"):
+        mine, planned = getattr(given, name), getattr(plan, name)
+        if mine not in (None, planned):
+            raise ConfigError(
+                f"the plan is for {name} {planned}, the config or num_stages says {mine}; change it to {planned} or "
+                '"auto", or plan anew'
+            )
+    return replace(
+        given,
+        pipeline_ranks=plan.pipeline_ranks,
+        microbatch_size=plan.microbatch_size,
+        microbatches=plan.microbatches,
+        layout=plan.layout,
+    )
+
+
+def _global_batch(batch: int | None, given: Given, world: int) -> tuple[int, str | None]:
+    """Samples a step, and how they came about where the user did not say."""
+    size, steps, ranks = given.microbatch_size, given.microbatches, given.pipeline_ranks
+    if batch is not None:
+        return batch, None
+    if size and steps and ranks:
+        return size * steps * (world // ranks), None
+    if size and not steps:
+        return size * world, f"{MICROBATCH} x {world} ranks, as there is no {BATCH}"
+    raise ConfigError(
+        f"{BATCH}: expected the global batch, an integer >= 1, found none: how many samples a step averages over "
+        f"changes what is learned, so it is not chosen; give it (or a {MICROBATCH} alone: then it is that times the "
+        "number of ranks)"
+    )
+
+
+def _check_divides(batch: int, given: Given, world: int) -> None:
+    if not divisions(batch, given, world):
+        near = sorted(range(max(1, batch - _REACH), batch + _REACH), key=lambda other: (abs(other - batch), other))
+        would_do = [other for other in near if divisions(other, given, world)][:2]
+        raise ConfigError(
+            f"{BATCH}: {batch} samples are no whole number of microbatches on {world} ranks with {_settled(given)}: "
+            f"expected {MICROBATCH} x {STEPS} x data-parallel pipelines; "
+            + (f"{_list(sorted(would_do), ' or ')} would do" if would_do else 'make one of them "auto"')
+        )
+
+
+_REACH = 2000
+"""Global batches so near are looked at for one that would do."""
+
+
+def _settled(given: Given) -> str:
+    named = {"num_stages": given.pipeline_ranks, MICROBATCH: given.microbatch_size, STEPS: given.microbatches}
+    return _list([f"{name} {value}" for name, value in named.items() if value is not None]) or "any microbatch size"
+
+
+def divisions(batch: int, given: Given, world: int) -> dict[int, tuple[int, ...]]:
+    """Per number of pipeline ranks, the microbatch sizes that divide the global batch.
+
+    >>> divisions(4, Given(), 2)
+    {1: (1, 2), 2: (1, 2, 4)}
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for ranks in _divisors(world):
+        share, rest = divmod(batch, world // ranks)
+        if not rest and given.pipeline_ranks in (None, ranks):
+            found[ranks] = given.sizes_of(share, () if given.sets_microbatches else _divisors(share))
+    return {ranks: sizes for ranks, sizes in found.items() if sizes}
+
+
+def sizes_to_measure(asked: Asked) -> tuple[int, ...]:
+    """Microbatch sizes whose costs the choice needs.
+
+    Where none is settled: divisors of the global batch, each at least twice the one before, as far as pipelines of all
+    the ranks would still have a microbatch a rank.
+
+    >>> sizes_to_measure(Asked(names=("num_stages",), world=2, global_batch=24, given=Given(), batch=(24, None, None)))
+    (1, 2, 4, 8)
+    """
+    sizes = sorted({size for row in divisions(asked.global_batch, asked.given, asked.world).values() for size in row})
+    if asked.given.sets_microbatches:
+        return tuple(sizes)
+    kept = sizes[:1]
+    for size in sizes:
+        if 2 * kept[-1] <= size <= asked.global_batch // asked.world:
+            kept.append(size)
+    return tuple(kept)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def _list(items: Iterable[Any], between: str = ", ") -> str:
+    return between.join(str(item) for item in items)

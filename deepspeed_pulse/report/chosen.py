@@ -1,0 +1,114 @@
+"""What "auto" stood for: the choice, the runner-ups, and why it was not one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from deepspeed_pulse.ir.choice import Option, Trial, Tuning, Verdict
+from deepspeed_pulse.ir.plan import Estimate
+from deepspeed_pulse.report import words
+from deepspeed_pulse.report.tuning import describe
+
+RUNNER_UPS = 3
+_SAME = 5e-4
+"""Share of the step below which two are as fast as each other."""
+
+
+def options(tuning: Tuning) -> tuple[Option, ...]:
+    """The best and its runner-ups, where there is room one of each number of pipeline ranks."""
+    best, *others = tuning.ranked
+    first_of: dict[int, Trial] = {}
+    for trial in tuning.ranked:
+        first_of.setdefault(trial.choice.pipeline_ranks, trial)
+    leading = [trial for trial in others if trial in first_of.values()]
+    rest = [trial for trial in others if trial not in leading]
+    shown = sorted((leading + rest)[:RUNNER_UPS], key=others.index)
+    return (_option(best, "the fastest"), *(_option(trial, _behind(trial, best)) for trial in shown))
+
+
+def _option(trial: Trial, why: str) -> Option:
+    figures = _figures(trial)
+    return Option(
+        choice=trial.choice,
+        samples_per_second=figures.samples_per_second,
+        step_ms=figures.step_ms,
+        bubble_ratio=figures.bubble_ratio,
+        peak_bytes=figures.peak_bytes,
+        why=why,
+    )
+
+
+def _figures(trial: Trial) -> Estimate:
+    assert trial.planned.estimate is not None
+    return trial.planned.estimate
+
+
+def _behind(trial: Trial, best: Trial) -> str:
+    """How much slower, and what adds most to it: work of the ranks, waiting, or reducing gradients."""
+    mine, its = _figures(trial), _figures(best)
+    more = mine.step_ms / its.step_ms - 1
+    if more < _SAME:
+        return "as fast, with no fewer ranks in a pipeline or more memory"
+    parts = {
+        "its ranks work longer a step": _work_ms(mine) - _work_ms(its),
+        f"its ranks wait longer (bubble {words.percent(mine.bubble_ratio)} instead of "
+        f"{words.percent(its.bubble_ratio)})": _idle_ms(mine) - _idle_ms(its),
+        f"reducing gradients adds {words.milliseconds(_after_ms(mine))} to its step": _after_ms(mine) - _after_ms(its),
+    }
+    return f"{words.percent(more)} slower: {max(parts, key=lambda part: parts[part])}"
+
+
+def _work_ms(figures: Estimate) -> float:
+    return figures.makespan_ms * (1 - figures.bubble_ratio)
+
+
+def _idle_ms(figures: Estimate) -> float:
+    return figures.makespan_ms * figures.bubble_ratio
+
+
+def _after_ms(figures: Estimate) -> float:
+    return figures.step_ms - figures.makespan_ms
+
+
+def rejected(tuning: Tuning) -> tuple[str, ...]:
+    """A line for each reason to reject choices."""
+    return tuple(_rejected(tuning.rejected))
+
+
+def _rejected(trials: Sequence[Trial]) -> Iterator[str]:
+    for verdict in (Verdict.MEMORY, Verdict.SLOW, Verdict.LAYERS, Verdict.SIZE):
+        same = [trial for trial in trials if trial.verdict is verdict]
+        if same:
+            yield f"{len(same)} {verdict.value}, for example {describe(same[0].choice)}: {same[0].reason}"
+
+
+def chosen_table(names: Sequence[str], found: Sequence[Option], reasons: Sequence[str], notes: Sequence[str]) -> Group:
+    """What was chosen, in words.
+
+    Args:
+        names: the settings that were "auto".
+        found: of :func:`options`.
+        reasons: of :func:`rejected`.
+        notes: lines to add.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("", "choice", "samples/s", "GB a rank", "why"):
+        table.add_column(name, justify="right" if name in ("samples/s", "GB a rank") else "left", overflow="fold")
+    for index, option in enumerate(found):
+        low, high = min(option.peak_bytes), max(option.peak_bytes)
+        gigabytes = [words.gigabytes(size) for size in ((low, high) if low != high else (high,))]
+        table.add_row(
+            "" if index else "chosen",
+            describe(option.choice),
+            f"{option.samples_per_second:.4g}",
+            " to ".join(dict.fromkeys(gigabytes)),
+            option.why,
+        )
+    choice = found[0].choice
+    title = f"pulse: chosen for {', '.join(names)}: {choice.global_batch} samples a step on {choice.num_ranks} ranks"
+    return Group(Text(title, style="bold"), table, *map(Text, (*[f"rejected: {line}" for line in reasons], *notes)))
