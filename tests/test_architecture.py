@@ -39,6 +39,7 @@ ALLOWED = {
         "report",
         "engine.observation.environment",
         "engine.plans.profiles",
+        "engine.verifying",
         "models.catalogue.sources",
     ),
 }

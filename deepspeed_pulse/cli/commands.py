@@ -15,6 +15,7 @@ from deepspeed_pulse import __version__
 from deepspeed_pulse.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
+    from deepspeed_pulse.cli.verify import Machine
     from deepspeed_pulse.ir.cluster import Cluster
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.ir.profile import Profile
@@ -114,6 +115,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def tune(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.cli.verify import check_machine, verify
     from deepspeed_pulse.ir.clusters import load_cluster
     from deepspeed_pulse.ir.fields import write_json
     from deepspeed_pulse.ir.profile import Profile
@@ -126,7 +128,13 @@ def tune(arguments: argparse.Namespace) -> int:
         raise ConfigError("--config names the plan file: give --out PLAN, too")
     if arguments.picture and Path(arguments.picture).suffix not in IMAGES:
         raise ConfigError(f"--picture {arguments.picture}: expected a name ending in one of {', '.join(IMAGES)}")
+    if (arguments.verify is None) != (arguments.model is None):
+        raise ConfigError("--verify K and --model MODEL go together: what is run, and how many choices of it")
+    if arguments.granularity and arguments.model is None:
+        raise ConfigError("--granularity goes with --verify: profiles have the layers they were made with")
     profiles, cluster = [Profile.load(path) for path in arguments.profiles], load_cluster(arguments.cluster)
+    if arguments.verify:
+        check_machine(_machine(), cluster, arguments.world or cluster.num_ranks)
     with contextlib.ExitStack() as files:
         out, profile_out, config, picture = (
             files.enter_context(replacing(name)) if name else None
@@ -143,6 +151,16 @@ def tune(arguments: argparse.Namespace) -> int:
                 exhaustive=arguments.exhaustive,
                 progress=progress,
             )
+        if arguments.verify:
+            with counting(sys.stderr) as progress:
+                tuning = verify(
+                    tuning,
+                    arguments.verify,
+                    model=arguments.model,
+                    granularity=arguments.granularity,
+                    seconds=arguments.verify_seconds,
+                    progress=progress,
+                )
         best = tuning.best
         profile = tuning.profiles[best.choice.microbatch_size]
         if out is not None:
@@ -157,6 +175,16 @@ def tune(arguments: argparse.Namespace) -> int:
             draw_tuning(tuning, picture)
     _print(tuning_table(tuning, everything=arguments.all))
     return OK
+
+
+def _machine() -> Machine:
+    from deepspeed_pulse.cli.verify import Machine
+
+    with _quiet():
+        from deepspeed_pulse.engine.verifying import available
+
+        device, devices = available()
+    return Machine(device=device, devices=devices)
 
 
 def simulate(arguments: argparse.Namespace) -> int:

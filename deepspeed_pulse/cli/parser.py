@@ -116,6 +116,16 @@ def _add_tune(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     tune.add_argument("--profile-out", metavar="PROFILE", help="the profile, perhaps scaled, behind that plan")
     tune.add_argument("--config", metavar="JSON", help="DeepSpeed's settings for it; needs --out")
     tune.add_argument("--picture", metavar="FILE", help="throughput and memory over P (.png, .svg, .pdf)")
+    tune.add_argument(
+        "--verify", type=_count, metavar="K", help="run the best K a few steps on this machine and rank by measurement"
+    )
+    tune.add_argument(
+        "--model", metavar="MODEL", help="for --verify: the model of the profiles, as `ds_pulse profile` takes it"
+    )
+    tune.add_argument("--granularity", choices=("block", "fine"), help="for --verify: the profiles'; default: block")
+    tune.add_argument(
+        "--verify-seconds", default=600.0, type=_positive, metavar="T", help="that one choice may take, start and all"
+    )
 
 
 def _add_simulate(subparsers: argparse._SubParsersAction[_Parser]) -> None:

@@ -106,6 +106,7 @@ class Verdict(enum.Enum):
     LAYERS = "too few layers"
     SIZE = "too many microbatches"
     NO_GAIN = "no gain"
+    FAILED = "failed when run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,7 @@ class Trial:
     Attributes:
         samples_per_second: the plan's; where it is too slow, what it cannot exceed; None where neither is known.
         needed_bytes: of the fullest rank: the plan's; where memory is too small, what would do at least.
+        measured: samples/s of a few real steps, where the plan was run.
     """
 
     choice: Choice
@@ -123,6 +125,7 @@ class Trial:
     reason: str = ""
     samples_per_second: float | None = None
     needed_bytes: int | None = None
+    measured: float | None = None
 
     @property
     def planned(self) -> Plan:
@@ -132,7 +135,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """All that was tried for one job: those with a plan first, the fastest of them first.
+    """All that was tried for one job: those with a plan first, the fastest of them first; what was run before all.
 
     ``memory_bytes``: what a rank has. ``profiles``: what the choices were simulated with, by microbatch size.
     """

@@ -16,14 +16,16 @@ from deepspeed_pulse.report import words
 _ROWS = 10
 _COLUMNS = ("P", "G", "placement", "b", "M", "ZeRO", "layout", "schedule", "recomputed", "samples/s", "bubble")
 _SIZES = ("MB sent per sample", "GB a rank")
+_RUN = ("measured samples/s", "predicted / measured")
 
 
 def tuning_table(tuning: Tuning, *, everything: bool = False) -> Group:
     """The best choices, then the rejected by reason; ``everything``: a row for each of both."""
     ranked = tuning.ranked if everything else tuning.ranked[:_ROWS]
-    table = _table((*_COLUMNS, *_SIZES), text=("placement", "layout", "schedule"))
+    run = any(trial.measured for trial in ranked)
+    table = _table((*_COLUMNS, *_SIZES, *(_RUN if run else ())), text=("placement", "layout", "schedule"))
     for trial in ranked:
-        table.add_row(*_choice(trial.choice), *_figures(trial))
+        table.add_row(*_choice(trial.choice), *_figures(trial), *(_measured(trial) if run else ()))
     more = len(tuning.ranked) - len(ranked)
     parts: list[Table | Text] = [Text(_title(tuning), style="bold"), table]
     if more:
@@ -38,8 +40,13 @@ def _title(tuning: Tuning) -> str:
     ranks = choice.pipeline_ranks * choice.data_parallel
     return (
         f"pulse: {choice.global_batch} samples a step on {ranks} ranks of {words.gigabytes(tuning.memory_bytes)} GB: "
-        f"{len(tuning.ranked)} choices planned, {len(tuning.rejected)} rejected"
+        f"{len(tuning.ranked)} choices planned, {len(tuning.rejected)} rejected{_run(tuning)}"
     )
+
+
+def _run(tuning: Tuning) -> str:
+    run = sum(trial.measured is not None for trial in tuning.ranked)
+    return f", the best {run} by measurement here" if run else ""
 
 
 def _choice(choice: Choice) -> tuple[str, ...]:
@@ -74,6 +81,12 @@ def _figures(trial: Trial) -> tuple[str, ...]:
         f"{figures.p2p_bytes_per_microbatch / plan.microbatch_size / 1e6:.4g}",
         words.gigabytes(max(figures.peak_bytes)),
     )
+
+
+def _measured(trial: Trial) -> tuple[str, str]:
+    if trial.measured is None:
+        return "", ""
+    return f"{trial.measured:.4g}", f"{(trial.samples_per_second or 0.0) / trial.measured:.2f}"
 
 
 def _rejected(trials: Sequence[Trial]) -> Table:

@@ -91,12 +91,12 @@ def measure_profile(job: Job, *, watch: Watch | None = None) -> Timed:
     graph, accelerator = job.graph, get_accelerator()
     device = torch.device(accelerator.current_device_name())
     split = _split(job, graph)
-    build = [lambda layer=layer: _on_device(layer, device) for layer in job.layers]
+    build = [lambda layer=layer: on_device(layer, device) for layer in job.layers]
     measured = measure_layers(
         graph,
         _watched(build, graph, watch),
-        map_tensors(split.inputs, lambda tensor: _filled(tensor, device)),
-        {name: map_tensors(value, lambda tensor: _filled(tensor, device)) for name, value in split.entries.items()},
+        map_tensors(split.inputs, lambda tensor: filled(tensor, device)),
+        {name: map_tensors(value, lambda tensor: filled(tensor, device)) for name, value in split.entries.items()},
         device,
         accelerator.synchronize,
     )
@@ -140,7 +140,7 @@ def _on_meta(layer: Any) -> Any:
     return function.to(torch.device("meta")) if isinstance(function, (torch.nn.Module, TiedCall)) else function
 
 
-def _on_device(layer: Any, device: torch.device) -> Any:
+def on_device(layer: Any, device: torch.device) -> Any:
     """The layer, its weights random where they are on the meta device so far."""
     function = built(layer)
     if not isinstance(function, torch.nn.Module) or not any(p.is_meta for p in function.parameters()):
@@ -154,7 +154,7 @@ def _on_device(layer: Any, device: torch.device) -> Any:
     return made
 
 
-def _filled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def filled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """In place of meta tensors, normal numbers; ones for integers and flags, which may be indices or masks."""
     if not tensor.is_meta:
         return tensor

@@ -1,0 +1,160 @@
+"""``ds_pulse tune --verify K``: the best choices run for a few steps on this machine, and ranked by what they took."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deepspeed_pulse.errors import ConfigError, RunError
+from deepspeed_pulse.ir.choice import Trial, Tuning, Verdict
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.fields import write_json
+from deepspeed_pulse.ir.profile import Profile
+
+STEPS = 5
+"""Measured steps of a choice; its time is their median."""
+
+GRACE_SECONDS = 10.0
+"""So long the other ranks may still say what they saw, after one has failed."""
+
+Progress = Callable[[int, int, float], None]
+"""Told how many choices have been run, how many will be, and the most samples/s so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """This one. ``devices``: ranks that find room, each on an accelerator, or a core, of its own."""
+
+    device: str
+    devices: int
+
+
+def check_machine(machine: Machine, cluster: Cluster, world: int) -> None:
+    """Refuse what would measure something else than the cluster.
+
+    Raises:
+        ConfigError: the choices need more ranks than there are devices, or the links of several nodes.
+    """
+    if world > cluster.ranks_per_node:
+        raise ConfigError(
+            f"--verify runs on this machine alone: {world} ranks of cluster {cluster.name!r} are on "
+            f"{-(-world // cluster.ranks_per_node)} nodes, whose links are not here; leave out --verify, or tune for "
+            f"the {cluster.ranks_per_node} ranks of one node with --world"
+        )
+    if world > machine.devices:
+        what = "cores, a rank needs one of its own" if machine.device == "cpu" else f"{machine.device} devices"
+        raise ConfigError(
+            f"--verify: {world} ranks, this machine has {machine.devices} {what}; leave out --verify, or tune for "
+            "fewer ranks with --world"
+        )
+
+
+def verify(
+    tuning: Tuning, count: int, *, model: str, granularity: str | None, seconds: float, progress: Progress | None
+) -> Tuning:
+    """The tuning with the best ``count`` choices run, ranked by measurement, before those that were not.
+
+    Args:
+        model: what the ranks build, as ``ds_pulse profile`` takes it.
+        seconds: that one choice may take, start and all.
+
+    Raises:
+        RunError: none of them ran.
+    """
+    chosen = tuning.ranked[:count]
+    measured: list[Trial] = []
+    for trial in chosen:
+        measured.append(_run(trial, tuning.profiles[trial.choice.microbatch_size], model, granularity, seconds))
+        if progress is not None:
+            progress(len(measured), len(chosen), max(found.measured or 0.0 for found in measured))
+    ran = sorted((found for found in measured if found.plan), key=lambda found: -(found.measured or 0.0))
+    if not ran:
+        raise RunError(f"--verify: none of the best {len(chosen)} choices ran; the first: {measured[0].reason}")
+    failed = tuple(found for found in measured if not found.plan)
+    return replace(tuning, trials=(*ran, *tuning.ranked[count:], *failed, *tuning.rejected))
+
+
+def _run(trial: Trial, profile: Profile, model: str, granularity: str | None, seconds: float) -> Trial:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = folder / "plan.json"
+        plan.write_text(trial.planned.to_json(), encoding="utf-8")
+        task = {
+            "model": model,
+            "granularity": granularity,
+            "dtype": None if ":" in model else profile.dtype,
+            "microbatch_size": trial.choice.microbatch_size,
+            "layers": [layer.name for layer in profile.layers],
+            "pipeline_ranks": trial.choice.pipeline_ranks,
+            "config": trial.choice.ds_config(profile, str(plan)),
+            "steps": STEPS,
+        }
+        (folder / "task.json").write_text(write_json(task), encoding="utf-8")
+        problem = _launch(folder, trial.choice.pipeline_ranks * trial.choice.data_parallel, seconds)
+        if problem:
+            return replace(trial, plan=None, verdict=Verdict.FAILED, reason=problem)
+        times = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return replace(trial, measured=1e3 * trial.choice.global_batch / statistics.median(times))
+
+
+def _launch(folder: Path, world: int, seconds: float) -> str:
+    """Run the task in the folder on so many ranks; what went wrong, or nothing."""
+    common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    common["MASTER_PORT"] = str(_free_port())
+    common.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "deepspeed_pulse.cli.verified_rank", str(folder)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world):
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with (folder / f"rank{rank}.log").open("w") as log:
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        return _wait(ranks, folder, seconds)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _wait(ranks: list[subprocess.Popen[Any]], folder: Path, seconds: float) -> str:
+    began, deadline = time.monotonic(), time.monotonic() + seconds
+    failed: set[int] = set()
+    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+        bad = {rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)}
+        if bad and not failed:
+            failed, deadline = bad, min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.05)
+    failed = failed or {rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)}
+    if failed:
+        return _said(folder, min(failed))
+    if any(process.poll() is None for process in ranks):
+        return f"took longer than {time.monotonic() - began:.0f} s; --verify-seconds gives it more"
+    return ""
+
+
+def _said(folder: Path, rank: int) -> str:
+    """The last line a failed rank wrote."""
+    lines = (folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").split("\n")
+    written = [line.strip() for line in lines if line.strip()]
+    return f"rank {rank}: {written[-1] if written else 'ended without a word'}"
+
+
+def _free_port() -> int:
+    """Below the ports that the kernel gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

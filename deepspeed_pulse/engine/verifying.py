@@ -1,0 +1,103 @@
+"""A few real steps of a choice: what ``ds_pulse tune --verify`` runs on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from deepspeed_pulse.engine.module import PipelineModule
+from deepspeed_pulse.engine.plans.profiles import filled, on_device
+from deepspeed_pulse.engine.specs import Job, LayerSpec, describe, unwrap
+from deepspeed_pulse.runtime.payload import tensors_in
+from deepspeed_pulse.runtime.probe import map_tensors
+
+WARM_UP = 2
+"""Steps that are not counted: the first ones connect ranks and allocate."""
+
+SETTINGS = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}},
+    "gradient_clipping": 0.0,
+    "steps_per_print": 10**9,
+}
+"""What a choice leaves to the user; Adam, for its state is what plans count."""
+
+
+def available() -> tuple[str, int]:
+    """What ranks run on here, and how many find room: accelerators, or without any the cores of this process."""
+    accelerator = get_accelerator()
+    name = str(accelerator.device_name())
+    return name, len(os.sched_getaffinity(0)) if name == "cpu" else int(accelerator.device_count())
+
+
+class _Filled(LayerSpec):
+    """A layer from the meta device; each build is a copy with random weights, for the rank that holds it."""
+
+    def __init__(self, index: int, layer: Any) -> None:
+        module, declared = unwrap(layer), describe(index, layer)
+        super().__init__(type(module), stash=declared.stash, pop=declared.pop, layer_name=declared.name)
+        self._module = module
+
+    def build(self, log: bool = False) -> nn.Module:
+        if torch.get_default_device().type == "meta":
+            return self._module
+        made: nn.Module = on_device(self._module, torch.device("cpu"))
+        return made
+
+
+def step_times(job: Job, config: dict[str, Any], *, pipeline_ranks: int, steps: int) -> list[float]:
+    """ms of each step, the slowest rank's. Collective.
+
+    Args:
+        job: layers and batch, on the meta device or not; the loss is the mean of the squared output.
+        config: DeepSpeed's settings with a plan.
+    """
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    settings = {**SETTINGS, **config}
+    module = PipelineModule(
+        layers=[_Filled(i, layer) if _is_meta(layer) else layer for i, layer in enumerate(job.layers)],
+        num_stages=pipeline_ranks,
+        loss_fn=_mean_square,
+        config=settings,
+    )
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=settings)
+    data = _batches(job)
+    found = []
+    for _ in range(WARM_UP + steps):
+        deepspeed.comm.barrier()
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        engine.train_batch(data)
+        get_accelerator().synchronize()
+        took = torch.tensor((time.perf_counter() - start) * 1e3, device=engine.device)
+        deepspeed.comm.all_reduce(took, op=deepspeed.comm.ReduceOp.MAX)
+        found.append(float(took))
+    return found[WARM_UP:]
+
+
+def _is_meta(layer: Any) -> bool:
+    module = unwrap(layer)
+    return isinstance(module, nn.Module) and any(p.is_meta for p in module.parameters())
+
+
+def _mean_square(output: Any, _: Any) -> torch.Tensor:
+    return torch.stack([tensor.float().square().mean() for tensor in tensors_in(output)]).sum()
+
+
+def _batches(job: Job) -> Iterator[Any]:
+    """The job's batch again and again; its labels, which the loss does not read, are one number."""
+    inputs = _with_numbers(job.batch[0])
+    return itertools.repeat((inputs, torch.zeros(1)))
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_numbers(entry) for name, entry in value.items()}
+    return map_tensors(value, lambda tensor: filled(tensor, torch.device("cpu")))
