@@ -82,6 +82,7 @@ def _quiet() -> Iterator[None]:
 
 def plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.clusters import load_cluster
+    from deepspeed_pulse.ir.frozen import FrozenParts
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.make import make_plan
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
@@ -90,6 +91,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.report.tables import plan_table
 
     profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
+    frozen = FrozenParts.load(arguments.frozen).at(profile.microbatch_size) if arguments.frozen else ()
     with replacing(arguments.out) as out, solving(sys.stderr) as progress:
         plan = make_plan(
             profile,
@@ -108,6 +110,7 @@ def plan(arguments: argparse.Namespace) -> int:
             progress=progress,
             recompute=arguments.recompute,
             shard_optimizer=arguments.zero_stage == 1,
+            frozen=frozen,
         )
         out.write_text(plan.to_json(), encoding="utf-8")
     _print(plan_table(plan, profile=profile))

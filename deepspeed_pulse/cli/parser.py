@@ -89,6 +89,9 @@ def _add_plan(subparsers: argparse._SubParsersAction[_Parser]) -> None:
         "names",
     )
     _add_zero_stage(plan)
+    plan.add_argument(
+        "--frozen", metavar="FILE", help="encoders that run in idle time for the next batch (pulse-frozen/1)"
+    )
     plan.add_argument("--out", required=True, metavar="PLAN", help="the plan that is written")
 
 

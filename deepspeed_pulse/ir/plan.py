@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+from deepspeed_pulse.ir.fill import Fill, read_fill
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import stages_of
 from deepspeed_pulse.ir.schedule import Action, Schedule, format_schedule
@@ -64,6 +65,7 @@ class Plan:
 
     ``recompute``: layers that run their forward again in backward instead of keeping activations, ascending; the file
     leaves the field out where there are none. ``layout``: how ranks are numbered; the file leaves upstream's own out.
+    ``fill``: frozen work in idle time; left out where there is none.
     """
 
     pipeline_ranks: int
@@ -77,6 +79,7 @@ class Plan:
     routes: tuple[Route, ...] = ()
     recompute: tuple[int, ...] = ()
     layout: Layout = Layout.PIPE_MAJOR
+    fill: Fill | None = None
     profile_fingerprint: str | None = None
     estimate: Estimate | None = None
     solver: Solver | None = None
@@ -129,6 +132,7 @@ class Plan:
             ],
             **({"recompute": list(self.recompute)} if self.recompute else {}),
             **({"layout": self.layout.value} if self.layout is not Layout.PIPE_MAJOR else {}),
+            **({"fill": self.fill.to_dict()} if self.fill is not None else {}),
             "estimate": None if self.estimate is None else asdict(self.estimate),
             "solver": None if self.solver is None else asdict(self.solver),
         }
@@ -153,6 +157,7 @@ class Plan:
             routes=fields.objects("routes", _read_route),
             recompute=fields.integers("recompute") if fields.has("recompute") else (),
             layout=_read_layout(fields) if fields.has("layout") else Layout.PIPE_MAJOR,
+            fill=_read_fill(fields) if fields.has("fill") else None,
             profile_fingerprint=fields.text("profile_fingerprint") if fields.has("profile_fingerprint") else None,
             estimate=_read_estimate(fields.object("estimate")) if fields.has("estimate") else None,
             solver=_read_solver(fields.object("solver")) if fields.has("solver") else None,
@@ -187,6 +192,10 @@ def _check_form(plan: Plan, fields: Fields) -> None:
         last = layer
     if len({route.name for route in plan.routes}) != len(plan.routes):
         raise fields.error("routes", "each name at most once")
+
+
+def _read_fill(fields: Fields) -> Fill:
+    return read_fill(fields.object("fill"), fields.integer("pipeline_ranks", minimum=1))
 
 
 def _read_layout(fields: Fields) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepspeed_pulse.ir.fill import FrozenRun, HandOver
 from deepspeed_pulse.ir.program import Message
 from deepspeed_pulse.ir.schedule import Action
 
@@ -34,28 +35,66 @@ class Transfer:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenSpan:
+    """Frozen layers while they run on a pipeline rank; ms since the first action of the step."""
+
+    rank: int
+    run: FrozenRun
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """A frozen part's result on its way to another pipeline rank; ms since the first action of the step."""
+
+    hand_over: HandOver
+    source_rank: int
+    leave_ms: float
+    arrive_ms: float
+    num_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """All spans of a step (per rank in time order), transfers, and memory per rank.
 
-    ``memory``: per rank, (ms, bytes) at every change, activations and buffers only.
+    ``memory``: per rank, (ms, bytes) at every change, activations and buffers only. ``frozen``, ``carried``: work for
+    the next step in the idle time of this one, and its results' ways.
     """
 
     num_ranks: int
     spans: tuple[Span, ...]
     transfers: tuple[Transfer, ...] = ()
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
+    frozen: tuple[FrozenSpan, ...] = ()
+    carried: tuple[Carried, ...] = ()
+
+    @property
+    def start_ms(self) -> float:
+        """Of the first action, frozen work included."""
+        return min(start for start, _ in self.intervals())
+
+    def intervals(self, rank: int | None = None) -> list[tuple[float, float]]:
+        """From when until when ranks (or one of them) work, frozen work included."""
+        actions = [(s.start_ms, s.end_ms) for s in self.spans if rank in (None, s.rank)]
+        return actions + [(s.start_ms, s.end_ms) for s in self.frozen if rank in (None, s.rank)]
 
     @property
     def makespan_ms(self) -> float:
-        """First action to last."""
-        return max(span.end_ms for span in self.spans) - min(span.start_ms for span in self.spans)
+        """First action to last; frozen work and its last message included."""
+        ends = [end for _, end in self.intervals()]
+        return max([*ends, *(carried.arrive_ms for carried in self.carried)]) - self.start_ms
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.rank == rank)
 
+    def frozen_of(self, rank: int) -> tuple[FrozenSpan, ...]:
+        return tuple(span for span in self.frozen if span.rank == rank)
+
     @property
     def bubble_ratio(self) -> float:
         """1 - busy / (ranks * makespan)."""
-        busy = sum(span.end_ms - span.start_ms for span in self.spans)
+        busy = sum(end - start for start, end in self.intervals())
         return 1.0 - busy / (self.num_ranks * self.makespan_ms) if self.makespan_ms else 0.0

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, loop_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import kept, plan_file
+from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.partition.cuts import partition, require_layers
 from deepspeed_pulse.planner.recompute import cheapest_first, recomputed_layers, with_recompute
@@ -26,7 +28,7 @@ from deepspeed_pulse.planner.search.synthesize import Progress, synthesize
 from deepspeed_pulse.planner.simulate import estimate, least_step_ms
 
 Placement = tuple[int, ...]
-_NOT_OPTIONS = ("profile", "cluster", "progress")
+_NOT_OPTIONS = ("profile", "cluster", "progress", "frozen")
 _UNLIMITED = 2**62
 _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of the layers worth recomputing, how many are tried in search of the fastest plan."""
@@ -66,6 +68,7 @@ def make_plan(
     recompute: str | Sequence[int | str] = "none",
     shard_optimizer: bool = False,
     layout: Layout = Layout.PIPE_MAJOR,
+    frozen: Sequence[FrozenPart] = (),
     within_ms: float = math.inf,
     plan_cache: str | Path | None = None,
 ) -> Plan:
@@ -84,6 +87,7 @@ def make_plan(
         shard_optimizer: data-parallel peers share the optimizer state (ZeRO-1): less memory, and weights are gathered
             at the end of a step.
         layout: how global ranks are numbered, which decides what crosses nodes.
+        frozen: parts that encode the next step's batch in idle time, for the profile's microbatch size.
         within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
         plan_cache: folder in which plans that took time to solve are kept by content.
 
@@ -116,11 +120,14 @@ def make_plan(
         recompute_more=recompute == "auto",
         shard_optimizer=shard_optimizer,
         layout=layout,
+        frozen=tuple(frozen),
         within_ms=within_ms,
     )
     if plan_cache is None or solver_seconds <= 0:
         return _best(request, places)
     options = {name: value for name, value in vars(request).items() if name not in _NOT_OPTIONS}
+    if request.frozen:
+        options["frozen"] = [asdict(part) for part in request.frozen]
     path = plan_file(plan_cache, profile, cluster, places=places, **options)
     return kept(path, lambda: _best(request, places))
 
@@ -147,6 +154,7 @@ class _Request:
     recompute_more: bool
     shard_optimizer: bool
     layout: Layout
+    frozen: tuple[FrozenPart, ...]
     within_ms: float
 
     def plan(self, placement: Placement) -> Plan:
@@ -162,13 +170,37 @@ class _Request:
         return replace(self, solver_seconds=0.0, progress=None, **changes)
 
     def order(self, plan: Plan) -> Plan:
-        """The plan with the best order of its cuts."""
+        """The plan with the best order of its cuts, and frozen work in the time that leaves idle."""
+        if not self.frozen:
+            return self._ordered(plan, self.memory_bytes)
+        try:
+            return self._filled(self._ordered(plan, self.memory_bytes))
+        except InfeasibleError as problem:
+            if problem.needed_bytes is None:
+                raise
+            spare = self.memory_bytes - (problem.needed_bytes - self.memory_bytes)
+            if spare <= 0:
+                raise
+        return self._filled(self._ordered(plan, spare))
+
+    def _filled(self, plan: Plan) -> Plan:
+        return fill_plan(
+            plan,
+            self.profile,
+            self.cluster,
+            self.frozen,
+            memory_bytes=self.memory_bytes,
+            solver_seconds=self.solver_seconds / 2,
+            shard_optimizer=self.shard_optimizer,
+        )
+
+    def _ordered(self, plan: Plan, memory_bytes: int) -> Plan:
         return synthesize(
             plan,
             self.profile,
             cluster=self.cluster,
             schedule=self.schedule,
-            memory_bytes=self.memory_bytes,
+            memory_bytes=memory_bytes,
             split_backward=self.split_backward,
             solver_seconds=self.solver_seconds,
             seed=self.seed,
@@ -298,11 +330,11 @@ def reorder(
     seed: int = 0,
     shard_optimizer: bool = False,
 ) -> Plan:
-    """The same cuts, placement and routes with another number of microbatches."""
+    """The same cuts, placement, routes and frozen parts with another number of microbatches."""
     _check_counts(microbatches=microbatches)
     _check_forwards(plan.num_stages, microbatches)
-    return synthesize(
-        replace(plan, microbatches=microbatches),
+    found = synthesize(
+        replace(plan, microbatches=microbatches, fill=None),
         profile,
         cluster=cluster,
         schedule=schedule,
@@ -310,6 +342,17 @@ def reorder(
         split_backward=split_backward,
         solver_seconds=solver_seconds,
         seed=seed,
+        shard_optimizer=shard_optimizer,
+    )
+    if plan.fill is None:
+        return found
+    return fill_plan(
+        found,
+        profile,
+        cluster,
+        plan.fill.parts,
+        memory_bytes=memory_bytes,
+        solver_seconds=solver_seconds / 2,
         shard_optimizer=shard_optimizer,
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from deepspeed_pulse.ir.program import HIDDEN, Direction
 from deepspeed_pulse.ir.schedule import Action, Op
-from deepspeed_pulse.ir.timeline import Span, Transfer
+from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
+from deepspeed_pulse.planner.filled import Result, given_by, reading_ranks, results_needed
 from deepspeed_pulse.planner.instance import Instance
 
 Interval = tuple[float, float, int]
@@ -15,7 +16,7 @@ Interval = tuple[float, float, int]
 Curve = tuple[tuple[float, int], ...]
 
 
-def memory_over_time(instance: Instance, spans: Sequence[Span], transfers: Sequence[Transfer]) -> tuple[Curve, ...]:
+def memory_over_time(instance: Instance, timeline: Timeline) -> tuple[Curve, ...]:
     """Per rank, (ms, bytes) at every change.
 
     * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split); they
@@ -25,7 +26,11 @@ def memory_over_time(instance: Instance, spans: Sequence[Span], transfers: Seque
     * A received named value lives from arrival to the end of its last consumer's backward on the rank.
 
     Without a backward (forward only) things live until their last reader's ``F`` ends.
+
+    What a frozen layer needs lives while it runs, its result on a rank until it was used there. Of a part's last result
+    there are two where it is read: this step's until its last reader's backward ends, the next step's until the end.
     """
+    spans, transfers = timeline.spans, timeline.transfers
     life = _Life(instance, spans)
     intervals: list[list[Interval]] = [[] for _ in range(instance.num_ranks)]
     for span in spans:
@@ -40,7 +45,39 @@ def memory_over_time(instance: Instance, spans: Sequence[Span], transfers: Seque
         if transfer.message.direction is Direction.FORWARD:
             until = life.received_until(transfer)
             intervals[transfer.target_rank].append((transfer.arrive_ms, until, transfer.num_bytes))
+    for rank, interval in _frozen_intervals(instance, timeline, life):
+        intervals[rank].append(interval)
     return tuple(_curve(row) for row in intervals)
+
+
+def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> Iterator[tuple[int, Interval]]:
+    fill = instance.plan.fill
+    if fill is None:
+        return
+    end = timeline.start_ms + timeline.makespan_ms
+    made: dict[Result, float] = {}
+    used: dict[Result, float] = {}
+    for span in timeline.frozen:
+        layers = fill.part(span.run.part).layers[span.run.first : span.run.end]
+        yield span.rank, (span.start_ms, span.end_ms, max(layer.activation_bytes for layer in layers))
+        made[given_by(span.rank, span.run)] = span.end_ms
+        for result in results_needed(span.rank, span.run, fill):
+            used[result] = max(used.get(result, 0.0), span.end_ms)
+    for carried in timeline.carried:
+        made[given_by(carried.source_rank, carried.hand_over)] = carried.leave_ms
+        for result in results_needed(carried.source_rank, carried.hand_over, fill):
+            used[result] = max(used.get(result, 0.0), carried.arrive_ms)
+    readers = {part.name: reading_ranks(instance.plan, part) for part in fill.parts}
+    for result, start in made.items():
+        layers = fill.part(result.part).layers
+        kept = result.done == len(layers) and result.rank in readers[result.part]
+        until = end if kept else used.get(result, start)
+        yield result.rank, (start, until, layers[result.done - 1].output_bytes)
+    for part in fill.parts:
+        for rank, stages in readers[part.name].items():
+            for m in range(instance.plan.microbatches):
+                until = max(life.end(stage, m) for stage in stages)
+                yield rank, (timeline.start_ms, until, part.output_bytes)
 
 
 class _Life:

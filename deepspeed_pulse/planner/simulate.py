@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.ir.program import Message, Step
+from deepspeed_pulse.ir.program import Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
+from deepspeed_pulse.ir.timeline import Carried, FrozenSpan, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
-from deepspeed_pulse.planner.cost import data_parallel_link, state_bytes
+from deepspeed_pulse.planner.cost import data_parallel_link, link, state_bytes
+from deepspeed_pulse.planner.filled import Result, filled_order, given_by, results_needed
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.memory import memory_over_time
-from deepspeed_pulse.planner.order import Key, Stuck, execution_order
+from deepspeed_pulse.planner.order import Stuck, execution_order
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -63,15 +66,24 @@ def run(
         durations: ms of every action, where they are not the profile's.
         pauses: ms in which a rank does nothing before an action; none by default.
     """
-    order, stuck = execution_order(instance.lower(schedule), instance.placement)
-    if stuck:
-        raise PlanError(deadlock_text(stuck, instance.placement))
     clock = _Clock(instance, durations, pauses or {})
-    for rank, step in order:
-        clock.run(rank, step)
-    spans, transfers = tuple(clock.spans), tuple(clock.transfers)
-    memory = memory_over_time(instance, spans, transfers)
-    return Timeline(num_ranks=instance.num_ranks, spans=spans, transfers=transfers, memory=memory)
+    fill = instance.plan.fill
+    if fill is None:
+        order, stuck = execution_order(instance.lower(schedule), instance.placement)
+        if stuck:
+            raise PlanError(deadlock_text(stuck, instance.placement))
+        for rank, step in order:
+            clock.run(rank, step)
+    else:
+        clock.run_filled(instance.lower(schedule), fill)
+    found = Timeline(
+        num_ranks=instance.num_ranks,
+        spans=tuple(clock.spans),
+        transfers=tuple(clock.transfers),
+        frozen=tuple(clock.frozen),
+        carried=tuple(clock.carried),
+    )
+    return replace(found, memory=memory_over_time(instance, found))
 
 
 def deadlock_text(stuck: tuple[Stuck, ...], placement: tuple[int, ...]) -> str:
@@ -90,10 +102,13 @@ class _Clock:
         self._duration_ms = instance.duration_ms if durations is None else durations.__getitem__
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
+        self.frozen: list[FrozenSpan] = []
+        self.carried: list[Carried] = []
         self._rank_free = [0.0] * instance.num_ranks
         self._link_free: dict[tuple[int, int], float] = defaultdict(float)
-        self._ended: dict[Key, float] = {}
         self._arrived: dict[Message, float] = {}
+        self._ready: dict[Result, float] = {}
+        """When frozen results are on a rank."""
 
     def run(self, rank: int, step: Step) -> None:
         start = self._rank_free[rank] + self._pauses.get(step.action, 0.0)
@@ -104,6 +119,35 @@ class _Clock:
         self.spans.append(Span(rank=rank, action=step.action, start_ms=start, end_ms=end))
         for message in step.sends:
             self._send(message, end)
+
+    def run_filled(self, program: Program, fill: Fill) -> None:
+        """All steps, with frozen work between them."""
+        order, stuck = filled_order(program, self.instance.placement, fill)
+        if stuck:
+            raise PlanError("the order of actions deadlocks:\n  " + "\n  ".join(map(str, stuck)))
+        for rank, item in order:
+            if isinstance(item, Step):
+                self.run(rank, item)
+            elif isinstance(item, FrozenRun):
+                self._run_frozen(rank, item, fill)
+            else:
+                self._hand_over(rank, item, fill)
+
+    def _run_frozen(self, rank: int, run: FrozenRun, fill: Fill) -> None:
+        start = max([self._rank_free[rank], *(self._ready[key] for key in results_needed(rank, run, fill))])
+        end = self._rank_free[rank] = start + fill.duration_ms(run)
+        self._ready[given_by(rank, run)] = end
+        self.frozen.append(FrozenSpan(rank=rank, run=run, start_ms=start, end_ms=end))
+
+    def _hand_over(self, rank: int, work: HandOver, fill: Fill) -> None:
+        """It leaves when the rank comes to it, and occupies the link as messages do."""
+        pair, size = (rank, work.target_rank), fill.num_bytes(work)
+        way = link(self.instance.cluster, self.instance.plan, *pair)
+        needed = (self._ready[key] for key in results_needed(rank, work, fill))
+        leave = max(self._rank_free[rank], self._link_free[pair], *needed)
+        self._link_free[pair] = leave + way.transfer_ms(size)
+        arrive = self._ready[given_by(rank, work)] = self._link_free[pair] + way.latency_ms
+        self.carried.append(Carried(hand_over=work, source_rank=rank, leave_ms=leave, arrive_ms=arrive, num_bytes=size))
 
     def _send(self, message: Message, ready: float) -> None:
         pair, delay = self.instance.link_of(message), self.instance.delay(message)
@@ -135,7 +179,7 @@ def summarize(instance: Instance, timeline: Timeline, *, reduce_early: bool | No
     makespan = timeline.makespan_ms
     microbatches = 1 + max(span.action.microbatch for span in timeline.spans)
     split = any(span.action.op is Op.WEIGHT_GRAD for span in timeline.spans)
-    bound = lower_bound_ms(instance, microbatches, split=split)
+    bound = max(lower_bound_ms(instance, microbatches, split=split), _even_share_ms(timeline))
     step_ms = max(makespan, reduced)
     samples = plan.microbatch_size * microbatches * plan.data_parallel
     return Estimate(
@@ -145,9 +189,22 @@ def summarize(instance: Instance, timeline: Timeline, *, reduce_early: bool | No
         gap=_gap(makespan, bound),
         bubble_ratio=timeline.bubble_ratio,
         peak_bytes=peak_bytes(instance, timeline),
-        p2p_bytes_per_microbatch=sum(t.num_bytes for t in timeline.transfers if t.message.microbatch == 0),
+        p2p_bytes_per_microbatch=_sent_bytes(timeline),
         samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
     )
+
+
+def _even_share_ms(timeline: Timeline) -> float:
+    """With frozen work no order is shorter than all work divided by the ranks; 0 without."""
+    if not timeline.frozen:
+        return 0.0
+    return sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks
+
+
+def _sent_bytes(timeline: Timeline) -> int:
+    """For the first microbatch, frozen results included."""
+    messages = sum(t.num_bytes for t in timeline.transfers if t.message.microbatch == 0)
+    return messages + sum(c.num_bytes for c in timeline.carried if c.hand_over.microbatch == 0)
 
 
 def _gap(makespan: float, bound: float) -> float:
@@ -162,10 +219,11 @@ def peak_bytes(instance: Instance, timeline: Timeline) -> tuple[int, ...]:
 
 
 def rank_state_bytes(instance: Instance, rank: int) -> int:
-    """Weights, gradients and optimizer state of a rank's stages."""
+    """Weights, gradients and optimizer state of a rank's stages, and weights of the frozen layers it runs."""
     params = sum(instance.costs.param_bytes[stage] for stage in instance.plan.stages_of(rank))
     shards = instance.plan.data_parallel if instance.shard_optimizer else 1
-    return state_bytes(instance.profile, params, shards=shards)
+    fill = instance.plan.fill
+    return state_bytes(instance.profile, params, shards=shards) + (0 if fill is None else fill.param_bytes(rank))
 
 
 def _reduction_end_ms(instance: Instance, timeline: Timeline, *, early: bool) -> float:
@@ -185,6 +243,8 @@ def _reduction_end_ms(instance: Instance, timeline: Timeline, *, early: bool) ->
             ready[span.action.stage] = max(ready.get(span.action.stage, 0.0), span.end_ms)
         if not early:
             free[span.rank] = max(free[span.rank], span.end_ms)
+    for frozen in timeline.frozen if not early else ():
+        free[frozen.rank] = max(free[frozen.rank], frozen.end_ms)
     shard = instance.shard_optimizer
     share = 0.5 if shard and not early else 1.0
     for stage in sorted(ready, key=lambda s: (ready[s], s)):

@@ -2,8 +2,8 @@
 
 Each action is as wide as it is long and begins with its text (``2F0``, or what fits of it). The
 rest of it is filled with ``>`` for forward and ``<`` for backward, ``(`` and ``~`` for its input and
-weight halves, so that it reads without colour; a dot is idle time. Long timelines continue in
-further bands below::
+weight halves, so that it reads without colour; ``E3=`` is frozen work for microbatch 3 of the next
+step, a dot is idle time. Long timelines continue in further bands below::
 
     rank 0  0F0>0F1>0F2>............3F0>....3B0<<<<<0B0<<<<<
     rank 1  ....1F0>1F1>2F0>2F1>2B0<<<<<1B0<<<<<............
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from deepspeed_pulse.ir.placement import stages_of
 from deepspeed_pulse.ir.schedule import Action, Op
-from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report.words import summary
 
 IDLE = "."
@@ -29,6 +29,7 @@ _STYLES = {
     Op.INPUT_GRAD: ("bright_white on dark_orange3", "bright_white on dark_red"),
     Op.WEIGHT_GRAD: ("black on green", "black on dark_sea_green"),
 }
+_FROZEN_FILL, _FROZEN_STYLE = "=", "black on yellow"
 _IDLE_STYLE = "dim"
 _MAX_LINES = 70
 _CELL_WIDTHS = (5, 4, 3, 2, 1)
@@ -55,7 +56,7 @@ def _bands(timeline: Timeline, placement: tuple[int, ...], width: int) -> Iterat
     labels = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     margin = max(len(label) for label in labels) + 2
     room = max(width - margin, 20)
-    start = min(span.start_ms for span in timeline.spans)
+    start = timeline.start_ms
     ms_per_column = _ms_per_column(timeline, room)
     columns = max(1, math.ceil(round(timeline.makespan_ms / ms_per_column, 6)))
     lanes = [_lane(timeline, placement, rank, start, ms_per_column, columns) for rank in range(timeline.num_ranks)]
@@ -85,13 +86,21 @@ def _lane(
     """All columns of one rank."""
     shades = {stage: index % 2 for index, stage in enumerate(stages_of(placement, rank))}
     lane, at = Text(), 0
-    for span in timeline.spans_of(rank):
-        left, right = (_column(ms - start, ms_per_column) for ms in (span.start_ms, span.end_ms))
+    cells = [
+        (s.start_ms, s.end_ms, _labels(s.action), _FILL[s.action.op], _STYLES[s.action.op][shades[s.action.stage]])
+        for s in timeline.spans_of(rank)
+    ]
+    cells += [
+        (s.start_ms, s.end_ms, (f"E{s.run.microbatch}", "E"), _FROZEN_FILL, _FROZEN_STYLE)
+        for s in timeline.frozen_of(rank)
+    ]
+    for start_ms, end_ms, labels, fill, style in sorted(cells, key=lambda cell: cell[:2]):
+        left, right = (_column(ms - start, ms_per_column) for ms in (start_ms, end_ms))
         left = max(left, at)
         if right <= left:
             continue
         lane.append(IDLE * (left - at), style=_IDLE_STYLE)
-        lane.append(_cell(span, right - left), style=_STYLES[span.action.op][shades[span.action.stage]])
+        lane.append(_cell(labels, fill, right - left), style=style)
         at = right
     lane.append(IDLE * (columns - at), style=_IDLE_STYLE)
     return lane
@@ -101,11 +110,10 @@ def _column(ms: float, ms_per_column: float) -> int:
     return round(ms / ms_per_column)
 
 
-def _cell(span: Span, width: int) -> str:
+def _cell(labels: Sequence[str], fill: str, width: int) -> str:
     """The action's text where it leaves room for a fill, else less of it, else without a fill."""
-    labels = _labels(span.action)
     fitting = [text for room in (width - 1, width) for text in labels if len(text) <= room]
-    return fitting[0].ljust(width, _FILL[span.action.op])
+    return fitting[0].ljust(width, fill)
 
 
 def _labels(action: Action) -> tuple[str, ...]:
@@ -130,4 +138,6 @@ def _legend(timeline: Timeline) -> Text:
     for op in Op:
         if op in used:
             legend.append(f"{op.value}{_FILL[op]}", style=_STYLES[op][0]).append(f" {words[op]}  ")
+    if timeline.frozen:
+        legend.append(f"E{_FROZEN_FILL}", style=_FROZEN_STYLE).append(" frozen, for the next step  ")
     return legend.append(f"{IDLE} idle")

@@ -23,14 +23,15 @@ def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement
     title = "; ".join(title for title, _ in rows if title) or "timeline"
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     split = any(span.action.op is Op.WEIGHT_GRAD for _, timeline in rows for span in timeline.spans)
-    page = _PAGE.replace("@SPLIT@", _SPLIT if split else "")
+    frozen = any(timeline.frozen for _, timeline in rows)
+    page = _PAGE.replace("@SPLIT@", (_SPLIT if split else "") + (_FROZEN if frozen else ""))
     page = page.replace("@TITLE@", html.escape(title)).replace("@DATA@", text)
     Path(path).write_text(page, encoding="utf-8")
 
 
 def _row(title: str, timeline: Timeline, placement: tuple[int, ...]) -> dict[str, Any]:
     """``spans``: rank, op, second stage or not, start, end, text; ``messages``: ranks, leave, arrive."""
-    start = min(span.start_ms for span in timeline.spans)
+    start = timeline.start_ms
     return {
         "title": f"{title}: {summary(timeline)}" if title else summary(timeline),
         "ranks": timeline.num_ranks,
@@ -45,10 +46,18 @@ def _row(title: str, timeline: Timeline, placement: tuple[int, ...]) -> dict[str
                 str(span.action),
             ]
             for span in timeline.spans
+        ]
+        + [
+            [s.rank, "E", 0, round(s.start_ms - start, 4), round(s.end_ms - start, 4), str(s.run)]
+            for s in timeline.frozen
         ],
         "messages": [
             [t.source_rank, t.target_rank, round(t.leave_ms - start, 4), round(t.arrive_ms - start, 4)]
             for t in timeline.transfers
+        ]
+        + [
+            [c.source_rank, c.hand_over.target_rank, round(c.leave_ms - start, 4), round(c.arrive_ms - start, 4)]
+            for c in timeline.carried
         ],
     }
 
@@ -56,6 +65,8 @@ def _row(title: str, timeline: Timeline, placement: tuple[int, ...]) -> dict[str
 _SPLIT = """Backward is split: dark colours are its input gradients (I),
 <b style="background:#8d8d8d;color:#fff">W</b>weight gradient, first
 <b style="background:#6f6f6f;color:#fff">W</b>weight gradient, second."""
+
+_FROZEN = """ <b style="background:#f6d58e">E</b>frozen layers, for the next step."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>@TITLE@</title>
@@ -73,7 +84,8 @@ Wheel: zoom. Drag: move. Double click: all of it.</p>
 <script>
 "use strict";
 const rows = @DATA@, LANE = 26, TITLE = 24, LEFT = 56, GAP = 14;
-const DARK = ["#2f6db0", "#1f7f4f"], FACE = {F: ["#cfe3f7", "#bfe8d2"], B: DARK, I: DARK, W: ["#8d8d8d", "#6f6f6f"]};
+const DARK = ["#2f6db0", "#1f7f4f"], FACE = {F: ["#cfe3f7", "#bfe8d2"], B: DARK, I: DARK, W: ["#8d8d8d", "#6f6f6f"],
+  E: ["#f6d58e", "#f6d58e"]};
 const canvas = document.querySelector("canvas"), tip = document.querySelector("#tip"), pen = canvas.getContext("2d");
 const end = Math.max(...rows.map(r => r.end)) || 1;
 const tall = rows.reduce((y, r) => y + TITLE + r.ranks * LANE + GAP, 20);
@@ -94,9 +106,9 @@ function draw() {
     for (const [rank, op, way, a, b, text] of row.spans) if (b >= from && a <= to) {
       const left = x(a), w = x(b) - left, y = top + TITLE + rank * LANE + 2;
       pen.fillStyle = FACE[op][way]; pen.fillRect(left, y, Math.max(w - .8, .3), LANE - 4);
-      const label = w > 34 ? text : text.replace(/^\\d+[A-Z]/, "");
+      const label = w > 34 ? text : text.replace(/^(\\d+[A-Z]|.*@)/, "");
       if (w > 7 * label.length) {
-        pen.fillStyle = op === "F" ? "#10304d" : "#fff"; pen.textAlign = "center";
+        pen.fillStyle = op === "F" || op === "E" ? "#10304d" : "#fff"; pen.textAlign = "center";
         pen.fillText(label, left + w / 2, y + LANE / 2 - 2);
       }
     }

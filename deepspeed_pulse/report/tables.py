@@ -56,8 +56,9 @@ def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory
     """
     table = _table(("rank", "stages", "busy", "idle", "sends/microbatch", "peak GB"))
     for rank in range(plan.pipeline_ranks):
-        busy = sum(span.end_ms - span.start_ms for span in timeline.spans_of(rank))
+        busy = sum(end - start for start, end in timeline.intervals(rank))
         sent = sum(t.num_bytes for t in timeline.transfers if t.source_rank == rank and t.message.microbatch == 0)
+        sent += sum(c.num_bytes for c in timeline.carried if c.source_rank == rank and c.hand_over.microbatch == 0)
         peak = estimate.peak_bytes[rank]
         over = memory_bytes is not None and peak > memory_bytes
         table.add_row(
@@ -167,6 +168,8 @@ def _caption(plan: Plan, costs: str | None, layer_names: Sequence[str] | None) -
         searched = words.search_result(plan)
         if searched is not None:
             yield Text(searched)
+    if plan.fill is not None:
+        yield Text(words.filled(plan.fill, plan.microbatches))
     recomputed = words.recomputed(plan, layer_names)
     if recomputed is not None:
         yield Text(recomputed)

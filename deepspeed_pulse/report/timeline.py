@@ -1,7 +1,8 @@
 """Timelines as a picture: a lane a rank, time to the right, several timelines above each other.
 
 Forward is light, backward is dark and hatched, so the picture reads in black and white too. A rank's
-second stage (on the way up the V) has another hue than its first, and a bar at the foot of its boxes.
+second stage (on the way up the V) has another hue than its first, and a bar at the foot of its boxes. Frozen work for
+the next step is yellow and cross-hatched.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from deepspeed_pulse.ir.placement import stages_of
 from deepspeed_pulse.ir.schedule import Op
-from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
 from deepspeed_pulse.report.words import summary
 
 _LANE = 0.84
@@ -68,6 +69,7 @@ _WORDS = {
     Op.WEIGHT_GRAD: "weight gradient",
 }
 _MESSAGE_INK = "#c2452d"
+_FROZEN = _Look("#f6d58e", "#4d3800", "#c79a35", "xx")
 
 
 def draw_timelines(
@@ -130,14 +132,18 @@ def _size(rows: Sequence[tuple[str, Timeline]], memory: bool) -> tuple[float, li
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, placement: tuple[int, ...], *, points_per_ms: float) -> None:
-    start = min(span.start_ms for span in timeline.spans)
+    start = timeline.start_ms
     groups: dict[tuple[Op, int], list[Span]] = {}
     for span in timeline.spans:
         groups.setdefault((span.action.op, _way(placement, span)), []).append(span)
     for key, spans in groups.items():
-        _draw_boxes(axes, spans, key, start)
+        _draw_boxes(axes, spans, _LOOKS[key], start)
         for span in spans:
-            _draw_number(axes, span, _LOOKS[key].ink, start, points_per_ms)
+            _draw_number(axes, span, span.action.microbatch, _LOOKS[key].ink, start, points_per_ms)
+    if timeline.frozen:
+        _draw_boxes(axes, timeline.frozen, _FROZEN, start)
+        for frozen in timeline.frozen:
+            _draw_number(axes, frozen, frozen.run.microbatch, _FROZEN.ink, start, points_per_ms)
     if len(timeline.transfers) <= _MAX_MESSAGES:
         _draw_messages(axes, timeline, start)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
@@ -151,8 +157,7 @@ def _way(placement: tuple[int, ...], span: Span) -> int:
     return stages_of(placement, span.rank).index(span.action.stage) % 2
 
 
-def _draw_boxes(axes: Axes, spans: Sequence[Span], key: tuple[Op, int], start: float) -> None:
-    look = _LOOKS[key]
+def _draw_boxes(axes: Axes, spans: Sequence[Span | FrozenSpan], look: _Look, start: float) -> None:
     boxes = [
         Rectangle((span.start_ms - start, span.rank - _LANE / 2), span.end_ms - span.start_ms, _LANE) for span in spans
     ]
@@ -165,8 +170,10 @@ def _draw_boxes(axes: Axes, spans: Sequence[Span], key: tuple[Op, int], start: f
         axes.add_collection(PatchCollection(feet, facecolor=look.foot, linewidth=0))
 
 
-def _draw_number(axes: Axes, span: Span, ink: str, start: float, points_per_ms: float) -> None:
-    text = str(span.action.microbatch)
+def _draw_number(
+    axes: Axes, span: Span | FrozenSpan, number: int, ink: str, start: float, points_per_ms: float
+) -> None:
+    text = str(number)
     room = (span.end_ms - span.start_ms) * points_per_ms - 1
     size = min(_FONT_POINTS, room / (0.66 * len(text)))
     if size >= 4:
@@ -183,6 +190,14 @@ def _draw_messages(axes: Axes, timeline: Timeline, start: float) -> None:
             [
                 (transfer.leave_ms - start, transfer.source_rank + down),
                 (transfer.arrive_ms - start, transfer.target_rank - down),
+            ]
+        )
+    for carried in timeline.carried:
+        down = math.copysign(_LANE / 2, carried.hand_over.target_rank - carried.source_rank)
+        lines.append(
+            [
+                (carried.leave_ms - start, carried.source_rank + down),
+                (carried.arrive_ms - start, carried.hand_over.target_rank - down),
             ]
         )
     axes.add_collection(LineCollection(lines, colors=_MESSAGE_INK, linewidths=0.8, zorder=3))
@@ -209,6 +224,9 @@ def _legend(timelines: Sequence[Timeline], placement: tuple[int, ...]) -> list[P
             way = f", {'second stage of the rank (bar below)' if key[1] else 'first stage'}" if two_ways else ""
             hatch = look.hatch or None
             handles.append(Patch(facecolor=look.face, edgecolor=look.edge, hatch=hatch, label=_WORDS[key[0]] + way))
+    if any(timeline.frozen for timeline in timelines):
+        label = "frozen layers, for the next step"
+        handles.append(Patch(facecolor=_FROZEN.face, edgecolor=_FROZEN.edge, hatch=_FROZEN.hatch, label=label))
     if any(0 < len(timeline.transfers) <= _MAX_MESSAGES for timeline in timelines):
         handles.append(Patch(facecolor=_MESSAGE_INK, label="message"))
     return handles

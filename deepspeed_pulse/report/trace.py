@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed_pulse.ir.program import Direction, Message
 from deepspeed_pulse.ir.schedule import Op
-from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
+from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline, Transfer
 
 Event = dict[str, Any]
 
@@ -52,7 +52,9 @@ def _events(timeline: Timeline, placement: Sequence[int], name: str, first_pid: 
         yield _metadata("process_sort_index", pid, sort_index=pid)
         yield _metadata("thread_name", pid, name="compute")
     yield from (_complete(span, first_pid) for span in timeline.spans)
+    yield from (_frozen(span, first_pid) for span in timeline.frozen)
     yield from _flows(timeline, first_pid)
+    yield from _hand_overs(timeline, first_pid)
     for rank, changes in enumerate(timeline.memory):
         for ms, num_bytes in changes:
             counter = {"ph": "C", "pid": first_pid + rank, "tid": 0, "ts": _us(ms), "name": "live"}
@@ -77,6 +79,36 @@ def _complete(span: Span, first_pid: int) -> Event:
         "cname": colour,
         "args": {"stage": action.stage, "microbatch": action.microbatch},
     }
+
+
+def _frozen(span: FrozenSpan, first_pid: int) -> Event:
+    run = span.run
+    return {
+        "ph": "X",
+        "name": str(run),
+        "cat": "frozen, for the next step",
+        "pid": first_pid + span.rank,
+        "tid": 0,
+        "ts": _us(span.start_ms),
+        "dur": _us(span.end_ms - span.start_ms),
+        "cname": "yellow",
+        "args": {"part": run.part, "layers": f"{run.first}-{run.end - 1}", "microbatch": run.microbatch},
+    }
+
+
+def _hand_overs(timeline: Timeline, first_pid: int) -> Iterator[Event]:
+    """On its way, a frozen result is an event beside the sender's actions."""
+    for carried in timeline.carried:
+        yield {
+            "ph": "X",
+            "name": str(carried.hand_over),
+            "cat": "frozen result on its way",
+            "pid": first_pid + carried.source_rank,
+            "tid": 1,
+            "ts": _us(carried.leave_ms),
+            "dur": _us(carried.arrive_ms - carried.leave_ms),
+            "args": {"bytes": carried.num_bytes, "to rank": carried.hand_over.target_rank},
+        }
 
 
 def _flows(timeline: Timeline, first_pid: int) -> Iterator[Event]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.fill import Fill, FrozenPart
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 
@@ -29,7 +30,30 @@ def with_unit_costs(plan: Plan) -> tuple[Plan, Profile, Cluster]:
         layers=tuple(_layer(plan, index) for index in range(plan.num_layers)),
         skips=skips,
     )
-    return dataclasses.replace(plan, routes=sent, profile_fingerprint=None), profile, _cluster(plan)
+    unit = dataclasses.replace(plan, routes=sent, fill=_fill(plan), profile_fingerprint=None)
+    return unit, profile, _cluster(plan)
+
+
+def _fill(plan: Plan) -> Fill | None:
+    """Frozen work in proportion to the stages' where the plan's estimate tells, else 1 ms a microbatch."""
+    if plan.fill is None:
+        return None
+    frozen, scale = plan.fill.work_ms(plan.microbatches), 0.0
+    if plan.estimate is not None:
+        all_work = plan.pipeline_ranks * plan.estimate.makespan_ms * (1 - plan.estimate.bubble_ratio)
+        if all_work > frozen:
+            scale = 3 * plan.num_stages * plan.microbatches / (all_work - frozen)
+    if scale == 0.0 and frozen:
+        scale = plan.microbatches / frozen
+    return dataclasses.replace(plan.fill, parts=tuple(_scaled(part, scale) for part in plan.fill.parts))
+
+
+def _scaled(part: FrozenPart, scale: float) -> FrozenPart:
+    layers = (
+        dataclasses.replace(x, forward_ms=scale * x.forward_ms, param_bytes=0, output_bytes=0, activation_bytes=0)
+        for x in part.layers
+    )
+    return dataclasses.replace(part, layers=tuple(layers))
 
 
 def _layer(plan: Plan, index: int) -> LayerCost:

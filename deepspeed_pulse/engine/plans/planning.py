@@ -260,6 +260,10 @@ def _given_plan(request: PlanRequest) -> Plan:
             )
     if any(action.op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD) for row in plan.schedule for action in row):
         raise PlanError(f"{path}: the schedule splits backward into I and W, which the engine cannot run yet; use B")
+    if plan.fill is not None:
+        raise PlanError(
+            f"{path}: the plan has frozen work in idle time, which the engine cannot run yet; plan without it"
+        )
     try:
         check(plan, num_layers=len(request.graph.layers), values=request.graph.values)
     except PlanError as problem:

@@ -12,6 +12,7 @@ from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import lower
 from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.planner.checks.frozen import fill_problems
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
 from deepspeed_pulse.planner.order import execution_order
 from deepspeed_pulse.planner.routes import stage_of
@@ -28,7 +29,7 @@ def violations(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> 
     found += _routes(plan, values)
     found += [line for lines, _ in _schedule_problems(plan).values() for line in lines]
     found += _deadlock(plan)
-    return found or rendezvous_problems(plan, make_traffic(plan))
+    return found or fill_problems(plan) or rendezvous_problems(plan, make_traffic(plan))
 
 
 def check(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.mip import Mip
 
 Pair = tuple[Action, Action]
 Row = tuple[list[tuple[object, float]], float]
@@ -163,7 +164,7 @@ def solve_order(
 ) -> Solved | None:
     """Best order that HiGHS finds within ``seconds``; None when it finds none. ``incumbent``: known starts, ms."""
     model = OrderModel(instance, microbatches, upper_ms)
-    solver, column = _run(
+    program, column = _program(
         model,
         (model.precedence, model.exclusive, model.finish),
         incumbent,
@@ -172,49 +173,37 @@ def solve_order(
         mip_rel_gap=1e-9,
         mip_abs_gap=1e-9 * max(1.0, upper_ms),
     )
-    return _read(solver, model, column)
+    return _read(program, model, column)
 
 
-def _run(
+def _program(
     model: Any, families: Sequence[Callable[[], Iterator[Row]]], starts: Mapping[Any, float], **options: float
-) -> tuple[Any, dict[object, int]]:
-    """Solve a model from known starts (ms): columns are starts, pairs and the makespan, rows the families'.
+) -> tuple[Mip, dict[object, int]]:
+    """A program from known starts (ms): columns are starts, pairs and the makespan, rows the families'.
 
-    Returns the solver and the column of every variable.
+    Returns it with the column of every variable.
     """
-    import highspy  # loaded only when a model is solved
-
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, value in {"output_flag": False, "threads": 1, **options}.items():
-        solver.setOptionValue(option, value)
+    program = Mip(**options)
     column: dict[object, int] = {}
     for node in model.actions:
-        column[node] = len(column)
-        solver.addVar(model.earliest[node], max(model.earliest[node], model.latest(node)))
+        low = model.earliest[node]
+        column[node] = program.column(low, max(low, model.latest(node)))
     for pair in model.pairs:
-        column[pair] = len(column)
-        solver.addVar(0.0, 1.0)
-        solver.changeColIntegrality(column[pair], highspy.HighsVarType.kInteger)
-    column[MAKESPAN] = len(column)
-    solver.addVar(0.0, model.upper_ms)
-    solver.changeColCost(column[MAKESPAN], 1.0)
+        column[pair] = program.column(0.0, 1.0, integer=True)
+    column[MAKESPAN] = program.column(0.0, model.upper_ms, cost=1.0)
     for family in families:
         for terms, right in family():
-            columns = [column[variable] for variable, _ in terms]
-            solver.addRow(right, highspy.kHighsInf, len(columns), columns, [factor for _, factor in terms])
-    known = highspy.HighsSolution()
+            program.row([(column[variable], factor) for variable, factor in terms], right)
     pairs = (float(starts[a] < starts[b]) for a, b in model.pairs)
-    known.col_value = [*(starts[node] for node in model.actions), *pairs, model.upper_ms]
-    solver.setSolution(known)
-    solver.run()
-    return solver, column
+    program.start_from([*(starts[node] for node in model.actions), *pairs, model.upper_ms])
+    return program, column
 
 
-def _read(solver: Any, model: OrderModel, column: dict[object, int]) -> Solved | None:
-    info = solver.getInfo()
-    values = list(solver.getSolution().col_value)
-    if not values or info.primal_solution_status != 2:
+def _read(program: Mip, model: OrderModel, column: dict[object, int]) -> Solved | None:
+    values = program.solve()
+    if values is None:
         return None
+    info = program.solver.getInfo()
     ranks = model.instance.num_ranks
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     for a in sorted(model.actions, key=lambda a: (values[column[a]], model.topological(a))):
@@ -241,8 +230,10 @@ class Model(Protocol):
 def solve_model(model: Model, starts: dict[int, float], *, seconds: float, max_nodes: int) -> dict[int, float] | None:
     """Starts of the best order that HiGHS finds; None when it finds none. ``starts``: of the order known."""
     families = (model.precedence, model.exclusive, model.stash, model.finish)
-    solver, column = _run(model, families, starts, random_seed=0, time_limit=float(seconds), mip_max_nodes=max_nodes)
-    values = list(solver.getSolution().col_value)
-    if not values or solver.getInfo().primal_solution_status != 2:
+    program, column = _program(
+        model, families, starts, random_seed=0, time_limit=float(seconds), mip_max_nodes=max_nodes
+    )
+    values = program.solve()
+    if values is None:
         return None
     return {node: values[column[node]] for node in model.actions}

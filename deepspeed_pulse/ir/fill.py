@@ -1,0 +1,275 @@
+"""Frozen work in a pipeline's idle time: what a plan says of it (DiffusionPipe, arXiv 2405.01248, section 5).
+
+While a step trains on one batch, frozen parts (a VAE's encoder, text encoders) encode the batch of the next step. A
+part is a list of layers that runs once for each microbatch; its layers may run on different ranks, in order. A rank's
+row says, between which of its actions it runs which layers and starts to send which result.
+
+Two texts, the same in plans, errors, logs and pictures:
+
+* ``latents[0:5]@3``: layers 0 to 4 of the part ``latents`` for microbatch 3;
+* ``latents[5]@3>2``: the result of the first 5 layers goes to rank 2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.ir.fields import Fields
+
+_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_RUN = re.compile(rf"(.+)\[{_NUMBER}:{_NUMBER}\]@{_NUMBER}")
+_HAND_OVER = re.compile(rf"(.+)\[{_NUMBER}\]@{_NUMBER}>{_NUMBER}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenLayer:
+    """Cost of a frozen layer for one microbatch: ms, and bytes of its weights, its result and what it needs to run."""
+
+    name: str
+    forward_ms: float
+    param_bytes: int
+    output_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenPart:
+    """Layers without gradient whose last result is read like a batch entry called ``name``.
+
+    ``needs``: parts whose results it reads. ``targets``: layers of the model that read its result. ``ranks``: those
+    that may run it, None for all.
+    """
+
+    name: str
+    layers: tuple[FrozenLayer, ...]
+    needs: tuple[str, ...] = ()
+    targets: tuple[int, ...] = ()
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def forward_ms(self) -> float:
+        """Of all its layers for one microbatch."""
+        return sum(layer.forward_ms for layer in self.layers)
+
+    @property
+    def param_bytes(self) -> int:
+        return sum(layer.param_bytes for layer in self.layers)
+
+    @property
+    def output_bytes(self) -> int:
+        """Of its result for one microbatch."""
+        return self.layers[-1].output_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenRun:
+    """Layers ``first`` to ``end - 1`` of a part for one microbatch."""
+
+    part: str
+    first: int
+    end: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.part}[{self.first}:{self.end}]@{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """The result of a part's first ``done`` layers for one microbatch starts on its way to a pipeline rank."""
+
+    part: str
+    done: int
+    microbatch: int
+    target_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.part}[{self.done}]@{self.microbatch}>{self.target_rank}"
+
+
+FrozenWork = FrozenRun | HandOver
+
+
+def parse_work(text: str) -> FrozenWork:
+    """Inverse of ``str`` of a :class:`FrozenRun` or :class:`HandOver`."""
+    found = _RUN.fullmatch(text)
+    if found is not None:
+        return FrozenRun(found[1], int(found[2]), int(found[3]), int(found[4]))
+    found = _HAND_OVER.fullmatch(text)
+    if found is None:
+        raise FileError(
+            f"expected frozen work such as 'latents[0:5]@3' (layers 0 to 4 for microbatch 3) or 'latents[5]@3>2' (what "
+            f"5 layers gave goes to rank 2), found {text!r}"
+        )
+    return HandOver(found[1], int(found[2]), int(found[3]), int(found[4]))
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Frozen work of a rank: it comes before the rank's action number ``position``, or after the last one."""
+
+    position: int
+    work: FrozenWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """Per rank, frozen work for the next step's batch, in order. ``solver``: who made it."""
+
+    parts: tuple[FrozenPart, ...]
+    rows: tuple[tuple[Filling, ...], ...]
+    solver: str | None = None
+
+    def part(self, name: str) -> FrozenPart:
+        """The part of that name; a ``KeyError`` where there is none."""
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise KeyError(name)
+
+    def duration_ms(self, run: FrozenRun) -> float:
+        return sum(layer.forward_ms for layer in self.part(run.part).layers[run.first : run.end])
+
+    def num_bytes(self, hand_over: HandOver) -> int:
+        return self.part(hand_over.part).layers[hand_over.done - 1].output_bytes
+
+    def work_ms(self, microbatches: int) -> float:
+        """Of all parts in one step of a pipeline."""
+        return microbatches * sum(part.forward_ms for part in self.parts)
+
+    def param_bytes(self, rank: int) -> int:
+        """Weights of the layers that a rank runs."""
+        held = {(w.part, i) for w in self.runs_of(rank) for i in range(w.first, w.end)}
+        return sum(self.part(name).layers[index].param_bytes for name, index in held)
+
+    def runs_of(self, rank: int) -> tuple[FrozenRun, ...]:
+        return tuple(filling.work for filling in self.rows[rank] if isinstance(filling.work, FrozenRun))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "parts": [_part_dict(part) for part in self.parts],
+            "rows": [[[filling.position, str(filling.work)] for filling in row] for row in self.rows],
+            "solver": self.solver,
+        }
+
+
+def in_order(parts: Sequence[FrozenPart]) -> tuple[FrozenPart, ...]:
+    """Parts so that what one needs comes before it.
+
+    Raises:
+        FileError: a part needs one that is not there, or parts need each other.
+    """
+    known, done, found = {part.name: part for part in parts}, set[str](), list[FrozenPart]()
+    for part in parts:
+        for name in part.needs:
+            if name not in known:
+                raise FileError(f"part {part.name!r} needs {name!r}; the frozen parts are {', '.join(known)}")
+    while len(found) < len(parts):
+        ready = [part for part in parts if part.name not in done and set(part.needs) <= done]
+        if not ready:
+            left = ", ".join(repr(part.name) for part in parts if part.name not in done)
+            raise FileError(f"the frozen parts {left} need each other's results; none of them could run first")
+        found += ready
+        done |= {part.name for part in ready}
+    return tuple(found)
+
+
+def _part_dict(part: FrozenPart) -> dict[str, Any]:
+    return {
+        "name": part.name,
+        "needs": list(part.needs),
+        "targets": list(part.targets),
+        **({} if part.ranks is None else {"ranks": list(part.ranks)}),
+        "layers": [
+            {
+                "name": layer.name,
+                "forward_ms": layer.forward_ms,
+                "param_bytes": layer.param_bytes,
+                "output_bytes": layer.output_bytes,
+                "activation_bytes": layer.activation_bytes,
+            }
+            for layer in part.layers
+        ],
+    }
+
+
+def read_fill(fields: Fields, ranks: int) -> Fill:
+    """The ``"fill"`` of a plan for so many pipeline ranks."""
+    fields.done(("parts", "rows", "solver"))
+    parts = fields.objects("parts", read_part)
+    check_parts(parts, fields)
+    rows = fields.items("rows")
+    if len(rows) != ranks:
+        raise fields.error("rows", f"a list of frozen work for each of the {ranks} pipeline ranks")
+    return Fill(
+        parts=parts,
+        rows=tuple(_read_row(fields, row) for row in rows),
+        solver=fields.text("solver") if fields.has("solver") else None,
+    )
+
+
+def check_parts(parts: Sequence[FrozenPart], fields: Fields) -> None:
+    """Raise a :class:`FileError` unless the parts have names of their own and can run one after another."""
+    names = [part.name for part in parts]
+    if not names or len(set(names)) != len(names):
+        raise fields.error("parts", "at least one part, each with a name of its own")
+    try:
+        in_order(parts)
+    except FileError as problem:
+        raise fields.error("parts", f"parts that can run one after another ({problem})") from None
+
+
+def read_part(fields: Fields) -> FrozenPart:
+    return part_with(fields, fields.objects("layers", _read_layer))
+
+
+def part_with(fields: Fields, layers: tuple[FrozenLayer, ...]) -> FrozenPart:
+    """A part with these layers; the rest is read."""
+    fields.done(("name", "needs", "targets", "ranks", "layers"))
+    needs = fields.items("needs") if fields.has("needs") else []
+    if not all(isinstance(name, str) for name in needs):
+        raise fields.error("needs", "a list of names of parts")
+    if not layers:
+        raise fields.error("layers", "at least one layer")
+    return FrozenPart(
+        name=fields.text("name"),
+        layers=layers,
+        needs=tuple(needs),
+        targets=fields.integers("targets") if fields.has("targets") else (),
+        ranks=fields.integers("ranks") if fields.has("ranks") else None,
+    )
+
+
+def _read_layer(fields: Fields) -> FrozenLayer:
+    fields.done(FrozenLayer.__dataclass_fields__)
+    return FrozenLayer(
+        name=fields.text("name"),
+        forward_ms=fields.number("forward_ms"),
+        param_bytes=fields.integer("param_bytes"),
+        output_bytes=fields.integer("output_bytes"),
+        activation_bytes=fields.integer("activation_bytes"),
+    )
+
+
+def _read_row(fields: Fields, row: object) -> tuple[Filling, ...]:
+    wrong = fields.error("rows", 'lists of [position, work] like [3, "latents[0:5]@0"], positions ascending')
+    if not isinstance(row, list):
+        raise wrong
+    found: list[Filling] = []
+    for item in row:
+        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str):
+            raise wrong
+        position = item[0]
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise wrong
+        if position < (found[-1].position if found else 0):
+            raise wrong
+        try:
+            found.append(Filling(position, parse_work(item[1])))
+        except FileError as problem:
+            raise fields.error("rows", str(problem)) from None
+    return tuple(found)

@@ -1,0 +1,205 @@
+"""Frozen parts in a plan's idle time: several ways are tried, the simulator says which is best.
+
+Each way puts layers into the ranks' idle time (:mod:`greedy`) and lets results travel (:mod:`hand_overs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from deepspeed_pulse.errors import InfeasibleError, PlanError
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.fill import Fill, FrozenPart, in_order
+from deepspeed_pulse.ir.plan import Estimate, Plan
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.schedule import Action
+from deepspeed_pulse.planner.filled import reading_ranks
+from deepspeed_pulse.planner.filling.assignment import MOST_COLUMNS, Assignment, gaps_of
+from deepspeed_pulse.planner.filling.greedy import MOST_OPEN, Filler, Runs, Taste, latest_starts
+from deepspeed_pulse.planner.filling.hand_overs import with_hand_overs
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.simulate import run, simulate, summarize
+
+_TASTES = (Taste(), Taste(left=0.3), Taste(fit=0.0, left=1.0), Taste(here=0.5), Taste(left=0.3, here=0.5))
+_TARGETS = 6
+"""Ends of the step that are tried, by halves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """A fill with the figures of its step."""
+
+    fill: Fill
+    estimate: Estimate
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Sorts fills, the best first."""
+        return self.estimate.step_ms, self.estimate.makespan_ms
+
+
+def fill_plan(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    parts: Sequence[FrozenPart],
+    *,
+    memory_bytes: int | None = None,
+    solver_seconds: float = 10.0,
+    shard_optimizer: bool = False,
+    reduce_early: bool | None = None,
+) -> Plan:
+    """The plan with frozen work for the next step's batch in its idle time.
+
+    Args:
+        parts: for the plan's microbatch size.
+        memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's.
+        solver_seconds: time for HiGHS, where the instance is small enough for it; 0: the greedy only.
+
+    Raises:
+        PlanError: the parts do not fit the model.
+        InfeasibleError: no rank has the memory that a part needs.
+    """
+    empty = replace(plan, fill=None)
+    instance = Instance(empty, profile, cluster, shard_optimizer=shard_optimizer)
+    cap = cluster.memory_bytes if memory_bytes is None else memory_bytes
+    way = _Ways(instance, _checked(parts, plan), cap, reduce_early)
+    best = way.best(solver_seconds)
+    return replace(plan, fill=best.fill, estimate=best.estimate)
+
+
+def _checked(parts: Sequence[FrozenPart], plan: Plan) -> tuple[FrozenPart, ...]:
+    for part in parts:
+        outside = [layer for layer in part.targets if layer >= plan.num_layers]
+        if outside:
+            raise PlanError(
+                f"frozen part {part.name!r}: expected targets below the model's {plan.num_layers} layers, found "
+                f"{outside[0]}"
+            )
+        if not part.targets and not any(part.name in other.needs for other in parts):
+            raise PlanError(
+                f"frozen part {part.name!r}: neither a layer of the model (targets) nor a frozen part (needs) reads "
+                "it; name its readers or leave it out"
+            )
+        strange = [rank for rank in part.ranks or () if rank >= plan.pipeline_ranks]
+        if strange:
+            raise PlanError(
+                f"frozen part {part.name!r}: ranks: expected pipeline ranks below {plan.pipeline_ranks}, found "
+                f"{strange[0]}"
+            )
+    return in_order(parts)
+
+
+class _Ways:
+    """Everything that is tried for one plan."""
+
+    def __init__(self, instance: Instance, parts: tuple[FrozenPart, ...], cap: int, reduce_early: bool | None) -> None:
+        self._instance, self._parts, self._cap, self._early = instance, parts, cap, reduce_early
+        timeline = run(instance, instance.plan.schedule)
+        self._pipeline = summarize(instance, timeline, reduce_early=reduce_early)
+        self._starts = {span.action: span.start_ms for span in timeline.spans}
+        self._allowed = allowed_ranks(instance, parts, self._pipeline.peak_bytes, cap)
+
+    def best(self, seconds: float) -> Filled:
+        """The fill with the shortest step that keeps to the memory."""
+        first = self._scored(self._up_front(), "up front")
+        shortest = self._pipeline.makespan_ms
+        found = [first, *self._greedy(self._starts)]
+        longest = min(filled.estimate.makespan_ms for filled in found)
+        for _ in range(_TARGETS):
+            if longest <= shortest * (1 + 1e-3):
+                break
+            target = (shortest + longest) / 2
+            some = list(self._greedy(latest_starts(self._instance, target)))
+            found += some
+            reached = min(filled.estimate.makespan_ms for filled in some)
+            if reached <= target * (1 + 1e-6):
+                longest = target
+            else:
+                shortest = target
+        best = self._fitting(found)
+        return self._fitting([best, *self._assigned(best, seconds)])
+
+    def _assigned(self, greedy: Filled, seconds: float) -> Iterator[Filled]:
+        """What HiGHS makes of the gaps that the actions leave, with their times without and with greedy's work."""
+        least = min(layer.forward_ms for part in self._parts for layer in part.layers)
+        filled = replace(self._instance.plan, fill=greedy.fill)
+        upper_ms = greedy.estimate.makespan_ms
+        for plan in (self._instance.plan, filled):
+            gaps = gaps_of(self._instance, simulate(plan, self._instance.profile, self._instance.cluster), least)
+            program = Assignment(self._instance, self._parts, self._allowed, gaps, upper_ms)
+            if seconds <= 0 or program.num_columns > MOST_COLUMNS:
+                continue
+            runs = program.solve(seconds / 2)
+            if runs is not None:
+                yield self._scored(runs, "assignment")
+
+    def _fitting(self, found: Sequence[Filled]) -> Filled:
+        fits = [filled for filled in found if max(filled.estimate.peak_bytes) <= self._cap]
+        if not fits:
+            needed = min(max(filled.estimate.peak_bytes) for filled in found)
+            raise InfeasibleError(
+                f"frozen parts: a rank needs {needed / 1e9:.3f} GB with them, {self._cap / 1e9:.3f} GB are allowed; "
+                "raise the memory limit, use more ranks or smaller microbatches",
+                needed_bytes=needed,
+            )
+        return min(fits, key=lambda filled: filled.key)
+
+    def _greedy(self, latest: Mapping[Action, float]) -> Iterator[Filled]:
+        for taste in _TASTES:
+            runs = Filler(self._instance, self._parts, self._allowed, latest, taste).fill()
+            yield self._scored(runs, "greedy")
+
+    def _up_front(self) -> Runs:
+        """All of it before the first action: what filling has to beat."""
+        never = dict.fromkeys(self._starts, -1.0)
+        alone = replace(self._instance.plan, schedule=((),) * self._instance.num_ranks)
+        instance = Instance(alone, self._instance.profile, self._instance.cluster)
+        return Filler(instance, self._parts, self._allowed, never, Taste(fit=0.0, left=1.0)).fill()
+
+    def _scored(self, runs: Runs, solver: str) -> Filled:
+        fill = with_hand_overs(self._instance, self._parts, runs, solver)
+        plan = replace(self._instance.plan, fill=fill)
+        instance = Instance(
+            plan, self._instance.profile, self._instance.cluster, shard_optimizer=self._instance.shard_optimizer
+        )
+        return Filled(fill=fill, estimate=summarize(instance, run(instance, plan.schedule), reduce_early=self._early))
+
+
+def allowed_ranks(
+    instance: Instance, parts: Sequence[FrozenPart], peaks: Sequence[int], cap: int
+) -> dict[str, tuple[int, ...]]:
+    """Per part, the ranks with room for its weights, what its layers need to run, and its results.
+
+    Raises:
+        InfeasibleError: a part has none.
+    """
+    microbatches = instance.plan.microbatches
+    free = [cap - peak for peak in peaks]
+    for part in parts:
+        for rank in reading_ranks(instance.plan, part):
+            free[rank] -= 2 * microbatches * part.output_bytes
+    found: dict[str, tuple[int, ...]] = {}
+    for part in sorted(parts, key=lambda part: -part.forward_ms):
+        need = _most_bytes(part, microbatches)
+        fitting = [r for r in part.ranks or range(instance.num_ranks) if free[r] >= need]
+        if not fitting:
+            most = max(free[r] for r in part.ranks or range(instance.num_ranks))
+            raise InfeasibleError(
+                f"frozen part {part.name!r} needs {need / 1e9:.3f} GB on a rank that runs it; beside the model's own "
+                f"{most / 1e9:.3f} GB of {cap / 1e9:.3f} GB are left at best; raise the memory limit, use more ranks "
+                "or smaller microbatches",
+                needed_bytes=cap - most + need,
+            )
+        for rank in fitting:
+            free[rank] -= need
+        found[part.name] = tuple(fitting)
+    return found
+
+
+def _most_bytes(part: FrozenPart, microbatches: int) -> int:
+    """What a rank that runs the part never exceeds: weights, a layer at work, shares begun, results not yet sent."""
+    begun = (MOST_OPEN + 2) * max(layer.output_bytes for layer in part.layers)
+    working = max(layer.activation_bytes for layer in part.layers)
+    return part.param_bytes + working + begun + microbatches * part.output_bytes

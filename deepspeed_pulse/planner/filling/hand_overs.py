@@ -1,0 +1,104 @@
+"""When the results of frozen work start on their way: at once where this step needs them, else while the link idles."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from deepspeed_pulse.ir.fill import Fill, Filling, FrozenPart, FrozenRun, HandOver
+from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.planner.cost import link
+from deepspeed_pulse.planner.filled import reading_ranks
+from deepspeed_pulse.planner.filling.greedy import Runs
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.simulate import simulate
+
+Pair = tuple[int, int]
+
+
+def with_hand_overs(instance: Instance, parts: Sequence[FrozenPart], runs: Runs, solver: str) -> Fill:
+    """Frozen runs with everything that has to travel: between parts, within a part, and to the ranks that read."""
+    at_once, later = _needed(instance, parts, runs)
+    rows = []
+    for rank, row in enumerate(runs):
+        found: list[Filling] = []
+        for filling in row:
+            found.append(filling)
+            found += [Filling(filling.position, work) for work in at_once.get((rank, filling.work), ())]
+        rows.append(tuple(found))
+    fill = Fill(parts=tuple(parts), rows=tuple(rows), solver=solver)
+    return _while_links_idle(instance, fill, later) if later else fill
+
+
+def _needed(
+    instance: Instance, parts: Sequence[FrozenPart], runs: Runs
+) -> tuple[dict[tuple[int, object], list[HandOver]], list[tuple[int, HandOver]]]:
+    """Hand-overs behind a run of a rank; and those that only the next step needs, with the rank that sends."""
+    by_name = {part.name: part for part in parts}
+    every = [(rank, filling.work) for rank, row in enumerate(runs) for filling in row]
+    begins = {(w.part, w.microbatch, w.first): rank for rank, w in every if isinstance(w, FrozenRun)}
+    wanted: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for rank, work in every:
+        for name in by_name[work.part].needs:
+            wanted[name, work.microbatch].add(rank)
+    readers = {part.name: set(reading_ranks(instance.plan, part)) for part in parts}
+    at_once: dict[tuple[int, object], list[HandOver]] = {}
+    later: list[tuple[int, HandOver]] = []
+    for rank, work in every:
+        assert isinstance(work, FrozenRun)
+        m, end = work.microbatch, work.end
+        whole = end == len(by_name[work.part].layers)
+        now = wanted[work.part, m] if whole else {begins[work.part, m, end]}
+        hand_overs = [HandOver(work.part, end, m, target) for target in sorted(now - {rank})]
+        if hand_overs:
+            at_once[rank, work] = hand_overs
+        if whole:
+            later += [(rank, HandOver(work.part, end, m, to)) for to in sorted(readers[work.part] - now - {rank})]
+    return at_once, later
+
+
+def _while_links_idle(instance: Instance, fill: Fill, later: Sequence[tuple[int, HandOver]]) -> Fill:
+    """Each goes out at the first place in its rank's row at which no later message has to wait for it."""
+    timeline = simulate(replace(instance.plan, fill=fill), instance.profile, instance.cluster)
+    busy = _busy(instance, timeline, fill)
+    rows = [list(row) for row in fill.rows]
+    made = {(s.run.part, s.run.end, s.run.microbatch): s.end_ms for s in timeline.frozen}
+    free = [_free_times(instance, timeline, rank, fill) for rank in range(timeline.num_ranks)]
+    for rank, work in sorted(later, key=lambda item: made[item[1].part, item[1].done, item[1].microbatch]):
+        pair = (rank, work.target_rank)
+        transfer_ms = link(instance.cluster, instance.plan, *pair).transfer_ms(fill.num_bytes(work))
+        ready = made[work.part, work.done, work.microbatch]
+        last = len(free[rank]) - 1
+        for position, time in enumerate(free[rank]):
+            if time < ready - 1e-9:
+                continue
+            if position == last or all(end <= time or start >= time + transfer_ms for start, end in busy[pair]):
+                rows[rank].append(Filling(position, work))
+                busy[pair].append((time, time + transfer_ms))
+                break
+    ordered = (tuple(sorted(row, key=lambda filling: filling.position)) for row in rows)
+    return replace(fill, rows=tuple(ordered))
+
+
+def _busy(instance: Instance, timeline: Timeline, fill: Fill) -> Mapping[Pair, list[tuple[float, float]]]:
+    """Per directed link, from when until when messages occupy it."""
+    found: dict[Pair, list[tuple[float, float]]] = defaultdict(list)
+    for t in timeline.transfers:
+        found[t.source_rank, t.target_rank].append((t.leave_ms, t.leave_ms + instance.delay(t.message).transfer_ms))
+    for c in timeline.carried:
+        pair = (c.source_rank, c.hand_over.target_rank)
+        way = link(instance.cluster, instance.plan, *pair)
+        found[pair].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
+    return found
+
+
+def _free_times(instance: Instance, timeline: Timeline, rank: int, fill: Fill) -> list[float]:
+    """Per position in a rank's row, when the rank gets there with its frozen runs there behind it."""
+    ends = {span.action: span.end_ms for span in timeline.spans_of(rank)}
+    times = [0.0, *(ends[action] for action in instance.plan.schedule[rank])]
+    finished = {span.run: span.end_ms for span in timeline.frozen_of(rank)}
+    for filling in fill.rows[rank]:
+        if isinstance(filling.work, FrozenRun):
+            times[filling.position] = max(times[filling.position], finished[filling.work])
+    return times
