@@ -191,9 +191,35 @@ def test_show_writes_what_the_suffix_asks_for() -> None:
     assert not list(Path().glob(".*"))
 
 
+@pytest.mark.usefixtures("planned")
+def test_show_draws_a_model_and_the_cuts_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("show profile.json --out a.svg") == 0
+    printed = capsys.readouterr().out
+    assert "block7" in printed and "costs: cpu" in printed
+    assert run("show profile.json --plan plan.json --out b.svg --out b.png") == 0
+    alone, cut = Path("a.svg").read_text(), Path("b.svg").read_text()
+    assert "block7  7" in alone and "rank 1" not in alone
+    assert "stage 1" in cut and "rank 1" in cut
+    assert Path("b.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("planned")
+def test_show_reads_a_pipe() -> None:
+    command = f"cat profile.json | {sys.executable} -m deepspeed_pulse.cli show /dev/stdin"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 ERRORS = {
     "show nowhere.json": "nowhere.json",
-    "show profile.json": "profile.json: field 'format': expected 'pulse-plan/1', found 'pulse-profile/1'",
+    "show cluster.json": "cluster.json: field 'format': expected 'pulse-plan/1' or 'pulse-profile/1', found 'pulse-cl",
+    "show profile.json --out a.html": "--out a.html: expected a name ending in one of .png, .svg, .pdf",
+    "show profile.json --cluster cluster.json": "--cluster goes with a plan: profile.json is a profile",
+    "show profile.json --memory": "--memory goes with a plan",
+    "show profile.json --plan nowhere.json": "nowhere.json: cannot be read",
+    "show profile.json --plan cluster.json": "expected 'pulse-plan/1', found 'pulse-cluster/1'",
+    "show other.json --plan plan.json": "plan.json was made from another profile than other.json",
+    "show plan.json --plan plan.json": "--plan goes with a profile: plan.json is none",
     "show plan.json --out a.gif": "--out a.gif: expected a name ending in one of .png, .svg",
     "show plan.json --profile profile.json": "--profile and --cluster go together",
     "show plan.json --memory": "--memory needs --profile and --cluster",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,21 @@ def test_two_runs_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         assert run(TUNE) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    assert run(TUNE) == 0
+    text = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+    assert re.search(r"(\d+)/\1 \d:\d\d:\d\d best [\d.]+ samples/s", text), "all choices are decided at the end"
+    assert "\x1b[2K" in text[-20:], "the line is erased"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import contextlib
 import io
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ TFLOPS = 312.0
 
 def profile(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.report.files import replacing
-    from deepspeed_pulse.report.profiles import profile_table
+    from deepspeed_pulse.report.profiles import layer_times, profile_table
     from deepspeed_pulse.report.progress import visiting
 
     if arguments.tflops is not None and not arguments.estimate:
@@ -58,8 +58,7 @@ def profile(arguments: argparse.Namespace) -> int:
             timed = measure_profile(job, watch=watch)
             profile = timed.profile
             figures = {
-                "forward ms": [layer.forward_ms for layer in profile.layers],
-                "backward ms": [layer.backward_ms for layer in profile.layers],
+                **layer_times(profile),
                 "spread %": [100 * spread for spread in timed.spread],
             }
             note = f"measured on {profile.device}: medians; spread is (largest - smallest) / median"
@@ -129,8 +128,7 @@ def tune(arguments: argparse.Namespace) -> int:
 
     if arguments.config and not arguments.out:
         raise ConfigError("--config names the plan file: give --out PLAN, too")
-    if arguments.picture and Path(arguments.picture).suffix not in IMAGES:
-        raise ConfigError(f"--picture {arguments.picture}: expected a name ending in one of {', '.join(IMAGES)}")
+    _check_suffixes([arguments.picture] if arguments.picture else [], IMAGES, "--picture")
     if (arguments.verify is None) != (arguments.model is None):
         raise ConfigError("--verify K and --model MODEL go together: what is run, and how many choices of it")
     if arguments.granularity and arguments.model is None:
@@ -196,7 +194,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.planner.simulate import summarize
     from deepspeed_pulse.report.tables import estimate_table
 
-    plan, profile, cluster = _costs(arguments, Plan.load(arguments.plan))
+    plan, profile, cluster = _costs(arguments, arguments.plan, Plan.load(arguments.plan))
     timeline = _simulate(arguments.plan, plan, profile, cluster)
     shard = arguments.zero_stage == 1
     estimate = summarize(Instance(plan, profile, cluster, shard_optimizer=shard), timeline)
@@ -219,17 +217,51 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir import plan, profile
+    from deepspeed_pulse.ir.fields import read_file, read_format
+
+    text = read_file(arguments.file)  # once: it may be a pipe
+    found = read_format(text, arguments.file, (plan.FORMAT, profile.FORMAT))
+    return _show_plan(arguments, text) if found == plan.FORMAT else _show_model(arguments, text)
+
+
+def _show_model(arguments: argparse.Namespace, text: str) -> int:
+    """A profile: its layers, and where a plan cuts them."""
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.report.files import IMAGES, replacing
+    from deepspeed_pulse.report.profiles import layer_times, profile_table
+
+    for option in ("profile", "cluster", "memory"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option} goes with a plan: {arguments.file} is a profile, whose cuts --plan gives")
+    _check_suffixes(arguments.out, IMAGES)
+    profile = Profile.from_json(text, arguments.file)
+    plan = None if arguments.plan is None else Plan.load(arguments.plan)
+    if plan is not None:
+        _check_origin(arguments.plan, plan, arguments.file, profile)
+        _check_plan(arguments.plan, plan, profile)
+    with contextlib.ExitStack() as files:
+        for path in arguments.out:
+            from deepspeed_pulse.report.model import draw_model  # loads matplotlib
+
+            draw_model(profile, files.enter_context(replacing(path)), plan=plan)
+    _print(profile_table(profile, layer_times(profile), note=f"costs: {profile.device}"))
+    return OK
+
+
+def _show_plan(arguments: argparse.Namespace, text: str) -> int:
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.report.files import SUFFIXES, replacing, write
     from deepspeed_pulse.report.grid import schedule_grid
     from deepspeed_pulse.report.tables import plan_table
 
-    for path in arguments.out:
-        if Path(path).suffix not in SUFFIXES:
-            raise ConfigError(f"--out {path}: expected a name ending in one of {', '.join(SUFFIXES)}")
-    plan = Plan.load(arguments.plan)
-    runnable, profile, cluster = _costs(arguments, plan)
-    timeline = _simulate(arguments.plan, runnable, profile, cluster)
+    if arguments.plan is not None:
+        raise ConfigError(f"--plan goes with a profile: {arguments.file} is none")
+    _check_suffixes(arguments.out, SUFFIXES)
+    plan = Plan.from_json(text, arguments.file)
+    runnable, profile, cluster = _costs(arguments, arguments.file, plan)
+    timeline = _simulate(arguments.file, runnable, profile, cluster)
     with contextlib.ExitStack() as files:
         for path in arguments.out:
             write(files.enter_context(replacing(path)), plan, timeline, memory=arguments.memory)
@@ -242,9 +274,7 @@ def report(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.report.files import PICTURES, replacing, write_rows
     from deepspeed_pulse.report.runs import collect, environment_table, report, timelines
 
-    for path in arguments.out:
-        if Path(path).suffix not in PICTURES:
-            raise ConfigError(f"--out {path}: expected a name ending in one of {', '.join(PICTURES)}")
+    _check_suffixes(arguments.out, PICTURES)
     if not arguments.path:
         if arguments.out:
             raise ConfigError("--out goes with the folder or file of a run")
@@ -264,7 +294,13 @@ def report(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _costs(arguments: argparse.Namespace, plan: Plan) -> tuple[Plan, Profile, Cluster]:
+def _check_suffixes(paths: Sequence[str], suffixes: Sequence[str], option: str = "--out") -> None:
+    for path in paths:
+        if Path(path).suffix not in suffixes:
+            raise ConfigError(f"{option} {path}: expected a name ending in one of {', '.join(suffixes)}")
+
+
+def _costs(arguments: argparse.Namespace, path: str, plan: Plan) -> tuple[Plan, Profile, Cluster]:
     """The plan with the costs it is drawn with."""
     from deepspeed_pulse.ir.clusters import load_cluster
     from deepspeed_pulse.ir.profile import Profile
@@ -277,18 +313,22 @@ def _costs(arguments: argparse.Namespace, plan: Plan) -> tuple[Plan, Profile, Cl
             raise ConfigError("--memory needs --profile and --cluster: unit times say nothing about bytes")
         return with_unit_costs(plan)
     profile = Profile.load(arguments.profile)
-    if plan.profile_fingerprint not in (None, profile.fingerprint):
-        raise PlanError(
-            f"{arguments.plan} was made from another profile than {arguments.profile}: expected fingerprint "
-            f"{plan.profile_fingerprint}, found {profile.fingerprint}; give the profile it was made from"
-        )
+    _check_origin(path, plan, arguments.profile, profile)
     cluster = load_cluster(arguments.cluster)
     if plan.pipeline_ranks * plan.data_parallel > cluster.num_ranks:
         raise PlanError(
-            f"{arguments.plan} is for {plan.pipeline_ranks} x {plan.data_parallel} ranks, {arguments.cluster} has "
+            f"{path} is for {plan.pipeline_ranks} x {plan.data_parallel} ranks, {arguments.cluster} has "
             f"{cluster.num_ranks}; give a larger cluster"
         )
     return plan, profile, cluster
+
+
+def _check_origin(path: str, plan: Plan, profile_path: str, profile: Profile) -> None:
+    if plan.profile_fingerprint not in (None, profile.fingerprint):
+        raise PlanError(
+            f"{path} was made from another profile than {profile_path}: expected fingerprint "
+            f"{plan.profile_fingerprint}, found {profile.fingerprint}; give the profile it was made from"
+        )
 
 
 def _costs_note(arguments: argparse.Namespace) -> str | None:
@@ -296,15 +336,21 @@ def _costs_note(arguments: argparse.Namespace) -> str | None:
 
 
 def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
-    """The timeline of a plan that can run; a :class:`PlanError` that lists what is wrong with any other."""
+    """The timeline of a plan that can run."""
+    from deepspeed_pulse.planner.simulate import simulate
+
+    _check_plan(path, plan, profile)
+    return simulate(plan, profile, cluster)
+
+
+def _check_plan(path: str, plan: Plan, profile: Profile) -> None:
+    """A :class:`PlanError` that lists what is wrong with a plan that cannot run."""
     from deepspeed_pulse.planner.checks.validate import violations
     from deepspeed_pulse.planner.routes import named_values
-    from deepspeed_pulse.planner.simulate import simulate
 
     found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))
     if found:
         raise PlanError(f"{path}: the plan cannot run: {'; '.join(found)}")
-    return simulate(plan, profile, cluster)
 
 
 def _width() -> int:

@@ -157,9 +157,10 @@ def _add_zero_stage(command: argparse.ArgumentParser) -> None:
 
 
 def _add_show(subparsers: argparse._SubParsersAction[_Parser]) -> None:
-    show = subparsers.add_parser("show", help="a plan as grid, picture, trace or table")
+    show = subparsers.add_parser("show", help="a plan as grid, picture, trace or table; a profile's layers and skips")
     show.set_defaults(command=commands.show)
-    show.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/1)")
+    show.add_argument("file", metavar="FILE", help="a plan (pulse-plan/1) or a profile (pulse-profile/1)")
+    show.add_argument("--plan", help="goes with a profile: draw this plan's cuts, and what it sends")
     show.add_argument("--profile", help="real times; without it a forward takes 1 ms, a backward 2 ms")
     show.add_argument("--cluster", help="goes with --profile")
     show.add_argument("--memory", action="store_true", help="draw each rank's live bytes too (needs --profile)")
@@ -168,7 +169,8 @@ def _add_show(subparsers: argparse._SubParsersAction[_Parser]) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="picture (.png .svg .pdf), page (.html), Perfetto trace (.json), torch's action table (.csv); repeatable",
+        help="picture (.png .svg .pdf); of a plan also page (.html), Perfetto trace (.json), torch's action table "
+        "(.csv); repeatable",
     )
 
 

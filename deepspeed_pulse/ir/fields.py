@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,15 +133,27 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_json(text: str, where: str, expected_format: str) -> Fields:
     """Parse ``text`` as an object whose ``format`` is ``expected_format``."""
+    fields = _parse(text, where)
+    if fields.raw("format") != expected_format:
+        raise fields.error("format", f"{expected_format!r}")
+    return fields
+
+
+def read_format(text: str, where: str, expected: Sequence[str]) -> str:
+    """Which of the expected formats ``text`` has."""
+    fields = _parse(text, where)
+    found = fields.raw("format")
+    if found not in expected:
+        raise fields.error("format", " or ".join(map(repr, expected)))
+    return str(found)
+
+
+def _parse(text: str, where: str) -> Fields:
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as problem:
         raise FileError(f"{where}: not a JSON file: {problem}") from None
-    fields = Fields(data, where)
-    found = fields.raw("format")
-    if found != expected_format:
-        raise fields.error("format", f"{expected_format!r}")
-    return fields
+    return Fields(data, where)
 
 
 def read_file(path: str | Path) -> str:

@@ -18,53 +18,50 @@ Visit = Callable[[str, int, int], None]
 """Takes the name of a layer, its index and the number of layers."""
 
 
+Move = Callable[[str, int, int | None], None]
+"""Takes what is going on, how much is done, and how much there is if that is known."""
+
+
 @contextlib.contextmanager
 def solving(stream: TextIO) -> Iterator[Show | None]:
     """Best schedule and bound while the block runs; None where nobody watches."""
-    with _line(stream, "cutting the layer list") as say:
-        yield None if say is None else lambda best_ms, bound_ms: say(describe(best_ms, bound_ms))
+    with _line(stream, "cutting the layer list") as move:
+        yield None if move is None else lambda best_ms, bound_ms: move(describe(best_ms, bound_ms), 0, None)
 
 
 @contextlib.contextmanager
 def visiting(stream: TextIO) -> Iterator[Visit | None]:
-    """The layer at hand while the block runs; None where nobody watches."""
-    with _line(stream, "building the model") as say:
-        yield None if say is None else lambda name, index, total: say(f"layer {index + 1} of {total}: {name}")
+    """The layer at hand and a bar over all of them while the block runs; None where nobody watches."""
+    with _line(stream, "building the model", bar=True) as move:
+        yield None if move is None else lambda name, index, total: move(f"layer {index + 1}: {name}", index, total)
 
 
 @contextlib.contextmanager
 def counting(stream: TextIO) -> Iterator[Count | None]:
-    """A bar over the choices while the block runs; None where nobody watches."""
-    if not stream.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        task = bar.add_task("choices", total=None)
-
-        def show(done: int, total: int, best: float) -> None:
-            bar.update(task, completed=done, total=total, description=f"best {best:.4g} samples/s", refresh=True)
-
-        yield show
+    """The best choice so far and a bar over all of them while the block runs; None where nobody watches."""
+    with _line(stream, "bounding the choices", bar=True) as move:
+        yield None if move is None else lambda done, total, best: move(f"best {best:.4g} samples/s", done, total)
 
 
 @contextlib.contextmanager
-def _line(stream: TextIO, first: str) -> Iterator[Callable[[str], None] | None]:
+def _line(stream: TextIO, first: str, *, bar: bool = False) -> Iterator[Move | None]:
     """A line that moves while the block runs and is gone afterwards."""
     if not stream.isatty():
         yield None
         return
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    what, elapsed = TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = (BarColumn(), MofNCompleteColumn(), elapsed, what) if bar else (SpinnerColumn(), what, elapsed)
     with Progress(*columns, console=Console(file=stream), transient=True) as line:
         task = line.add_task(first, total=None)
-        yield lambda text: line.update(task, description=escape(text), refresh=True)
+
+        def move(text: str, done: int, total: int | None) -> None:
+            line.update(task, description=escape(text), completed=done, total=total, refresh=True)
+
+        yield move
 
 
 def describe(best_ms: float, bound_ms: float) -> str:

@@ -1,0 +1,262 @@
+"""A model as a picture, layer by layer: named values above, times and bytes as bars below, a plan's cuts across them.
+
+A value with one reader is an arc from the layer that stashes it to the layer that pops it; one with several is a line
+with a dot for each. What a plan sends to another rank is dashed, or hollow, and red: the picture reads in grey too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.report import words
+
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+_FORWARD, _BACKWARD, _BACKWARD_EDGE, _BYTES = "#cfe3f7", "#2f6db0", "#5f93ca", "#8d8d8d"
+_STAYS, _TRAVELS = "#3b3b3b", "#c2452d"
+_DASHES = (0, (3, 1.2))
+_AWAY = {"marker": "o", "markersize": 3.4, "markerfacecolor": "white", "markeredgecolor": _TRAVELS}
+_THIN, _THICK = 0.6, 4.5
+"""Points: widths of the arcs of the smallest values and, where layers have room, of the largest one."""
+_LAYER_INCHES, _MOST_INCHES, _MOST_NAMES = 0.15, 26.0, 160
+_RAILS = 12
+"""Values with several readers that get a line of their own, the largest first; the rest is counted."""
+_NAME_LETTERS = 34
+_LABEL_POINTS = 34.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Value:
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    bytes: int
+    away: frozenset[int]
+    """Readers that a plan has on another rank than the producer."""
+
+    @property
+    def width(self) -> int:
+        return self.targets[-1] - self.source
+
+
+def draw_model(profile: Profile, path: str | Path, *, plan: Plan | None = None) -> None:
+    """Write the picture.
+
+    Args:
+        profile: layer costs and named values, for one microbatch.
+        path: ``.png``, ``.svg`` or ``.pdf``, by its suffix.
+        plan: whose cuts are drawn; one for this profile's layers.
+    """
+    with matplotlib.rc_context(_STYLE):
+        model_figure(profile, plan=plan).savefig(path, dpi=120)
+
+
+def model_figure(profile: Profile, *, plan: Plan | None = None) -> Figure:
+    """The picture of :func:`draw_model`, not yet written."""
+    values = _values(profile, plan)
+    arcs = [value for value in values if len(value.targets) == 1]
+    several = sorted((v for v in values if len(v.targets) > 1), key=lambda v: -v.bytes * len(v.targets))
+    rails, rest = several[:_RAILS], several[_RAILS:]
+    heights = [2.3 if arcs else 0.5, 0.19 * len(rails) + 0.1, 1.7, 1.1, 1.1]
+    width = min(max(9.0, _LAYER_INCHES * profile.num_layers + 2.2), _MOST_INCHES)
+    names = [_short(layer.name) for layer in profile.layers]
+    below = 0.075 * max(map(len, names)) + 1.2
+    figure = Figure(figsize=(width, sum(heights) + below), layout="constrained")
+    figure.suptitle(_title(profile, plan), fontsize=10, x=0.01, ha="left", parse_math=False)
+    top, lines, times, weights, kept = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    largest = max((value.bytes for value in arcs), default=0)
+    room = 72 * (width - 2) / profile.num_layers
+    thick = min(max(_THIN, 0.45 * room), _THICK)
+    _draw_arcs(top, arcs, largest, thick)
+    _draw_rails(lines, rails, rest)
+    _draw_times(times, profile)
+    _draw_bytes(weights, [layer.param_bytes for layer in profile.layers], "parameters")
+    _draw_bytes(kept, [layer.activation_bytes for layer in profile.layers], "activations", plan)
+    if plan is not None:
+        _draw_cuts((top, lines, times, weights, kept), plan, room)
+    _name_layers(kept, names, room)
+    figure.legend(
+        handles=_legend(values, largest, thick, plan), loc="outside lower left", ncols=8, frameon=False, fontsize=8
+    )
+    return figure
+
+
+def _values(profile: Profile, plan: Plan | None) -> list[_Value]:
+    """The profile's skips, entries of one name joined."""
+    targets: dict[str, list[int]] = {}
+    for skip in profile.skips:
+        targets.setdefault(skip.name, []).append(skip.target)
+    first = {skip.name: skip for skip in reversed(profile.skips)}
+    found = []
+    for name, readers in targets.items():
+        skip = first[name]
+        away = [] if plan is None else [t for t in readers if plan.rank_of_layer(t) != plan.rank_of_layer(skip.source)]
+        found.append(
+            _Value(
+                name=name,
+                source=skip.source,
+                targets=tuple(sorted(readers)),
+                bytes=skip.bytes,
+                away=frozenset(away),
+            )
+        )
+    return found
+
+
+def _title(profile: Profile, plan: Plan | None) -> str:
+    forward, backward, kept = (
+        sum(getattr(layer, name) for layer in profile.layers)
+        for name in ("forward_ms", "backward_ms", "activation_bytes")
+    )
+    lines = [
+        f"{profile.name}: {profile.num_layers} layers, {profile.dtype}, microbatches of {profile.microbatch_size}, "
+        f"{profile.device}",
+        f"forward {words.milliseconds(forward)}, backward {words.milliseconds(backward)}, parameters "
+        f"{words.gigabytes(profile.param_bytes)} GB, activations {words.gigabytes(kept)} GB",
+    ]
+    if plan is not None:
+        lines[1] += f"; {plan.num_stages} stages on {plan.pipeline_ranks} ranks"
+    return "\n".join(lines)
+
+
+def _line_width(num_bytes: int, largest: int, thick: float) -> float:
+    """By the root of the bytes: a value of a hundredth is a tenth as wide."""
+    return _THIN + (thick - _THIN) * math.sqrt(num_bytes / largest) if largest else _THIN
+
+
+def _draw_arcs(axes: Axes, arcs: Sequence[_Value], largest: int, thick: float) -> None:
+    widest = max((arc.width for arc in arcs), default=1)
+    for away, colour, dashes in ((False, _STAYS, "-"), (True, _TRAVELS, _DASHES)):
+        mine = [arc for arc in arcs if bool(arc.away) is away]
+        curves = [_curve(arc.source, arc.targets[0], arc.width / widest) for arc in mine]
+        widths = [_line_width(arc.bytes, largest, thick) for arc in mine]
+        axes.add_collection(LineCollection(curves, colors=colour, linewidths=widths, linestyles=[dashes], alpha=0.8))
+    axes.set_ylim(0, 1.06)
+    _bare(axes)
+    axes.set_ylabel("skips" if arcs else "no skips", rotation=0, ha="right", va="center")
+
+
+def _curve(source: int, target: int, height: float) -> list[tuple[float, float]]:
+    """Half an ellipse; flat ones keep a height that can be seen."""
+    middle, half, steps = (source + target) / 2, (target - source) / 2, 48
+    height = 0.08 + 0.92 * height
+    angles = [math.pi * (1 - step / steps) for step in range(steps + 1)]
+    return [(middle + half * math.cos(angle), height * math.sin(angle)) for angle in angles]
+
+
+def _draw_rails(axes: Axes, rails: Sequence[_Value], rest: Sequence[_Value]) -> None:
+    """A square where the value is made, a dot where it is read, hollow on another rank."""
+    for row, rail in enumerate(rails):
+        axes.plot([rail.source, rail.targets[-1]], [row, row], color=_STAYS, linewidth=0.8)
+        axes.plot(rail.source, row, "s", color=_STAYS, markersize=4)
+        here = [target for target in rail.targets if target not in rail.away]
+        axes.plot(here, [row] * len(here), "o", color=_STAYS, markersize=3)
+        axes.plot(sorted(rail.away), [row] * len(rail.away), linestyle="none", **_AWAY)
+    axes.set_ylim(len(rails) - 0.4, -0.6)
+    _bare(axes)
+    labels = [f"{_short(rail.name)} ({words.megabytes(rail.bytes)})" for rail in rails]
+    axes.set_yticks(range(len(rails)), labels, fontsize=7, parse_math=False)
+    axes.tick_params(axis="y", length=0)
+    if rest:
+        sizes = words.megabytes(max(value.bytes for value in rest))
+        axes.set_xlabel(f"and {len(rest)} more values with several readers, of {sizes} at most", fontsize=7)
+
+
+def _draw_times(axes: Axes, profile: Profile) -> None:
+    forward = [layer.forward_ms for layer in profile.layers]
+    backward = [layer.backward_ms for layer in profile.layers]
+    axes.bar(range(len(forward)), forward, color=_FORWARD, edgecolor=_BACKWARD_EDGE, linewidth=0.4, width=0.8)
+    axes.bar(
+        range(len(forward)),
+        backward,
+        bottom=forward,
+        color=_BACKWARD,
+        edgecolor=_BACKWARD_EDGE,
+        linewidth=0.4,
+        hatch="////",
+        width=0.8,
+    )
+    axes.set_ylabel("ms")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_bytes(axes: Axes, sizes: Sequence[int], what: str, plan: Plan | None = None) -> None:
+    """Hollow where the plan runs a layer again in backward and keeps its input only."""
+    unit, letter = (1e9, "GB") if max(sizes) >= 1e9 else (1e6, "MB")
+    again = set() if plan is None else set(plan.recompute)
+    faces = ["white" if index in again else _BYTES for index in range(len(sizes))]
+    axes.bar(
+        range(len(sizes)), [size / unit for size in sizes], color=faces, edgecolor=_BYTES, linewidth=0.6, width=0.8
+    )
+    axes.set_ylabel(f"{what}\n{letter}")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_cuts(all_axes: Sequence[Axes], plan: Plan, room: float) -> None:
+    """A line at each cut, every second stage shaded, rank and stage above."""
+    top = all_axes[0]
+    for stage in range(plan.num_stages):
+        first, end = plan.boundaries[stage] - 0.5, plan.boundaries[stage + 1] - 0.5
+        for axes in all_axes:
+            if stage % 2 == 1:
+                axes.axvspan(first, end, color="#f0f0f0", linewidth=0, zorder=0)
+            if stage:
+                axes.axvline(first, color="#000000", linewidth=0.8, linestyle=(0, (1, 1.5)))
+        rank, wide = plan.placement[stage], (end - first) * room > _LABEL_POINTS
+        label = f"stage {stage}\nrank {rank}" if wide else f"{stage}\nr{rank}"
+        place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
+        top.annotate(label, ((first + end) / 2, 1.0), fontsize=7, **place)
+
+
+def _name_layers(axes: Axes, names: Sequence[str], room: float) -> None:
+    """All of them where a layer has the room in points, else every second, fifth, ..."""
+    step = next(n for n in (1, 2, 5, 10, 20, 50, 100, len(names)) if len(names) / n <= _MOST_NAMES)
+    places = range(0, len(names), step)
+    size = min(8.0, max(5.0, 0.8 * room * step))
+    axes.set_xticks(places, [f"{names[i]}  {i}" for i in places], rotation=90, fontsize=size, parse_math=False)
+    axes.set_xlim(-0.8, len(names) - 0.2)
+
+
+def _bare(axes: Axes) -> None:
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+    axes.set_yticks([])
+
+
+def _short(name: str) -> str:
+    """Its end tells layers apart better than its beginning."""
+    return name if len(name) <= _NAME_LETTERS else "…" + name[1 - _NAME_LETTERS :]
+
+
+def _legend(values: Sequence[_Value], largest: int, thick: float, plan: Plan | None) -> list[Patch | Line2D]:
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=_FORWARD, edgecolor=_BACKWARD_EDGE, label="forward"),
+        Patch(facecolor=_BACKWARD, edgecolor=_BACKWARD_EDGE, hatch="////", label="backward"),
+    ]
+    if largest:
+        handles.append(Line2D([], [], color=_STAYS, linewidth=thick, label=f"skip of {words.megabytes(largest)}"))
+    if any(value.away and len(value.targets) == 1 for value in values):
+        handles.append(Line2D([], [], color=_TRAVELS, linestyle=_DASHES, label="sent to another rank"))
+    if any(value.away and len(value.targets) > 1 for value in values):
+        handles.append(Line2D([], [], label="read on another rank", linestyle="none", **_AWAY))
+    if plan is not None and plan.recompute:
+        handles.append(Patch(facecolor="white", edgecolor=_BYTES, label="run again in backward"))
+    return handles
