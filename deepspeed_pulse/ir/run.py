@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,23 @@ RUN_FILE = "pulse_run.json"
 """Its name beside checkpoints; beside a trace it has the trace's name and the suffix ``.run.json``."""
 
 
+MEMORY_PARTS = ("state", "activations", "received", "recomputed", "frozen")
+"""What a rank's memory holds: weights with gradients and optimizer state, what forwards keep for backward, what was
+received and is not used up, what a backward recomputes, and frozen parts with their results."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one pipeline rank counted in a step. Bytes; ms. ``p2p_bytes`` by channel, as in ``pulse_stats``."""
+    """What one pipeline rank counted in a step. Bytes; ms. ``p2p_bytes`` by channel, as in ``pulse_stats``.
+
+    ``peak_parts``: what ``peak_live_bytes`` was made of, by :data:`MEMORY_PARTS`; what is absent was nothing.
+    """
 
     p2p_bytes: Mapping[str, int]
     local_value_bytes: int
     peak_live_bytes: int
     idle_ms: float
+    peak_parts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +62,34 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """A rank's peak, planned and counted, each by :data:`MEMORY_PARTS`; bytes."""
+
+    planned: Mapping[str, int]
+    measured: Mapping[str, int]
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(self.planned.values())
+
+    @property
+    def measured_bytes(self) -> int:
+        return sum(self.measured.values())
+
+    @property
+    def share(self) -> float:
+        """Of the planned peak; 0.2 is 20 % more."""
+        return self.measured_bytes / self.planned_bytes - 1.0 if self.planned_bytes else 0.0
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Measured minus planned of every part, what explains most of the difference first."""
+        found = {name: self.measured.get(name, 0) - self.planned.get(name, 0) for name in MEMORY_PARTS}
+        sign = 1 if self.measured_bytes >= self.planned_bytes else -1
+        return tuple(sorted(found.items(), key=lambda part: -sign * part[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Difference:
     """Why a measured step took longer than the planned one; ms, negative for shorter.
 
@@ -60,6 +97,7 @@ class Difference:
     ``pauses_ms``: a rank did nothing between two actions although nothing was missing. ``messages_ms``: ranks waited
     longer for messages than that explains. ``outside_ms``: before the first action and after the last one.
     ``stage``: the one whose actions exceed the profile most, with forward plus backward of a microbatch.
+    ``memory``: per pipeline rank; empty where it was not counted.
     """
 
     planned_ms: float
@@ -72,6 +110,7 @@ class Difference:
     stage_planned_ms: float
     stage_measured_ms: float
     mean_pause_ms: float
+    memory: tuple[RankMemory, ...] = ()
 
     @property
     def share(self) -> float:
@@ -106,7 +145,7 @@ class Run:
                     {
                         "step": step.step,
                         "step_ms": step.step_ms,
-                        "ranks": [{**asdict(rank), "p2p_bytes": dict(rank.p2p_bytes)} for rank in step.ranks],
+                        "ranks": [asdict(rank) for rank in step.ranks],
                         "spans": _spans_to_list(step.timeline),
                     }
                     for step in self.steps
@@ -204,7 +243,19 @@ def _read_rank(fields: Fields) -> RankFigures:
         local_value_bytes=fields.integer("local_value_bytes"),
         peak_live_bytes=fields.integer("peak_live_bytes"),
         idle_ms=fields.number("idle_ms"),
+        peak_parts=_read_parts(fields, "peak_parts") if fields.has("peak_parts") else {},
     )
+
+
+def _read_parts(fields: Fields, name: str) -> dict[str, int]:
+    parts = fields.object(name)
+    parts.done(MEMORY_PARTS)
+    return {part: parts.integer(part) for part in MEMORY_PARTS if parts.has(part)}
+
+
+def _read_memory(fields: Fields) -> RankMemory:
+    fields.done(RankMemory.__dataclass_fields__)
+    return RankMemory(planned=_read_parts(fields, "planned"), measured=_read_parts(fields, "measured"))
 
 
 def _read_difference(fields: Fields) -> Difference:
@@ -221,4 +272,5 @@ def _read_difference(fields: Fields) -> Difference:
         stage_planned_ms=fields.number("stage_planned_ms"),
         stage_measured_ms=fields.number("stage_measured_ms"),
         mean_pause_ms=fields.number("mean_pause_ms"),
+        memory=fields.objects("memory", _read_memory) if fields.has("memory") else (),
     )

@@ -8,29 +8,42 @@ is the pauses'; and what the measured makespan has beyond that is the messages'.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.ir.run import Difference
+from deepspeed_pulse.ir.run import Difference, RankMemory
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.simulate import run
+from deepspeed_pulse.planner.memory import parts_at_peak
+from deepspeed_pulse.planner.simulate import rank_state_bytes, run
 
 
-def explain(plan: Plan, profile: Profile, cluster: Cluster, measured: Timeline, *, step_ms: float) -> Difference:
-    """The parts of ``step_ms`` minus the planned step.
+def explain(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    measured: Timeline,
+    *,
+    step_ms: float,
+    peaks: Sequence[Mapping[str, int]] = (),
+    shard_optimizer: bool = False,
+) -> Difference:
+    """The parts of ``step_ms`` minus the planned step, and per rank those of its memory.
 
     Args:
         measured: every action of the plan once, with what its rank waited before it.
         step_ms: the measured step, from the start of ``train_batch`` to its end.
+        peaks: per rank what its memory held at most, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`; empty: unknown.
+        shard_optimizer: data-parallel peers share the optimizer state (ZeRO-1).
     """
-    instance = Instance(plan, profile, cluster)
+    instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer)
     durations = {span.action: span.end_ms - span.start_ms for span in measured.spans}
     pauses = _pauses(measured)
-    planned = run(instance, plan.schedule).makespan_ms
+    as_planned = run(instance, plan.schedule)
+    planned = as_planned.makespan_ms
     with_layers = run(instance, plan.schedule, durations=durations).makespan_ms
     with_pauses = run(instance, plan.schedule, durations=durations, pauses=pauses).makespan_ms
     planned_step = planned if plan.estimate is None else plan.estimate.step_ms
@@ -46,6 +59,14 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster, measured: Timeline, 
         stage_planned_ms=_per_microbatch(plan, stage, {action: instance.duration_ms(action) for action in durations}),
         stage_measured_ms=_per_microbatch(plan, stage, durations),
         mean_pause_ms=sum(pauses.values()) / len(pauses),
+        memory=_memory(instance, as_planned, peaks) if peaks else (),
+    )
+
+
+def _memory(instance: Instance, planned: Timeline, peaks: Sequence[Mapping[str, int]]) -> tuple[RankMemory, ...]:
+    return tuple(
+        RankMemory(planned={"state": rank_state_bytes(instance, rank), **parts}, measured=peaks[rank])
+        for rank, parts in enumerate(parts_at_peak(instance, planned))
     )
 
 

@@ -30,24 +30,38 @@ def memory_over_time(instance: Instance, timeline: Timeline) -> tuple[Curve, ...
     What a frozen layer needs lives while it runs, its result on a rank until it was used there. Of a part's last result
     there are two where it is read: this step's until its last reader's backward ends, the next step's until the end.
     """
-    spans, transfers = timeline.spans, timeline.transfers
-    life = _Life(instance, spans)
     intervals: list[list[Interval]] = [[] for _ in range(instance.num_ranks)]
-    for span in spans:
-        if span.action.op is Op.FORWARD:
-            stage, m = span.action.stage, span.action.microbatch
-            intervals[span.rank].append((span.start_ms, life.end(stage, m), instance.costs.activation_bytes[stage]))
-        elif span.action.op is not Op.WEIGHT_GRAD:
-            stage, m = span.action.stage, span.action.microbatch
-            replayed = instance.replay_bytes(stage, split=span.action.op is Op.INPUT_GRAD)
-            intervals[span.rank].append((span.start_ms, life.end(stage, m), replayed))
-    for transfer in transfers:
-        if transfer.message.direction is Direction.FORWARD:
-            until = life.received_until(transfer)
-            intervals[transfer.target_rank].append((transfer.arrive_ms, until, transfer.num_bytes))
-    for rank, interval in _frozen_intervals(instance, timeline, life):
+    for rank, _, interval in _intervals(instance, timeline):
         intervals[rank].append(interval)
     return tuple(_curve(row) for row in intervals)
+
+
+def parts_at_peak(instance: Instance, timeline: Timeline) -> tuple[dict[str, int], ...]:
+    """Per rank, what is live when most is, by kind (:data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`), state apart."""
+    peaks = [max(curve, key=lambda change: change[1], default=(0.0, 0))[0] for curve in timeline.memory]
+    found: list[dict[str, int]] = [{} for _ in peaks]
+    for rank, kind, (start, end, size) in _intervals(instance, timeline):
+        if start <= peaks[rank] < end:
+            found[rank][kind] = found[rank].get(kind, 0) + size
+    return tuple(found)
+
+
+def _intervals(instance: Instance, timeline: Timeline) -> Iterator[tuple[int, str, Interval]]:
+    """(rank, kind, interval) of everything that is live for a time."""
+    life = _Life(instance, timeline.spans)
+    for span in timeline.spans:
+        stage, m, start = span.action.stage, span.action.microbatch, span.start_ms
+        if span.action.op is Op.FORWARD:
+            yield span.rank, "activations", (start, life.end(stage, m), instance.costs.activation_bytes[stage])
+        elif span.action.op is not Op.WEIGHT_GRAD:
+            replayed = instance.replay_bytes(stage, split=span.action.op is Op.INPUT_GRAD)
+            yield span.rank, "recomputed", (start, life.end(stage, m), replayed)
+    for transfer in timeline.transfers:
+        if transfer.message.direction is Direction.FORWARD:
+            until = life.received_until(transfer)
+            yield transfer.target_rank, "received", (transfer.arrive_ms, until, transfer.num_bytes)
+    for rank, interval in _frozen_intervals(instance, timeline, life):
+        yield rank, "frozen", interval
 
 
 def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> Iterator[tuple[int, Interval]]:

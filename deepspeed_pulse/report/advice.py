@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.run import Difference
+from deepspeed_pulse.ir.run import Difference, RankMemory
 from deepspeed_pulse.report import words
 
 WORTH_SAYING = 0.2
@@ -15,19 +14,16 @@ _EXPLAINS = 0.2
 """Share of the difference that a part must explain to be advised on."""
 
 
-def warning(
-    plan: Plan, difference: Difference | None, peak_bytes: Sequence[int], *, crowded: str | None = None
-) -> list[str]:
+def warning(difference: Difference | None, *, crowded: str | None = None) -> list[str]:
     """Lines of a warning; none where time and memory are within 20 % of the plan.
 
     Args:
         difference: None where nothing was predicted.
-        peak_bytes: measured, per rank.
         crowded: how ranks share a device, where they do: then that is why layers take longer.
     """
     lines = [] if difference is None or abs(difference.share) <= WORTH_SAYING else list(_time(difference, crowded))
-    if plan.estimate is not None:
-        lines += _memory(plan.estimate.peak_bytes, peak_bytes)
+    if difference is not None and difference.memory:
+        lines += [line for rank, memory in enumerate(difference.memory) for line in _memory(rank, memory)]
     return lines
 
 
@@ -75,11 +71,35 @@ def _parts(difference: Difference, crowded: str | None) -> Iterator[tuple[float,
     )
 
 
-def _memory(planned: Sequence[int], measured: Sequence[int]) -> Iterator[str]:
-    for rank, (expected, found) in enumerate(zip(planned, measured, strict=True)):
-        if expected and found > (1 + WORTH_SAYING) * expected:
-            yield (
-                f"warning: rank {rank} held {words.gigabytes(found)} GB, {100 * (found / expected - 1):.0f} % more "
-                f"than the planned {words.gigabytes(expected)} GB; measure the layers again with batches of this size "
-                '(example_batch=), so that "memory_gb" is kept'
-            )
+def _memory(rank: int, memory: RankMemory) -> Iterator[str]:
+    if memory.share <= WORTH_SAYING:
+        return
+    yield (
+        f"warning: rank {rank} held {words.gigabytes(memory.measured_bytes)} GB, {100 * memory.share:.0f} % more than "
+        f"the planned {words.gigabytes(memory.planned_bytes)} GB; of that"
+    )
+    total = memory.measured_bytes - memory.planned_bytes
+    for part, num_bytes in memory.parts:
+        if num_bytes:
+            what, knob = _MEMORY[part]
+            explains = num_bytes / total >= _EXPLAINS
+            yield f"  {'+' if num_bytes > 0 else '-'}{words.megabytes(abs(num_bytes))}: {what}{f'; {knob}' * explains}"
+
+
+_MEMORY = {
+    "state": (
+        "weights, gradients and optimizer state",
+        "the profile is of other parameters, or of another precision: profile this model as it is trained",
+    ),
+    "activations": (
+        "what forwards keep for backward",
+        'measure the layers again with batches of this size (example_batch=), so that "memory_gb" is kept',
+    ),
+    "received": (
+        "received and not used up yet, buffers of coming receives among it",
+        "the rank is behind the plan or its messages come early; smaller microbatches make them smaller",
+    ),
+    "recomputed": ("what a backward recomputes", "recompute fewer layers at a time (activation_checkpoint_interval)"),
+    "frozen": ("frozen parts and their results", "measure them again with batches of this size"),
+}
+"""Part of the memory: what it is, which knob to turn."""

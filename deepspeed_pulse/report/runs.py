@@ -115,8 +115,9 @@ def _run(run: Run) -> Iterator[RenderableType]:
         bubble_ratio=last.timeline.bubble_ratio,
         peak_bytes=peaks,
         idle_ms=[rank.idle_ms for rank in last.ranks],
+        difference=run.difference,
     )
-    yield from (Text(line) for line in warning(plan, run.difference, peaks))
+    yield from (Text(line) for line in warning(run.difference))
     yield _steps_table(run.steps)
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.run import Difference, RankMemory
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report import words
 
@@ -104,6 +105,7 @@ def measured_table(
     bubble_ratio: float | None = None,
     peak_bytes: Sequence[int] | None = None,
     idle_ms: Sequence[float] | None = None,
+    difference: Difference | None = None,
 ) -> Group:
     """Measured figures beside the predicted ones: a row for the step and one for each rank's memory.
 
@@ -111,10 +113,12 @@ def measured_table(
         step_ms: duration of a whole ``train_batch``.
         bubble_ratio: 1 - busy / (ranks * makespan), measured.
         peak_bytes, idle_ms: per rank.
+        difference: gives each difference the part that explains most of it.
     """
     estimate = plan.estimate
-    table = _table(("", "predicted", "measured", "difference"))
-    _compare(table, "step", estimate and estimate.step_ms, step_ms, words.milliseconds)
+    table = _table(("", "predicted", "measured", "difference", "mostly"))
+    mostly = "" if difference is None else _most_of_step(difference)
+    _compare(table, "step", estimate and estimate.step_ms, step_ms, words.milliseconds, mostly)
     if bubble_ratio is not None:
         table.add_row(
             "bubble", words.percent(estimate.bubble_ratio) if estimate else UNKNOWN, words.percent(bubble_ratio)
@@ -122,7 +126,8 @@ def measured_table(
     for rank in range(plan.pipeline_ranks):
         if peak_bytes is not None:
             predicted = estimate and estimate.peak_bytes[rank]
-            _compare(table, f"rank {rank} GB", predicted, peak_bytes[rank], words.gigabytes)
+            mostly = _most_of_memory(difference.memory[rank]) if difference is not None and difference.memory else ""
+            _compare(table, f"rank {rank} GB", predicted, peak_bytes[rank], words.gigabytes, mostly)
         if idle_ms is not None:
             table.add_row(f"rank {rank} idle", UNKNOWN, words.milliseconds(idle_ms[rank]))
     return Group(Text("pulse: measured beside predicted", style="bold"), table)
@@ -136,12 +141,32 @@ def _table(columns: Sequence[str]) -> Table:
     return table
 
 
-def _compare(table: Table, name: str, predicted: float | None, measured: float, form: Callable[[float], str]) -> None:
+def _compare(
+    table: Table, name: str, predicted: float | None, measured: float, form: Callable[[float], str], mostly: str
+) -> None:
     if predicted is None:
         table.add_row(name, UNKNOWN, form(measured))
         return
     difference = f"{100 * (measured / predicted - 1):+.1f} %" if predicted else UNKNOWN
-    table.add_row(name, form(predicted), form(measured), difference)
+    table.add_row(name, form(predicted), form(measured), difference, mostly)
+
+
+def _most_of_step(difference: Difference) -> str:
+    """The part of the difference that goes furthest in its direction."""
+    parts = {
+        "layers": difference.layers_ms,
+        "messages": difference.messages_ms,
+        "pauses": difference.pauses_ms,
+        "outside actions": difference.outside_ms,
+    }
+    sign = 1 if difference.measured_ms >= difference.planned_ms else -1
+    name = max(parts, key=lambda part: sign * parts[part])
+    return f"{name} {'+' if sign > 0 else '-'}{words.milliseconds(abs(parts[name]))}" if sign * parts[name] > 0 else ""
+
+
+def _most_of_memory(memory: RankMemory) -> str:
+    name, num_bytes = memory.parts[0]
+    return f"{name} {'+' if num_bytes > 0 else '-'}{words.megabytes(abs(num_bytes))}" if num_bytes else ""
 
 
 def _title(plan: Plan) -> str:

@@ -50,6 +50,8 @@ class Stats:
     metadata_bytes: int = 0
     local_value_bytes: int = 0
     peak_live_bytes: int = 0
+    peak_parts: dict[str, int] = field(default_factory=dict)
+    """What ``peak_live_bytes`` was made of, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
     idle_ms: float = 0.0
 
 
@@ -92,7 +94,8 @@ class RankRuntime:
         self._hidden_grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._runs: dict[tuple[int, int], _Run] = {}
         self._book = ShapeBook()
-        self._live_bytes = 0
+        self._live: dict[str, int] = {}
+        """Bytes by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
         self._waited_ms = 0.0
         self._marks: list[tuple[Action, float, Any, Any]] = []
         """Per action run: itself, ms waited for its messages, marks of its start and end."""
@@ -126,7 +129,7 @@ class RankRuntime:
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
         self.stats, self.spans, self._marks = Stats(), [], []
-        self._live_bytes = self._state_bytes
+        self._live = {"state": self._state_bytes, "activations": 0, "received": 0, "recomputed": 0}
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         keys = [0] * plan.microbatches if shape_keys is None else shape_keys
         self._shapes = self._book.of("train" if training else "eval", keys)
@@ -238,7 +241,7 @@ class RankRuntime:
                 exported={name: tensors_of(value) for name, value in values.items()},
                 is_loss=last,
             )
-            self._count(self._shapes[m].activation_bytes[stage])
+            self._count("activations", self._shapes[m].activation_bytes[stage])
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -254,13 +257,13 @@ class RankRuntime:
             _pair(run.outputs, received, roots, gradients)
         for name, tensors in run.exported.items():
             _pair(tensors, self._values.gradients(name, m), roots, gradients)
-        self._count(self._replay_bytes.get(stage, 0))
+        self._count("recomputed", self._replay_bytes.get(stage, 0))
         if roots:
             self._device.backward(roots, gradients)
-        self._count(-self._replay_bytes.get(stage, 0))
+        self._count("recomputed", -self._replay_bytes.get(stage, 0))
         if stage > 0:
             self._hidden_grads[stage, m] = [_gradient_of(leaf) for leaf in run.inputs]
-        self._count(-self._shapes[m].activation_bytes[stage])
+        self._count("activations", -self._shapes[m].activation_bytes[stage])
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -272,7 +275,7 @@ class RankRuntime:
                 self._hidden[stage, m] = content  # type: ignore[assignment]
             else:
                 self._values.put(message.name, m, content)  # type: ignore[arg-type]
-                self._count(self._values.bytes_of(message.name, m))
+                self._count("received", self._values.bytes_of(message.name, m))
         elif content is not None and message.name == HIDDEN:
             self._hidden_grads[message.source_stage, m] = content  # type: ignore[assignment]
         elif content is not None:
@@ -297,15 +300,18 @@ class RankRuntime:
         m = step.action.microbatch
         for name in self._usage.dropped(step.action, training=self._training):
             if self._usage.arrived(name):
-                self._count(-self._values.bytes_of(name, m))
+                self._count("received", -self._values.bytes_of(name, m))
             self._values.drop(name, m)
 
     # -- bookkeeping -------------------------------------------------------------------------
 
-    def _count(self, change: int) -> None:
-        self._live_bytes += change
-        live = self._live_bytes + self._transport.value_buffer_bytes
-        self.stats.peak_live_bytes = max(self.stats.peak_live_bytes, live)
+    def _count(self, part: str, change: int) -> None:
+        self._live[part] += change
+        buffers = self._transport.value_buffer_bytes
+        live = sum(self._live.values()) + buffers
+        if live > self.stats.peak_live_bytes:
+            self.stats.peak_live_bytes = live
+            self.stats.peak_parts = {**self._live, "received": self._live["received"] + buffers}
 
     @contextmanager
     def _naming(self, step: Step) -> Iterator[None]:

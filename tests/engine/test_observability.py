@@ -80,6 +80,10 @@ def test_the_parts_of_the_difference_add_up(observed: tuple[Path, str]) -> None:
     assert found is not None and found.measured_ms == run.steps[-1].step_ms
     parts = found.layers_ms + found.pauses_ms + found.messages_ms + found.outside_ms
     assert parts == pytest.approx(found.measured_ms - found.planned_ms)
+    counted = [rank.peak_live_bytes for rank in run.steps[-1].ranks]
+    assert [memory.measured_bytes for memory in found.memory] == counted
+    assert tuple(memory.planned_bytes for memory in found.memory) == run.plan.estimate.peak_bytes
+    assert all(memory.planned["state"] == memory.measured["state"] for memory in found.memory)
 
 
 def test_the_table_is_printed_once(observed: tuple[Path, str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, Run, bytes_by_kind
+from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, RankMemory, Run, bytes_by_kind
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Span, Timeline
 
@@ -21,7 +21,9 @@ def span(rank: int, action: str, start: float) -> Span:
 
 
 def figures(sent: dict[str, int]) -> RankFigures:
-    return RankFigures(p2p_bytes=sent, local_value_bytes=7, peak_live_bytes=100, idle_ms=0.5)
+    return RankFigures(
+        p2p_bytes=sent, local_value_bytes=7, peak_live_bytes=100, idle_ms=0.5, peak_parts={"state": 90, "received": 10}
+    )
 
 
 def a_run() -> Run:
@@ -50,6 +52,7 @@ def a_run() -> Run:
         stage_planned_ms=1.0,
         stage_measured_ms=3.0,
         mean_pause_ms=0.0,
+        memory=(RankMemory(planned={"state": 5}, measured={"state": 5, "received": 1}),) * 2,
     )
     steps = (MeasuredStep(step=3, step_ms=8.0, ranks=ranks, timeline=timeline),)
     return Run(plan=plan, layers=("a", "b"), costs="measured", planned=timeline, steps=steps, difference=difference)
@@ -94,6 +97,8 @@ BAD: list[tuple[Callable[[Any], None], str]] = [
     (change("steps", 0, "ranks", 0, "p2p_bytes", to={"parcels": 1}), "field 'p2p_bytes': expected an object"),
     (change("steps", 0, "ranks", 0, "p2p_bytes", to={"hidden": True}), "field 'hidden'"),
     (change("difference", "stage", to=None), "field 'stage'"),
+    (change("difference", "memory", 0, "planned", to={"luggage": 1}), "unknown field 'luggage'"),
+    (change("steps", 0, "ranks", 0, "peak_parts", to={"state": -1}), "field 'state'"),
 ]
 
 

@@ -52,6 +52,17 @@ def parts(found: Difference) -> tuple[float, float, float, float]:
     return found.layers_ms, found.pauses_ms, found.messages_ms, found.outside_ms
 
 
+def test_memory_is_told_by_its_parts(plan: Plan) -> None:
+    """The planned ones add up to the planned peak of every rank."""
+    measured = with_waits(simulate(plan, COSTS, CLUSTER))
+    peaks = [{"state": 0, "activations": 9, "received": 10**6}] * RANKS
+    found = explain(plan, COSTS, CLUSTER, measured, step_ms=plan.estimate.step_ms, peaks=peaks)
+    assert tuple(memory.planned_bytes for memory in found.memory) == plan.estimate.peak_bytes
+    assert [memory.measured_bytes for memory in found.memory] == [10**6 + 9] * RANKS
+    assert all(memory.planned["activations"] > 0 for memory in found.memory)
+    assert explain(plan, COSTS, CLUSTER, measured, step_ms=1.0).memory == ()
+
+
 def test_a_step_as_planned_differs_in_nothing(plan: Plan) -> None:
     measured = with_waits(simulate(plan, COSTS, CLUSTER))
     found = explain(plan, COSTS, CLUSTER, measured, step_ms=plan.estimate.step_ms)

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from deepspeed_pulse.ir.plan import Solver
+from deepspeed_pulse.ir.run import Difference, RankMemory
 from deepspeed_pulse.report.tables import measured_table, plan_table
 
 
@@ -73,12 +74,35 @@ def test_measured_beside_predicted(sample: Any) -> None:
         sample.plan, step_ms=1.1 * step, bubble_ratio=0.25, peak_bytes=[10**9] * 4, idle_ms=[1, 2, 3, 4]
     )
     rows = rows_of(text_of(table))
-    assert rows[0] == ["step", f"{step:.3g} ms", f"{1.1 * step:.3g} ms", "+10.0 %"]
+    assert rows[0] == ["step", f"{step:.3g} ms", f"{1.1 * step:.3g} ms", "+10.0 %", ""]
     assert rows[1][2] == "25.0 %"
-    assert ["rank 3 idle", "-", "4 ms", ""] in rows
+    assert ["rank 3 idle", "-", "4 ms", "", ""] in rows
     assert len(rows) == 2 + 2 * 4
+
+
+def test_what_explains_most_stands_beside_a_difference(sample: Any) -> None:
+    step, peaks = sample.plan.estimate.step_ms, sample.plan.estimate.peak_bytes
+    found = Difference(
+        planned_ms=step,
+        measured_ms=step - 5,
+        layers_ms=3.0,
+        pauses_ms=0.0,
+        messages_ms=-8.0,
+        outside_ms=0.0,
+        stage=0,
+        stage_planned_ms=1.0,
+        stage_measured_ms=1.0,
+        mean_pause_ms=0.0,
+        memory=tuple(
+            RankMemory(planned={"state": peak}, measured={"state": peak, "received": rank * 10**6})
+            for rank, peak in enumerate(peaks)
+        ),
+    )
+    measured = [memory.measured_bytes for memory in found.memory]
+    rows = rows_of(text_of(measured_table(sample.plan, step_ms=step - 5, peak_bytes=measured, difference=found)))
+    assert [row[4] for row in rows] == ["messages -8 ms", "", "received +1 MB", "received +2 MB", "received +3 MB"]
 
 
 def test_measured_without_a_prediction(sample: Any) -> None:
     rows = rows_of(text_of(measured_table(dataclasses.replace(sample.plan, estimate=None), step_ms=5.0)))
-    assert rows == [["step", "-", "5 ms", ""]]
+    assert rows == [["step", "-", "5 ms", "", ""]]

@@ -66,9 +66,10 @@ def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | 
             bubble_ratio=measured.timeline.bubble_ratio,
             peak_bytes=peaks,
             idle_ms=[rank.idle_ms for rank in measured.ranks],
+            difference=difference,
         )
     )
-    for line in warning(plan, difference, peaks, crowded=_crowded()):
+    for line in warning(difference, crowded=_crowded()):
         console.print(f"pulse: {line}", markup=False, highlight=False, soft_wrap=True)
 
 

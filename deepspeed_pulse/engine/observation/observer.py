@@ -128,4 +128,5 @@ def _figures(stats: Stats) -> RankFigures:
         local_value_bytes=stats.local_value_bytes,
         peak_live_bytes=stats.peak_live_bytes,
         idle_ms=stats.idle_ms,
+        peak_parts=stats.peak_parts,
     )

@@ -317,7 +317,15 @@ def planned_timeline(planned: Planned, plan: Plan) -> Timeline | None:
 
 
 def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Difference | None:
-    """Why a measured step took another time than planned; None where nothing was predicted."""
+    """Why a measured step took another time, or other memory, than planned; None where nothing was predicted."""
     if not planned.measured or planned.profile is None or planned.cluster is None:
         return None
-    return explain(plan, planned.profile, planned.cluster, measured.timeline, step_ms=measured.step_ms)
+    return explain(
+        plan,
+        planned.profile,
+        planned.cluster,
+        measured.timeline,
+        step_ms=measured.step_ms,
+        peaks=[rank.peak_parts for rank in measured.ranks],
+        shard_optimizer=planned.shard_optimizer,
+    )
