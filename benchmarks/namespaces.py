@@ -1,7 +1,9 @@
 """Network namespaces joined by links of limited speed: real ranks on real slow networks on one machine.
 
-Every pair of namespaces has a link of its own, limited in each direction by a token bucket (tc's tbf), so that a
-directed pair of ranks has the bandwidth that a cluster file says. Needs root and iproute2; nothing is left behind.
+``namespaces`` gives every pair a link of its own, limited in each direction by a token bucket (tc's tbf), so that a
+directed pair of ranks has the bandwidth that a cluster file says. ``bridged`` gives each rank one network card, which
+all that it sends shares, on a bridge. Needs root and iproute2; nothing is left behind, whatever ends the program; what
+a killed one left goes when the next starts.
 """
 
 from __future__ import annotations
@@ -9,13 +11,24 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
 INTERFACE = "home"
 """Holds a namespace's address, whichever link a packet takes."""
+
+CARD = "wire"
+"""The one interface of a namespace on a bridge."""
+
+PROMPT = "quickack 1"
+"""Of routes: acknowledge at once. TCP else delays that by 40 ms now and then, which stalls senders of many tensors; the
+networks of real clusters have nothing like it, nor slow starts after a pause, which are off too."""
 
 BURST_BYTES = 32 * 1024
 """What a link that was idle lets through at once: small beside a message, so that it does not count."""
@@ -40,12 +53,8 @@ def namespaces(count: int, mbit: Callable[[int, int], float | None]) -> Iterator
     Args:
         mbit: rate from one namespace to another; None for no limit. Asked for each direction.
     """
-    if os.geteuid() != 0:
-        raise SystemExit("network namespaces need root: run this benchmark as root")
-    made = [Namespace(name=f"pulse{os.getpid()}r{i}", address=f"10.91.7.{i + 1}") for i in range(count)]
-    try:
+    with _made(count, INTERFACE) as made:
         for space in made:
-            _ip(f"netns add {space.name}")
             _ip("link set lo up", f"link add {INTERFACE} type bridge", within=space)
             _ip(f"addr add {space.address}/32 dev {INTERFACE}", f"link set {INTERFACE} up", within=space)
         for (i, a), (j, b) in itertools.combinations(enumerate(made), 2):
@@ -53,9 +62,69 @@ def namespaces(count: int, mbit: Callable[[int, int], float | None]) -> Iterator
             _connect(a, b, f"to{j}", mbit(i, j))
             _connect(b, a, f"to{i}", mbit(j, i))
         yield made
+
+
+@contextmanager
+def bridged(count: int) -> Iterator[Sequence[Namespace]]:
+    """So many namespaces, each with one card on a bridge; ``limit_card`` sets its rate from inside, at any time."""
+    with _made(count + 1, CARD) as (*made, hub):
+        _ip("link add bridge type bridge", "link set bridge up", within=hub)
+        for i, space in enumerate(made):
+            _ip(f"link add to{i} type veth peer name {CARD} netns {space.name}", within=hub)
+            _ip(f"link set to{i} master bridge up", within=hub)
+            _ip("link set lo up", f"addr add {space.address}/24 dev {CARD}", f"link set {CARD} up", within=space)
+            _ip(f"route replace 10.91.7.0/24 dev {CARD} src {space.address} {PROMPT}", within=space)
+        yield made
+
+
+def limit_card(mbit: float | None) -> None:
+    """Rate at which this process's namespace sends from now on, in Mbit/s (1e6); None: as fast as the machine."""
+    kind = "pfifo limit 1000" if mbit is None else f"tbf rate {round(mbit * 1e3)}kbit burst {BURST_BYTES} latency 1s"
+    _run(["tc", *f"qdisc replace dev {CARD} root {kind}".split()])
+
+
+def card_bytes() -> int:
+    """What this process's namespace has sent on its card so far, headers of the protocols included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        device, _, counts = line.partition(":")
+        if device.strip() == CARD:
+            return int(counts.split()[8])
+    raise OSError(f"there is no {CARD} here: this process has not entered a namespace on a bridge")
+
+
+@contextmanager
+def _made(count: int, interface: str) -> Iterator[list[Namespace]]:
+    """So many namespaces, not joined yet; gone afterwards, links with their ends."""
+    if os.geteuid() != 0:
+        raise SystemExit("network namespaces need root: run this benchmark as root")
+    _remove_stale()
+    made = [
+        Namespace(name=f"pulse{os.getpid()}r{i}", address=f"10.91.7.{i + 1}", interface=interface) for i in range(count)
+    ]
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        for space in made:
+            _ip(f"netns add {space.name}")
+            calm = "echo 0 > /proc/sys/net/ipv4/tcp_slow_start_after_idle"
+            _run(["ip", "netns", "exec", space.name, "sh", "-c", calm])
+        yield made
     finally:
-        for space in made:  # links go with their ends
+        for space in made:
             subprocess.run(["ip", "netns", "del", space.name], capture_output=True, timeout=30, check=False)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _remove_stale() -> None:
+    """Of programs that were killed."""
+    folder = Path("/run/netns")
+    for path in folder.iterdir() if folder.exists() else ():
+        owner = re.fullmatch(r"pulse(\d+)r\d+", path.name)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            subprocess.run(["ip", "netns", "del", path.name], capture_output=True, timeout=30, check=False)
 
 
 def enter(space: Namespace) -> None:
@@ -67,7 +136,7 @@ def enter(space: Namespace) -> None:
 
 
 def _connect(source: Namespace, target: Namespace, device: str, mbit: float | None) -> None:
-    route = f"route add {target.address}/32 dev {device} src {source.address}"
+    route = f"route add {target.address}/32 dev {device} src {source.address} {PROMPT}"
     _ip(f"link set {device} up", route, within=source)
     if mbit is not None:
         limit = f"tbf rate {round(mbit * 1e3)}kbit burst {BURST_BYTES} latency 200ms"

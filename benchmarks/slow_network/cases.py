@@ -1,0 +1,150 @@
+"""The models: published ones, their times and bytes scaled down to layers that sleep for milliseconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slow_network.layers import FLOAT_BYTES, Layer
+
+HIDDEN_BYTES = 64 * 1024
+"""Mean size of the hidden state of a microbatch after scaling."""
+
+_HUNYUAN_DIT_80 = {
+    "_class_name": "HunyuanDiT2DModel",
+    "sample_size": 64,
+    "patch_size": 2,
+    "in_channels": 4,
+    "num_layers": 80,
+    "num_attention_heads": 16,
+    "attention_head_dim": 88,
+    "hidden_size": 1408,
+    "mlp_ratio": 4.3637,
+    "cross_attention_dim": 1024,
+    "cross_attention_dim_t5": 2048,
+    "pooled_projection_dim": 1024,
+    "text_len": 77,
+    "text_len_t5": 256,
+}
+"""1024 tokens x 1408, 80 blocks: 3 billion parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What ``ds_pulse profile`` takes, and how many samples a microbatch stands for (what fits a 32 GB device)."""
+
+    source: str | dict[str, Any]
+    samples: int
+    title: str
+
+
+MODELS = {
+    "uvit": Model(source="uvit-2.7b", samples=8, title="U-ViT 2.7 B (258 x 2048, 48 blocks)"),
+    "hunyuan": Model(source=_HUNYUAN_DIT_80, samples=2, title="Hunyuan-DiT 3 B (1024 x 1408, 80 blocks)"),
+    "uvit-1b": Model(source="uvit-1b", samples=1, title="U-ViT 1 B (258 x 1152)"),
+    "sd2": Model(source="sd21", samples=4, title="Stable Diffusion 2.1 (768 px)"),
+    "sdxl": Model(source="sdxl", samples=1, title="SDXL (1024 px)"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model for so many ranks.
+
+    Attributes:
+        microbatches: of a step of a pipeline, 2P: the global batch in microbatches.
+        samples: that a microbatch stands for.
+        time_scale, byte_scale: of the model's own times (at the estimate's operations per second) and bytes.
+    """
+
+    name: str
+    title: str
+    ranks: int
+    samples: int
+    layers: tuple[Layer, ...]
+    time_scale: float
+    byte_scale: float
+
+    @property
+    def microbatches(self) -> int:
+        return 2 * self.ranks
+
+    @property
+    def work_ms(self) -> float:
+        """Of one microbatch, all layers, forward and backward."""
+        return sum(layer.work_ms for layer in self.layers)
+
+
+def make_case(name: str, ranks: int, stage_ms: float, folder: Path) -> Case:
+    """Scaled so that the mean forward of 2P stages takes ``stage_ms``, the mean hidden state ``HIDDEN_BYTES``."""
+    found, samples = profile(name, folder), MODELS[name].samples
+    inner = [layer["output_bytes"] for layer in found["layers"][:-1]]
+    time_scale = 2 * ranks * stage_ms / sum(layer["forward_ms"] for layer in found["layers"])
+    return _case(name, ranks, samples, time_scale, HIDDEN_BYTES / (samples * sum(inner) / len(inner)), found)
+
+
+def sized_case(name: str, ranks: int, byte_scale: float, folder: Path) -> Case:
+    """Microbatches of one sample with a share of the published bytes; times as estimated."""
+    return _case(name, ranks, 1, 1.0, byte_scale, profile(name, folder))
+
+
+def _case(name: str, ranks: int, samples: int, time_scale: float, byte_scale: float, found: dict[str, Any]) -> Case:
+    return Case(
+        name=name,
+        title=MODELS[name].title,
+        ranks=ranks,
+        samples=samples,
+        layers=tuple(_layers(found, time_scale, byte_scale, samples)),
+        time_scale=time_scale / samples,
+        byte_scale=byte_scale,
+    )
+
+
+def profile(name: str, folder: Path) -> dict[str, Any]:
+    """Estimated from operation counts on the meta device, by a process of its own, and kept."""
+    path = folder / f"slow_network_{name}.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        source = MODELS[name].source
+        if isinstance(source, dict):
+            config = folder / f"slow_network_{name}" / "config.json"
+            config.parent.mkdir(exist_ok=True)
+            config.write_text(json.dumps(source))
+            source = str(config)
+        command = [sys.executable, "-m", "deepspeed_pulse.cli", "profile", source, "--estimate", "--out", str(path)]
+        command += ["--granularity", "fine"] if name == "sdxl" else []
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _layers(found: dict[str, Any], time_scale: float, byte_scale: float, samples: int) -> list[Layer]:
+    """A value with several readers is one stash. Values without gradient, a few bytes of shapes, are left out."""
+
+    def size(count: int, samples: int = samples) -> int:
+        count *= samples
+        return max(FLOAT_BYTES, round(count * byte_scale / FLOAT_BYTES) * FLOAT_BYTES)
+
+    stashes: list[dict[str, int]] = [{} for _ in found["layers"]]
+    pops: list[list[str]] = [[] for _ in found["layers"]]
+    for skip in (skip for skip in found["skips"] if skip["gradient"]):
+        stashes[skip["source"]][skip["name"]] = size(skip["bytes"])
+        pops[skip["target"]].append(skip["name"])
+    return [
+        Layer(
+            name=layer["name"],
+            forward_ms=layer["forward_ms"] * time_scale,
+            input_ms=(layer["backward_ms"] - layer["weight_grad_ms"]) * time_scale,
+            weight_ms=layer["weight_grad_ms"] * time_scale,
+            param_bytes=size(layer["param_bytes"], 1),
+            activation_bytes=size(layer["activation_bytes"]),
+            output_bytes=size(layer["output_bytes"]),
+            stashes=tuple(stashes[index].items()),
+            pops=tuple(pops[index]),
+        )
+        for index, layer in enumerate(found["layers"])
+    ]

@@ -1,0 +1,105 @@
+"""What is planned before the ranks start: cuts for the other sides, plans for ours. Loads no framework."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from namespaces import TBF_SHARE
+from slow_network.cases import Case
+
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.tuning.tune import tune
+
+SOLVER_SECONDS = 5.0
+UNLIMITED = Link(bandwidth_gb_per_s=1.0, latency_us=300.0)
+"""Of a message between two processes of this machine, roughly."""
+LATENCY_US = 300.0
+
+
+def cluster(case: Case, mbit: float | None) -> Cluster:
+    link = UNLIMITED
+    if mbit is not None:
+        link = Link(bandwidth_gb_per_s=TBF_SHARE * mbit / 8e3, latency_us=LATENCY_US)
+    return Cluster(
+        name="namespaces",
+        nodes=case.ranks,
+        ranks_per_node=1,
+        memory_bytes=10**12,
+        intra_node=link,
+        inter_node=link,
+    )
+
+
+def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:
+    """The best cuts for time alone, for sides that relay: "linear", "wave" (ends on one rank) or "loop"."""
+    return make_plan(
+        replace(profile, skips=()),
+        cluster=cluster(case, None),
+        pipeline_ranks=case.ranks,
+        microbatches=case.microbatches,
+        placement="auto" if placement == "loop" else placement,
+        schedule="interleaved" if placement == "loop" else "auto",
+        solver_seconds=0.0,
+    ).boundaries
+
+
+def pipelined(case: Case, profile: Profile, placement: str, mbit: float | None) -> dict[str, Any]:
+    """What the ``build`` of our side takes for a pipeline of all ranks."""
+    plan = make_plan(
+        profile,
+        cluster=cluster(case, mbit),
+        pipeline_ranks=case.ranks,
+        microbatches=case.microbatches,
+        placement=placement,
+        solver_seconds=SOLVER_SECONDS,
+    )
+    return {"plan": plan.to_json(), "samples": 1, "zero": 0}
+
+
+def tuned(case: Case, profile: Profile, mbit: float | None) -> dict[str, Any]:
+    """The same for what the tuner chooses."""
+    links, batch = cluster(case, mbit), case.microbatches
+    best = tune([profile], cluster=links, global_batch=batch, solver_seconds=SOLVER_SECONDS).best
+    choice = best.choice
+    return {"plan": best.planned.to_json(), "samples": choice.microbatch_size, "zero": choice.zero_stage}
+
+
+def our_sides(case: Case, profile: Profile, mbit: float | None) -> dict[str, dict[str, Any]]:
+    """By name, what each of our sides takes at a link speed."""
+    return {
+        "linear": pipelined(case, profile, "linear", mbit),
+        "wave": pipelined(case, profile, "wave", mbit),
+        "tuned": tuned(case, profile, mbit),
+    }
+
+
+def as_profile(case: Case) -> Profile:
+    """Of the case's layers as they are asked to sleep, not measured."""
+    source = {name: index for index, layer in enumerate(case.layers) for name, _ in layer.stashes}
+    size = {name: count for layer in case.layers for name, count in layer.stashes}
+    return Profile(
+        name=case.name,
+        device="none",
+        dtype="float32",
+        microbatch_size=1,
+        layers=tuple(
+            LayerCost(
+                name=layer.name,
+                forward_ms=layer.forward_ms,
+                backward_ms=layer.input_ms + layer.weight_ms,
+                weight_grad_ms=layer.weight_ms,
+                param_bytes=layer.param_bytes,
+                activation_bytes=layer.activation_bytes,
+                output_bytes=layer.output_bytes,
+            )
+            for layer in case.layers
+        ),
+        skips=tuple(
+            Skip(name=name, source=source[name], target=index, bytes=size[name])
+            for index, layer in enumerate(case.layers)
+            for name in layer.pops
+        ),
+    )

@@ -1,0 +1,184 @@
+"""Real ranks on a real slow network: this project against what a user would pick instead.
+
+Every rank is a process in a network namespace of its own with one rate-limited card; layers sleep for a published
+model's times and carry its bytes, both scaled down. Needs root and iproute2. Usage:
+python benchmarks/slow_network/run.py --ranks 4 --models uvit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import deepspeed  # noqa: F401 - once, before ranks are forked
+from namespaces import Namespace, bridged
+from ranks import RanksFailed, launch
+from slow_network import rank, report
+from slow_network.cases import MODELS, Case, make_case
+from slow_network.plans import balanced, our_sides
+from slow_network.rank import Job
+
+from deepspeed_pulse.ir.profile import Profile
+
+HERE = Path(__file__).resolve().parent
+RATIOS = {"unlimited": None, "ratio 1.5": 1.5, "ratio 2.5": 2.5}
+"""By speed: how much longer relayed 1F1B with joined backward takes than on unlimited links, as a share."""
+ONCE = ("1F1B, stock", "DualPipeV, stock", "ZeRO-2", "DDP")
+"""Shown without a target; their steps are long."""
+
+
+class TimeIsOver(Exception):
+    """What is left is for the next call."""
+
+
+def main() -> int:
+    arguments = parse()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    missed = []
+    try:
+        for name in arguments.models:
+            case = make_case(name, arguments.ranks, arguments.stage_ms, arguments.work / "profiles")
+            with bridged(case.ranks) as homes:
+                found = Bench(case=case, homes=homes, arguments=arguments, deadline=deadline).run()
+            print(report.table(found), flush=True)
+            missed += [f"{name}, {case.ranks} ranks: {text}" for text, *_, kept in report.promises(found) if not kept]
+            if not arguments.quick:
+                report.keep(found, arguments.figures)
+                report.write(arguments.figures.parent)
+    except TimeIsOver:
+        print(f"{arguments.minutes:g} minutes are over: call again with the same options to go on", file=sys.stderr)
+        return 3
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = [name for name in MODELS if name != "uvit-1b"]
+    parser.add_argument("--ranks", type=int, default=4, choices=(2, 4, 8))
+    parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
+    parser.add_argument("--sides", nargs="+", metavar="TEXT", help="only sides whose name contains one of these")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all sides are run, in turn")
+    parser.add_argument("--stage-ms", type=float, default=20.0, help="mean forward time of one of 2P stages")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds after which a side is ended and said so")
+    parser.add_argument("--minutes", type=float, default=8.5, help="then stop; the next call goes on (status 3)")
+    parser.add_argument("--quick", action="store_true", help="one round, nothing kept: does everything run?")
+    parser.add_argument("--work", type=Path, default=Path("out/slow_network"), help="profiles and unfinished runs")
+    parser.add_argument("--figures", type=Path, default=HERE / "figures.json", help="what runs are merged into")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """All sides of one case. What is known is kept after every side, so that another call can go on."""
+
+    case: Case
+    homes: Sequence[Namespace]
+    arguments: argparse.Namespace
+    deadline: float
+
+    def run(self) -> dict[str, Any]:
+        state = self.begun() or self.begin()
+        profile = Profile.from_json(json.dumps(state["profile"]))
+        jobs = self.jobs(state, profile)
+        for number in range(self.rounds):
+            for name, job in jobs:
+                self.once(f"{number} {name} {' '.join(job.speeds)}", number, name, job, state)
+        self.state_path.unlink(missing_ok=True)
+        found = {name: state["results"][name] for name, _ in jobs}
+        return report.summary(self.case, profile, state, found, self.arguments.stage_ms)
+
+    @property
+    def rounds(self) -> int:
+        return 1 if self.arguments.quick else int(self.arguments.rounds)
+
+    @property
+    def state_path(self) -> Path:
+        kind = f"{self.arguments.stage_ms:g}ms-{self.rounds}" + ("-quick" if self.arguments.quick else "")
+        return Path(self.arguments.work) / f"{self.case.name}-{self.case.ranks}-{kind}.json"
+
+    def begun(self) -> dict[str, Any] | None:
+        path = self.state_path
+        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return found
+
+    def begin(self) -> dict[str, Any]:
+        """What all sides need: layer costs as they are here, link speeds, plans."""
+        measured = self.launch(rank.profile, Job(side="pulse", case=self.case), world=1)
+        profile = Profile.from_json(json.dumps(measured))
+        options = {"boundaries": balanced(self.case, profile, "linear"), "dualpipev": False, "joined": True}
+        speeds = self.launch(rank.calibrate, Job(side="relayed", case=self.case, options=options, speeds=RATIOS))
+        self.say("speeds: " + ", ".join(f"{name} {found}" for name, found in speeds.items()))
+        ours = {speed: our_sides(self.case, profile, found.get("mbit")) for speed, found in speeds.items()}
+        return {"profile": measured, "speeds": speeds, "ours": ours, "results": {}, "done": []}
+
+    def once(self, key: str, number: int, name: str, job: Job, state: dict[str, Any]) -> None:
+        result = state["results"].setdefault(name, {"speeds": {}})
+        if key in state["done"] or (number and name in ONCE) or "failed" in result:
+            return
+        if time.monotonic() > self.deadline:
+            raise TimeIsOver
+        self.take(name, job, result)
+        state["done"].append(key)
+        self.state_path.write_text(json.dumps(state))
+
+    def take(self, name: str, job: Job, result: dict[str, Any]) -> None:
+        began = time.monotonic()
+        try:
+            found = self.launch(rank.measure, job)
+        except RanksFailed as problem:
+            result["failed"] = str(problem).splitlines()[0]
+            self.say(f"{name}: {str(problem)[-3000:]}")
+            return
+        for speed, steps in found.items():
+            result["speeds"].setdefault(speed, []).extend(steps)
+        times = ", ".join(f"{speed} {steps[-1]['step_ms']:.0f} ms" for speed, steps in found.items())
+        self.say(f"{name}: {times} ({time.monotonic() - began:.0f} s)")
+
+    def launch(self, run: Any, job: Job, world: int | None = None) -> Any:
+        ranks = world or self.case.ranks
+        return launch(run, ranks, job, namespaces=self.homes[:ranks], timeout=self.arguments.timeout)
+
+    def jobs(self, state: dict[str, Any], profile: Profile) -> list[tuple[str, Job]]:
+        mbit = {name: found.get("mbit") for name, found in state["speeds"].items()}
+        jobs = [*self.others(profile, mbit), *self.our_jobs(state["ours"], mbit)]
+        wanted = self.arguments.sides
+        return [(name, job) for name, job in jobs if not wanted or any(part in name for part in wanted)]
+
+    def others(self, profile: Profile, mbit: dict[str, float | None]) -> Iterator[tuple[str, Job]]:
+        cuts = {placement: balanced(self.case, profile, placement) for placement in ("linear", "wave", "loop")}
+
+        def job(side: str, **options: Any) -> Job:
+            if "boundaries" in options:
+                options["boundaries"] = cuts[options["boundaries"]]
+            return Job(side=side, case=self.case, options=options, speeds=mbit)
+
+        yield "1F1B, stock", job("relayed", boundaries="linear", dualpipev=False, joined=False)
+        yield "1F1B", job("relayed", boundaries="linear", dualpipev=False, joined=True)
+        yield "DualPipeV, stock", job("relayed", boundaries="wave", dualpipev=True, joined=False)
+        yield "DualPipeV", job("relayed", boundaries="wave", dualpipev=True, joined=True)
+        yield "ZB-V", job("pipelining", boundaries="wave", zbv=True)
+        yield "interleaved", job("pipelining", boundaries="loop", zbv=False)
+        yield "ZeRO-2", job("data_parallel", zero=True)
+        yield "DDP", job("data_parallel", zero=False)
+
+    def our_jobs(self, ours: dict[str, Any], mbit: dict[str, float | None]) -> Iterator[tuple[str, Job]]:
+        for speed, sides in ours.items():
+            for name, side in sides.items():
+                yield name, Job(side="pulse", case=self.case, options=side, speeds={speed: mbit[speed]})
+
+    def say(self, text: str) -> None:
+        print(f"[{self.case.name}, {self.case.ranks} ranks] {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""This project's engine with a plan: the wave, linear placement with direct sends, or what the tuner chose."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from slow_network.cases import Case
+from slow_network.layers import Sleeper, batch
+
+from deepspeed_pulse import LayerSpec, PipelineModule
+from deepspeed_pulse.engine.plans.profiles import measure_profile
+from deepspeed_pulse.engine.specs import Job
+from deepspeed_pulse.ir.plan import Plan
+
+Described = Callable[[], dict[str, Any]]
+
+
+def layer_list(case: Case) -> list[Any]:
+    return [
+        LayerSpec(Sleeper, layer, stash=tuple(name for name, _ in layer.stashes), pop=layer.pops)
+        for layer in case.layers
+    ]
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """Layer costs on this machine, as a profile."""
+    job = Job(name=case.name, layers=layer_list(case), batch=batch(case.layers), microbatch_size=1)
+    return measure_profile(job).profile.to_dict()
+
+
+def build(case: Case, *, plan: str, samples: int, zero: int) -> tuple[Callable[[], None], Described]:
+    """``plan``: its JSON. ``samples``: of a microbatch. ``zero``: ZeRO stage."""
+    made = Plan.from_json(plan)
+    path = Path(tempfile.gettempdir()) / f"slow_network_plan_{os.getpid()}.json"
+    path.write_text(plan)
+    config = {
+        "train_micro_batch_size_per_gpu": samples,
+        "gradient_accumulation_steps": made.microbatches,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": zero},
+        "pulse": {"plan": str(path)},
+    }
+    model = PipelineModule(
+        layers=layer_list(case), num_stages=made.pipeline_ranks, loss_fn=torch.nn.functional.mse_loss, config=config
+    )
+    path.unlink()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    data = itertools.repeat(batch(case.layers, samples))
+
+    def step() -> None:
+        engine.train_batch(data)
+
+    def describe() -> dict[str, Any]:
+        """Of the last step: bytes by kind, the peak of what this rank counts, what its engine measured."""
+        stats = engine.pulse_stats()
+        return {"p2p_bytes": stats["p2p_bytes"], "peak_live_bytes": stats["peak_live_bytes"]}
+
+    return step, describe

@@ -1,0 +1,154 @@
+"""The parts of benchmarks/slow_network that need no network: its layers, its verdicts, its refusals."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def layers() -> tuple[Any, ...]:
+    """Two pairs of skips and a value with two readers."""
+    from slow_network.layers import Layer
+
+    def layer(stashes: Any = (), pops: Any = ()) -> Layer:
+        sizes = {"param_bytes": 8, "activation_bytes": 4, "output_bytes": 64}
+        return Layer(name="l", forward_ms=0.1, input_ms=0.1, weight_ms=0.1, stashes=stashes, pops=pops, **sizes)
+
+    return (
+        layer((("temb", 16), ("a", 64))),
+        layer((("b", 64),), ("temb",)),
+        layer((), ("temb",)),
+        layer((), ("b",)),
+        layer((), ("a",)),
+    )
+
+
+def test_relaying_layers_hand_on_what_later_ones_read() -> None:
+    from slow_network.layers import relaying
+
+    made = relaying(layers())
+    assert [alive for _, _, alive, _ in made] == [
+        (),
+        ("temb", "a"),
+        ("temb", "a", "b"),
+        ("a", "b"),
+        ("a",),
+    ]
+
+
+def test_every_layer_sleeps_once_and_every_weight_has_a_gradient() -> None:
+    """The first layer's input needs no gradient, so nobody sleeps for it."""
+    import slow_network.layers as sleeping
+
+    values: Any = sleeping.batch(layers())[0]
+    modules = [kind(*arguments) for kind, *arguments in sleeping.relaying(layers())]
+    before = sleeping.slept_ms
+    for module in modules:
+        values = module(values)
+    values.sum().backward()
+    assert sleeping.slept_ms - before == pytest.approx(5 * 0.3 - 0.1)
+    assert all(weight.grad is not None for module in modules for weight in module.parameters())
+
+
+def test_the_case_as_a_profile_has_the_same_bytes() -> None:
+    from slow_network.cases import Case
+    from slow_network.plans import as_profile
+
+    case = Case(name="c", title="c", ranks=2, samples=1, layers=layers(), time_scale=1.0, byte_scale=1.0)
+    found = as_profile(case)
+    assert [(skip.name, skip.source, skip.target, skip.bytes) for skip in found.skips] == [
+        ("temb", 0, 1, 16),
+        ("temb", 0, 2, 16),
+        ("b", 1, 3, 64),
+        ("a", 0, 4, 64),
+    ]
+
+
+def figures() -> dict[str, Any]:
+    def side(step_ms: float) -> dict[str, Any]:
+        speeds = {"unlimited": step_ms, "ratio 1.5": step_ms, "ratio 2.5": step_ms}
+        plain = {"lowest_ms": 1.0, "highest_ms": 9.0, "idle": 0.1, "mb_per_sample": 2.0, "work": 1.0}
+        return {s: {**plain, "step_ms": ms, "samples_per_second": 1e3 / ms} for s, ms in speeds.items()}
+
+    plan = {"plan": "P=4", "planned_ms": 1.0, "measured_over_planned": 1.0, "bound_ms": 1.0, "peak_over_planned": 1.0}
+    ours = {s: {**found, **plan, "p2p_bytes": {}} for s, found in side(1.0).items()}
+    speed = {"mbit": 8.0, "ratio": 2.5, "step_ms": 1.0}
+    sides = {
+        "1F1B": side(3.0),
+        "DualPipeV": side(2.6),
+        "linear": {s: {**f, **ours[s], "step_ms": 1.2} for s, f in side(1.2).items()},
+    }
+    return {
+        "model": "uvit",
+        "title": "U-ViT",
+        "ranks": 4,
+        "microbatches": 8,
+        "time_scale": 1.0,
+        "byte_scale": 1.0,
+        "speeds": {"unlimited": {"step_ms": 1.0, "ratio": 0.0}, "ratio 1.5": speed, "ratio 2.5": speed},
+        "sides": {**sides, "wave": ours, "tuned": copy.deepcopy(ours), "ZB-V": {"failed": "ranks 1 took too long"}},
+    }
+
+
+def test_promises_are_judged_and_failed_sides_are_named() -> None:
+    from slow_network import report
+
+    found = figures()
+    assert all(kept for *_, kept in report.promises(found))
+    found["sides"]["1F1B"]["ratio 2.5"]["step_ms"] = 2.8
+    assert [text for text, *_, kept in report.promises(found) if not kept] == ["ratio 2.5: wave over 1F1B"]
+    assert "| ZB-V | failed: ranks 1 took too long |" in report.table(found)
+
+
+def test_the_same_figures_write_the_same_readme(tmp_path: Path) -> None:
+    from slow_network import report
+
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.keep(figures(), tmp_path / "figures.json")
+    report.write(tmp_path)
+    once = readme.read_text()
+    report.write(tmp_path)
+    assert readme.read_text() == once
+    assert once.startswith("before\n") and once.endswith("\nafter\n") and "old" not in once
+    assert (tmp_path / "figures.png").stat().st_size > 1000
+
+
+def test_without_root_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import namespaces
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="run this benchmark as root"), namespaces.bridged(2):
+        pass
+
+
+def test_other_sides_contain_nothing_of_this_project() -> None:
+    """What they import of the benchmark imports nothing either."""
+    import subprocess
+
+    modules = ", ".join(f"slow_network.sides.{name}" for name in ("relayed", "pipelining", "data_parallel"))
+    found = f"import sys, {modules}; print([name for name in sys.modules if name.startswith('deepspeed_pulse')])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([BENCHMARKS, *sys.path]), "DS_ACCELERATOR": "cpu"}
+    result = subprocess.run([sys.executable, "-c", found], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip().endswith("[]"), result.stderr
+
+
+def test_joined_backward_of_a_stage_is_one_traversal() -> None:
+    from slow_network.sides.relayed import _Outputs
+
+    x = torch.ones(2, requires_grad=True)
+    _Outputs((x * 2, x * 3)).backward([torch.ones(2), torch.ones(2)])
+    assert x.grad is not None and x.grad.tolist() == [5.0, 5.0]
