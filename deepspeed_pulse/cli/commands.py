@@ -55,11 +55,10 @@ def profile(arguments: argparse.Namespace) -> int:
             }
             note = f"estimated: operations at {tflops:g} TFLOP/s; a multiplication and its addition are two operations"
         else:
-            timed = measure_profile(job, watch=watch)
-            profile = timed.profile
+            profile = measure_profile(job, watch=watch)
             figures = {
                 **layer_times(profile),
-                "spread %": [100 * spread for spread in timed.spread],
+                "spread %": [100 * (layer.spread or 0.0) for layer in profile.layers],
             }
             note = f"measured on {profile.device}: medians; spread is (largest - smallest) / median"
         out.write_text(profile.to_json(), encoding="utf-8")

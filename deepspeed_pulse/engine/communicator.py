@@ -175,7 +175,7 @@ class EngineDevice:
         """Start a step, to be measured on the device if ``exact``."""
         self._origin = None
         if exact and not get_accelerator().use_host_timers():
-            event = _recorded_event()
+            event = recorded_event()
             event.synchronize()
             self._origin = event, self.now_ms()
 
@@ -189,7 +189,7 @@ class EngineDevice:
         return time.perf_counter() * 1e3
 
     def mark(self) -> Any:
-        return self.now_ms() if self._origin is None else _recorded_event()
+        return self.now_ms() if self._origin is None else recorded_event()
 
     def ms_of(self, mark: Any) -> float:
         if self._origin is None:
@@ -199,7 +199,8 @@ class EngineDevice:
         return ms + float(event.elapsed_time(mark))
 
 
-def _recorded_event() -> Any:
+def recorded_event() -> Any:
+    """A timing event at the end of what the device was given so far."""
     event = get_accelerator().Event(enable_timing=True)
     event.record()
     return event

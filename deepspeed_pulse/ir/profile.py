@@ -28,6 +28,7 @@ class LayerCost:
     ``param_bytes``: of trained parameters, and 1/k of those of frozen ones (:func:`state_factor`).
     ``activation_bytes``: kept from forward to backward, stashed values included.
     ``weight_grad_ms``: the part of ``backward_ms`` that computes weight gradients, if known.
+    ``spread``: (longest - shortest) / median of the times that were measured, if they were.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LayerCost:
     activation_bytes: int
     output_bytes: int
     weight_grad_ms: float | None = None
+    spread: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,8 @@ def _layer_dict(layer: LayerCost) -> dict[str, Any]:
     }
     if layer.weight_grad_ms is not None:
         data["weight_grad_ms"] = layer.weight_grad_ms
+    if layer.spread is not None:
+        data["spread"] = layer.spread
     return data
 
 
@@ -145,6 +149,7 @@ def _read_layer(fields: Fields) -> LayerCost:
             "param_bytes",
             "activation_bytes",
             "output_bytes",
+            "spread",
         )
     )
     backward_ms = fields.number("backward_ms")
@@ -159,6 +164,7 @@ def _read_layer(fields: Fields) -> LayerCost:
         param_bytes=fields.integer("param_bytes"),
         activation_bytes=fields.integer("activation_bytes"),
         output_bytes=fields.integer("output_bytes"),
+        spread=fields.number("spread") if fields.has("spread") else None,
     )
 
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,37 @@ from deepspeed_pulse.runtime.probe import Probe, Reached, Walk
 from deepspeed_pulse.runtime.stage import SavedBytes
 from deepspeed_pulse.runtime.state import param_bytes
 
-_REPEATS = 5
+REPEATS = 5
+"""Times that a layer is measured after its warm-up, if it is quick."""
+
+_FEWEST_REPEATS, _ENOUGH_MS = 3, 500.0
+
+
+class Clock(Protocol):
+    """Takes times on the device: of what it was given before a mark."""
+
+    def mark(self) -> Any: ...
+
+    def ms_between(self, start: Any, end: Any) -> float:
+        """Waits until the device has passed the second mark."""
+
+
+class HostClock:
+    """The host's clock, read when the device has done what it was given.
+
+    Args:
+        synchronize: waits for the device.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._synchronize = synchronize
+
+    def mark(self) -> float:
+        self._synchronize()
+        return time.perf_counter() * 1e3
+
+    def ms_between(self, start: float, end: float) -> float:
+        return end - start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +55,11 @@ class Measured:
     """Costs of the layers visited; ``value_bytes``: per named value its bytes and whether it has a gradient.
 
     ``dtype``: of the last layer with a floating parameter; None without one.
-    ``spread``: per layer, (largest - smallest) / median of its forward and backward together.
     """
 
     layers: tuple[LayerCost, ...]
     value_bytes: dict[str, tuple[int, bool]]
     dtype: str | None
-    spread: tuple[float, ...]
 
 
 def measure_layers(
@@ -40,7 +68,7 @@ def measure_layers(
     inputs: Any,
     entries: Mapping[str, Any],
     device: torch.device,
-    synchronize: Callable[[], None] = lambda: None,
+    clock: Clock | None = None,
     layers: range | None = None,
 ) -> Measured:
     """Run every layer forward and backward on one batch; medians of a few repeats after a warm-up.
@@ -50,40 +78,65 @@ def measure_layers(
         build: per layer, makes it; a layer is dropped before the next is made.
         inputs, entries: what the first layer to measure finds: its input, and the values that are popped from there on.
         device: where to measure.
-        synchronize: waits for the device before the clock is read.
+        clock: takes the times; None for the host's, where the device does at once what it is given.
         layers: indices of those to measure, one after the other; None for all.
     """
     walk = Walk(graph, build, Reached(hidden=inputs, values=dict(entries)), device, layers)
     # The random state is put back: measuring must not change the run that follows.
     with torch.random.fork_rng(devices=[]):
-        costs, spread = zip(*(_measure(probe, synchronize) for probe in walk), strict=True)
-    return Measured(layers=costs, value_bytes=walk.value_bytes, dtype=walk.dtype, spread=spread)
+        costs = tuple(_measure(probe, clock or HostClock()) for probe in walk)
+    return Measured(layers=costs, value_bytes=walk.value_bytes, dtype=walk.dtype)
 
 
-def _measure(probe: Probe, synchronize: Callable[[], None]) -> tuple[LayerCost, float]:
-    times = [_once(probe, synchronize) for _ in range(_REPEATS + 1)][1:]
+def _measure(probe: Probe, clock: Clock) -> LayerCost:
+    activation_bytes, output_bytes = _warm_up(probe)
+    times = _times(probe, clock)
+    both = [forward + backward for forward, backward in times]
+    backward_ms = statistics.median(backward for _, backward in times)
+    return LayerCost(
+        name=probe.name,
+        forward_ms=statistics.median(forward for forward, _ in times),
+        backward_ms=backward_ms,
+        weight_grad_ms=_weight_grad_ms(probe, clock, backward_ms),
+        param_bytes=param_bytes(probe.parameters),
+        activation_bytes=activation_bytes,
+        output_bytes=output_bytes,
+        spread=(max(both) - min(both)) / statistics.median(both) if any(both) else 0.0,
+    )
+
+
+def _warm_up(probe: Probe) -> tuple[int, int]:
+    """Run once each way; bytes kept for backward, and of the output."""
     with SavedBytes(probe.parameters) as saved:
         run = probe.run()
     for value in run.stashed.values():
         saved.add(tensors_in(value))
-    cost = LayerCost(
-        name=probe.name,
-        forward_ms=statistics.median(f for f, _ in times),
-        backward_ms=statistics.median(b for _, b in times),
-        param_bytes=param_bytes(probe.parameters),
-        activation_bytes=saved.bytes,
-        output_bytes=num_bytes(tensors_in(run.output)),
-    )
-    both = [f + b for f, b in times]
-    return cost, (max(both) - min(both)) / statistics.median(both)
-
-
-def _once(probe: Probe, synchronize: Callable[[], None]) -> tuple[float, float]:
-    synchronize()
-    start = time.perf_counter()
-    probe.run()
-    synchronize()
-    middle = time.perf_counter()
+    output_bytes = num_bytes(tensors_in(run.output))
     probe.backward()
-    synchronize()
-    return (middle - start) * 1e3, (time.perf_counter() - middle) * 1e3
+    return saved.bytes, output_bytes
+
+
+def _times(probe: Probe, clock: Clock) -> list[tuple[float, float]]:
+    """(forward, backward) in ms of several runs, of a slow layer fewer."""
+    times: list[tuple[float, float]] = []
+    while len(times) < REPEATS and (len(times) < _FEWEST_REPEATS or sum(map(sum, times)) < _ENOUGH_MS):
+        start = clock.mark()
+        probe.run()
+        middle = clock.mark()
+        probe.backward()
+        end = clock.mark()
+        times.append((clock.ms_between(start, middle), clock.ms_between(middle, end)))
+    return times
+
+
+def _weight_grad_ms(probe: Probe, clock: Clock, backward_ms: float) -> float:
+    """What a backward takes longer than one that computes no gradients of weights."""
+    if not any(parameter.requires_grad for parameter in probe.parameters):
+        return 0.0
+    times = []
+    for _ in range(_FEWEST_REPEATS):
+        probe.run()
+        start = clock.mark()
+        probe.backward(inputs_only=True)
+        times.append(clock.ms_between(start, clock.mark()))
+    return max(0.0, backward_ms - statistics.median(times))

@@ -54,6 +54,7 @@ def profiles(draw):
                 activation_bytes=sizes,
                 output_bytes=sizes,
                 weight_grad_ms=st.none() | times,
+                spread=st.none() | times,
             ),
             min_size=2,
             max_size=5,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DModel
-from support.small_models import small_unet
+from support.small_models import small_sd_unet, small_unet
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed_pulse.engine.plans.profiles import Estimated, estimate_profile
+from deepspeed_pulse.engine.plans.profiles import Estimated, estimate_profile, measure_profile
 from deepspeed_pulse.engine.specs import Job
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
@@ -187,3 +187,17 @@ def test_an_example_of_a_pixel_model_has_classes() -> None:
     )
     batch = example_batch(model, microbatch_size=1, dtype=torch.float32)
     assert (tuple(batch["sample"].shape), tuple(batch["class_labels"].shape)) == ((1, 3, 16, 24), (1,))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_estimated_sizes_are_exactly_the_measured_ones(dtype: str) -> None:
+    """Of the small SD-like U-Net: parameters, outputs and named values; parameters are the whole model's."""
+    model = small_sd_unet().to(getattr(torch, dtype))
+    batch = example_batch(model, microbatch_size=2, dtype=getattr(torch, dtype))
+    job = Job(name="small", layers=to_layers(model), batch=(batch, None))
+    estimated, measured = estimate_profile(job, tflops=1).profile, measure_profile(job)
+    for one, other in zip(estimated.layers, measured.layers, strict=True):
+        assert (one.name, one.param_bytes, one.output_bytes) == (other.name, other.param_bytes, other.output_bytes)
+    assert estimated.skips == measured.skips and estimated.dtype == measured.dtype == dtype
+    element = 4 if dtype == "float32" else 2
+    assert measured.param_bytes == element * sum(p.numel() for p in model.parameters())

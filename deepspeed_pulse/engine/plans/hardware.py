@@ -7,14 +7,16 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.communicator import recorded_event
 from deepspeed_pulse.engine.data.agreement import told_by_all
 from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.runtime.profiler import Clock, HostClock
 
 NO_LIMIT_BYTES = 2**50
 """Memory of a rank whose device does not say how much it has: the host's is shared and paged."""
@@ -50,6 +52,25 @@ def _processor() -> str:
     return f"cpu ({name})"
 
 
+class EventClock:
+    """Times by events that the device records; the host hands it work meanwhile."""
+
+    def mark(self) -> Any:
+        return recorded_event()
+
+    def ms_between(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Events where the device has them, by the rule of upstream's timers; else the host's clock."""
+    accelerator = get_accelerator()
+    if device.type == "cpu" or accelerator.use_host_timers():
+        return HostClock(accelerator.synchronize)
+    return EventClock()
+
+
 def hardware_of(device: torch.device) -> Hardware:
     """This rank's."""
     on_cpu = device.type == "cpu"
@@ -79,7 +100,7 @@ def agreed_hardware(device: torch.device, *, compared: Literal["threads", "memor
         )
     if dist.get_rank() == 0 and len({getattr(rank, compared) for rank in found}) > 1:
         effect = "the slowest sets the pace" if compared == "threads" else "each is planned for with the least"
-        print(f"deepspeed_pulse: ranks differ in {compared}: {_who_has(found, compared)}; {effect}", flush=True)
+        print(f"pulse: ranks differ in {compared}: {_who_has(found, compared)}; {effect}", flush=True)
     return found
 
 

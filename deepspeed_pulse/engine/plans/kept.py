@@ -70,7 +70,7 @@ def read_cluster(path: Path, nodes: int, ranks_per_node: int) -> Cluster | None:
 
 
 def _say_unusable(path: Path, what: str, reason: str) -> None:
-    print(f"deepspeed_pulse: the kept {what} in {path} are not this job's, measured anew: {reason}", flush=True)
+    print(f"pulse: the kept {what} in {path} are not this job's, measured anew: {reason}", flush=True)
 
 
 def named_by(content: object) -> str:

@@ -19,7 +19,7 @@ from deepspeed_pulse.engine.data.agreement import agree, raise_everywhere, told_
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
-from deepspeed_pulse.engine.plans.hardware import agreed_hardware, device_name
+from deepspeed_pulse.engine.plans.hardware import agreed_hardware, clock_of, device_name
 from deepspeed_pulse.errors import BatchError, PulseError, RunError
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.runtime.probe import Reached, reach
@@ -74,7 +74,7 @@ def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]
         if None not in parts:
             profiles.append(_joined(request, size, parts))
         elif dist.get_rank() == 0:
-            print(f"deepspeed_pulse: microbatches of {size} do not fit the device's memory: not measured", flush=True)
+            print(f"pulse: microbatches of {size} do not fit the device's memory: not measured", flush=True)
     if not profiles:
         raise BatchError(
             f"example_batch: expected a microbatch size at which every layer fits the device's memory, found none of "
@@ -119,8 +119,9 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
 
 
 def _measure(request: PlanRequest, build: Sequence[Callable[[], Any]], layers: range, start: Reached) -> Measured:
-    synchronize = get_accelerator().synchronize
-    return measure_layers(request.graph, build, start.hidden, start.values, request.device, synchronize, layers=layers)
+    return measure_layers(
+        request.graph, build, start.hidden, start.values, request.device, clock_of(request.device), layers=layers
+    )
 
 
 def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[Reached | None]:

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.plans.costs import built, skips_of
-from deepspeed_pulse.engine.plans.hardware import device_name
+from deepspeed_pulse.engine.plans.hardware import clock_of, device_name
 from deepspeed_pulse.engine.specs import Job, TiedCall
 from deepspeed_pulse.errors import BatchError, ConfigError
 from deepspeed_pulse.ir.graph import Graph
@@ -34,14 +34,6 @@ class Estimated:
 
     profile: Profile
     counts: tuple[LayerCount, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """A profile and, per layer, (largest - smallest) / median of the measured times."""
-
-    profile: Profile
-    spread: tuple[float, ...]
 
 
 def estimate_profile(job: Job, *, tflops: float, watch: Watch | None = None) -> Estimated:
@@ -81,15 +73,14 @@ def estimate_profile(job: Job, *, tflops: float, watch: Watch | None = None) -> 
     return Estimated(profile=profile, counts=counted.layers)
 
 
-def measure_profile(job: Job, *, watch: Watch | None = None) -> Timed:
+def measure_profile(job: Job, *, watch: Watch | None = None) -> Profile:
     """Run each layer on the accelerator at hand.
 
     A batch on the meta device is replaced by random data of its shapes. Layers on the meta device are
     made on the accelerator with random weights when their turn comes, and dropped after it, so the
     model need not fit.
     """
-    graph, accelerator = job.graph, get_accelerator()
-    device = torch.device(accelerator.current_device_name())
+    graph, device = job.graph, torch.device(get_accelerator().current_device_name())
     split = _split(job, graph)
     build = [lambda layer=layer: on_device(layer, device) for layer in job.layers]
     measured = measure_layers(
@@ -98,9 +89,9 @@ def measure_profile(job: Job, *, watch: Watch | None = None) -> Timed:
         map_tensors(split.inputs, lambda tensor: filled(tensor, device)),
         {name: map_tensors(value, lambda tensor: filled(tensor, device)) for name, value in split.entries.items()},
         device,
-        accelerator.synchronize,
+        clock_of(device),
     )
-    profile = Profile(
+    return Profile(
         name=job.name,
         device=device_name(device),
         dtype=measured.dtype or "float32",
@@ -108,7 +99,6 @@ def measure_profile(job: Job, *, watch: Watch | None = None) -> Timed:
         layers=measured.layers,
         skips=skips_of(graph, measured.value_bytes),
     )
-    return Timed(profile=profile, spread=measured.spread)
 
 
 def _split(job: Job, graph: Graph) -> SplitBatch:
