@@ -118,7 +118,9 @@ def _add_tune(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     tune.add_argument("--out", metavar="PLAN", help="the best choice's plan")
     tune.add_argument("--profile-out", metavar="PROFILE", help="the profile, perhaps scaled, behind that plan")
     tune.add_argument("--config", metavar="JSON", help="DeepSpeed's settings for it; needs --out")
-    tune.add_argument("--picture", metavar="FILE", help="throughput and memory over P (.png, .svg, .pdf)")
+    tune.add_argument(
+        "--picture", metavar="FILE", help="throughput and memory over P, and each rank of the best (.png, .svg, .pdf)"
+    )
     tune.add_argument(
         "--verify", type=_count, metavar="K", help="run the best K a few steps on this machine and rank by measurement"
     )

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from deepspeed_pulse.ir.choice import Trial, Tuning, Verdict
+from deepspeed_pulse.report.tuning import describe
 
-_STYLE = {"font.family": "DejaVu Sans", "font.size": 9, "svg.fonttype": "none"}
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 _MARKERS = "os^Dv*P<>X"
 _GB = 1e9
+_ASIDE = 0.05
+"""Powers of two between microbatch sizes of one P."""
+_MOST_LIMITS = 2.0
+"""Memory beyond so many times the limit is drawn at the upper edge, with its number."""
 
 
 def draw_tuning(tuning: Tuning, path: Path) -> None:
@@ -24,38 +37,48 @@ def draw_tuning(tuning: Tuning, path: Path) -> None:
 
 
 def tuning_figure(tuning: Tuning) -> Figure:
-    """Throughput on the left, the fullest rank against the limit on the right.
+    """Throughput, then memory over P against the limit, then each rank of the best choice.
 
-    A point is the best choice for its P and microbatch size. Hollow points are no plans: on the left what a choice
-    that was too slow cannot exceed, on the right what one without room would need.
+    A point is the best choice for its P and microbatch size. Hollow points are no plans: of throughput what a choice
+    that was too slow cannot exceed, of memory what one without room would need. From a point of memory a line goes down
+    to the emptiest rank. Microbatch sizes stand side by side where they share a P.
     """
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(5, 5, 3))
+    limit = tuning.memory_bytes / _GB
     sizes = sorted({trial.choice.microbatch_size for trial in tuning.trials})
     for index, size in enumerate(sizes):
-        look = {"color": f"C{index % 10}", "marker": _MARKERS[index % len(_MARKERS)]}
         best = _best_by_ranks([trial for trial in tuning.trials if trial.choice.microbatch_size == size])
-        _line(left, [(p, t.samples_per_second, t.plan is not None) for p, t in best], look, f"b = {size}")
-        _line(right, [(p, (t.needed_bytes or 0) / _GB or None, t.plan is not None) for p, t in best], look)
-    right.axhline(tuning.memory_bytes / _GB, color="black", linestyle="--", linewidth=1)
-    right.annotate("limit", (1, tuning.memory_bytes / _GB), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        look, aside = _look(index, len(sizes)), 2 ** (_ASIDE * (index - (len(sizes) - 1) / 2))
+        _draw_rates(left, best, look, aside)
+        _draw_peaks(middle, best, look, aside, limit)
+        if size == tuning.best.choice.microbatch_size:
+            _mark_best(left, tuning.best, aside)
+    _draw_ranks(right, tuning.best)
+    _draw_limit(middle, limit)
+    _draw_limit(right, limit)
     ranks = sorted({trial.choice.pipeline_ranks for trial in tuning.trials})
-    _decorate(left, ranks, "samples/s")
-    _decorate(right, ranks, "GB of the fullest rank")
-    left.set_title("hollow: an upper bound, too slow to be simulated", fontsize=8)
-    right.set_title("hollow: what would be needed", fontsize=8)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(sizes), frameon=False)
+    middle.sharex(left)
+    _decorate(left, ranks, "samples/s", "throughput")
+    _decorate(middle, ranks, "GB", "memory: fullest rank, down to the emptiest")
+    figure.legend(handles=_legend(tuning, sizes), loc="outside lower center", ncols=10, frameon=False)
     return figure
 
 
-def _best_by_ranks(trials: Sequence[Trial]) -> list[tuple[int, Trial]]:
+def _look(index: int, count: int) -> dict[str, Any]:
+    """Dark for small microbatches, light for large ones, each with a marker of its own."""
+    shade = matplotlib.colormaps["viridis"](0.85 * index / max(count - 1, 1))
+    return {"color": shade, "marker": _MARKERS[index % len(_MARKERS)]}
+
+
+def _best_by_ranks(trials: Sequence[Trial]) -> list[Trial]:
     """Per number of pipeline ranks the fastest plan; without one, the nearest to it."""
     found: dict[int, Trial] = {}
     for trial in trials:
         ranks = trial.choice.pipeline_ranks
         if ranks not in found or _closeness(trial) > _closeness(found[ranks]):
             found[ranks] = trial
-    return sorted(found.items())
+    return [found[ranks] for ranks in sorted(found)]
 
 
 def _closeness(trial: Trial) -> tuple[bool, bool, float]:
@@ -63,17 +86,56 @@ def _closeness(trial: Trial) -> tuple[bool, bool, float]:
     return trial.plan is not None, slow, trial.samples_per_second or -float(trial.needed_bytes or 0)
 
 
-def _line(
-    axes: Axes, points: Sequence[tuple[int, float | None, bool]], look: dict[str, str], label: str | None = None
-) -> None:
-    known = [(p, y, solid) for p, y, solid in points if y is not None]
-    solid = [(p, y) for p, y, is_plan in known if is_plan]
-    hollow = [(p, y) for p, y, is_plan in known if not is_plan]
-    axes.plot([p for p, _ in solid], [y for _, y in solid], label=label, linewidth=1.2, **look)
-    axes.plot([p for p, _ in hollow], [y for _, y in hollow], linestyle="none", markerfacecolor="none", **look)
+def _draw_rates(axes: Axes, trials: Sequence[Trial], look: dict[str, Any], aside: float) -> None:
+    _draw_points(axes, [(t, t.samples_per_second) for t in trials if t.samples_per_second is not None], look, aside)
+    run = [(aside * t.choice.pipeline_ranks, t.measured) for t in trials if t.measured is not None]
+    axes.plot([p for p, _ in run], [y for _, y in run], "kx", markersize=7)
 
 
-def _decorate(axes: Axes, ranks: Sequence[int], label: str) -> None:
+def _draw_peaks(axes: Axes, trials: Sequence[Trial], look: dict[str, Any], aside: float, limit: float) -> None:
+    highest = _MOST_LIMITS * limit
+    known = [(t, t.needed_bytes / _GB) for t in trials if t.needed_bytes]
+    _draw_points(axes, [(t, min(gb, highest)) for t, gb in known], look, aside)
+    for trial, gb in known:
+        ranks = aside * trial.choice.pipeline_ranks
+        if gb > highest:
+            axes.annotate(f"{gb:.0f}", (ranks, highest), xytext=(0, 4), textcoords="offset points", ha="center")
+        if trial.plan is not None and trial.plan.estimate is not None:
+            axes.vlines(ranks, min(trial.plan.estimate.peak_bytes) / _GB, gb, color=look["color"], linewidth=1)
+
+
+def _draw_points(axes: Axes, points: Sequence[tuple[Trial, float]], look: dict[str, Any], aside: float) -> None:
+    """Plans joined by a line, others hollow."""
+    for is_plan in (True, False):
+        mine = [(aside * trial.choice.pipeline_ranks, y) for trial, y in points if (trial.plan is not None) is is_plan]
+        style = {"linewidth": 1.2} if is_plan else {"linestyle": "none", "markerfacecolor": "none"}
+        axes.plot([p for p, _ in mine], [y for _, y in mine], **look, **style)
+
+
+def _mark_best(axes: Axes, best: Trial, aside: float) -> None:
+    place = (aside * best.choice.pipeline_ranks, best.samples_per_second or 0.0)
+    axes.plot(*place, "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
+
+
+def _draw_ranks(axes: Axes, best: Trial) -> None:
+    estimate = best.planned.estimate
+    assert estimate is not None
+    peaks = [num_bytes / _GB for num_bytes in estimate.peak_bytes]
+    axes.bar(range(len(peaks)), peaks, color="#8d8d8d", width=0.7)
+    axes.set_xlim(-0.8, max(len(peaks) - 0.2, 1.8))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.set_xlabel("pipeline rank")
+    axes.set_ylabel("GB")
+    axes.set_title("best: " + describe(best.choice).replace(", ", ",\n", 1), fontsize=9)
+
+
+def _draw_limit(axes: Axes, limit: float) -> None:
+    axes.axhline(limit, color="black", linestyle="--", linewidth=1)
+    axes.annotate("limit", (1, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+    axes.set_ylim(0, 1.1 * max(limit, axes.dataLim.y1))
+
+
+def _decorate(axes: Axes, ranks: Sequence[int], label: str, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(list(ranks)))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -81,4 +143,15 @@ def _decorate(axes: Axes, ranks: Sequence[int], label: str) -> None:
     axes.set_xlabel("pipeline ranks P")
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize=9)
+
+
+def _legend(tuning: Tuning, sizes: Sequence[int]) -> list[Line2D]:
+    handles = [Line2D([], [], label=f"b = {size}", **_look(index, len(sizes))) for index, size in enumerate(sizes)]
+    bare: dict[str, Any] = {"linestyle": "none", "color": "black", "markerfacecolor": "none"}
+    handles.append(Line2D([], [], marker="o", markersize=11, label="best", **bare))
+    if tuning.rejected:
+        handles.append(Line2D([], [], marker="s", label="no plan: at most, or needed", **bare))
+    if any(trial.measured is not None for trial in tuning.trials):
+        handles.append(Line2D([], [], marker="x", label="measured", **bare))
+    return handles
