@@ -73,7 +73,7 @@ def test_the_example_trains_on_four_ranks_with_nothing_else_set(tmp_path: Path) 
     assert set(config["pulse"].values()) == {"auto"}
     steps = ["--steps", "2", "--size", "8", "--out", str(tmp_path), "--ranks", "auto"]
     command = [str(folder / "train.py"), "--deepspeed_config", str(folder / "ds_config_auto.json"), *steps]
-    found = launch("support.auto_ranks:example", 4, command, timeout=250)
+    found = launch("support.example_ranks:example", 4, command, timeout=250)
     assert "pulse: chosen for num_stages" in found[0][1]
     assert (tmp_path / "loss.csv").read_text().count("\n") == 3
     assert (tmp_path / "model" / "unet" / "config.json").is_file()

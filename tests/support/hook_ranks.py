@@ -79,7 +79,14 @@ def patched_upstream(case: dict[str, Any]) -> None:
 
     assert deepspeed.__file__.startswith(os.environ["PATCHED"]), deepspeed.__file__
     run_case(case)
+    from support import auto_ranks
+
     from deepspeed_pulse.engine import hook
 
+    config = auto_ranks.config_of({})
+    engine, _ = auto_ranks.engine_of(config, example_batch=auto_ranks.batch_of(0, range(1)))
+    auto_ranks.shape_of(engine)
+    found = auto_ranks.losses_of(engine, range(auto_ranks.STEPS))
+    assert auto_ranks.close(found, auto_ranks.expected_losses())
     assert not hook.needed() and not hook.installed()
     print("PASSED", flush=True)

@@ -18,7 +18,7 @@ from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_pro
 from deepspeed_pulse.engine.plans.hardware import NO_LIMIT_BYTES
 from deepspeed_pulse.engine.plans.links import measure_cluster
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
-from deepspeed_pulse.errors import ConfigError, PlanError
+from deepspeed_pulse.errors import BatchError, ConfigError, PlanError
 from deepspeed_pulse.ir.choice import Choice, Option
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
@@ -108,9 +108,36 @@ def choose(request: PlanRequest, asked: Asked) -> Chosen:
         return Chosen(asked=asked, choice=_settled(asked), planned=None)
     _check_costs(request, asked)
     profile, costs = agree(lambda: known_profile(request), "planning")
-    profiles = measure_profiles(request, sizes_to_measure(asked)) if profile is None else (profile,)
+    profiles = _measured(request, asked) if profile is None else (profile,)
     cluster = job_cluster(request, timed=True)
     return agree(lambda: _chosen(request, asked, profiles, cluster, costs), "choosing")  # type: ignore[no-any-return]
+
+
+def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:
+    """Two microbatch sizes at a time, as long as the larger one is worth it.
+
+    A larger one that does not fit the device's memory ends it, too.
+    """
+    sizes = sizes_to_measure(asked)
+    if asked.given.sets_microbatches:
+        return measure_profiles(request, sizes)
+    found = measure_profiles(request, sizes[:2])
+    for at in range(2, len(sizes), 2):
+        if len(found) < at or _sample_ms(found[-1]) > _WORTH_MEASURING * _sample_ms(found[-2]):
+            break
+        try:
+            found += measure_profiles(request, sizes[at : at + 2])
+        except BatchError:
+            break
+    return found
+
+
+_WORTH_MEASURING = 0.95
+"""Where a sample takes more than this share of its time in microbatches half as large, no larger ones are measured."""
+
+
+def _sample_ms(profile: Profile) -> float:
+    return sum(layer.forward_ms + layer.backward_ms for layer in profile.layers) / profile.microbatch_size
 
 
 def _settled(asked: Asked) -> Choice:

@@ -30,7 +30,7 @@ def nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
     ways = [f"{gigabytes(memory)} GB a rank would do" if memory else "", f"{ranks} ranks would do" if ranks else ""]
     return InfeasibleError(
         f"nothing fits {gigabytes(tuner.memory_bytes)} GB a rank on {tuner.world} ranks{_means(tuner)}: "
-        f"{' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}",
+        f"{' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}{_hint(tuner)}",
         needed_bytes=memory,
     )
 
@@ -40,6 +40,12 @@ def _means(tuner: Tuner) -> str:
     means = ["layers recomputed"] if tuner.given.recompute is None else []
     means += ["the optimizer shared"] if tuner.given.zero_stage != 0 else []
     return f", {' and '.join(means)}" if means else ""
+
+
+def _hint(tuner: Tuner) -> str:
+    if tuner.given.zero_stage != 0 or tuner.world == 1:
+        return ""
+    return "; zero_optimization.stage 1 would share the optimizer's state among replicas"
 
 
 def _memory_that_would_do(tuner: Tuner, limited: Sequence[Trial]) -> int | None:
