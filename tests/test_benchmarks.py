@@ -35,3 +35,10 @@ def test_only_whole_runs_are_kept() -> None:
     assert result.returncode == 2
     assert "leave out --seconds, --only" in result.stderr
     assert PLANNER.with_name("README.md").read_bytes() == before
+
+
+def test_the_readme_has_the_newest_figures() -> None:
+    """``python benchmarks/headline.py`` writes them."""
+    command = [sys.executable, str(PLANNER.parents[1] / "headline.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

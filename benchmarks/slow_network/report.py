@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import headline
 from slow_network.cases import Case
 
 from deepspeed_pulse.ir.plan import Plan
@@ -236,7 +237,7 @@ def load(path: Path) -> dict[str, list[Found]]:
 
 
 def write(folder: Path) -> None:
-    """README and picture, made from all figures there are."""
+    """README and picture, made from all figures there are; the project's README too when they are its own."""
     figures = load(folder / "figures.json")
     newest = [figures[key][0] for key in sorted(figures)]
     parts = [_reproduced(figures), *(table(found) for found in newest)] if newest else []
@@ -249,6 +250,8 @@ def write(folder: Path) -> None:
     readme.write_text(f"{before}{BEGIN}\n\n{middle}\n\n{END}{rest.partition(END)[2]}")
     if newest:
         draw(newest, folder / "figures.png")
+    if folder.resolve() == headline.HERE / "slow_network":
+        headline.write()
 
 
 def traffic_table(found: list[Found]) -> str:

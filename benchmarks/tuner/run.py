@@ -9,16 +9,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from simulated import slower, with_relays
+
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.choice import Trial, Tuning
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.clusters import load_cluster
-from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.simulate import estimate
@@ -147,20 +151,6 @@ def order(profiles: Profiles) -> Iterator[str]:
         )
 
 
-def slower(profile: Profile, times: float) -> Profile:
-    """The profile of a device that takes so many times as long."""
-    layers = (
-        replace(
-            layer,
-            forward_ms=layer.forward_ms * times,
-            backward_ms=layer.backward_ms * times,
-            weight_grad_ms=(layer.weight_grad_ms or 0.0) * times,
-        )
-        for layer in profile.layers
-    )
-    return replace(profile, layers=tuple(layers))
-
-
 def _known(trial: Trial) -> float:
     return trial.samples_per_second or 0.0
 
@@ -186,17 +176,6 @@ def _relayed(profile: Profile, sizes: Sequence[int]) -> Iterator[tuple[float, st
             figures = estimate(with_relays(plan, profile), Sizes([profile]).at(size), ASCEND)
             if max(figures.peak_bytes) <= ASCEND.memory_bytes:
                 yield figures.samples_per_second, f"P={ranks}, microbatches of {size}"
-
-
-def with_relays(plan: Plan, profile: Profile) -> Plan:
-    """Skips through every stage between their ends; values with several readers stay as they are."""
-    lone = [skip for skip in profile.skips if sum(other.name == skip.name for other in profile.skips) == 1]
-    ends = {skip.name: (plan.stage_of(skip.source), plan.stage_of(skip.target)) for skip in lone}
-    routes = [
-        replace(route, hops=tuple((s, s + 1) for s in range(*ends[route.name]))) if route.name in ends else route
-        for route in plan.routes
-    ]
-    return replace(plan, routes=tuple(routes))
 
 
 def linear(profiles: Profiles) -> Iterator[str]:
