@@ -47,11 +47,14 @@ class Namespace:
 
 
 @contextmanager
-def namespaces(count: int, mbit: Callable[[int, int], float | None]) -> Iterator[Sequence[Namespace]]:
+def namespaces(
+    count: int, mbit: Callable[[int, int], float | None], *, burst_bytes: int = BURST_BYTES
+) -> Iterator[Sequence[Namespace]]:
     """So many namespaces, all joined.
 
     Args:
         mbit: rate from one namespace to another; None for no limit. Asked for each direction.
+        burst_bytes: what a link that was idle lets through at once.
     """
     with _made(count, INTERFACE) as made:
         for space in made:
@@ -59,8 +62,8 @@ def namespaces(count: int, mbit: Callable[[int, int], float | None]) -> Iterator
             _ip(f"addr add {space.address}/32 dev {INTERFACE}", f"link set {INTERFACE} up", within=space)
         for (i, a), (j, b) in itertools.combinations(enumerate(made), 2):
             _ip(f"link add to{j} type veth peer name to{i} netns {b.name}", within=a)
-            _connect(a, b, f"to{j}", mbit(i, j))
-            _connect(b, a, f"to{i}", mbit(j, i))
+            _connect(a, b, f"to{j}", mbit(i, j), burst_bytes)
+            _connect(b, a, f"to{i}", mbit(j, i), burst_bytes)
         yield made
 
 
@@ -135,11 +138,11 @@ def enter(space: Namespace) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {space.name}")
 
 
-def _connect(source: Namespace, target: Namespace, device: str, mbit: float | None) -> None:
+def _connect(source: Namespace, target: Namespace, device: str, mbit: float | None, burst_bytes: int) -> None:
     route = f"route add {target.address}/32 dev {device} src {source.address} {PROMPT}"
     _ip(f"link set {device} up", route, within=source)
     if mbit is not None:
-        limit = f"tbf rate {round(mbit * 1e3)}kbit burst {BURST_BYTES} latency 200ms"
+        limit = f"tbf rate {round(mbit * 1e3)}kbit burst {burst_bytes} latency 200ms"
         _run(["tc", "-n", source.name, *f"qdisc add dev {device} root {limit}".split()])
 
 
