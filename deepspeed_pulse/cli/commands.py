@@ -56,10 +56,7 @@ def profile(arguments: argparse.Namespace) -> int:
             note = f"estimated: operations at {tflops:g} TFLOP/s; a multiplication and its addition are two operations"
         else:
             profile = measure_profile(job, watch=watch)
-            figures = {
-                **layer_times(profile),
-                "spread %": [100 * (layer.spread or 0.0) for layer in profile.layers],
-            }
+            figures = layer_times(profile)
             note = f"measured on {profile.device}: medians; spread is (largest - smallest) / median"
         out.write_text(profile.to_json(), encoding="utf-8")
     _print(profile_table(profile, figures, note=note))

@@ -94,7 +94,11 @@ def model_figure(profile: Profile, *, plan: Plan | None = None) -> Figure:
         _draw_cuts((top, lines, times, weights, kept), plan, room)
     _name_layers(kept, names, room)
     figure.legend(
-        handles=_legend(values, largest, thick, plan), loc="outside lower left", ncols=8, frameon=False, fontsize=8
+        handles=_legend(profile, values, largest, thick, plan),
+        loc="outside lower left",
+        ncols=8,
+        frameon=False,
+        fontsize=8,
     )
     return figure
 
@@ -194,6 +198,9 @@ def _draw_times(axes: Axes, profile: Profile) -> None:
         hatch="////",
         width=0.8,
     )
+    known = [(i, x.forward_ms + x.backward_ms, x.spread) for i, x in enumerate(profile.layers) if x.spread is not None]
+    places, totals = [i for i, _, _ in known], [total for _, total, _ in known]
+    axes.errorbar(places, totals, yerr=[t * s / 2 for _, t, s in known], fmt="none", ecolor="black", elinewidth=0.8)
     axes.set_ylabel("ms")
     axes.set_ylim(bottom=0)
 
@@ -246,11 +253,15 @@ def _short(name: str) -> str:
     return name if len(name) <= _NAME_LETTERS else "…" + name[1 - _NAME_LETTERS :]
 
 
-def _legend(values: Sequence[_Value], largest: int, thick: float, plan: Plan | None) -> list[Patch | Line2D]:
+def _legend(
+    profile: Profile, values: Sequence[_Value], largest: int, thick: float, plan: Plan | None
+) -> list[Patch | Line2D]:
     handles: list[Patch | Line2D] = [
         Patch(facecolor=_FORWARD, edgecolor=_BACKWARD_EDGE, label="forward"),
         Patch(facecolor=_BACKWARD, edgecolor=_BACKWARD_EDGE, hatch="////", label="backward"),
     ]
+    if any(layer.spread is not None for layer in profile.layers):
+        handles.append(Line2D([], [], color="black", linewidth=0.8, label="spread of repeats"))
     if largest:
         handles.append(Line2D([], [], color=_STAYS, linewidth=thick, label=f"skip of {words.megabytes(largest)}"))
     if any(value.away and len(value.targets) == 1 for value in values):

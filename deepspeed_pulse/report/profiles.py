@@ -39,12 +39,14 @@ def profile_table(profile: Profile, figures: Mapping[str, Sequence[float]], *, n
 
 
 def layer_times(profile: Profile) -> dict[str, list[float]]:
-    """Forward and backward of every layer, the weights' part of it if known, as figures of :func:`profile_table`."""
+    """Forward and backward of every layer, the weights' part and the spread if known, for :func:`profile_table`."""
     weights = [layer.weight_grad_ms for layer in profile.layers if layer.weight_grad_ms is not None]
+    spread = [100 * layer.spread for layer in profile.layers if layer.spread is not None]
     return {
         "forward ms": [layer.forward_ms for layer in profile.layers],
         "backward ms": [layer.backward_ms for layer in profile.layers],
         **({"weights' ms": weights} if len(weights) == profile.num_layers else {}),
+        **({"spread %": spread} if len(spread) == profile.num_layers else {}),
     }
 
 

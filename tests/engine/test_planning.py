@@ -31,6 +31,22 @@ def from_files(request: PlanRequest) -> Planned:
     return make_planned(request, Profile.load(request.pulse.profile), known_cluster(request), "files")
 
 
+def request_for(pulse: PulseConfig, *, data_parallel: int) -> PlanRequest:
+    """Two pipeline ranks, four microbatches of the profile file's layers."""
+    return PlanRequest(
+        graph=Graph(layers=layer_list()),
+        layers=[torch.nn.Identity()] * 8,
+        pulse=pulse,
+        pipeline_ranks=2,
+        data_parallel=data_parallel,
+        microbatches=4,
+        microbatch_size=1,
+        partition_method="profile",
+        example=None,
+        device=torch.device("cpu"),
+    )
+
+
 def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,18 +55,7 @@ def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(
     write_files()
     block = {"profile": "profile.json", "cluster": "cluster.json", "placement": "wave", "solver_seconds": 0}
     pulse = PulseConfig.model_validate({**block, "memory_gb": 0.15})
-    request = PlanRequest(
-        graph=Graph(layers=layer_list()),
-        layers=[torch.nn.Identity()] * 8,
-        pulse=pulse,
-        pipeline_ranks=2,
-        data_parallel=2,
-        microbatches=4,
-        microbatch_size=1,
-        partition_method="profile",
-        example=None,
-        device=torch.device("cpu"),
-    )
+    request = request_for(pulse, data_parallel=2)
     with pytest.raises(InfeasibleError, match=r"fits 0\.150 GB"):
         from_files(request)
     shared = from_files(replace(request, shard_optimizer=True))
@@ -71,19 +76,7 @@ def test_the_memory_limit_outlasts_a_change_of_microbatches(tmp_path: Path, monk
 
     def planned(**more: object) -> tuple[Plan, Plan]:
         pulse = PulseConfig.model_validate(block | more)
-        request = PlanRequest(
-            graph=Graph(layers=layer_list()),
-            layers=[torch.nn.Identity()] * 8,
-            pulse=pulse,
-            pipeline_ranks=2,
-            data_parallel=1,
-            microbatches=4,
-            microbatch_size=1,
-            partition_method="profile",
-            example=None,
-            device=torch.device("cpu"),
-        )
-        first = from_files(request)
+        first = from_files(request_for(pulse, data_parallel=1))
         return first.plan, reorder(first, pulse, 16)
 
     _, longer = planned()

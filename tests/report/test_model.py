@@ -62,6 +62,16 @@ def test_a_bar_a_layer_and_an_arc_a_skip_by_its_bytes() -> None:
     assert "blocks.9  9" in text_of(figure) and "temb (8e-06 MB)" in text_of(figure)
 
 
+def test_spread_is_drawn_where_it_was_measured() -> None:
+    profile = profile_of(4)
+    assert "spread" not in text_of(model_figure(profile))
+    layers = [replace(layer, spread=0.5) if i else layer for i, layer in enumerate(profile.layers)]
+    figure = model_figure(replace(profile, layers=tuple(layers)))
+    (spreads,) = (c for c in figure.axes[2].collections if isinstance(c, LineCollection))
+    assert [segment[:, 1].tolist() for segment in spreads.get_segments()] == [[3.0, 5.0], [3.75, 6.25], [2.25, 3.75]]
+    assert "spread of repeats" in text_of(figure)
+
+
 def test_what_a_plan_sends_is_dashed_or_hollow(sample: Any) -> None:
     temb = tuple(Skip(name="temb", source=0, target=target, bytes=100) for target in range(1, 8))
     profile = replace(sample.profile, skips=(*sample.profile.skips, *temb))
