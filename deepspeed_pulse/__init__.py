@@ -14,13 +14,14 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "PipelineModule": "deepspeed_pulse.engine.module",
+    "FrozenSpec": "deepspeed_pulse.engine.frozen",
     "LayerSpec": "deepspeed_pulse.engine.specs",
     "TiedLayerSpec": "deepspeed_pulse.engine.specs",
     "spec": "deepspeed_pulse.engine.specs",
     "PulseError": "deepspeed_pulse.errors",
 }
 
-__all__ = ["LayerSpec", "PipelineModule", "PulseError", "TiedLayerSpec", "__version__", "spec"]
+__all__ = ["FrozenSpec", "LayerSpec", "PipelineModule", "PulseError", "TiedLayerSpec", "__version__", "spec"]
 
 
 def __getattr__(name: str) -> Any:

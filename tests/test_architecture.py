@@ -219,6 +219,7 @@ def test_the_subprocess_check_can_fail(tmp_path: Path) -> None:
 
 def test_public_names() -> None:
     assert deepspeed_pulse.__all__ == [
+        "FrozenSpec",
         "LayerSpec",
         "PipelineModule",
         "PulseError",

@@ -108,7 +108,7 @@ class PipelineCommunicator:
 
 
 def _tag(channel: Channel) -> int:
-    return 1 + (channel.direction is Direction.BACKWARD)
+    return {Direction.FORWARD: 1, Direction.BACKWARD: 2, Direction.FROZEN: 3}[channel.direction]
 
 
 def carry_to_host(

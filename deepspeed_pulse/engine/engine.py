@@ -21,6 +21,7 @@ from deepspeed_pulse.engine.data.agreement import (
     check_same_block,
     check_zero_stage,
 )
+from deepspeed_pulse.engine.data.encoding import Encoding
 from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
 from deepspeed_pulse.engine.data.reading import MODES, ReadingEngine, entry_routes
 from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
@@ -34,6 +35,7 @@ from deepspeed_pulse.engine.instructions import (
     FinishStep,
     ReceiveMessages,
     ReduceStageGrads,
+    RunFrozen,
     SendMessages,
 )
 from deepspeed_pulse.engine.losses import LossEngine
@@ -48,7 +50,7 @@ from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE
-from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime, Stats
 from deepspeed_pulse.runtime.state import state_bytes
 from deepspeed_pulse.runtime.usage import Usage
@@ -101,6 +103,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             replay_bytes=planning.replay_bytes(module.planned, module.checkpointing.interval),
             timeout_seconds=timeout,
         )
+        self._encoding = None if module.frozen is None else Encoding(self)
         self._reduction = stage_reduction(self, timeout)
         self._observer = Observer(self)
         self._breakdown = Breakdown(self)
@@ -183,6 +186,17 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             figures.write_run(Path(save_dir) / RUN_FILE, self._observer.run())
         return saved
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As upstream; data that was read ahead is dropped, so that the next step reads its own."""
+        if self._encoding is not None:
+            self._encoding.forget()
+        return super().load_checkpoint(*args, **kwargs)
+
+    @property
+    def microbatches_ahead(self) -> int:
+        """Microbatches that frozen parts have read for the next step: the data's own position is that far ahead."""
+        return 0 if self._encoding is None else self._encoding.microbatches_ahead
+
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over all pipeline ranks, tied weights once."""
         self._global_grad_norm = clip_over_pipeline(
@@ -194,8 +208,11 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     def _begin(self, micro_batches: int, mode: str) -> PulseSchedule:
         self._mode, training = mode, mode == "train"
         self._begin_reading(micro_batches, mode)
+        if self._encoding is not None and training:
+            self._batches = self._encoding.take() or self._batches
         readers = self._agree_on_data(mode)
         lowered = self._lower(micro_batches, mode, readers)
+        frozen_at = self._begin_encoding(lowered.plan, mode)
         keys = self._agree_on_shapes() if self.module.dynamic_shape else [MODES.index(mode)] * micro_batches
         self._runtime.begin(
             lowered.plan,
@@ -217,7 +234,21 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             micro_batches=micro_batches,
             stages=self.num_stages,
             stage_id=self.stage_id,
+            frozen_at=frozen_at,
         )
+
+    def _begin_encoding(self, plan: Plan, mode: str) -> frozenset[int]:
+        """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it."""
+        if self._encoding is None:
+            return frozenset()
+        self._watchdog.enter("encoding before the step")
+        self._encoding.encode(self._batches, plan.microbatches, mode)
+        if mode != "train" or plan.fill is None:
+            return frozenset()
+        following = self._step_batches(plan.microbatches, mode, self._steps[mode] + 1)
+        if not self._encoding.start(self._batches, following):
+            return frozenset()
+        return frozenset(filling.position for filling in plan.fill.rows[self.stage_id])
 
     def _lower(self, micro_batches: int, mode: str, readers: tuple[bool, ...]) -> _Lowered:
         entries = self._entries()
@@ -237,6 +268,12 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     def _plan_for(self, micro_batches: int) -> Plan:
         if micro_batches == self._plan.microbatches:
             return self._plan
+        if self.module.frozen is not None:
+            raise ConfigError(
+                f"{micro_batches} microbatches: with frozen parts expected {self._plan.microbatches} as planned, "
+                "because the data of a step is encoded during the one before; set gradient_accumulation_steps in the "
+                "config"
+            )
         plan: Plan = agree(lambda: planning.reorder(self.module.planned, self._pulse, micro_batches), "planning")
         return plan
 
@@ -253,6 +290,10 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         with self._breakdown.sending(step):
             self._runtime.send(step)
 
+    def _exec_run_frozen(self, position: int) -> None:
+        self._watchdog.enter(f"frozen work before its action number {position}")
+        self._encoding.run(position)
+
     def _exec_reduce_stage_grads(self, stage: int) -> None:
         self._reduction.start(stage)
 
@@ -268,7 +309,11 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     def _exec_finish_step(self) -> None:
         self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")
         self._batches.finish()
-        self._runtime.finish()
+        stats = self._runtime.finish()
+        if self._encoding is not None:
+            self._encoding.finish()
+            stats.p2p_bytes.update(self._encoding.sent_bytes)
+            stats.idle_ms += self._encoding.waited_ms
         self._compare_data(self._mode)
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -316,10 +361,14 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
     def gather_figures(self) -> tuple[Timeline, list[Stats]] | None:
         """The last step's timeline and every rank's counts, on the pipeline's first rank. Collective."""
-        rows = self.module.gather_to_first((self._runtime.spans, figures.clock(), self._runtime.stats))
+        rows = self.module.gather_to_first((self._all_spans(), figures.clock(), self._runtime.stats))
         if rows is None:
             return None
         return figures.joined_timeline([(spans, clock) for spans, clock, _ in rows]), [stats for *_, stats in rows]
+
+    def _all_spans(self) -> list[Span | FrozenSpan]:
+        """Of the last step, frozen work included."""
+        return [*self._runtime.spans, *([] if self._encoding is None else self._encoding.spans)]
 
     def pulse_planned_timeline(self) -> Timeline | None:
         """The step as the simulator predicts it; None when layer costs were not measured. Local."""
@@ -333,6 +382,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         FinishStep: _exec_finish_step,
         CompleteTiedGrads: _exec_complete_tied_grads,
         ReduceStageGrads: _exec_reduce_stage_grads,
+        RunFrozen: _exec_run_frozen,
         ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,
     }

@@ -13,6 +13,10 @@ class ComputeAction(PipeInstruction):
     """Run a step's forward or backward."""
 
 
+class RunFrozen(PipeInstruction):
+    """Encode what the plan puts at this place for the next step."""
+
+
 class SendMessages(PipeInstruction):
     """Start the messages that leave when a step ends."""
 

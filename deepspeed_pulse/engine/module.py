@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -26,6 +26,7 @@ from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.data.agreement import agree
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
+from deepspeed_pulse.engine.frozen import DeclaredParts, FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.gradients.reduction import reduces_early
 from deepspeed_pulse.engine.observation import figures
@@ -37,6 +38,7 @@ from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
 from deepspeed_pulse.engine.start import Config, check_world, init_distributed, load_config
 from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import BatchError, ConfigError, FileError
+from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
@@ -69,8 +71,12 @@ class PipelineModule(upstream.PipelineModule):
             ``--deepspeed_config`` on the command line.
         example_batch: one batch ``(inputs, labels)``; layer costs are measured on it at start.
         input: name of the first layer's input when a batch's inputs are a dict; left out, it is "hidden" where there
-            is such an entry, else the first. Entries of nested dicts have dotted names
-            (``added_cond_kwargs.text_embeds``), here and in ``pop``; an entry that is None is absent.
+            is such an entry, else the first; a frozen part's name makes its result the input. Entries of
+            nested dicts have dotted names (``added_cond_kwargs.text_embeds``), here and in ``pop``; an entry that is
+            None is absent.
+        frozen: encoders by the name under which layers pop their results
+            (:class:`~deepspeed_pulse.engine.frozen.FrozenSpec`). They run in the pipeline's idle time, one step ahead,
+            so data is read one step ahead too. Every rank reads data; batches have one shape.
 
     Raises:
         PulseError: anything known to be wrong before the first step, the same on every rank.
@@ -94,11 +100,13 @@ class PipelineModule(upstream.PipelineModule):
         config: Config | None = None,
         example_batch: Any = None,
         input: str = DEFAULT_INPUT,
+        frozen: Mapping[str, FrozenSpec] | None = None,
     ) -> None:
         check_version()
         self.layer_list = list(layers)
         self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(self.layer_list)))
         self.input_name = input
+        self.frozen = DeclaredParts(frozen, self.graph, input) if frozen else None
         self.ds_config = load_config(config)
         self.pulse = self._resolve_pulse()
         self.plan: Plan | None = None
@@ -110,6 +118,8 @@ class PipelineModule(upstream.PipelineModule):
         num_stages = num_stages_of(num_stages, self.ds_config)
         if self.pulse_enabled:
             self._refuse_unsupported(num_stages, topology)
+        if self.frozen is not None:
+            self._refuse_with_frozen(num_stages, dynamic_shape)
         init_distributed(self.pulse.timeout_seconds if self.pulse else None)
         num_stages = self._settle(num_stages, topology)
         check_world(num_stages, topology)
@@ -167,7 +177,8 @@ class PipelineModule(upstream.PipelineModule):
 
     def _split_example(self, example_batch: Any) -> SplitBatch:
         try:
-            return SplitBatch(example_batch, self.graph, self.input_name)
+            made = self.frozen is not None and self.frozen.makes_input
+            return SplitBatch(example_batch, self.reading_graph, self.input_name, input_made=made)
         except BatchError as problem:
             raise BatchError(f"example_batch: {problem}") from None
 
@@ -184,6 +195,22 @@ class PipelineModule(upstream.PipelineModule):
             )
         if not self.layer_list:
             raise ConfigError("layers: expected at least one layer, found none")
+
+    def _refuse_with_frozen(self, num_stages: Any, dynamic_shape: bool) -> None:
+        if not self.pulse_enabled:
+            raise ConfigError("frozen: parts run in the idle time of a plan: turn pulse on, or encode in the data")
+        if num_stages == AUTO:
+            raise ConfigError('frozen beside num_stages="auto": expected a number; `ds_pulse plan --frozen` tries one')
+        if dynamic_shape:
+            raise ConfigError("frozen beside dynamic_shape=True: what encoders give must have one shape; leave one out")
+        assert self.pulse is not None
+        if self._example is None and self.pulse.plan is None:
+            raise ConfigError("frozen: pass example_batch=, on which the layers of frozen parts are measured")
+
+    @property
+    def reading_graph(self) -> Graph:
+        """The model's layers behind its frozen parts: its batch entries are what the data must have."""
+        return self.graph if self.frozen is None else self.frozen.reading_graph
 
     def _settle(self, num_stages: Any, topology: Any) -> Any:
         """The number of pipeline ranks, everything that is "auto" chosen."""
@@ -242,6 +269,9 @@ class PipelineModule(upstream.PipelineModule):
             chosen = None if self.chosen is None else self.chosen.planned
             self.planned = planning.plan_job(request) if chosen is None else chosen
             self.plan = self.planned.plan
+            if self.frozen is not None:
+                assert self.plan.fill is not None
+                self.frozen.check_planned(self.plan.fill.parts, self.planned.costs)
             self.parts = list(self.plan.boundaries)
             self._local_layers = list(self.plan.layers_of(self.stage_id))
             self._set_bounds(start=0, stop=len(self._local_layers))
@@ -304,6 +334,12 @@ class PipelineModule(upstream.PipelineModule):
         pipeline = {} if parsed is None else parsed.pipeline
         self.checkpointing = resolve(self.layer_list, *self._checkpoint_arguments, pipeline)
         example = None if self._example is None else (self._example.inputs, dict(self._example.entries))
+        device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
+        parts: tuple[FrozenPart, ...] = ()
+        if self.frozen is not None and example is not None:
+            parts, given = self.frozen.measure(example[1], device)
+            inputs = given.pop(self.input_name) if self.frozen.makes_input else example[0]
+            example = (inputs, {**example[1], **given})
         return PlanRequest(
             graph=self.graph,
             layers=self.layer_list,
@@ -314,7 +350,9 @@ class PipelineModule(upstream.PipelineModule):
             microbatch_size=microbatch_size,
             partition_method=self._partition_method or "profile",
             example=example,
-            device=torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"]))),
+            device=device,
+            frozen=parts,
+            has_frozen=self.frozen is not None,
             recompute=self.checkpointing.layers,
             reduce_early=parsed is None or reduces_early(parsed),
             shard_optimizer=parsed is not None and parsed.zero_optimization_stage == 1,

@@ -12,6 +12,7 @@ from deepspeed_pulse.engine.instructions import (
     FinishStep,
     ReceiveMessages,
     ReduceStageGrads,
+    RunFrozen,
     SendMessages,
 )
 from deepspeed_pulse.ir.program import Step
@@ -25,6 +26,7 @@ class PulseSchedule(upstream.TrainSchedule):
         steps: the rank's row of the program.
         training: False for a forward-only program.
         reduce_early: a stage's gradients are reduced from its last backward on, not all at the end.
+        frozen_at: positions before which there is frozen work.
     """
 
     def __init__(
@@ -36,17 +38,22 @@ class PulseSchedule(upstream.TrainSchedule):
         micro_batches: int,
         stages: int,
         stage_id: int,
+        frozen_at: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
-        self._steps, self._training = tuple(steps), training
+        self._steps, self._training, self._frozen_at = tuple(steps), training, frozen_at
         last_backwards = {s.action.stage: s.action for s in self._steps if s.action.op is not Op.FORWARD}
         self._reduce_after = set(last_backwards.values()) if reduce_early else set()
 
     def steps(self) -> Iterator[list[upstream.PipeInstruction]]:
-        for step in self._steps:
+        for position, step in enumerate(self._steps):
+            if position in self._frozen_at:
+                yield [RunFrozen(position=position)]
             yield [ReceiveMessages(step=step), ComputeAction(step=step), SendMessages(step=step)]
             if step.action in self._reduce_after:
                 yield [ReduceStageGrads(stage=step.action.stage)]
+        if len(self._steps) in self._frozen_at:
+            yield [RunFrozen(position=len(self._steps))]
         yield [FinishStep()]
         if self._training:
             yield [

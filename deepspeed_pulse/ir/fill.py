@@ -13,7 +13,7 @@ Two texts, the same in plans, errors, logs and pictures:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,9 +142,13 @@ class Fill:
         return microbatches * sum(part.forward_ms for part in self.parts)
 
     def param_bytes(self, rank: int) -> int:
-        """Weights of the layers that a rank runs."""
-        held = {(w.part, i) for w in self.runs_of(rank) for i in range(w.first, w.end)}
-        return sum(self.part(name).layers[index].param_bytes for name, index in held)
+        """Weights on a rank: of all layers of the parts that it runs any layer of."""
+        return sum(self.part(name).param_bytes for name in self.held_on(rank))
+
+    def held_on(self, rank: int) -> tuple[str, ...]:
+        """Parts whose weights a rank holds."""
+        run = {work.part for work in self.runs_of(rank)}
+        return tuple(part.name for part in self.parts if part.name in run)
 
     def runs_of(self, rank: int) -> tuple[FrozenRun, ...]:
         return tuple(filling.work for filling in self.rows[rank] if isinstance(filling.work, FrozenRun))
@@ -155,6 +159,27 @@ class Fill:
             "rows": [[[filling.position, str(filling.work)] for filling in row] for row in self.rows],
             "solver": self.solver,
         }
+
+
+def up_front(fill: Fill, microbatches: int, readers: Mapping[str, Sequence[int]]) -> Fill:
+    """The same parts, each microbatch in one piece, before the first action: what a step without the one before needs.
+
+    Args:
+        fill: says which ranks hold a part's weights.
+        readers: per part, the ranks that read its result.
+    """
+    ranks = range(len(fill.rows))
+    parts = in_order(fill.parts)
+    holders = {part.name: [rank for rank in ranks if part.name in fill.held_on(rank)] for part in parts}
+    rows: list[list[Filling]] = [[] for _ in ranks]
+    for m in range(microbatches):
+        place = {part.name: holders[part.name][m % len(holders[part.name])] for part in parts}
+        for part in parts:
+            here, done = place[part.name], len(part.layers)
+            targets = {place[other.name] for other in parts if part.name in other.needs} | set(readers[part.name])
+            rows[here].append(Filling(0, FrozenRun(part.name, 0, done, m)))
+            rows[here] += [Filling(0, HandOver(part.name, done, m, to)) for to in sorted(targets - {here})]
+    return Fill(parts=parts, rows=tuple(map(tuple, rows)))
 
 
 def in_order(parts: Sequence[FrozenPart]) -> tuple[FrozenPart, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
-from deepspeed_pulse.ir.fill import Fill, read_fill
+from deepspeed_pulse.ir.fill import Fill, FrozenPart, read_fill
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import stages_of
 from deepspeed_pulse.ir.schedule import Action, Schedule, format_schedule
@@ -113,6 +113,14 @@ class Plan:
     def layers_of(self, rank: int) -> tuple[int, ...]:
         """All layer indices on a rank, ascending."""
         return tuple(layer for stage in self.stages_of(rank) for layer in self.stage_layers(stage))
+
+    def readers_of(self, part: FrozenPart) -> dict[int, tuple[int, ...]]:
+        """Ranks whose layers read a frozen part's result, with the stages that do."""
+        found: dict[int, set[int]] = {}
+        for layer in part.targets:
+            stage = self.stage_of(layer)
+            found.setdefault(self.placement[stage], set()).add(stage)
+        return {rank: tuple(sorted(stages)) for rank, stages in sorted(found.items())}
 
     def to_dict(self) -> dict[str, Any]:
         return {

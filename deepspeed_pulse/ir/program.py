@@ -31,6 +31,8 @@ HIDDEN = ""
 class Direction(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
+    FROZEN = "frozen"
+    """Of channels only: results of frozen parts, for the next step."""
     __hash__ = object.__hash__  # members are singletons, and enum's own hash is what most of a lowering would spend
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+from deepspeed_pulse.ir.fill import FrozenRun, parse_work
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action
-from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
 
 FORMAT = "pulse-run/1"
 
@@ -185,20 +186,22 @@ def bytes_by_kind(channels: Mapping[str, int]) -> dict[str, int]:
 
 
 def _spans_to_list(timeline: Timeline) -> list[list[Any]]:
-    """``[rank, "2F0", start, end, waited]`` per action, ms with 4 digits (0.1 microseconds)."""
-    return [
-        [s.rank, str(s.action), round(s.start_ms, 4), round(s.end_ms, 4), round(s.waited_ms, 4)] for s in timeline.spans
-    ]
+    """``[rank, "2F0", start, end, waited]`` per action, ms with 4 digits (0.1 microseconds); frozen work likewise."""
+    spans = [(s.rank, str(s.action), s.start_ms, s.end_ms, s.waited_ms) for s in timeline.spans]
+    spans += [(s.rank, str(s.run), s.start_ms, s.end_ms, 0.0) for s in timeline.frozen]
+    return [[rank, text, *(round(ms, 4) for ms in times)] for rank, text, *times in spans]
 
 
 def _read_spans(fields: Fields, name: str, plan: Plan, where: str) -> Timeline:
+    spans = [_read_span(item, plan, f"{where}: {name}[{i}]") for i, item in enumerate(fields.items(name))]
     return Timeline(
         num_ranks=plan.pipeline_ranks,
-        spans=tuple(_read_span(item, plan, f"{where}: {name}[{i}]") for i, item in enumerate(fields.items(name))),
+        spans=tuple(span for span in spans if isinstance(span, Span)),
+        frozen=tuple(span for span in spans if isinstance(span, FrozenSpan)),
     )
 
 
-def _read_span(item: Any, plan: Plan, where: str) -> Span:
+def _read_span(item: Any, plan: Plan, where: str) -> Span | FrozenSpan:
     wrong = FileError(f'{where}: expected [rank, action, start_ms, end_ms, waited_ms] like [0, "2F0", 0.0, 1.5, 0.0]')
     if not isinstance(item, list) or len(item) != 5 or not isinstance(item[1], str):
         raise wrong
@@ -206,13 +209,18 @@ def _read_span(item: Any, plan: Plan, where: str) -> Span:
     numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (rank, *times))
     if not numbers or rank not in range(plan.pipeline_ranks):
         raise wrong
+    start, end, waited = times
     try:
+        if plan.fill is not None and "@" in text:
+            work = parse_work(text)
+            if not isinstance(work, FrozenRun):
+                raise FileError(f"expected layers of a frozen part such as 'latents[0:5]@3', found {text!r}")
+            return FrozenSpan(rank=rank, run=work, start_ms=start, end_ms=end)
         action = Action.parse(text)
     except PulseError as problem:
         raise FileError(f"{where}: {problem}") from None
     if action.stage not in plan.stages_of(rank):
         raise FileError(f"{where}: expected an action of rank {rank} (stages {plan.stages_of(rank)}), found {text}")
-    start, end, waited = times
     return Span(rank=rank, action=action, start_ms=start, end_ms=end, waited_ms=waited)
 
 

@@ -73,11 +73,11 @@ def _memory(instance: Instance, planned: Timeline, peaks: Sequence[Mapping[str, 
 def _pauses(measured: Timeline) -> dict[Action, float]:
     """ms before each action in which its rank neither worked nor waited for a message."""
     found: dict[Action, float] = {}
-    start = min(span.start_ms for span in measured.spans)
     for rank in range(measured.num_ranks):
-        free = start
+        free, frozen = measured.start_ms, measured.frozen_of(rank)
         for span in measured.spans_of(rank):
-            found[span.action] = max(0.0, span.start_ms - free - span.waited_ms)
+            worked = sum(f.end_ms - f.start_ms for f in frozen if free <= f.start_ms < span.start_ms)
+            found[span.action] = max(0.0, span.start_ms - free - span.waited_ms - worked)
             free = span.end_ms
     return found
 

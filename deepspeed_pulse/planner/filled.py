@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from deepspeed_pulse.ir.fill import Fill, FrozenPart, FrozenWork, HandOver
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.fill import Fill, FrozenWork, HandOver
 from deepspeed_pulse.ir.program import Program, Step
 from deepspeed_pulse.planner.order import Key, key_of, needs
 
@@ -53,15 +52,6 @@ def given_by(rank: int, work: FrozenWork) -> Result:
     if isinstance(work, HandOver):
         return Result(work.part, work.done, work.microbatch, work.target_rank)
     return Result(work.part, work.end, work.microbatch, rank)
-
-
-def reading_ranks(plan: Plan, part: FrozenPart) -> dict[int, tuple[int, ...]]:
-    """Ranks whose layers read a part's result, with the stages that do."""
-    found: dict[int, set[int]] = {}
-    for layer in part.targets:
-        stage = plan.stage_of(layer)
-        found.setdefault(plan.placement[stage], set()).add(stage)
-    return {rank: tuple(sorted(stages)) for rank, stages in sorted(found.items())}
 
 
 def filled_rows(program: Program, fill: Fill) -> tuple[tuple[Item, ...], ...]:

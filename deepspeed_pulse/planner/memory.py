@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from deepspeed_pulse.ir.program import HIDDEN, Direction
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
-from deepspeed_pulse.planner.filled import Result, given_by, reading_ranks, results_needed
+from deepspeed_pulse.planner.filled import Result, given_by, results_needed
 from deepspeed_pulse.planner.instance import Instance
 
 Interval = tuple[float, float, int]
@@ -81,7 +81,7 @@ def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> It
         made[given_by(carried.source_rank, carried.hand_over)] = carried.leave_ms
         for result in results_needed(carried.source_rank, carried.hand_over, fill):
             used[result] = max(used.get(result, 0.0), carried.arrive_ms)
-    readers = {part.name: reading_ranks(instance.plan, part) for part in fill.parts}
+    readers = {part.name: instance.plan.readers_of(part) for part in fill.parts}
     for result, start in made.items():
         layers = fill.part(result.part).layers
         kept = result.done == len(layers) and result.rank in readers[result.part]

@@ -50,10 +50,11 @@ def can_travel(value: Any) -> bool:
 class SplitBatch:
     """One microbatch: the first layer's input, the named entries and the labels.
 
-    Entries of nested dicts have dotted names; an entry that is None is absent.
+    Entries of nested dicts have dotted names; an entry that is None is absent. ``input_made``: the first layer's input
+    is a frozen part's result, not in the data.
     """
 
-    def __init__(self, batch: Any, graph: Graph, input_name: str) -> None:
+    def __init__(self, batch: Any, graph: Graph, input_name: str, *, input_made: bool = False) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise BatchError(
                 f"expected a batch (inputs, labels), found {kind(batch)}; let the data iterator yield pairs, with "
@@ -66,20 +67,20 @@ class SplitBatch:
             given = {name: value for name, value in named.items() if value is not None}
             if not given:
                 raise BatchError(f"expected inputs with at least one entry, found {_of_nothing(named)}")
-            if input_name not in named and input_name != DEFAULT_INPUT:
+            if input_name not in named and input_name != DEFAULT_INPUT and not input_made:
                 raise BatchError(
                     f"expected the first layer's input {input_name!r} among the batch's entries, found "
                     f"{', '.join(sorted(named))}; name one of them with PipelineModule(..., input=)"
                 )
-            first = input_name if input_name in named else next(iter(given))
-            if first not in given:
+            first = input_name if input_name in named or input_made else next(iter(given))
+            if first not in given and not input_made:
                 raise BatchError(f"expected the first layer's input to be a tensor or tensors, found {first!r}: None")
-            inputs = given.pop(first)
+            inputs = None if input_made else given.pop(first)
             self.entries = given
             self._check_names(graph, first, [name for name, value in named.items() if value is None])
         elif graph.batch_entries:
             self._complain(graph, f"the inputs are {kind(inputs)}, not a dict with named entries")
-        self.inputs = _tensors(inputs)
+        self.inputs = None if input_made else _tensors(inputs)
         self._read = [value.name for value in graph.batch_entries]
 
     def _check_names(self, graph: Graph, first: str, absent: Sequence[str]) -> None:
@@ -153,6 +154,11 @@ class StepBatches:
         self._held: dict[int, SplitBatch] = {}
         self._drawn = 0
         self._keys: Sequence[int] | None = None
+        self.encoded: dict[tuple[str, int], Any] = {}
+        """By part and microbatch, results of frozen parts that this rank reads."""
+        self.is_encoded = False
+        self.input_part: str | None = None
+        """The frozen part that makes the first layer's input."""
         self.checksums = dict.fromkeys(checked_entries, 0)
 
     def _get(self, microbatch: int) -> SplitBatch:
@@ -182,9 +188,13 @@ class StepBatches:
         """The first microbatch, drawn if need be; None without an iterator."""
         return None if self._draw is None else self._get(0)
 
+    def hold_all(self) -> None:
+        """Draw every microbatch: what is drawn from here on belongs to the next step."""
+        self._get(self._num - 1)
+
     def draw_all(self) -> list[int]:
         """Draw every microbatch; what stands for the shapes of each."""
-        self._get(self._num - 1)
+        self.hold_all()
         return [self._held[m].key() for m in range(self._num)]
 
     def expect(self, keys: Sequence[int]) -> None:
@@ -203,9 +213,17 @@ class StepBatches:
             )
 
     def inputs(self, microbatch: int) -> Any:
+        if self.input_part is not None:
+            return self.encoded[self.input_part, microbatch]
         return self._move(self._get(microbatch).inputs)
 
     def entry(self, name: str, microbatch: int) -> Any:
+        if (name, microbatch) in self.encoded:
+            return self.encoded[name, microbatch]
+        return self.data_entry(name, microbatch)
+
+    def data_entry(self, name: str, microbatch: int) -> Any:
+        """An entry of the data."""
         return self._move(self._get(microbatch).value(name))
 
     def has_entry(self, name: str) -> bool:
@@ -213,6 +231,8 @@ class StepBatches:
 
     def release(self, microbatch: int) -> None:
         self._held.pop(microbatch, None)
+        for key in [key for key in self.encoded if key[1] == microbatch]:
+            del self.encoded[key]
 
     def finish(self) -> None:
         """Draw what this rank did not read, so that all iterators advance alike."""
@@ -233,12 +253,12 @@ class StepBatches:
 class ShapeKeeper:
     """Splits batches; unless shapes may change, remembers the first batch's and refuses others."""
 
-    def __init__(self, graph: Graph, input_name: str, *, dynamic: bool) -> None:
-        self._graph, self._input_name, self._dynamic = graph, input_name, dynamic
+    def __init__(self, graph: Graph, input_name: str, *, dynamic: bool, input_made: bool = False) -> None:
+        self._graph, self._input_name, self._dynamic, self._input_made = graph, input_name, dynamic, input_made
         self._shapes: dict[str, str] | None = None
 
     def split(self, batch: Any) -> SplitBatch:
-        found = SplitBatch(batch, self._graph, self._input_name)
+        found = SplitBatch(batch, self._graph, self._input_name, input_made=self._input_made)
         if self._dynamic:
             return found
         shapes = found.shapes()

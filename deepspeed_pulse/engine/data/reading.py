@@ -48,10 +48,17 @@ class ReadingEngine(PipelineEngine):
     def _prepare_reading(self) -> None:
         module = self.module
         self._names = [value.name for value in module.graph.batch_entries]
+        self._data_names = [value.name for value in module.reading_graph.batch_entries]
         self._pipelines = self.grid.topology().get_axis_comm_lists("pipe")
         self._readers: dict[str, tuple[bool, ...]] = {}
         self._shapes = {
-            mode: ShapeKeeper(module.graph, module.input_name, dynamic=module.dynamic_shape) for mode in MODES
+            mode: ShapeKeeper(
+                module.reading_graph,
+                module.input_name,
+                dynamic=module.dynamic_shape,
+                input_made=module.frozen is not None and module.frozen.makes_input,
+            )
+            for mode in MODES
         }
         self._steps = dict.fromkeys(MODES, 0)
 
@@ -66,15 +73,22 @@ class ReadingEngine(PipelineEngine):
         self.data_iterator = iterator
 
     def _begin_reading(self, micro_batches: int, mode: str) -> None:
-        steps = self._steps[mode]
-        self._checking = mode == "train" and (steps < CHECKED_STEPS or steps % CHECK_EVERY == 0)
-        self._batches = StepBatches(
+        self._checking = self._is_checked(mode, self._steps[mode])
+        self._batches = self._step_batches(micro_batches, mode, self._steps[mode])
+
+    def _is_checked(self, mode: str, steps: int) -> bool:
+        return mode == "train" and (steps < CHECKED_STEPS or steps % CHECK_EVERY == 0)
+
+    def _step_batches(self, micro_batches: int, mode: str, steps: int) -> StepBatches:
+        """The data of the step after so many of its kind."""
+        checked = self._is_checked(mode, steps) and self.data_iterator is not None
+        return StepBatches(
             None if self.data_iterator is None else self._timed_next_batch,
             micro_batches,
             self._shapes[mode].split,
             torch.device(self.device),
-            self._names,
-            self._entries_to_check() if self._checking and self.data_iterator is not None else (),
+            [*self._names, *(name for name in self._data_names if name not in self._names)],
+            self._entries_to_check() if checked else (),
         )
 
     def _timed_next_batch(self) -> Any:
@@ -111,6 +125,11 @@ class ReadingEngine(PipelineEngine):
             ours = (p for name, p in self.module.named_parameters() if not is_placeholder(name))
             check_something_trains(ours, dist.get_world_size())
         readers = who_has_data(has_data, self._plan.placement[0], self._pipelines)
+        if self.module.frozen is not None and not all(readers):
+            raise BatchError(
+                f"frozen parts run on any rank, so every rank reads data: pipeline rank {readers.index(False)} was "
+                "given none; pass the same data_iter on every rank"
+            )
         self._check_routed(readers)
         self._readers[mode] = readers
         return readers
@@ -166,14 +185,16 @@ class ReadingEngine(PipelineEngine):
         self._steps[mode] += 1
 
     def _all_checked(self) -> list[str]:
-        return [*self._names, LABELS]
+        return [*self._data_names, LABELS]
 
     def _entries_to_check(self) -> list[str]:
         """What this rank reads of the batch: everything on the first rank."""
         if self.is_first_stage():
             return self._all_checked()
-        mine = set(self.module._local_layers)
-        read = [v.name for v in self.module.graph.batch_entries if mine & set(v.targets)]
+        mine, graph = set(self.module._local_layers), self.module.graph
+        model = {v.name: mine & set(v.targets) for v in graph.batch_entries}
+        # what frozen parts read, any rank may read
+        read = [name for name in self._data_names if model.get(name, True)]
         return [*read, LABELS] if self.is_last_stage() else read
 
 

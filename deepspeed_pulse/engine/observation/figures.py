@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, Run
-from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
 from deepspeed_pulse.report.advice import warning
 from deepspeed_pulse.report.chosen import chosen_table
 from deepspeed_pulse.report.files import replacing
@@ -103,7 +104,7 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
         print(f"pulse: warning: {path} is not written: {problem}", flush=True)
 
 
-def joined_timeline(rows: Sequence[tuple[Sequence[Span], Clock]]) -> Timeline:
+def joined_timeline(rows: Sequence[tuple[Sequence[Span | FrozenSpan], Clock]]) -> Timeline:
     """Spans of all ranks as one timeline that starts at zero.
 
     Ranks of one machine share a clock; of several they share the time of day, as well as the machines keep it.
@@ -113,14 +114,13 @@ def joined_timeline(rows: Sequence[tuple[Sequence[Span], Clock]]) -> Timeline:
         _moved(span, offset if len(machines) > 1 else 0.0) for rank_spans, (_, offset) in rows for span in rank_spans
     ]
     start = min((span.start_ms for span in spans), default=0.0)
-    return Timeline(num_ranks=len(rows), spans=tuple(_moved(span, -start) for span in spans))
-
-
-def _moved(span: Span, by_ms: float) -> Span:
-    return Span(
-        rank=span.rank,
-        action=span.action,
-        start_ms=span.start_ms + by_ms,
-        end_ms=span.end_ms + by_ms,
-        waited_ms=span.waited_ms,
+    moved = [_moved(span, -start) for span in spans]
+    return Timeline(
+        num_ranks=len(rows),
+        spans=tuple(span for span in moved if isinstance(span, Span)),
+        frozen=tuple(span for span in moved if isinstance(span, FrozenSpan)),
     )
+
+
+def _moved(span: Span | FrozenSpan, by_ms: float) -> Span | FrozenSpan:
+    return replace(span, start_ms=span.start_ms + by_ms, end_ms=span.end_ms + by_ms)

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe import module as upstream
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
@@ -41,6 +42,10 @@ class PlanRequest:
     """Gradients are reduced over data-parallel replicas stage by stage, not all at the end of the step."""
     shard_optimizer: bool = False
     layout: Layout = Layout.PIPE_MAJOR
+    frozen: tuple[FrozenPart, ...] = ()
+    """Parts that encode the next step's batch, with their costs."""
+    has_frozen: bool = False
+    """True where there are such parts, their costs known or not."""
 
 
 def known_profile(request: PlanRequest) -> tuple[Profile | None, str]:

@@ -214,6 +214,7 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
         recompute=request.recompute,
         shard_optimizer=request.shard_optimizer,
         layout=request.layout,
+        frozen=request.frozen,
         plan_cache=request.pulse.plan_cache,
     )
     plan = _predicted(plan, profile, cluster, request)
@@ -287,9 +288,11 @@ def _given_plan(request: PlanRequest) -> Plan:
             )
     if any(action.op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD) for row in plan.schedule for action in row):
         raise PlanError(f"{path}: the schedule splits backward into I and W, which the engine cannot run yet; use B")
-    if plan.fill is not None:
+    if (plan.fill is None) == request.has_frozen:
+        have, lacks = ("the module", "the plan") if request.has_frozen else ("the plan", "the module")
         raise PlanError(
-            f"{path}: the plan has frozen work in idle time, which the engine cannot run yet; plan without it"
+            f"{path}: {have} has frozen parts, {lacks} has none; plan with ds_pulse plan --frozen exactly where "
+            "PipelineModule(..., frozen=) names parts"
         )
     try:
         check(plan, num_layers=len(request.graph.layers), values=request.graph.values)
@@ -333,7 +336,7 @@ def known_cluster(request: PlanRequest) -> Cluster:
 
 def with_schedule(plan: Plan, schedule: Schedule, microbatches: int) -> Plan:
     """The plan with another order, for example of forwards only."""
-    return replace(plan, schedule=schedule, microbatches=microbatches, estimate=None, solver=None)
+    return replace(plan, schedule=schedule, microbatches=microbatches, fill=None, estimate=None, solver=None)
 
 
 def planned_timeline(planned: Planned, plan: Plan) -> Timeline | None:

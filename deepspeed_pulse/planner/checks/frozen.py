@@ -9,7 +9,7 @@ from deepspeed_pulse.errors import did_you_mean
 from deepspeed_pulse.ir.fill import Fill, FrozenRun
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import lower
-from deepspeed_pulse.planner.filled import Result, filled_order, given_by, reading_ranks
+from deepspeed_pulse.planner.filled import Result, filled_order, given_by
 
 _SHOWN = 4
 """Places listed of one kind of violation; the rest is counted."""
@@ -91,7 +91,7 @@ def _results(plan: Plan, fill: Fill) -> Iterator[str]:
         if count > 1:
             yield f"fill: {result} is made or sent there {count} times"
     for part in fill.parts:
-        for rank in reading_ranks(plan, part):
+        for rank in plan.readers_of(part):
             missing = [m for m in range(plan.microbatches) if not given[Result(part.name, len(part.layers), m, rank)]]
             if missing:
                 yield (

@@ -14,7 +14,6 @@ from deepspeed_pulse.ir.fill import Fill, FrozenPart, in_order
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Action
-from deepspeed_pulse.planner.filled import reading_ranks
 from deepspeed_pulse.planner.filling.assignment import MOST_COLUMNS, Assignment, gaps_of
 from deepspeed_pulse.planner.filling.greedy import MOST_OPEN, Filler, Runs, Taste, latest_starts
 from deepspeed_pulse.planner.filling.hand_overs import with_hand_overs
@@ -178,7 +177,7 @@ def allowed_ranks(
     microbatches = instance.plan.microbatches
     free = [cap - peak for peak in peaks]
     for part in parts:
-        for rank in reading_ranks(instance.plan, part):
+        for rank in instance.plan.readers_of(part):
             free[rank] -= 2 * microbatches * part.output_bytes
     found: dict[str, tuple[int, ...]] = {}
     for part in sorted(parts, key=lambda part: -part.forward_ms):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from deepspeed_pulse.ir.fill import Fill, Filling, FrozenPart, FrozenRun, HandOver
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.cost import link
-from deepspeed_pulse.planner.filled import reading_ranks
 from deepspeed_pulse.planner.filling.greedy import Runs
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.simulate import simulate
@@ -42,7 +41,7 @@ def _needed(
     for rank, work in every:
         for name in by_name[work.part].needs:
             wanted[name, work.microbatch].add(rank)
-    readers = {part.name: set(reading_ranks(instance.plan, part)) for part in parts}
+    readers = {part.name: set(instance.plan.readers_of(part)) for part in parts}
     at_once: dict[tuple[int, object], list[HandOver]] = {}
     later: list[tuple[int, HandOver]] = []
     for rank, work in every:

@@ -1,0 +1,235 @@
+"""Frozen parts as users declare them: encoders whose results the model's layers read like entries of the batch."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.engine.plans.costs import built
+from deepspeed_pulse.engine.specs import describe, unwrap
+from deepspeed_pulse.errors import ConfigError, FileError, GraphError
+from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart, in_order
+from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.runtime.frozen import FrozenLayers
+from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
+
+_TIMED_RUNS = 3
+
+
+@dataclass(frozen=True)
+class FrozenSpec:
+    """A frozen part: a list of layers (or a module) that runs without gradient in the pipeline's idle time.
+
+    The first layer reads ``input``, an entry of the batch or another part's name; any layer may ``pop`` more of them.
+    The last layer's output, a tensor or a tuple of tensors, is what the model's layers pop under the part's name.
+
+    Args:
+        layers: modules, functions, ``spec(...)`` or ``LayerSpec``s; modules must have no trainable parameter.
+        dtype: of the weights and of floating inputs; None leaves both as they are.
+        ranks: pipeline ranks that may hold and run the part; None: the planner chooses among all.
+    """
+
+    layers: Any
+    input: str
+    dtype: torch.dtype | None = None
+    ranks: Sequence[int] | None = None
+
+
+class DeclaredParts:
+    """The frozen parts of a module, checked against its layers.
+
+    Raises:
+        GraphError: a part that nobody reads, that needs itself, stashes, or has a trainable parameter; by name.
+    """
+
+    def __init__(self, specs: Mapping[str, FrozenSpec], graph: Graph, input_name: str) -> None:
+        for name, given in specs.items():
+            if not isinstance(given, FrozenSpec):
+                raise ConfigError(f"frozen: expected a FrozenSpec for {name!r}, found {type(given).__name__}")
+        self._specs = dict(specs)
+        self.makes_input = input_name in specs
+        self._layers = {name: _listed(given.layers) for name, given in specs.items()}
+        self._graphs = {name: _graph_of(name, layers) for name, layers in self._layers.items()}
+        self._targets = {name: _targets(graph, name, input_name) for name in specs}
+        _refuse_trainable(self._layers)
+        self.names = self._order()
+        self.reading_graph = self._reading_graph(graph, input_name)
+
+    def _reads(self, name: str) -> tuple[str, ...]:
+        """Everything a part reads, its input first."""
+        popped = (pop for layer in self._graphs[name].layers for pop in layer.pop)
+        return tuple(dict.fromkeys((self._specs[name].input, *popped)))
+
+    def _needs(self, name: str) -> tuple[str, ...]:
+        return tuple(read for read in self._reads(name) if read in self._specs)
+
+    def _order(self) -> tuple[str, ...]:
+        """Names, what a part needs before it."""
+        dummy = FrozenLayer(name="", forward_ms=0.0, param_bytes=0, output_bytes=0, activation_bytes=0)
+        parts = [FrozenPart(name=name, layers=(dummy,), needs=self._needs(name)) for name in self._specs]
+        try:
+            return tuple(part.name for part in in_order(parts))
+        except FileError as problem:
+            raise GraphError(f"frozen: {problem}") from None
+
+    def _reading_graph(self, graph: Graph, input_name: str) -> Graph:
+        """The model's graph behind a layer for each part: its batch entries are what the data must have."""
+        parts = [Layer(name=f"(frozen) {name}", stash=(name,), pop=self._reads(name)) for name in self.names]
+        layers = list(graph.layers)
+        if self.makes_input:
+            first = layers[0]
+            layers[0] = Layer(name=first.name, stash=first.stash, pop=(input_name, *first.pop))
+        return Graph(layers=(*parts, *layers))
+
+    def build(self, names: Sequence[str], device: torch.device) -> dict[str, FrozenLayers]:
+        """All parts; the layers of those in ``names`` on a device, in evaluation mode, the others without functions."""
+        found = {}
+        for name in self.names:
+            functions: list[Callable[..., Any]] = [_nowhere] * len(self._layers[name])
+            if name in names:
+                dtype, first = self._specs[name].dtype, zlib.crc32(name.encode())
+                functions = [_frozen(x, first + i, device, dtype) for i, x in enumerate(self._layers[name])]
+            declared = self._graphs[name].layers
+            found[name] = FrozenLayers(
+                name=name,
+                input=self._specs[name].input,
+                layers=tuple(zip(declared, functions, strict=True)),
+                dtype=self._specs[name].dtype,
+            )
+        return found
+
+    def measure(
+        self, entries: Mapping[str, Any], device: torch.device
+    ) -> tuple[tuple[FrozenPart, ...], dict[str, Any]]:
+        """What every layer costs for a batch of these entries, and what the parts give."""
+        values = {name: _moved(value, device) for name, value in entries.items()}
+        parts = []
+        for name in self.names:
+            frozen = self.build([name], device)[name]
+            layers: list[FrozenLayer] = []
+            hidden = None
+            for index in range(len(frozen.layers)):
+                costs, hidden = _measured(frozen, index, hidden, values)
+                layers.append(costs)
+            values[name] = hidden
+            parts.append(self.part(name, tuple(layers)))
+            self._put_away(name)
+        return tuple(parts), {name: values[name] for name in self.names}
+
+    def _put_away(self, name: str) -> None:
+        """A part's modules back to the host: the plan says where they are needed."""
+        for layer in map(unwrap, self._layers[name]):
+            if isinstance(layer, torch.nn.Module):
+                layer.to("cpu")
+
+    def part(self, name: str, layers: tuple[FrozenLayer, ...]) -> FrozenPart:
+        """As a plan has it, with these costs."""
+        ranks = self._specs[name].ranks
+        return FrozenPart(
+            name=name,
+            layers=layers,
+            needs=self._needs(name),
+            targets=self._targets[name],
+            ranks=None if ranks is None else tuple(ranks),
+        )
+
+    def check_planned(self, parts: Sequence[FrozenPart], where: str) -> None:
+        """A plan's parts must be these.
+
+        Raises:
+            ConfigError: other names, numbers of layers, or readers.
+        """
+        mine = {name: (len(self._layers[name]), self._needs(name), self._targets[name]) for name in self.names}
+        found = {part.name: (len(part.layers), part.needs, part.targets) for part in parts}
+        for name in (*mine, *found):
+            if mine.get(name) != found.get(name):
+                raise ConfigError(
+                    f"{where}: frozen part {name!r}: expected (layers, needs, targets) "
+                    f"{mine.get(name, 'of no such part')}, found {found.get(name, 'no such part')}; plan anew with "
+                    "ds_pulse plan --frozen"
+                )
+
+
+def _measured(frozen: FrozenLayers, index: int, hidden: Any, values: Mapping[str, Any]) -> tuple[FrozenLayer, Any]:
+    times, result = [], None
+    for _ in range(1 + _TIMED_RUNS):
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        result = frozen.run(hidden, index, index + 1, values.__getitem__)
+        get_accelerator().synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    layer, function = frozen.layers[index]
+    weights = function.parameters() if isinstance(function, torch.nn.Module) else ()
+    size = num_bytes(tensors_in(result))
+    return (
+        FrozenLayer(
+            name=layer.name,
+            forward_ms=sorted(times[1:])[_TIMED_RUNS // 2],
+            param_bytes=sum(p.numel() * p.element_size() for p in weights),
+            output_bytes=size,
+            activation_bytes=2 * size,
+        ),
+        result,
+    )
+
+
+def _listed(layers: Any) -> list[Any]:
+    return list(layers) if isinstance(layers, (list, tuple)) else [layers]
+
+
+def _graph_of(name: str, layers: Sequence[Any]) -> Graph:
+    if not layers:
+        raise GraphError(f"frozen part {name!r}: expected at least one layer, found none")
+    described = tuple(describe(index, layer) for index, layer in enumerate(layers))
+    for layer in described:
+        if layer.stash:
+            raise GraphError(
+                f"frozen part {name!r}: layer {layer.name} stashes {layer.stash[0]!r}; a part has one result, its last "
+                "layer's output: hand on a tuple, or make another part"
+            )
+    return Graph(layers=described)
+
+
+def _targets(graph: Graph, name: str, input_name: str) -> tuple[int, ...]:
+    readers = [index for index, layer in enumerate(graph.layers) if name in layer.pop]
+    return tuple(sorted({0, *readers} if name == input_name else readers))
+
+
+def _refuse_trainable(parts: Mapping[str, Sequence[Any]]) -> None:
+    for name, layers in parts.items():
+        for index, layer in enumerate(layers):
+            bare = unwrap(layer)
+            named = bare.named_parameters() if isinstance(bare, torch.nn.Module) else ()
+            for parameter, value in named:
+                if value.requires_grad:
+                    raise GraphError(
+                        f"frozen part {name!r}: parameter {parameter} of layer {describe(index, layer).name} is "
+                        "trainable, and what runs without gradient cannot train; call requires_grad_(False) on the "
+                        "encoder, or make it layers of the model"
+                    )
+
+
+def _frozen(layer: Any, seed: int, device: torch.device, dtype: torch.dtype | None) -> Callable[..., Any]:
+    """Ready to run; weights that a ``LayerSpec`` draws are the same wherever it is built."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        function = built(layer)
+    if isinstance(function, torch.nn.Module):
+        return function.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return function
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_moved(item, device) for item in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _nowhere(*_: Any) -> Any:
+    raise AssertionError("a frozen layer that the plan runs on other ranks")

@@ -1,0 +1,206 @@
+"""Frozen parts on one rank: their layers, the results they hand on, and what of it this rank reads.
+
+Work is driven from outside like a step's actions: everything that a plan puts before one action is one ``run``. Results
+travel on channels of their own, so that they and the pipeline's messages never wait for each other's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
+from deepspeed_pulse.ir.graph import Layer
+from deepspeed_pulse.ir.program import Channel, Direction, Message
+from deepspeed_pulse.ir.timeline import FrozenSpan
+from deepspeed_pulse.runtime.payload import Signature, as_payload
+from deepspeed_pulse.runtime.protocols import Communicator, Device
+from deepspeed_pulse.runtime.shapes import ShapeBook
+from deepspeed_pulse.runtime.stage import naming
+from deepspeed_pulse.runtime.transport import Transport
+
+Entry = Callable[[str, int], Any]
+"""``entry(name, microbatch)`` of the batch that is encoded."""
+
+_SLOTS = 2
+"""Receives posted ahead on a channel."""
+
+Key = tuple[str, int, int]
+"""Part, how many of its layers have run, microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenLayers:
+    """A part's layers, ready to run. ``input``: the entry or part that its first layer reads.
+
+    ``dtype``: what floating inputs are cast to; None leaves them.
+    """
+
+    name: str
+    input: str
+    layers: tuple[tuple[Layer, Callable[..., Any]], ...]
+    dtype: torch.dtype | None = None
+
+    def run(self, hidden: Any, first: int, end: int, lookup: Callable[[str], Any]) -> Any:
+        """Layers ``first`` to ``end - 1``; ``hidden`` is what the one before gave, ignored by the first layer."""
+        if first == 0:
+            hidden = self._cast(lookup(self.input))
+        for layer, function in self.layers[first:end]:
+            popped = [self._cast(lookup(name)) for name in layer.pop]
+            with naming(layer), torch.no_grad():
+                hidden = function(hidden, *popped)
+        return hidden
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(self._cast(item) for item in value)
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if floating and self.dtype is not None else value
+
+
+class FrozenRuntime:
+    """Runs one rank's part of a fill.
+
+    Args:
+        rank: pipeline rank.
+        parts: all parts by name; layers only where this rank may run them.
+        reads: names of parts whose results this rank's layers of the model read.
+        communicator, device, timeout_seconds: as for a rank's pipeline.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        parts: Mapping[str, FrozenLayers],
+        reads: Sequence[str],
+        communicator: Communicator,
+        device: Device,
+        timeout_seconds: float,
+    ) -> None:
+        self._rank, self._parts, self._reads, self._device = rank, parts, tuple(reads), device
+        self._transport = Transport(rank, communicator, device, timeout_seconds)
+        self._book = ShapeBook()
+        self._signatures: dict[tuple[str, str], Signature] = {}
+        """What a part gave for the first microbatch of a mode."""
+        self._held: dict[Key, Any] = {}
+        self._coming: dict[Key, Message] = {}
+        self._marks: list[tuple[FrozenRun, Any, Any]] = []
+        self.spans: list[FrozenSpan] = []
+        """What ran in the last step that was finished."""
+        self.waited_ms = 0.0
+        self.sent_bytes: dict[str, int] = {}
+
+    def begin(self, fill: Fill, entry: Entry, *, microbatches: int, mode: str) -> None:
+        """Get ready to encode one batch. ``mode``: batches of one mode have one shape."""
+        self._fill, self._entry, self._mode = fill, entry, mode
+        self._row = fill.rows[self._rank]
+        self._at = 0
+        self._marks, self.waited_ms = [], 0.0
+        channels = channels_of(fill)
+        mine = {c: messages for c, messages in channels.items() if self._rank in (c.source_rank, c.target_rank)}
+        self._coming = {_key_of(m): m for c, messages in mine.items() if c.target_rank == self._rank for m in messages}
+        shapes = self._book.of(mode, [0] * microbatches)
+        self._transport.begin(mine, dict.fromkeys(mine, _SLOTS), shapes)
+
+    def run(self, position: int) -> None:
+        """All frozen work that comes before the action at this position."""
+        while self._at < len(self._row) and self._row[self._at].position <= position:
+            work = self._row[self._at].work
+            self._at += 1
+            if isinstance(work, HandOver):
+                self._hand_over(work)
+            else:
+                self._run_layers(work)
+
+    def finish(self) -> dict[tuple[str, int], Any]:
+        """End the encoding: by part and microbatch, the results that this rank reads."""
+        assert self._at == len(self._row), self._row[self._at]
+        for key in list(self._coming):
+            self._receive(key)
+        self._transport.drain()
+        self.sent_bytes = dict(self._transport.sent_bytes)
+        when = self._device.ms_of
+        self.spans = [
+            FrozenSpan(rank=self._rank, run=run, start_ms=when(start), end_ms=when(end))
+            for run, start, end in self._marks
+        ]
+        held, self._held = self._held, {}
+        return {
+            (name, m): value
+            for (name, done, m), value in held.items()
+            if name in self._reads and done == len(self._fill.part(name).layers)
+        }
+
+    def _run_layers(self, run: FrozenRun) -> None:
+        part, m = self._parts[run.part], run.microbatch
+        before = None
+        if run.first:
+            key = (run.part, run.first, m)
+            self._receive(key)
+            before = self._held.pop(key)
+        for name in self._fill.part(run.part).needs:
+            self._receive((name, len(self._fill.part(name).layers), m))
+        start = self._device.mark()
+        result = part.run(before, run.first, run.end, lambda name: self._read(name, m))
+        self._marks.append((run, start, self._device.mark()))
+        if run.end == len(part.layers):
+            result = as_payload(result, f"the result of frozen part {run.part!r}")
+            self._check_shape(run.part, result)
+        self._held[run.part, run.end, m] = result
+
+    def _read(self, name: str, microbatch: int) -> Any:
+        if name in self._parts:
+            return self._held[name, len(self._fill.part(name).layers), microbatch]
+        return self._entry(name, microbatch)
+
+    def _check_shape(self, part: str, result: Any) -> None:
+        found = Signature.of(result)
+        first = self._signatures.setdefault((self._mode, part), found)
+        if found != first:
+            raise BatchError(
+                f"frozen part {part!r}: expected {first} as for the first microbatch, found {found}; what an "
+                "encoder gives must have one shape: resize or crop images to one size, pad token ids to one length"
+            )
+
+    def _hand_over(self, work: HandOver) -> None:
+        key = (work.part, work.done, work.microbatch)
+        what = f"the result of {work.done} layers of frozen part {work.part!r}"
+        self._transport.send(_message(self._rank, work), as_payload(self._held[key], what))
+        if work.done < len(self._fill.part(work.part).layers):
+            del self._held[key]  # the transport keeps it until it has arrived
+
+    def _receive(self, key: Key) -> None:
+        """Wait for a result that comes from another rank and is not here yet."""
+        message = self._coming.pop(key, None)
+        if message is None:
+            return
+        start = self._device.now_ms()
+        self._held[key] = self._transport.receive(message)
+        self.waited_ms += self._device.now_ms() - start
+
+
+def channels_of(fill: Fill) -> dict[Channel, list[Message]]:
+    """Every channel that a fill needs, with its messages in the sender's order."""
+    found: dict[Channel, list[Message]] = {}
+    for rank, row in enumerate(fill.rows):
+        for filling in row:
+            if isinstance(filling.work, HandOver):
+                channel = Channel(rank, filling.work.target_rank, Direction.FROZEN)
+                found.setdefault(channel, []).append(_message(rank, filling.work))
+    return found
+
+
+def _message(rank: int, work: HandOver) -> Message:
+    """Named by part and layers done; its ends are ranks, not stages."""
+    name = f"{work.part}[{work.done}]"
+    return Message(name, Direction.FORWARD, rank, work.target_rank, work.microbatch)
+
+
+def _key_of(message: Message) -> Key:
+    part, _, done = message.name.removesuffix("]").rpartition("[")
+    return part, int(done), message.microbatch

@@ -1,0 +1,118 @@
+"""Frozen parts in idle time: the same training as with encoded data; mistakes are errors that name the part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launch import launch
+from torch import nn
+
+from deepspeed_pulse import FrozenSpec, spec
+from deepspeed_pulse.engine.frozen import DeclaredParts
+from deepspeed_pulse.errors import ConfigError, GraphError
+from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
+from deepspeed_pulse.ir.graph import Graph, Layer
+
+CASES = [
+    {"P": 2, "M": 2},
+    {"P": 2, "M": 8},
+    {"P": 4, "M": 2},
+    {"P": 4, "M": 8},
+    {"P": 4, "M": 2, "placement": "linear"},
+]
+
+
+def test_trains_as_with_encoded_data_through_evaluation_and_resume(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path), "cases": CASES}
+    for _, output in launch("support.frozen_ranks:trains", 4, arguments, timeout=250):
+        assert output.count("PASSED") == len(CASES)
+
+
+def test_an_iterator_that_ends() -> None:
+    for _, output in launch("support.frozen_ranks:ends_with_its_data", 2, timeout=100):
+        assert "PASSED" in output
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+def graph(*pops: str) -> Graph:
+    return Graph(layers=(Layer(name="first"), Layer(name="second", pop=pops)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        (
+            {"text": FrozenSpec([nn.Linear(2, 2)], input="ids")},
+            "frozen part 'text': parameter weight of layer 0.Linear is trainable",
+        ),
+        ({"latents": FrozenSpec([frozen(nn.Linear(2, 2))], input="pixels")}, "'latents', which no layer pops"),
+        (
+            {
+                "text": FrozenSpec([nn.Identity()], input="more"),
+                "more": FrozenSpec([spec(nn.Identity(), pop="text")], input="ids"),
+            },
+            "the frozen parts 'text', 'more' need each other's results",
+        ),
+        ({"text": FrozenSpec([], input="ids")}, "frozen part 'text': expected at least one layer"),
+        (
+            {"text": FrozenSpec([spec(nn.Identity(), stash="states")], input="ids")},
+            "layer 0.Identity stashes 'states'; a part has one result",
+        ),
+    ],
+)
+def test_parts_that_cannot_be(parts: dict[str, FrozenSpec], problem: str) -> None:
+    with pytest.raises(GraphError, match=problem):
+        DeclaredParts(parts, graph("text"), "hidden")
+
+
+def test_other_things_than_specs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a FrozenSpec for 'text', found Identity"):
+        DeclaredParts({"text": nn.Identity()}, graph("text"), "hidden")  # type: ignore[dict-item]
+
+
+def test_a_plan_of_other_parts_is_refused() -> None:
+    declared = DeclaredParts({"text": FrozenSpec([nn.Identity()], input="ids")}, graph("text"), "hidden")
+    costs = FrozenLayer(name="", forward_ms=1.0, param_bytes=0, output_bytes=1, activation_bytes=1)
+    declared.check_planned([FrozenPart(name="text", layers=(costs,), targets=(1,))], "plan.json")
+    with pytest.raises(ConfigError, match=r"plan.json: frozen part 'text': expected .*\(1, \(\), \(1,\)\), found \(2"):
+        declared.check_planned([FrozenPart(name="text", layers=(costs, costs), targets=(1,))], "plan.json")
+    with pytest.raises(ConfigError, match=r"'latents': expected .* of no such part"):
+        parts = [FrozenPart(name=name, layers=(costs,), targets=(1,)) for name in ("text", "latents")]
+        declared.check_planned(parts, "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"config": {"pulse": False}}, "turn pulse on"),
+        ({"num_stages": "auto"}, 'frozen beside num_stages="auto"'),
+        ({"dynamic_shape": True}, "frozen beside dynamic_shape=True"),
+        ({}, "pass example_batch="),
+    ],
+)
+def test_what_frozen_parts_do_not_go_with(more: dict[str, Any], problem: str) -> None:
+    from deepspeed_pulse import PipelineModule
+
+    config = {"train_micro_batch_size_per_gpu": 1, "pulse": {}, **more.pop("config", {})}
+    parts = {"text": FrozenSpec([nn.Identity()], input="ids")}
+    layers = [nn.Linear(2, 2), spec(nn.Bilinear(2, 2, 2), pop="text")]
+    with pytest.raises(ConfigError, match=problem):
+        PipelineModule(layers=layers, config=config, frozen=parts, **{"num_stages": 1, **more})
+
+
+def test_a_missing_batch_entry_names_the_part() -> None:
+    from deepspeed_pulse.engine.data.batches import SplitBatch
+    from deepspeed_pulse.errors import BatchError
+
+    declared = DeclaredParts({"text": FrozenSpec([nn.Identity()], input="ids")}, graph("text"), "hidden")
+    with pytest.raises(BatchError, match=r"layer \(frozen\) text pops 'ids', which no layer stashes"):
+        SplitBatch(({"hidden": torch.ones(2)}, None), declared.reading_graph, "hidden")
+    with pytest.raises(BatchError, match="an entry 'text', and layer \\(frozen\\) text stashes a value of that name"):
+        both = {"hidden": torch.ones(2), "ids": torch.ones(2), "text": torch.ones(2)}
+        SplitBatch((both, None), declared.reading_graph, "hidden")

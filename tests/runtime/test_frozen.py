@@ -1,0 +1,64 @@
+"""Frozen parts on one rank: order, memory that is given back, and results of one shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_pulse.errors import BatchError, RunError
+from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, FrozenRun
+from deepspeed_pulse.ir.graph import Layer
+from deepspeed_pulse.runtime.frozen import FrozenLayers, FrozenRuntime
+from deepspeed_pulse.runtime.local import LocalDevice
+
+
+def runtime(*functions):
+    layers = tuple((Layer(name=str(i)), function) for i, function in enumerate(functions))
+    part = FrozenLayers(name="text", input="ids", layers=layers, dtype=torch.float64)
+    return FrozenRuntime(
+        rank=0,
+        parts={"text": part},
+        reads=["text"],
+        communicator=None,  # one rank sends nothing
+        device=LocalDevice(microbatches=2),
+        timeout_seconds=1.0,
+    )
+
+
+def fill_of(*runs):
+    costs = FrozenLayer(name="", forward_ms=1.0, param_bytes=0, output_bytes=1, activation_bytes=1)
+    part = FrozenPart(name="text", layers=(costs, costs), targets=(0,))
+    return Fill(parts=(part,), rows=(tuple(Filling(at, FrozenRun("text", *run)) for at, run in runs),))
+
+
+def test_layers_run_where_the_fill_puts_them_without_gradient_in_their_own_dtype():
+    seen = []
+    frozen = runtime(lambda x: seen.append("first") or x + 1, lambda x: seen.append("second") or 2 * x)
+    ids = torch.ones(2, requires_grad=True)
+    fill = fill_of((0, (0, 1, 0)), (1, (1, 2, 0)), (1, (0, 2, 1)))
+    frozen.begin(fill, lambda name, m: ids * m, microbatches=2, mode="train")
+    frozen.run(0)
+    assert seen == ["first"]
+    frozen.run(1)
+    found = frozen.finish()
+    assert seen == ["first", "second", "first", "second"]
+    assert {key: value.tolist() for key, value in found.items()} == {("text", 0): [2, 2], ("text", 1): [4, 4]}
+    assert found["text", 0].dtype is torch.float64 and not found["text", 0].requires_grad
+    assert [str(span.run) for span in frozen.spans] == ["text[0:1]@0", "text[1:2]@0", "text[0:2]@1"]
+    assert not frozen._held
+
+
+def test_an_encoder_whose_output_changes_its_shape_is_named():
+    frozen = runtime(lambda x: x, lambda x: x)
+    frozen.begin(
+        fill_of((0, (0, 2, 0)), (0, (0, 2, 1))), lambda name, m: torch.ones(2 + m), microbatches=2, mode="train"
+    )
+    with pytest.raises(BatchError, match=r"frozen part 'text': expected .*2.* as for the first microbatch, found .*3"):
+        frozen.run(0)
+
+
+def test_an_error_names_the_layer():
+    frozen = runtime(lambda x: x, lambda x: x @ x.new_ones(5))
+    frozen.begin(fill_of((0, (0, 2, 0))), lambda name, m: torch.ones(2), microbatches=1, mode="train")
+    with pytest.raises(RunError, match="layer 1: RuntimeError"):
+        frozen.run(0)

@@ -1,0 +1,201 @@
+"""What ranks run in the tests of frozen parts: a model that reads encoders, and the same with results in the data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.parity import TOLERANCE, share_groups
+from support.reference import error
+from torch import Tensor, nn
+
+WIDTH, SIZE = 8, 2
+
+
+class Mix(nn.Module):
+    """Adds what it pops."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, *more: Tensor) -> Tensor:
+        return torch.tanh(self.linear(hidden) + sum(more))
+
+
+class Noised(nn.Module):
+    """A frozen layer that reads the batch and another part."""
+
+    def forward(self, hidden: Tensor, noise: Tensor, text: Tensor) -> Tensor:
+        return hidden + 0.1 * noise + text
+
+
+class Split(nn.Module):
+    """Hands on two tensors."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, hidden * 2
+
+
+class Joined(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] - 0.5 * pair[1].tanh()
+
+
+def frozen_modules() -> dict[str, list[Any]]:
+    torch.manual_seed(7)
+    pixels = [nn.Linear(12, 24), nn.Dropout(0.5), nn.Linear(24, WIDTH), Split(), Joined(), Noised()]
+    text = [nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    for module in (*pixels, *text):
+        module.requires_grad_(False)
+    return {"sample": pixels, "text": text}
+
+
+def frozen_parts() -> dict[str, Any]:
+    from deepspeed_pulse import FrozenSpec, spec
+
+    modules = frozen_modules()
+    sample = [*modules["sample"][:-1], spec(modules["sample"][-1], pop=("noise", "text"))]
+    return {
+        "sample": FrozenSpec(sample, input="pixel_values"),
+        "text": FrozenSpec(modules["text"], input="ids"),
+    }
+
+
+def raw_batch(step: int, microbatch: int, replica: int) -> tuple[dict[str, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + replica)
+    inputs = {
+        "pixel_values": torch.randn(SIZE, 12, generator=generator),
+        "ids": torch.randint(20, (SIZE,), generator=generator),
+        "noise": torch.randn(SIZE, WIDTH, generator=generator),
+        "scale": torch.rand(SIZE, 1, generator=generator),
+    }
+    return inputs, torch.randn(SIZE, WIDTH, generator=generator)
+
+
+@torch.no_grad()
+def encoded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the parts give, in one go."""
+    modules = frozen_modules()
+    text: Any = inputs["ids"]
+    for module in modules["text"]:
+        text = module.eval()(text)
+    sample: Any = inputs["pixel_values"]
+    for module in modules["sample"][:-1]:
+        sample = module.eval()(sample)
+    return {"sample": modules["sample"][-1](sample, inputs["noise"], text), "text": text}
+
+
+def encoded_batch(step: int, microbatch: int, replica: int) -> tuple[dict[str, Tensor], Tensor]:
+    inputs, labels = raw_batch(step, microbatch, replica)
+    return {**encoded(inputs), "scale": inputs["scale"]}, labels
+
+
+def layers() -> list[Any]:
+    from deepspeed_pulse import LayerSpec
+
+    found: list[Any] = [LayerSpec(Mix, WIDTH, stash=(), pop=("scale",))]
+    found += [LayerSpec(Mix, WIDTH, pop=("text",) if index in (2, 7) else ()) for index in range(1, 10)]
+    return found
+
+
+def mse(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, labels)
+
+
+def engine_of(ranks: int, microbatches: int, *, frozen: bool, **pulse: Any) -> Any:
+    import deepspeed
+
+    from deepspeed_pulse import PipelineModule
+
+    config = {
+        "train_micro_batch_size_per_gpu": SIZE,
+        "gradient_accumulation_steps": microbatches,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "pulse": {"solver_seconds": 0, **pulse},
+    }
+    module = PipelineModule(
+        layers=layers(),
+        num_stages=ranks,
+        loss_fn=mse,
+        seed_layers=True,
+        config=config,
+        input="sample",
+        partition_method="uniform",
+        example_batch=(raw_batch if frozen else encoded_batch)(0, 0, 0),
+        frozen=frozen_parts() if frozen else None,
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine
+
+
+def data_from(engine: Any, first: int, *, frozen: bool) -> Iterator[Any]:
+    batch, microbatches = raw_batch if frozen else encoded_batch, engine.micro_batches
+    for step in itertools.count(first):
+        for m in range(microbatches):
+            yield batch(step, m, engine.grid.data_parallel_id)
+
+
+def trains(arguments: dict[str, Any]) -> None:
+    """Five steps with evaluation between and a resume in the middle, against encoded data."""
+    share_groups()
+    folder = Path(arguments["folder"])
+    for case in arguments["cases"]:
+        ranks, microbatches = case["P"], case["M"]
+        engine = engine_of(ranks, microbatches, frozen=True, placement=case.get("placement", "wave"))
+        twin = engine_of(ranks, microbatches, frozen=False, placement=case.get("placement", "wave"))
+        data, plain = data_from(engine, 0, frozen=True), data_from(twin, 0, frozen=False)
+        for step in range(5):
+            if step == 3:
+                tag = f"{ranks}-{microbatches}-{case.get('placement', 'wave')}"
+                engine.save_checkpoint(str(folder), tag=tag)
+                engine = engine_of(ranks, microbatches, frozen=True, placement=case.get("placement", "wave"))
+                engine.load_checkpoint(str(folder), tag=tag)
+                assert engine.microbatches_ahead == 0
+                data = data_from(engine, step, frozen=True)
+            loss, expected = engine.train_batch(data), twin.train_batch(plain)
+            assert error(loss.detach(), expected.detach()) < TOLERANCE, (case, step, loss, expected)
+            assert engine.microbatches_ahead == microbatches
+            check_ahead(engine, step + 1)
+            for count in (1, 3) if step in (0, 2) else ():
+                evaluated = engine.eval_batch(data_from(engine, 50, frozen=True), num_micro_batches=count)
+                reference = twin.eval_batch(data_from(twin, 50, frozen=False), num_micro_batches=count)
+                assert error(evaluated, reference) < TOLERANCE, (case, step, count)
+        weights = zip(engine.module.named_parameters(), twin.module.named_parameters(), strict=True)
+        for (name, mine), (_, other) in weights:
+            assert error(mine.detach(), other.detach()) < TOLERANCE, (case, name)
+        timeline = engine.pulse_timeline()
+        if timeline is not None:
+            assert sum(span.run.end - span.run.first for span in timeline.frozen) == 8 * microbatches
+        engine.destroy()
+        twin.destroy()
+        print("PASSED", case, flush=True)
+
+
+def check_ahead(engine: Any, step: int) -> None:
+    """What this rank reads of the next step is there, bit for bit."""
+    found = engine._encoding._ahead.encoded
+    replica = engine.grid.data_parallel_id
+    for (name, m), value in found.items():
+        assert torch.equal(value, encoded(raw_batch(step, m, replica)[0])[name]), (name, m)
+    reads = {name for name, _ in found}
+    mine = engine.module._local_layers
+    assert reads == {*(["sample"] if 0 in mine else []), *(["text"] if {2, 7} & set(mine) else [])}
+
+
+def ends_with_its_data(_: Any) -> None:
+    """An epoch's iterator may end: the last step has nothing ahead, the next epoch begins with its own data."""
+    share_groups()
+    engine, twin = engine_of(2, 2, frozen=True), engine_of(2, 2, frozen=False)
+    for epoch in range(2):
+        data = itertools.islice(data_from(engine, 10 * epoch, frozen=True), 4)
+        plain = data_from(twin, 10 * epoch, frozen=False)
+        for step in range(2):
+            assert error(engine.train_batch(data).detach(), twin.train_batch(plain).detach()) < TOLERANCE
+            assert engine.microbatches_ahead == (2 if step == 0 else 0)
+    print("PASSED", flush=True)
