@@ -32,6 +32,7 @@ from deepspeed_pulse.engine.gradients.reduction import reduces_early
 from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.plans.asked import AUTO, asked_of, num_stages_of, settled, trial_config
+from deepspeed_pulse.engine.plans.choosing import choose
 from deepspeed_pulse.engine.plans.costs import PlanRequest
 from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
 from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
@@ -229,7 +230,7 @@ class PipelineModule(upstream.PipelineModule):
         assert self.ds_config is not None
         parsed = self._parsed(trial_config(self.ds_config), None)
         example = 1 if self._example is None else num_samples(self._example.inputs)
-        self.chosen = planning.choose(self._request_of(parsed, microbatch_size=example), asked)
+        self.chosen = choose(self._request_of(parsed, microbatch_size=example), asked)
         if dist.get_rank() == 0:
             figures.print_chosen(self.chosen)
         self.ds_config = self.settled_config(self.ds_config)

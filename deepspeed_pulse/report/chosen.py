@@ -53,14 +53,14 @@ def _behind(trial: Trial, best: Trial) -> str:
     mine, its = _figures(trial), _figures(best)
     more = mine.step_ms / its.step_ms - 1
     if more < _SAME:
-        return "as fast, with no fewer ranks in a pipeline or more memory"
+        return "as fast, with more ranks in a pipeline or more memory"
     parts = {
-        "its ranks work longer a step": _work_ms(mine) - _work_ms(its),
-        f"its ranks wait longer (bubble {words.percent(mine.bubble_ratio)} instead of "
+        "ranks work longer": _work_ms(mine) - _work_ms(its),
+        f"ranks wait longer (bubble {words.percent(mine.bubble_ratio)} instead of "
         f"{words.percent(its.bubble_ratio)})": _idle_ms(mine) - _idle_ms(its),
-        f"reducing gradients adds {words.milliseconds(_after_ms(mine))} to its step": _after_ms(mine) - _after_ms(its),
+        f"reducing gradients adds {words.milliseconds(_after_ms(mine))}": _after_ms(mine) - _after_ms(its),
     }
-    return f"{words.percent(more)} slower: {max(parts, key=lambda part: parts[part])}"
+    return f"its step takes {words.percent(more)} longer: {max(parts, key=lambda part: parts[part])}"
 
 
 def _work_ms(figures: Estimate) -> float:

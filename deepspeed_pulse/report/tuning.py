@@ -117,7 +117,7 @@ def describe(choice: Choice) -> str:
     """``P=4 G=16 wave, 8 microbatches of 2, ZeRO 1, data-major``."""
     parts = [
         f"P={choice.pipeline_ranks} G={choice.data_parallel} {placement_name(choice)}",
-        f"{choice.microbatches} microbatches of {choice.microbatch_size}",
+        f"{choice.microbatches} microbatch{'es' * (choice.microbatches > 1)} of {choice.microbatch_size}",
     ]
     if choice.zero_stage:
         parts.append(f"ZeRO {choice.zero_stage}")

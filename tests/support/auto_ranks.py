@@ -133,6 +133,7 @@ def keeps_what_is_given(fast: dict[str, Any], slow: dict[str, Any]) -> None:
         (fast, {"pipeline": {"stages": 4}, "gradient_accumulation_steps": 4}, {"stages": None}, (4, 1, 2, 4)),
         (fast | {"placement": "linear"}, {"zero_optimization": {"stage": 1}}, {"stages": 2}, (2, 2, None, None)),
         (fast, {}, {"stages": None, "topology": data_major}, (2, 2, None, None)),
+        (fast | {"placement": "wave"}, {}, {"activation_checkpoint_interval": 1}, (1, 4, None, None)),
         (
             fast,
             {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},

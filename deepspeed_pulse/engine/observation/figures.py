@@ -14,8 +14,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
+from deepspeed_pulse.engine.plans.choosing import Chosen
 from deepspeed_pulse.engine.plans.costs import parameter_counts
-from deepspeed_pulse.engine.plans.planning import Chosen, Planned
+from deepspeed_pulse.engine.plans.planning import Planned
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_pulse.engine.plans.planning import Chosen
+from deepspeed_pulse.engine.plans.choosing import Chosen
 
 CHOICE_KEY = "pulse_choice"
 """In the config: what was chosen and from what. DeepSpeed and this package do not read it."""

@@ -13,13 +13,12 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.data.agreement import agree
-from deepspeed_pulse.engine.plans.asked import Asked, sizes_to_measure
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.hardware import NO_LIMIT_BYTES
 from deepspeed_pulse.engine.plans.links import measure_cluster
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
-from deepspeed_pulse.errors import BatchError, ConfigError, PlanError
-from deepspeed_pulse.ir.choice import Choice, Option
+from deepspeed_pulse.errors import ConfigError, PlanError
+from deepspeed_pulse.ir.choice import Given, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.plan import Plan
@@ -34,7 +33,6 @@ from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.recompute import replay_bytes as planned_replay
 from deepspeed_pulse.planner.simulate import estimate, simulate
 from deepspeed_pulse.planner.tuning.tune import tune
-from deepspeed_pulse.report.chosen import options, rejected
 
 GIGABYTE = 10**9
 
@@ -83,113 +81,6 @@ def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
     return agree(lambda: known_cluster(request), "planning")  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """What was chosen for "auto".
-
-    ``planned`` is None where the user's plan file settles everything; it is planned like any other then. ``options``:
-    the choice and its runner-ups. ``reasons``: why others were rejected.
-    """
-
-    asked: Asked
-    choice: Choice
-    planned: Planned | None
-    options: tuple[Option, ...] = ()
-    reasons: tuple[str, ...] = ()
-
-
-def choose(request: PlanRequest, asked: Asked) -> Chosen:
-    """The best way to run a job within what the user settled; all ranks call it and get the same, or the same error.
-
-    Args:
-        request: the job; its numbers of ranks and microbatches are not read, ``microbatch_size`` is the example's.
-    """
-    if request.pulse.plan is not None:
-        return Chosen(asked=asked, choice=_settled(asked), planned=None)
-    _check_costs(request, asked)
-    profile, costs = agree(lambda: known_profile(request), "planning")
-    profiles = _measured(request, asked) if profile is None else (profile,)
-    cluster = job_cluster(request, timed=True)
-    return agree(lambda: _chosen(request, asked, profiles, cluster, costs), "choosing")  # type: ignore[no-any-return]
-
-
-def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:
-    """Two microbatch sizes at a time, as long as the larger one is worth it.
-
-    A larger one that does not fit the device's memory ends it, too.
-    """
-    sizes = sizes_to_measure(asked)
-    if asked.given.sets_microbatches:
-        return measure_profiles(request, sizes)
-    found = measure_profiles(request, sizes[:2])
-    for at in range(2, len(sizes), 2):
-        if len(found) < at or _sample_ms(found[-1]) > _WORTH_MEASURING * _sample_ms(found[-2]):
-            break
-        try:
-            found += measure_profiles(request, sizes[at : at + 2])
-        except BatchError:
-            break
-    return found
-
-
-_WORTH_MEASURING = 0.95
-"""Where a sample takes more than this share of its time in microbatches half as large, no larger ones are measured."""
-
-
-def _sample_ms(profile: Profile) -> float:
-    return sum(layer.forward_ms + layer.backward_ms for layer in profile.layers) / profile.microbatch_size
-
-
-def _settled(asked: Asked) -> Choice:
-    given = asked.given
-    assert given.pipeline_ranks and given.microbatch_size and given.microbatches and given.layout
-    return Choice(
-        pipeline_ranks=given.pipeline_ranks,
-        data_parallel=asked.world // given.pipeline_ranks,
-        waves=0,
-        microbatch_size=given.microbatch_size,
-        microbatches=given.microbatches,
-        layout=given.layout,
-    )
-
-
-def _check_costs(request: PlanRequest, asked: Asked) -> None:
-    """A choice needs times, and cuts of its own."""
-    what = f'{asked.names[0]}: "auto"'
-    if request.partition_method != "profile":
-        raise ConfigError(
-            f'{what} beside partition_method {request.partition_method!r}: cuts are chosen with it, by "profile"; '
-            "leave partition_method out, or give numbers"
-        )
-    if request.pulse.profile == "auto" and request.example is None:
-        raise ConfigError(
-            f"{what} needs to know what layers cost: pass example_batch= to PipelineModule, or name a profile file in "
-            'the "pulse" block ("profile")'
-        )
-
-
-def _chosen(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cluster: Cluster, costs: str) -> Chosen:
-    recompute = None if isinstance(request.recompute, str) else tuple(request.recompute)
-    tuning = tune(
-        profiles,
-        cluster=cluster,
-        global_batch=asked.global_batch,
-        world_size=asked.world,
-        solver_seconds=request.pulse.solver_seconds,
-        given=replace(asked.given, recompute=recompute),
-    )
-    choice, profile = tuning.best.choice, tuning.profiles[tuning.best.choice.microbatch_size]
-    planned = Planned(
-        plan=_predicted(tuning.best.planned, profile, cluster, request),
-        profile=profile,
-        cluster=cluster,
-        costs=f"{costs}, microbatches of {', '.join(str(p.microbatch_size) for p in profiles)}",
-        reduce_early=request.reduce_early,
-        shard_optimizer=request.shard_optimizer,
-    )
-    return Chosen(asked=asked, choice=choice, planned=planned, options=options(tuning), reasons=rejected(tuning))
-
-
 def _given(request: PlanRequest) -> Planned:
     return Planned(plan=_given_plan(request), profile=None, cluster=None, costs=f"plan file {request.pulse.plan}")
 
@@ -220,6 +111,34 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
     plan = _predicted(plan, profile, cluster, request)
     return Planned(
         plan=plan,
+        profile=profile,
+        cluster=cluster,
+        costs=costs,
+        reduce_early=request.reduce_early,
+        shard_optimizer=request.shard_optimizer,
+    )
+
+
+def tune_job(
+    request: PlanRequest, profiles: Sequence[Profile], cluster: Cluster, *, global_batch: int, world: int, given: Given
+) -> Tuning:
+    """Every way to run a job, the best first; searched for ``solver_seconds``."""
+    recompute = None if isinstance(request.recompute, str) else tuple(request.recompute)
+    return tune(
+        profiles,
+        cluster=cluster,
+        global_batch=global_batch,
+        world_size=world,
+        solver_seconds=request.pulse.solver_seconds,
+        given=replace(given, recompute=recompute),
+    )
+
+
+def planned_as_tuned(request: PlanRequest, tuning: Tuning, cluster: Cluster, costs: str) -> Planned:
+    """The best of a tuning, as this job runs it."""
+    profile = tuning.profiles[tuning.best.choice.microbatch_size]
+    return Planned(
+        plan=_predicted(tuning.best.planned, profile, cluster, request),
         profile=profile,
         cluster=cluster,
         costs=costs,

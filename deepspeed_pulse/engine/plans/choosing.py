@@ -1,0 +1,114 @@
+"""What "auto" stands for in a job: measured by all ranks, chosen by rank 0, the same on all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed_pulse.engine.data.agreement import agree
+from deepspeed_pulse.engine.plans.asked import Asked, sizes_to_measure
+from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
+from deepspeed_pulse.engine.plans.measuring import measure_profiles
+from deepspeed_pulse.engine.plans.planning import Planned, job_cluster, planned_as_tuned, tune_job
+from deepspeed_pulse.errors import BatchError, ConfigError
+from deepspeed_pulse.ir.choice import Choice, Option
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.report.chosen import options, rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What was chosen for "auto".
+
+    ``planned`` is None where the user's plan file settles everything; it is planned like any other then. ``options``:
+    the choice and its runner-ups. ``reasons``: why others were rejected.
+    """
+
+    asked: Asked
+    choice: Choice
+    planned: Planned | None
+    options: tuple[Option, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+def choose(request: PlanRequest, asked: Asked) -> Chosen:
+    """The best way to run a job within what the user settled; all ranks call it and get the same, or the same error.
+
+    Args:
+        request: the job; its numbers of ranks and microbatches are not read, ``microbatch_size`` is the example's.
+    """
+    if request.pulse.plan is not None:
+        return Chosen(asked=asked, choice=_settled(asked), planned=None)
+    _check_costs(request, asked)
+    profile, costs = agree(lambda: known_profile(request), "planning")
+    profiles = _measured(request, asked) if profile is None else (profile,)
+    cluster = job_cluster(request, timed=True)
+    return agree(lambda: _chosen(request, asked, profiles, cluster, costs), "choosing")  # type: ignore[no-any-return]
+
+
+def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:
+    """Two microbatch sizes at a time, as long as the larger one is worth it.
+
+    A larger one that does not fit the device's memory ends it, too.
+    """
+    sizes = sizes_to_measure(asked)
+    if asked.given.sets_microbatches:
+        return measure_profiles(request, sizes)
+    found = measure_profiles(request, sizes[:2])
+    for at in range(2, len(sizes), 2):
+        if len(found) < at or _sample_ms(found[-1]) > _WORTH_MEASURING * _sample_ms(found[-2]):
+            break
+        try:
+            found += measure_profiles(request, sizes[at : at + 2])
+        except BatchError:
+            break
+    return found
+
+
+_WORTH_MEASURING = 0.95
+"""Where a sample takes more than this share of its time in microbatches half as large, no larger ones are measured."""
+
+
+def _sample_ms(profile: Profile) -> float:
+    return sum(layer.forward_ms + layer.backward_ms for layer in profile.layers) / profile.microbatch_size
+
+
+def _settled(asked: Asked) -> Choice:
+    given = asked.given
+    assert given.pipeline_ranks and given.microbatch_size and given.microbatches and given.layout
+    return Choice(
+        pipeline_ranks=given.pipeline_ranks,
+        data_parallel=asked.world // given.pipeline_ranks,
+        waves=0,
+        microbatch_size=given.microbatch_size,
+        microbatches=given.microbatches,
+        layout=given.layout,
+    )
+
+
+def _check_costs(request: PlanRequest, asked: Asked) -> None:
+    """A choice needs times, and cuts of its own."""
+    what = f'{asked.names[0]}: "auto"'
+    if request.partition_method != "profile":
+        raise ConfigError(
+            f'{what} beside partition_method {request.partition_method!r}: cuts are chosen with it, by "profile"; '
+            "leave partition_method out, or give numbers"
+        )
+    if request.pulse.profile == "auto" and request.example is None:
+        raise ConfigError(
+            f"{what} needs to know what layers cost: pass example_batch= to PipelineModule, or name a profile file in "
+            'the "pulse" block ("profile")'
+        )
+
+
+def _chosen(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cluster: Cluster, costs: str) -> Chosen:
+    tuning = tune_job(request, profiles, cluster, global_batch=asked.global_batch, world=asked.world, given=asked.given)
+    sizes = ", ".join(str(profile.microbatch_size) for profile in profiles)
+    return Chosen(
+        asked=asked,
+        choice=tuning.best.choice,
+        planned=planned_as_tuned(request, tuning, cluster, f"{costs}, microbatches of {sizes}"),
+        options=options(tuning),
+        reasons=rejected(tuning),
+    )
