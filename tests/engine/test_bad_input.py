@@ -14,6 +14,7 @@ from pathlib import Path
 from support.launch import launch
 from support.toy import toy_layers
 
+from deepspeed_pulse.engine.plans.costs import parameters_of
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.graph import Graph
@@ -21,6 +22,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.runtime.state import param_bytes
 
 MICROBATCHES = 2
 
@@ -32,14 +34,18 @@ DEADLOCK = [
 
 
 def toy_profile() -> Profile:
-    graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(toy_layers())))
-    cost = {"forward_ms": 1.0, "backward_ms": 2.0, "param_bytes": 8, "activation_bytes": 8, "output_bytes": 8}
+    layers = toy_layers()
+    graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
+    cost = {"forward_ms": 1.0, "backward_ms": 2.0, "activation_bytes": 8, "output_bytes": 8}
     return Profile(
         name="toy",
         device="cpu",
         dtype="float32",
         microbatch_size=2,
-        layers=tuple(LayerCost(name=layer.name, **cost) for layer in graph.layers),
+        layers=tuple(
+            LayerCost(name=declared.name, param_bytes=param_bytes(parameters_of(layer)), **cost)
+            for declared, layer in zip(graph.layers, layers, strict=True)
+        ),
         skips=tuple(
             Skip(name=value.name, source=value.source or 0, target=target, bytes=8)
             for value in graph.values
@@ -69,6 +75,8 @@ def write_plan(folder: Path) -> Path:
 def write_files(folder: Path) -> dict[str, str]:
     """Bad files of every kind, by the name of their case."""
     profile, plan = toy_profile(), toy_plan()
+    first, *rest = profile.layers
+    wider = replace(profile, layers=(replace(first, param_bytes=2 * first.param_bytes), *rest))
     shorter = replace(profile, layers=profile.layers[:9], skips=tuple(s for s in profile.skips if s.target < 9))
     data = plan.to_dict()
     split = [
@@ -90,6 +98,7 @@ def write_files(folder: Path) -> dict[str, str]:
         "plan of other microbatches": toy_plan(microbatches=3).to_json(),
         "profile of other layers": shorter.to_json(),
         "profile of other values": replace(profile, skips=profile.skips[1:]).to_json(),
+        "profile of other widths": wider.to_json(),
         "profile of microbatches of 2": profile.to_json(),
         "cluster too small": small_cluster().to_json(),
     }
@@ -214,6 +223,7 @@ CONSTRUCTION = {
     "plan of other microbatches": ("PlanError", "field 'microbatches': expected 2 as this job runs, found 3"),
     "profile missing": ("FileError", "missing.json: cannot be read"),
     "profile of other layers": ("ConfigError", "expected costs of 10 layers as the model has, found 9"),
+    "profile of other widths": ("ConfigError", "layer 0.First: expected 352 bytes of parameters", "found 704"),
     "profile of other values": ("ConfigError", "only the model has 's0' from layer 0 to layer 9", "profile this model"),
     "cluster missing": ("FileError", "missing.json: cannot be read"),
     "cluster too small": ("ConfigError", "2 ranks, the cluster 'laptop' has 1", "use fewer ranks or another cluster"),

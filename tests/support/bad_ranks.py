@@ -252,6 +252,7 @@ def construction(paths: dict[str, str]) -> None:
         },
         "profile missing": lambda: module({"profile": paths["missing"]}),
         "profile of other layers": lambda: module({"profile": paths["profile of other layers"]}),
+        "profile of other widths": lambda: module({"profile": paths["profile of other widths"]}),
         "profile of other values": lambda: module({"profile": paths["profile of other values"]}),
         "cluster missing": lambda: module({"cluster": paths["missing"]}),
         "cluster too small": lambda: module({"cluster": paths["cluster too small"]}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,9 @@ def known_profile(request: PlanRequest) -> tuple[Profile | None, str]:
     method = request.partition_method
     if request.pulse.profile != "auto":
         profile = Profile.load(request.pulse.profile)
-        if profile.num_layers != len(request.layers):
-            raise ConfigError(
-                f"{request.pulse.profile}: expected costs of {len(request.layers)} layers as the model has, found "
-                f'{profile.num_layers}; profile this model, or set "profile": "auto"'
-            )
-        _check_values(request, profile)
+        problem = next(misfits(request, profile), None)
+        if problem is not None:
+            raise ConfigError(f'{request.pulse.profile}: {problem}; profile this model, or set "profile": "auto"')
         return profile, f"profile {request.pulse.profile}"
     if method != "profile" and isinstance(method, str):
         return _weighted(request, _method_weights(request, method)), f"partition_method {method!r}"
@@ -68,17 +65,43 @@ def known_profile(request: PlanRequest) -> tuple[Profile | None, str]:
     return None, "measured on example_batch"
 
 
-def _check_values(request: PlanRequest, profile: Profile) -> None:
-    """The profile's named values must be the model's: the plan routes what the profile lists."""
+def misfits(request: PlanRequest, profile: Profile) -> Iterator[str]:
+    """What says that a profile is another model's: the plan cuts, routes and fills memory by what is in it."""
+    if profile.num_layers != len(request.layers):
+        yield f"expected costs of {len(request.layers)} layers as the model has, found {profile.num_layers}"
+        return
     here = {(v.name, v.source, target) for v in request.graph.values for target in v.targets}
     found = {(skip.name, skip.source, skip.target) for skip in profile.skips}
     for name, source, target in sorted(here ^ found):
-        edge = f"{name!r} from layer {source} to layer {target}"
         who = "the model has" if (name, source, target) in here else "the profile has"
-        raise ConfigError(
-            f"{request.pulse.profile}: expected the named values of the model, found another model's: only {who} "
-            f'{edge}; profile this model, or set "profile": "auto"'
+        yield (
+            "expected the named values of the model, found another model's: only "
+            f"{who} {name!r} from layer {source} to layer {target}"
         )
+    for index, (declared, layer, cost) in enumerate(
+        zip(request.graph.layers, request.layers, profile.layers, strict=True)
+    ):
+        if declared.name != cost.name:
+            yield f"expected costs of layer {index} {declared.name!r} as the model has, found {cost.name!r}"
+        sizes = _possible_bytes(layer, profile.dtype)
+        if cost.param_bytes not in sizes:
+            yield (
+                f"layer {declared.name}: expected {sizes[-1]} bytes of parameters as the model has (frozen ones count "
+                f"less), found {cost.param_bytes}"
+            )
+
+
+def _possible_bytes(layer: Any, dtype: str) -> list[int]:
+    """``param_bytes`` as the layer is, and when cast to ``dtype`` before training, as profiled models may be."""
+    parameters = parameters_of(layer)
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype):
+        return [param_bytes(parameters)]
+    cast = [
+        torch.empty(p.shape, dtype=wanted, device="meta", requires_grad=p.requires_grad) if p.is_floating_point() else p
+        for p in parameters
+    ]
+    return [param_bytes(cast), param_bytes(parameters)]
 
 
 def _method_weights(request: PlanRequest, method: str) -> list[int]:
@@ -117,11 +140,17 @@ def parameter_counts(layers: Sequence[Any]) -> list[int]:
 
 def parameters_of(layer: Any) -> list[torch.Tensor]:
     """Of a layer of the list; one to be built is built on the meta device."""
+    found = stand_in(layer)
+    return list(found.parameters()) if isinstance(found, torch.nn.Module) else []
+
+
+def stand_in(layer: Any) -> Any:
+    """The module or function of a layer of the list; one to be built is built on the meta device."""
     bare = unwrap(layer)
     if isinstance(bare, upstream.LayerSpec):
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            bare = bare.build()
-    return list(bare.parameters()) if isinstance(bare, torch.nn.Module) else []
+            return bare.build()
+    return bare
 
 
 def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:

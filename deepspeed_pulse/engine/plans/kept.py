@@ -1,4 +1,8 @@
-"""Measured profiles kept by content in the ``plan_cache`` folder: the same job finds the same costs, and cuts."""
+"""Measured profiles and links kept in the ``plan_cache`` folder: the same job finds the same costs, so the same cuts.
+
+A file's name is a hash of all that its content depends on. What is in it is compared with the job too: a file that was
+cut short, edited, or copied from elsewhere is not used, which is said.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,36 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from deepspeed_pulse.engine.plans.costs import PlanRequest, parameters_of
+from deepspeed_pulse.engine.plans.content import job_content
+from deepspeed_pulse.engine.plans.costs import PlanRequest, misfits
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
 
-_LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "peft")
-
 
 def profiles(request: PlanRequest, sizes: Sequence[int]) -> dict[int, Profile]:
-    """By microbatch size, the kept profiles there are for a job."""
+    """By microbatch size, the usable kept profiles that there are for a job."""
     if request.pulse.plan_cache is None:
         return {}
-    return {size: Profile.load(path) for size, path in _files(request, sizes) if path.exists()}
+    found = {size: _read_profile(path, request, size) for size, path in _files(request, sizes) if path.exists()}
+    return {size: profile for size, profile in found.items() if profile is not None}
+
+
+def _read_profile(path: Path, request: PlanRequest, size: int) -> Profile | None:
+    try:
+        profile = Profile.load(path)
+    except FileError as problem:
+        reason = str(problem)
+    else:
+        reason = next(misfits(request, profile), "")
+        if not reason and profile.microbatch_size != size:
+            reason = f"expected microbatches of {size}, found {profile.microbatch_size}"
+        if not reason:
+            return profile
+    _say_unusable(path, "profile", reason)
+    return None
 
 
 def keep_profiles(request: PlanRequest, measured: Sequence[Profile]) -> None:
@@ -40,6 +55,27 @@ def keep_profiles(request: PlanRequest, measured: Sequence[Profile]) -> None:
         write_whole(files[profile.microbatch_size], profile.to_json())
 
 
+def read_cluster(path: Path, nodes: int, ranks_per_node: int) -> Cluster | None:
+    """Kept links of machines of that shape; None where there are no usable ones."""
+    if not path.exists():
+        return None
+    try:
+        cluster = Cluster.load(path)
+    except FileError as problem:
+        reason = str(problem)
+    else:
+        if (cluster.nodes, cluster.ranks_per_node) == (nodes, ranks_per_node):
+            return cluster
+        reason = f"expected {nodes} nodes of {ranks_per_node}, found {cluster.nodes} of {cluster.ranks_per_node}"
+    _say_unusable(path, "cluster", reason)
+    return None
+
+
+def _say_unusable(path: Path, what: str, reason: str) -> None:
+    shown = reason.removeprefix(f"{path}: ")
+    print(f"pulse: the kept {what} {path} is not this job's and is measured anew: {shown}", flush=True)
+
+
 def write_whole(path: Path, text: str) -> None:
     """All at once, so that a reader at the same time finds a whole file or none."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -53,65 +89,11 @@ def write_whole(path: Path, text: str) -> None:
         ) from None
 
 
-def read_cluster(path: Path, nodes: int, ranks_per_node: int) -> Cluster | None:
-    """Kept links of machines of that shape; None where there are none, or no usable ones, which is said."""
-    if not path.exists():
-        return None
-    try:
-        cluster = Cluster.load(path)
-    except FileError as problem:
-        reason = str(problem)
-    else:
-        if (cluster.nodes, cluster.ranks_per_node) == (nodes, ranks_per_node):
-            return cluster
-        reason = f"expected {nodes} nodes of {ranks_per_node}, found {cluster.nodes} of {cluster.ranks_per_node}"
-    _say_unusable(path, "links", reason)
-    return None
-
-
-def _say_unusable(path: Path, what: str, reason: str) -> None:
-    print(f"pulse: the kept {what} in {path} are not this job's, measured anew: {reason}", flush=True)
-
-
 def named_by(content: object) -> str:
     """A file's name for what its content depends on."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def library_versions() -> list[str]:
-    """Of the libraries that layers and messages run in."""
-    return [f"{name} {_version(name)}" for name in _LIBRARIES]
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
 def _files(request: PlanRequest, sizes: Sequence[int]) -> Iterator[tuple[int, Path]]:
-    content = _content(request)
     for size in sizes:
-        yield size, Path(str(request.pulse.plan_cache)) / f"profile-{named_by({**content, 'size': size})}.json"
-
-
-def _content(request: PlanRequest) -> dict[str, Any]:
-    """What a measured profile depends on."""
-    assert request.example is not None
-    inputs, entries = request.example
-    return {
-        "layers": [(layer.name, layer.stash, layer.pop) for layer in request.graph.layers],
-        "parameters": [[(list(p.shape), p.requires_grad) for p in parameters_of(layer)] for layer in request.layers],
-        "batch": {name: _described(value) for name, value in {"": inputs, **entries}.items()},
-        "device": request.device.type,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return [list(value.shape), str(value.dtype)]
-    if isinstance(value, (tuple, list)):
-        return [_described(item) for item in value]
-    return repr(value)
+        yield size, Path(str(request.pulse.plan_cache)) / f"profile-{named_by(job_content(request, size))}.json"

@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, PipelineCommunicator
 from deepspeed_pulse.engine.data.agreement import agree, told_by_all
 from deepspeed_pulse.engine.plans import kept
+from deepspeed_pulse.engine.plans.content import library_versions
 from deepspeed_pulse.engine.plans.hardware import Hardware, agreed_hardware
 from deepspeed_pulse.ir.cluster import MIN_BANDWIDTH_GB_PER_S, Cluster, Link
 from deepspeed_pulse.ir.program import Channel, Direction
@@ -64,7 +65,7 @@ def measure_cluster(device: torch.device, *, plan_cache: str | None = None) -> C
 def _key(ranks: Sequence[Hardware], device: torch.device) -> str:
     backend = str(torch.distributed.get_backend())
     described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
-    return kept.named_by([described, backend, device.type, *kept.library_versions()])
+    return kept.named_by([described, backend, device.type, *library_versions()])
 
 
 def shape_of(hosts: Sequence[str]) -> tuple[int, int]:

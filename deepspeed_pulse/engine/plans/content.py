@@ -1,0 +1,128 @@
+"""What the costs of a job's layers depend on, as plain data: the name of a kept profile is a hash of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe import module as upstream
+
+from deepspeed_pulse.engine.plans.costs import PlanRequest, stand_in
+from deepspeed_pulse.engine.plans.hardware import device_name
+from deepspeed_pulse.engine.specs import TiedCall, unwrap
+from deepspeed_pulse.ir.profile import FORMAT
+
+MEASURING_VERSION = 1
+"""Raised when layers are measured in another way, so that kept profiles are not used any more."""
+
+LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "peft")
+_OWN_OF_TORCH = frozenset(vars(torch.nn.Module()))
+
+
+def job_content(request: PlanRequest, size: int) -> dict[str, Any]:
+    """Of a job that is measured with microbatches of ``size``."""
+    assert request.example is not None
+    inputs, entries = request.example
+    on_cpu = request.device.type == "cpu"
+    return {
+        "versions": [MEASURING_VERSION, FORMAT, *library_versions()],
+        "layers": [[layer.name, layer.stash, layer.pop, code(layer_)] for layer, layer_ in _pairs(request)],
+        "batch": {name: _plain(value) for name, value in {"": inputs, **entries}.items()},
+        "microbatch sizes": [request.microbatch_size, size],
+        "device": [request.device.type, device_name(request.device)],
+        # ranks of a host share its cores, and measure at the same time
+        "sharing": [torch.get_num_threads(), _world_size()] if on_cpu else None,
+    }
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _pairs(request: PlanRequest) -> Any:
+    return zip(request.graph.layers, request.layers, strict=True)
+
+
+def library_versions() -> list[str]:
+    """Of the libraries that layers and messages run in."""
+    return [f"{name} {_version(name)}" for name in LIBRARIES]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def code(layer: Any) -> Any:
+    """What a layer of the list computes: its modules with their parameters, settings and sources, or its function."""
+    bare, found = unwrap(layer), stand_in(layer)
+    forward_fn = getattr(bare, "forward_fn", None) if isinstance(bare, upstream.LayerSpec) else None
+    module = found.module if isinstance(found, TiedCall) else found
+    if not isinstance(module, torch.nn.Module):
+        return _function(module)
+    modules = dict(module.named_modules())
+    return {
+        "forward_fn": None if forward_fn is None else _function(forward_fn),
+        "modules": {name: [_named(type(m)), m.extra_repr(), _settings(m)] for name, m in modules.items()},
+        "parameters": {name: [_plain(p), p.requires_grad] for name, p in module.named_parameters()},
+        "sources": {_named(kind): _source(kind) for kind in {type(m) for m in modules.values()}},
+    }
+
+
+def _settings(module: torch.nn.Module) -> dict[str, Any]:
+    """Plain attributes of a module's own."""
+    return {name: _plain(value) for name, value in vars(module).items() if name not in _OWN_OF_TORCH}
+
+
+def _function(function: Any) -> Any:
+    if isinstance(function, functools.partial):
+        return [_function(function.func), _plain(function.args), _plain(function.keywords)]
+    closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_full(cell)]
+    own = _plain(vars(function)) if hasattr(function, "__dict__") else None
+    kind = function if inspect.isroutine(function) else type(function)
+    return [_named(kind), _source(kind), _plain(closure), _plain(getattr(function, "__defaults__", None)), own]
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _named(kind: Any) -> str:
+    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', type(kind).__qualname__)}"
+
+
+@functools.cache
+def _source(kind: Callable[..., Any]) -> str:
+    """Text of a class or function; of a library's its version says as much."""
+    if str(getattr(kind, "__module__", "")).split(".")[0] in LIBRARIES:
+        return ""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # built in, or made at run time
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    """Of values their content where it is plain, of tensors shape and dtype, of anything else the kind."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return [list(value.shape), str(value.dtype)]
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    return _named(value if inspect.isroutine(value) or inspect.isclass(value) else type(value))
