@@ -81,6 +81,11 @@ bench: .venv
 
 pictures: .venv
 	$(BIN)/python docs/draw_wave.py
+	mkdir -p out/pictures
+	$(BIN)/ds_pulse profile sd15 --estimate --out out/pictures/profile.json
+	$(BIN)/ds_pulse plan out/pictures/profile.json --cluster a100:1x4 --pipeline-ranks 4 --microbatches 8 \
+	    --placement wave --solver-seconds 0 --out out/pictures/plan.json
+	$(BIN)/ds_pulse show out/pictures/profile.json --plan out/pictures/plan.json --out docs/model.png
 
 clean:
 	rm -rf .venv .venv-old build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -109,19 +109,28 @@ def test_random_plans_train_as_if_unpartitioned(model: str, world: int, count: i
         assert output.count("PASSED") == len(cases)
 
 
-@pytest.mark.timeout(300)
-def test_any_skip_graph_trains_as_if_unpartitioned(tmp_path: Path) -> None:
-    """Of 20 layers, under linear and wave placement; channels without tags too. ``tests/runtime`` has many more."""
+SKIP_GRAPHS = [
+    (4, 3),
+    pytest.param(2, 12, marks=pytest.mark.soak),
+    pytest.param(3, 12, marks=pytest.mark.soak),
+    pytest.param(4, 24, marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("world", "count"), SKIP_GRAPHS)
+def test_any_skip_graph_trains_as_if_unpartitioned(world: int, count: int, tmp_path: Path) -> None:
+    """Of 20 layers, linear and wave, drawn plans and the planner's; channels without tags too. See tests/runtime."""
     cases = []
-    for number in range(3):
-        for placement, world in (("linear", linear_placement(4)), ("wave", wave_placement(4))):
+    for number in range(count):
+        for placement, ranks in (("linear", linear_placement(world)), ("wave", wave_placement(world))):
             model, path = f"irregular {number}", tmp_path / f"{number}-{placement}.json"
-            plan = random_plan(graph_of(model), number, ranks=4, microbatches=3, placement=world)
+            plan = random_plan(graph_of(model), number, ranks=world, microbatches=3, placement=ranks)
             path.write_text(plan.to_json())
-            case = {"model": model, "P": 4, "M": 3, "clip": 0.1, "enabled": True, "placement": "auto"}
+            case = {"model": model, "P": world, "M": 3, "clip": 0.1, "enabled": True, "placement": "auto"}
             cases.append({**case, "plan": str(path), "untagged": number == 0})
             cases.append({**case, "placement": placement})
-    for _, output in launch("support.parity:run_cases", 4, cases, timeout=250):
+    for _, output in launch("support.parity:run_cases", world, cases, timeout=1700):
         assert output.count("PASSED") == len(cases)
 
 
