@@ -51,6 +51,24 @@ def test_check_and_simulate_count_it(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("planned")
+def test_the_tuner_counts_it(capsys: pytest.CaptureFixture[str]) -> None:
+    tune = "tune profile.json --cluster cluster.json --global-batch 8 --solver-seconds 0 --out tuned.json"
+    speeds = {}
+    for frozen in ("", " --frozen frozen.json"):
+        assert main(f"{tune}{frozen}".split()) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ("nothing to fill idle time with" in printed) != bool(frozen)
+        assert ("frozen in idle time, for the next step: latents" in printed) == bool(frozen)
+        found = Plan.load("tuned.json")
+        assert (found.fill is not None) == bool(frozen)
+        assert found.estimate is not None
+        speeds[frozen] = found.estimate.samples_per_second
+    assert speeds[""] >= speeds[" --frozen frozen.json"]
+    assert main(f"{tune} --frozen frozen.json --verify 1 --model sd15".split()) == 2
+    assert "--verify beside --frozen" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize("costs", ["", " --profile profile.json --cluster cluster.json"])
 def test_every_picture_has_it(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"show plan.json{costs} {' '.join(f'--out {name}' for name in PICTURES)}".split()) == 0

@@ -116,6 +116,7 @@ def tune(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.cli.verify import check_machine, verify
     from deepspeed_pulse.ir.clusters import load_cluster
     from deepspeed_pulse.ir.fields import write_json
+    from deepspeed_pulse.ir.frozen import FrozenParts
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.planner.tuning.tune import tune
     from deepspeed_pulse.report.files import IMAGES, replacing
@@ -127,6 +128,8 @@ def tune(arguments: argparse.Namespace) -> int:
     _check_suffixes([arguments.picture] if arguments.picture else [], IMAGES, "--picture")
     if (arguments.verify is None) != (arguments.model is None):
         raise ConfigError("--verify K and --model MODEL go together: what is run, and how many choices of it")
+    if arguments.verify and arguments.frozen:
+        raise ConfigError("--verify beside --frozen: what is run has no encoders; leave one out")
     if arguments.granularity and arguments.model is None:
         raise ConfigError("--granularity goes with --verify: profiles have the layers they were made with")
     profiles, cluster = [Profile.load(path) for path in arguments.profiles], load_cluster(arguments.cluster)
@@ -147,6 +150,7 @@ def tune(arguments: argparse.Namespace) -> int:
                 solver_seconds=arguments.solver_seconds,
                 exhaustive=arguments.exhaustive,
                 progress=progress,
+                frozen=FrozenParts.load(arguments.frozen) if arguments.frozen else None,
             )
         if arguments.verify:
             with counting(sys.stderr) as progress:

@@ -113,6 +113,11 @@ def _add_tune(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     tune.add_argument(
         "--solver-seconds", default=10.0, type=_seconds, metavar="T", help="search for better orders of the best"
     )
+    tune.add_argument(
+        "--frozen",
+        metavar="FILE",
+        help="encoders that run in idle time (pulse-frozen/1); default: their results are cached, nothing to fill",
+    )
     tune.add_argument("--exhaustive", action="store_true", help="simulate what bounds exclude, too")
     tune.add_argument("--all", action="store_true", help="a row for everything that was tried")
     tune.add_argument("--out", metavar="PLAN", help="the best choice's plan")

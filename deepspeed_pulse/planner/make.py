@@ -173,6 +173,7 @@ class _Request:
         """The plan with the best order of its cuts, and frozen work in the time that leaves idle."""
         if not self.frozen:
             return self._ordered(plan, self.memory_bytes)
+        plan = replace(plan, fill=None)
         try:
             return self._filled(self._ordered(plan, self.memory_bytes))
         except InfeasibleError as problem:

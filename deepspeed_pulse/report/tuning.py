@@ -32,7 +32,15 @@ def tuning_table(tuning: Tuning, *, everything: bool = False) -> Group:
         parts.append(Text(f"and {more} slower ones (--all shows them)"))
     if tuning.rejected:
         parts.append(_all_rejected(tuning.rejected) if everything else _rejected(tuning.rejected))
+    parts.append(Text(_encoders(tuning)))
     return Group(*parts, *map(Text, _advice(tuning)))
+
+
+def _encoders(tuning: Tuning) -> str:
+    plan = tuning.best.planned
+    if plan.fill is None:
+        return "encoders: what they give is in the data (cached), so there is nothing to fill idle time with (--frozen)"
+    return words.filled(plan.fill, plan.microbatches)
 
 
 def _title(tuning: Tuning) -> str:

@@ -23,6 +23,8 @@ from deepspeed_pulse.planner.simulate import run, simulate, summarize
 _TASTES = (Taste(), Taste(left=0.3), Taste(fit=0.0, left=1.0), Taste(here=0.5), Taste(left=0.3, here=0.5))
 _TARGETS = 6
 """Ends of the step that are tried, by halves."""
+_QUICK = 3
+"""As many tastes and ends where no time is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ def fill_plan(
     Args:
         parts: for the plan's microbatch size.
         memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's.
-        solver_seconds: time for HiGHS, where the instance is small enough for it; 0: the greedy only.
+        solver_seconds: time for HiGHS, where the instance is small enough for it; 0: less of the greedy, nothing else.
 
     Raises:
         PlanError: the parts do not fit the model.
@@ -102,11 +104,12 @@ class _Ways:
 
     def best(self, seconds: float) -> Filled:
         """The fill with the shortest step that keeps to the memory."""
+        self._tastes, targets = (_TASTES, _TARGETS) if seconds > 0 else (_TASTES[:_QUICK], _QUICK)
         first = self._scored(self._up_front(), "up front")
         shortest = self._pipeline.makespan_ms
         found = [first, *self._greedy(self._starts)]
         longest = min(filled.estimate.makespan_ms for filled in found)
-        for _ in range(_TARGETS):
+        for _ in range(targets):
             if longest <= shortest * (1 + 1e-3):
                 break
             target = (shortest + longest) / 2
@@ -146,7 +149,7 @@ class _Ways:
         return min(fits, key=lambda filled: filled.key)
 
     def _greedy(self, latest: Mapping[Action, float]) -> Iterator[Filled]:
-        for taste in _TASTES:
+        for taste in self._tastes:
             runs = Filler(self._instance, self._parts, self._allowed, latest, taste).fill()
             yield self._scored(runs, "greedy")
 

@@ -100,7 +100,7 @@ def _ranks_that_would_do(tuner: Tuner) -> int | None:
         world = tuner.world * times
         nodes = max(tuner.cluster.nodes, -(-world // tuner.cluster.ranks_per_node))
         cluster = replace(tuner.cluster, nodes=nodes)
-        larger = Tuner(tuner.sizes, cluster, world, tuner.global_batch, tuner.memory_bytes, tuner.given)
+        larger = Tuner(tuner.sizes, cluster, world, tuner.global_batch, tuner.memory_bytes, tuner.given, tuner.frozen)
         if _anything_fits(larger):
             return world
         times *= 2

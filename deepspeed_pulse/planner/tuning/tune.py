@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Given, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.tuning.remedies import nothing_fits
 from deepspeed_pulse.planner.tuning.sizes import Sizes
@@ -29,6 +30,7 @@ def tune(
     exhaustive: bool = False,
     progress: Progress | None = None,
     given: Given | None = None,
+    frozen: FrozenParts | None = None,
 ) -> Tuning:
     """Every way to train ``global_batch`` samples a step on ``world_size`` ranks of a cluster, the best first.
 
@@ -39,6 +41,7 @@ def tune(
         solver_seconds: search for better orders of the best choices; 0: known schedules only.
         exhaustive: simulate what a bound excludes, too.
         given: what is settled already.
+        frozen: encoders that run in idle time; None: what they give is in the data.
 
     Raises:
         ConfigError: an argument is unusable, or nothing divides the global batch.
@@ -46,8 +49,14 @@ def tune(
     """
     world = cluster.num_ranks if world_size is None else world_size
     _check(cluster, world, global_batch)
+    for part in () if frozen is None else frozen.parts:
+        if part.ranks is not None:
+            raise ConfigError(
+                f"frozen part {part.name!r}: ranks: expected none, as the number of ranks is to be chosen, found "
+                f"{list(part.ranks)}"
+            )
     limit = cluster.memory_bytes if memory_bytes is None else memory_bytes
-    tuner = Tuner(Sizes(profiles), cluster, world, global_batch, limit, given or Given())
+    tuner = Tuner(Sizes(profiles), cluster, world, global_batch, limit, given or Given(), frozen)
     trials = tuner.run(exhaustive=exhaustive, progress=progress)
     if not any(trial.plan for trial in trials):
         raise nothing_fits(tuner, trials)

@@ -9,10 +9,12 @@ from dataclasses import replace
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Choice, Given, Trial, Verdict
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.planner.cost import data_parallel_link, gigabytes, state_bytes
+from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.make import MOST_FORWARDS, TooSlow, make_plan
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
@@ -37,10 +39,18 @@ class Tuner:
     """One job's choices and what is known of them so far."""
 
     def __init__(
-        self, sizes: Sizes, cluster: Cluster, world: int, global_batch: int, memory_bytes: int, given: Given
+        self,
+        sizes: Sizes,
+        cluster: Cluster,
+        world: int,
+        global_batch: int,
+        memory_bytes: int,
+        given: Given,
+        frozen: FrozenParts | None = None,
     ) -> None:
         self.sizes, self.cluster, self.world = sizes, cluster, world
         self.global_batch, self.memory_bytes, self.given = global_batch, memory_bytes, given
+        self.frozen = frozen
         self._steps: list[float] = []
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: float = _EXACT
@@ -226,6 +236,7 @@ class Tuner:
             recompute=recompute,
             shard_optimizer=choice.zero_stage == 1,
             layout=choice.layout,
+            frozen=() if self.frozen is None else self.frozen.at(choice.microbatch_size),
             within_ms=self._within_ms,
         )
 
@@ -275,17 +286,31 @@ class Tuner:
         return sorted((better.get(id(trial), trial) for trial in trials), key=rank_of)
 
     def _better(self, trial: Trial, seconds: float) -> Trial:
-        choice = trial.choice
+        choice, profile = trial.choice, self.sizes.at(trial.choice.microbatch_size)
         plan = synthesize(
-            trial.planned,
-            self.sizes.at(choice.microbatch_size),
+            replace(trial.planned, fill=None),
+            profile,
             cluster=self.cluster,
             schedule=self.given.schedule,
             memory_bytes=self.memory_bytes,
             solver_seconds=seconds,
             shard_optimizer=choice.zero_stage == 1,
         )
-        return min(trial, _success(choice, plan), key=rank_of)
+        if self.frozen is None:
+            return min(trial, _success(choice, plan), key=rank_of)
+        try:
+            filled = fill_plan(
+                plan,
+                profile,
+                self.cluster,
+                self.frozen.at(choice.microbatch_size),
+                memory_bytes=self.memory_bytes,
+                solver_seconds=seconds,
+                shard_optimizer=choice.zero_stage == 1,
+            )
+        except InfeasibleError:  # a better order may keep more activations, and leave no room
+            return trial
+        return min(trial, _success(choice, filled), key=rank_of)
 
 
 def rank_of(trial: Trial) -> tuple[bool, float, int, int]:
