@@ -53,7 +53,7 @@ def test_every_layer_sleeps_once_and_every_weight_has_a_gradient() -> None:
     """The first layer's input needs no gradient, so nobody sleeps for it."""
     import slow_network.layers as sleeping
 
-    values: Any = sleeping.batch(layers())[0]
+    values: Any = torch.zeros(1, 16)
     modules = [kind(*arguments) for kind, *arguments in sleeping.relaying(layers())]
     before = sleeping.slept_ms
     for module in modules:
@@ -152,3 +152,23 @@ def test_joined_backward_of_a_stage_is_one_traversal() -> None:
     x = torch.ones(2, requires_grad=True)
     _Outputs((x * 2, x * 3)).backward([torch.ones(2), torch.ones(2)])
     assert x.grad is not None and x.grad.tolist() == [5.0, 5.0]
+
+
+def test_sleeping_layers_are_measured_and_planned() -> None:
+    import json
+
+    from slow_network.cases import Case
+    from slow_network.plans import FAST, balanced, our_sides
+    from slow_network.sides.pulse import measured
+
+    from deepspeed_pulse.ir.profile import Profile
+
+    case = Case(name="c", title="c", ranks=2, samples=1, layers=layers(), time_scale=1.0, byte_scale=1.0)
+    profile = Profile.from_json(json.dumps(measured(case)))
+    assert [layer.output_bytes for layer in profile.layers] == [64] * 5
+    assert {placement: len(balanced(case, profile, placement)) for placement in ("linear", "wave", "loop")} == {
+        "linear": 3,
+        "wave": 5,
+        "loop": 5,
+    }
+    assert our_sides(case, profile, FAST).keys() == {"linear", "wave", "tuned"}

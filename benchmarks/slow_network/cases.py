@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slow_network.layers import FLOAT_BYTES, Layer
+import torch
+from slow_network.layers import FLOAT_BYTES, Layer, Sleeper, relaying
 
 HIDDEN_BYTES = 64 * 1024
 """Mean size of the hidden state of a microbatch after scaling."""
@@ -72,6 +73,21 @@ class Case:
     @property
     def microbatches(self) -> int:
         return 2 * self.ranks
+
+    def relaying(self) -> list[tuple[Any, ...]]:
+        """Class and arguments of every layer, for sides that hand on tuples."""
+        return relaying(self.layers)
+
+    def named(self) -> list[tuple[Any, ...]]:
+        """Class, arguments, names stashed and popped of every layer, for sides that know names."""
+        return [(Sleeper, (layer,), tuple(name for name, _ in layer.stashes), layer.pops) for layer in self.layers]
+
+    def batch(self, samples: int = 1) -> Any:
+        """Input and label; the input is as large as the last layer's output."""
+        size = self.layers[-1].output_bytes // FLOAT_BYTES
+        return torch.zeros(samples, size), torch.zeros(samples, size)
+
+    named_batch = batch
 
     @property
     def work_ms(self) -> float:

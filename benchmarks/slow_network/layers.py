@@ -118,7 +118,7 @@ class Relaying(torch.nn.Module):
         return (hidden, *kept) if kept else hidden
 
 
-def relaying(layers: tuple[Layer, ...]) -> list[tuple[type, Layer, tuple[str, ...], frozenset[str]]]:
+def relaying(layers: tuple[Layer, ...]) -> list[tuple[Any, ...]]:
     """Class and arguments of each layer of a list that hands on tuples."""
     last_reader = {name: index for index, layer in enumerate(layers) for name in layer.pops}
     alive: tuple[str, ...] = ()
@@ -129,9 +129,3 @@ def relaying(layers: tuple[Layer, ...]) -> list[tuple[type, Layer, tuple[str, ..
         made.append((Relaying, layer, alive, leaving))
         alive = tuple(name for name in here if name not in leaving)
     return made
-
-
-def batch(layers: tuple[Layer, ...], samples: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and label of a microbatch; the input is as large as the last layer's output."""
-    size = layers[-1].output_bytes // FLOAT_BYTES
-    return torch.zeros(samples, size), torch.zeros(samples, size)

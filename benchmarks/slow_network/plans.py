@@ -14,30 +14,29 @@ from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.tuning.tune import tune
 
 SOLVER_SECONDS = 5.0
-UNLIMITED = Link(bandwidth_gb_per_s=1.0, latency_us=300.0)
-"""Of a message between two processes of this machine, roughly."""
 LATENCY_US = 300.0
+"""Of a message between two processes of this machine, roughly."""
+FAST = Link(bandwidth_gb_per_s=1.0, latency_us=LATENCY_US)
+"""For cuts that balance time alone."""
 
 
-def cluster(case: Case, mbit: float | None) -> Cluster:
-    link = UNLIMITED
-    if mbit is not None:
-        link = Link(bandwidth_gb_per_s=TBF_SHARE * mbit / 8e3, latency_us=LATENCY_US)
-    return Cluster(
-        name="namespaces",
-        nodes=case.ranks,
-        ranks_per_node=1,
-        memory_bytes=10**12,
-        intra_node=link,
-        inter_node=link,
-    )
+def link(mbit: float | None, unlimited: Link) -> Link:
+    """Of cards with a limit; without one, what was measured."""
+    if mbit is None:
+        return unlimited
+    return Link(bandwidth_gb_per_s=TBF_SHARE * mbit / 8e3, latency_us=max(LATENCY_US, unlimited.latency_us))
+
+
+def cluster(case: Case, link: Link) -> Cluster:
+    shape = {"nodes": case.ranks, "ranks_per_node": 1, "memory_bytes": 10**12}
+    return Cluster(name="namespaces", **shape, intra_node=link, inter_node=link)
 
 
 def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:
     """The best cuts for time alone, for sides that relay: "linear", "wave" (ends on one rank) or "loop"."""
     return make_plan(
         replace(profile, skips=()),
-        cluster=cluster(case, None),
+        cluster=cluster(case, FAST),
         pipeline_ranks=case.ranks,
         microbatches=case.microbatches,
         placement="auto" if placement == "loop" else placement,
@@ -46,11 +45,11 @@ def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:
     ).boundaries
 
 
-def pipelined(case: Case, profile: Profile, placement: str, mbit: float | None) -> dict[str, Any]:
+def pipelined(case: Case, profile: Profile, placement: str, link: Link = FAST) -> dict[str, Any]:
     """What the ``build`` of our side takes for a pipeline of all ranks."""
     plan = make_plan(
         profile,
-        cluster=cluster(case, mbit),
+        cluster=cluster(case, link),
         pipeline_ranks=case.ranks,
         microbatches=case.microbatches,
         placement=placement,
@@ -59,20 +58,20 @@ def pipelined(case: Case, profile: Profile, placement: str, mbit: float | None) 
     return {"plan": plan.to_json(), "samples": 1, "zero": 0}
 
 
-def tuned(case: Case, profile: Profile, mbit: float | None) -> dict[str, Any]:
+def tuned(case: Case, profile: Profile, link: Link) -> dict[str, Any]:
     """The same for what the tuner chooses."""
-    links, batch = cluster(case, mbit), case.microbatches
+    links, batch = cluster(case, link), case.microbatches
     best = tune([profile], cluster=links, global_batch=batch, solver_seconds=SOLVER_SECONDS).best
     choice = best.choice
     return {"plan": best.planned.to_json(), "samples": choice.microbatch_size, "zero": choice.zero_stage}
 
 
-def our_sides(case: Case, profile: Profile, mbit: float | None) -> dict[str, dict[str, Any]]:
+def our_sides(case: Case, profile: Profile, link: Link) -> dict[str, dict[str, Any]]:
     """By name, what each of our sides takes at a link speed."""
     return {
-        "linear": pipelined(case, profile, "linear", mbit),
-        "wave": pipelined(case, profile, "wave", mbit),
-        "tuned": tuned(case, profile, mbit),
+        "linear": pipelined(case, profile, "linear", link),
+        "wave": pipelined(case, profile, "wave", link),
+        "tuned": tuned(case, profile, link),
     }
 
 

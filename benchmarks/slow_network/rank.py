@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import torch
 from namespaces import card_bytes, limit_card
 from slow_network import layers
@@ -72,6 +73,15 @@ def profile(job: Job) -> dict[str, Any]:
     from slow_network.sides.pulse import measured
 
     return measured(job.case)
+
+
+def links(job: Job) -> dict[str, Any]:
+    """Of cards without a limit, measured: a cluster."""
+    from slow_network.sides.pulse import unlimited
+
+    deepspeed.init_distributed("gloo")
+    limit_card(None)
+    return unlimited()
 
 
 def _built(job: Job) -> tuple[Callable[[], None], Callable[[], dict[str, Any]]]:

@@ -23,9 +23,10 @@ from namespaces import Namespace, bridged
 from ranks import RanksFailed, launch
 from slow_network import rank, report
 from slow_network.cases import MODELS, Case, make_case
-from slow_network.plans import balanced, our_sides
+from slow_network.plans import balanced, link, our_sides
 from slow_network.rank import Job
 
+from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
 
 HERE = Path(__file__).resolve().parent
@@ -118,7 +119,12 @@ class Bench:
         options = {"boundaries": balanced(self.case, profile, "linear"), "dualpipev": False, "joined": True}
         speeds = self.launch(rank.calibrate, Job(side="relayed", case=self.case, options=options, speeds=RATIOS))
         self.say("speeds: " + ", ".join(f"{name} {found}" for name, found in speeds.items()))
-        ours = {speed: our_sides(self.case, profile, found.get("mbit")) for speed, found in speeds.items()}
+        measured_links = self.launch(rank.links, Job(side="pulse", case=self.case))
+        unlimited = Cluster.from_json(json.dumps(measured_links)).intra_node
+        self.say(f"unlimited: {unlimited}")
+        ours = {
+            speed: our_sides(self.case, profile, link(found.get("mbit"), unlimited)) for speed, found in speeds.items()
+        }
         return {"profile": measured, "speeds": speeds, "ours": ours, "results": {}, "done": []}
 
     def once(self, key: str, number: int, name: str, job: Job, state: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def counted(case: Case) -> dict[str, Any]:
     relayed = {"boundaries": balanced(case, profile, "linear"), "dualpipev": False, "joined": True}
     sides = {"relayed": Job(side="relayed", case=_awake(case), options=relayed, speeds={"free": None})}
     for name, placement in (("direct", "linear"), ("wave", "wave")):
-        options = pipelined(case, profile, placement, None)
+        options = pipelined(case, profile, placement)
         sides[name] = Job(side="pulse", case=_awake(case), options=options, speeds={"free": None})
     found: dict[str, Any] = {"model": case.name, "title": case.title, "ranks": case.ranks, "sides": {}}
     unit = case.microbatches * case.byte_scale * MIB

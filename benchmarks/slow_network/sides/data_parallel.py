@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import deepspeed
 import torch
 from slow_network.cases import Case
-from slow_network.layers import FLOAT_BYTES, batch, relaying
+from slow_network.layers import FLOAT_BYTES
 from torch.nn.parallel import DistributedDataParallel
 
 ZERO_BUCKET, DDP_BUCKET_BYTES = 500_000_000, 25 * 2**20
@@ -20,10 +21,9 @@ MODEL_BYTES = 2
 class Whole(torch.nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList([kind(*arguments) for kind, *arguments in relaying(case.layers)])
+        self.layers = torch.nn.ModuleList([kind(*arguments) for kind, *arguments in case.relaying()])
 
-    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        values = x
+    def forward(self, values: Any, label: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             values = layer(values)
         return torch.nn.functional.mse_loss(values, label)
@@ -51,7 +51,7 @@ def _zero(case: Case) -> Callable[[], None]:
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    inputs = batch(case.layers)
+    inputs = case.batch()
 
     def step() -> None:
         for _ in range(passes):
@@ -65,7 +65,7 @@ def _ddp(case: Case) -> Callable[[], None]:
     passes = case.microbatches // case.ranks
     model = DistributedDataParallel(Whole(case), bucket_cap_mb=DDP_BUCKET_BYTES * case.byte_scale / 2**20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    inputs = batch(case.layers)
+    inputs = case.batch()
 
     def step() -> None:
         for index in range(passes):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from slow_network.cases import Case
-from slow_network.layers import batch, relaying
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 
@@ -28,7 +27,7 @@ class Stage(torch.nn.Module):
 def build(case: Case, *, boundaries: Sequence[int], zbv: bool) -> Callable[[], None]:
     rank, count = torch.distributed.get_rank(), len(boundaries) - 1
     mine = (rank, count - 1 - rank) if zbv else (rank, rank + case.ranks)
-    made = relaying(case.layers)
+    made = case.relaying()
     modules = [
         Stage([kind(*arguments) for kind, *arguments in made[boundaries[stage] : boundaries[stage + 1]]])
         for stage in mine
@@ -40,10 +39,10 @@ def build(case: Case, *, boundaries: Sequence[int], zbv: bool) -> Callable[[], N
         stages, n_microbatches=case.microbatches, loss_fn=torch.nn.functional.mse_loss
     )
     optimizer = torch.optim.SGD([weight for module in modules for weight in module.parameters()], lr=0.0)
-    inputs, labels = batch(case.layers, case.microbatches)
+    inputs, labels = case.batch(case.microbatches)
 
     def step() -> None:
-        first = (inputs,) if 0 in mine else ()
+        first = (inputs if isinstance(inputs, tuple) else (inputs,)) if 0 in mine else ()
         last = {"target": labels, "losses": []} if count - 1 in mine else {}
         schedule.step(*first, **last)
         optimizer.step()

@@ -12,9 +12,9 @@ from typing import Any
 import deepspeed
 import torch
 from slow_network.cases import Case
-from slow_network.layers import Sleeper, batch
 
 from deepspeed_pulse import LayerSpec, PipelineModule
+from deepspeed_pulse.engine.plans.links import measure_cluster
 from deepspeed_pulse.engine.plans.profiles import measure_profile
 from deepspeed_pulse.engine.specs import Job
 from deepspeed_pulse.ir.plan import Plan
@@ -23,16 +23,22 @@ Described = Callable[[], dict[str, Any]]
 
 
 def layer_list(case: Case) -> list[Any]:
+    """A tuple is a class with its arguments and names; all else is a layer as it is."""
     return [
-        LayerSpec(Sleeper, layer, stash=tuple(name for name, _ in layer.stashes), pop=layer.pops)
-        for layer in case.layers
+        LayerSpec(entry[0], *entry[1], stash=entry[2], pop=entry[3]) if isinstance(entry, tuple) else entry
+        for entry in case.named()
     ]
 
 
 def measured(case: Case) -> dict[str, Any]:
     """Layer costs on this machine, as a profile."""
-    job = Job(name=case.name, layers=layer_list(case), batch=batch(case.layers), microbatch_size=1)
-    return measure_profile(job).profile.to_dict()
+    job = Job(name=case.name, layers=layer_list(case), batch=case.named_batch(), microbatch_size=1)
+    return measure_profile(job).to_dict()
+
+
+def unlimited() -> dict[str, Any]:
+    """What a message between two ranks takes here; asked on all ranks at once."""
+    return measure_cluster(torch.device("cpu")).to_dict()
 
 
 def build(case: Case, *, plan: str, samples: int, zero: int) -> tuple[Callable[[], None], Described]:
@@ -55,7 +61,7 @@ def build(case: Case, *, plan: str, samples: int, zero: int) -> tuple[Callable[[
     path.unlink()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    data = itertools.repeat(batch(case.layers, samples))
+    data = itertools.repeat(case.named_batch(samples))
 
     def step() -> None:
         engine.train_batch(data)

@@ -12,7 +12,6 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.schedule import BackwardPass
 from slow_network.cases import Case
-from slow_network.layers import batch, relaying
 
 
 class Cut(PipelineModule):
@@ -37,7 +36,7 @@ def build(case: Case, *, boundaries: Sequence[int], dualpipev: bool, joined: boo
     deepspeed.init_distributed("gloo")
     model = (CutV if dualpipev else Cut)(
         boundaries,
-        layers=[LayerSpec(*made) for made in relaying(case.layers)],
+        layers=[LayerSpec(*made) for made in case.relaying()],
         num_stages=case.ranks,
         loss_fn=torch.nn.functional.mse_loss,
     )
@@ -52,7 +51,7 @@ def build(case: Case, *, boundaries: Sequence[int], dualpipev: bool, joined: boo
     if joined:
         instructions = engine._INSTRUCTION_MAP
         engine._INSTRUCTION_MAP = {**instructions, BackwardPass: _joined(instructions[BackwardPass])}
-    data = itertools.repeat(batch(case.layers))
+    data = itertools.repeat(case.batch())
 
     def step() -> None:
         engine.train_batch(data)
