@@ -139,14 +139,15 @@ def _tail(log: Path) -> str:
 
 
 class Nap(torch.autograd.Function):
-    """Sleeps forward and backward: ranks overlap truthfully on few cores. Keeps its input, as layers do."""
+    """Sleeps forward and backward: ranks overlap truthfully on few cores. Keeps its output, as layers do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_ms: float, backward_ms: float) -> torch.Tensor:
         ctx.backward_ms = backward_ms
-        ctx.save_for_backward(x)
         time.sleep(forward_ms / 1e3)
-        return x.clone()
+        y = x.clone()
+        ctx.save_for_backward(y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -42,3 +42,11 @@ def test_the_readme_has_the_newest_figures() -> None:
     command = [sys.executable, str(PLANNER.parents[1] / "headline.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_memory_is_predicted() -> None:
+    """On real ranks, planned over counted; how long a step took here says nothing."""
+    command = [sys.executable, str(PLANNER.parents[1] / "prediction" / "run.py"), "--quick", "--only", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert "| sleeping, 8 layers | 2 | 1 | 6 | linear | 0 |" in result.stdout, result.stderr
+    assert "predicted memory over measured" not in result.stderr
