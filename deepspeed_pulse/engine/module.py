@@ -29,6 +29,7 @@ from deepspeed_pulse.engine.data.resizing import num_samples
 from deepspeed_pulse.engine.frozen import DeclaredParts, FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.gradients.reduction import reduces_early
+from deepspeed_pulse.engine.gradients.scaling import trained_dtype
 from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.plans.asked import AUTO, asked_of, num_stages_of, settled, trial_config
@@ -228,6 +229,10 @@ class PipelineModule(upstream.PipelineModule):
         if asked is None:
             return num_stages
         assert self.ds_config is not None
+        if self.frozen is not None and plan is None:
+            raise ConfigError(
+                f'frozen beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan --frozen` tries some'
+            )
         parsed = self._parsed(trial_config(self.ds_config), None)
         example = 1 if self._example is None else num_samples(self._example.inputs)
         self.chosen = choose(self._request_of(parsed, microbatch_size=example), asked)
@@ -352,6 +357,7 @@ class PipelineModule(upstream.PipelineModule):
             partition_method=self._partition_method or "profile",
             example=example,
             device=device,
+            dtype=None if parsed is None else trained_dtype(parsed),
             frozen=parts,
             has_frozen=self.frozen is not None,
             recompute=self.checkpointing.layers,

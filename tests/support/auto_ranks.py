@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from support.parity import mse, share_groups, topology
+from support.precision_ranks import cast
 from support.reference import Unpartitioned, train
 from support.toy import toy_batch, toy_layers
 
@@ -104,6 +105,7 @@ def chooses(case: dict[str, Any]) -> None:
     deepspeed.init_distributed()
     fast, slow = ({"profile": case["profile"], "cluster": case[name]} for name in ("fast", "slow"))
     everything_measured()
+    measured_as_it_trains()
     keeps_what_is_given(fast, slow)
     resumes_under_another_choice(fast, slow, Path(case["folder"]))
     print("PASSED", flush=True)
@@ -120,6 +122,21 @@ def everything_measured() -> None:
         assert "8 samples a step on 4 ranks" in table and "the fastest" in table, printed
     else:
         assert "chosen for" not in printed, printed
+    engine.destroy()
+
+
+def measured_as_it_trains() -> None:
+    """Layers are built in fp32 and train in bf16: costs are those of bf16."""
+
+    def in_bf16(batch: Any) -> Any:
+        return cast(batch, torch.bfloat16)
+
+    config = config_of({}, bf16={"enabled": True})
+    engine, _ = engine_of(config, example_batch=in_bf16(batch_of(0, range(2))))
+    assert engine.module.planned.profile.dtype == "bfloat16"
+    engine.train_batch(map(in_bf16, data_of(engine, 0)))
+    planned = engine.module.plan.estimate.peak_bytes[engine.stage_id]
+    assert abs(engine.pulse_stats()["peak_live_bytes"] / planned - 1) <= 0.1
     engine.destroy()
 
 

@@ -35,6 +35,13 @@ def check_precision(config: Any) -> None:
         )
 
 
+def trained_dtype(config: Any) -> torch.dtype | None:
+    """What upstream casts the module to; None where it stays as it is."""
+    if config.bfloat16_config.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.float16_config.enabled else None
+
+
 def scaled(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
     """The loss as the optimizer expects its gradients."""
     if isinstance(optimizer, ZeROOptimizer):

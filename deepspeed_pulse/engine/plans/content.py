@@ -33,6 +33,7 @@ def job_content(request: PlanRequest, size: int) -> dict[str, Any]:
         "versions": [MEASURING_VERSION, FORMAT, *library_versions()],
         "layers": [[layer.name, layer.stash, layer.pop, code(layer_)] for layer, layer_ in _pairs(request)],
         "batch": {name: _plain(value) for name, value in {"": inputs, **entries}.items()},
+        "cast": str(request.dtype),
         "microbatch sizes": [request.microbatch_size, size],
         "device": [request.device.type, device_name(request.device)],
         # ranks of a host share its cores, and measure at the same time

@@ -42,6 +42,8 @@ class PlanRequest:
     """Gradients are reduced over data-parallel replicas stage by stage, not all at the end of the step."""
     shard_optimizer: bool = False
     layout: Layout = Layout.PIPE_MAJOR
+    dtype: torch.dtype | None = None
+    """What layers are cast to before they train (bf16, fp16); None: they stay as they are built."""
     frozen: tuple[FrozenPart, ...] = ()
     """Parts that encode the next step's batch, with their costs."""
     has_frozen: bool = False

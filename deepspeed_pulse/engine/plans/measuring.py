@@ -6,6 +6,7 @@ as they will compute at the same time: what they share (cores, memory bandwidth,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from deepspeed_pulse.engine.data.resizing import num_samples, resized
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
 from deepspeed_pulse.engine.plans.hardware import agreed_hardware, clock_of, device_name
+from deepspeed_pulse.engine.specs import TiedCall
 from deepspeed_pulse.errors import BatchError, PulseError, RunError
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.runtime.probe import Reached, reach
@@ -98,7 +100,9 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
     rank = dist.get_rank()
     if rank >= len(shared):
         return []
-    build = [partial(_built, layer, request.graph.layers[i].name) for i, layer in enumerate(request.layers)]
+    build = [
+        partial(_built, layer, request.graph.layers[i].name, request.dtype) for i, layer in enumerate(request.layers)
+    ]
     found = _handed(rank) if rank else None
     try:
         if isinstance(found, PulseError):
@@ -146,13 +150,22 @@ def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[Reached | None]:
     return starts
 
 
-def _built(layer: Any, name: str) -> Any:
+def _built(layer: Any, name: str, dtype: torch.dtype | None) -> Any:
     try:
-        return built(layer)
+        return _cast(built(layer), dtype)
     except PulseError:
         raise
     except Exception as problem:
         raise RunError(f"layer {name}, while it is built: {type(problem).__name__}: {problem}") from problem
+
+
+def _cast(function: Any, dtype: torch.dtype | None) -> Any:
+    """As the engine will cast it; a copy, as a module of the user's own is not this package's to change yet."""
+    if dtype is None or not isinstance(function, (torch.nn.Module, TiedCall)):
+        return function
+    if all(p.dtype == dtype for p in function.parameters() if p.is_floating_point()):
+        return function
+    return copy.deepcopy(function).to(dtype)
 
 
 def _hand_on(rank: int, item: Any) -> None:
