@@ -239,7 +239,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
     def _begin_encoding(self, plan: Plan, mode: str) -> frozenset[int]:
         """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it."""
-        if self._encoding is None:
+        if self._encoding is None or self._is_encoded[mode]:
             return frozenset()
         self._watchdog.enter("encoding before the step")
         self._encoding.encode(self._batches, plan.microbatches, mode)

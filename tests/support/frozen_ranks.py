@@ -166,6 +166,7 @@ def trains(arguments: dict[str, Any]) -> None:
                 evaluated = engine.eval_batch(data_from(engine, 50, frozen=True), num_micro_batches=count)
                 reference = twin.eval_batch(data_from(twin, 50, frozen=False), num_micro_batches=count)
                 assert error(evaluated, reference) < TOLERANCE, (case, step, count)
+        check_sampling(engine, twin)
         weights = zip(engine.module.named_parameters(), twin.module.named_parameters(), strict=True)
         for (name, mine), (_, other) in weights:
             assert error(mine.detach(), other.detach()) < TOLERANCE, (case, name)
@@ -186,6 +187,17 @@ def check_ahead(engine: Any, step: int) -> None:
     reads = {name for name, _ in found}
     mine = engine.module._local_layers
     assert reads == {*(["sample"] if 0 in mine else []), *(["text"] if {2, 7} & set(mine) else [])}
+
+
+def check_sampling(engine: Any, twin: Any) -> None:
+    """Forward only, on data that has the parts' results, given to the first rank alone: as a sampler calls it."""
+    found = []
+    for each in (engine, twin):
+        data = data_from(each, 70, frozen=False) if each.is_first_stage() else None
+        found.append(each.eval_batch(data, compute_loss=False, reduce_output=None, num_micro_batches=2))
+    for mine, other in zip(*(parts or () for parts in found), strict=True):
+        assert error(mine, other) < TOLERANCE
+    assert (found[0] is not None) == engine.is_last_stage()
 
 
 def ends_with_its_data(_: Any) -> None:

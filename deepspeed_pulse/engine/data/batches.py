@@ -54,6 +54,9 @@ class SplitBatch:
     is a frozen part's result, not in the data.
     """
 
+    is_encoded = False
+    """True where the data has what frozen parts would give."""
+
     def __init__(self, batch: Any, graph: Graph, input_name: str, *, input_made: bool = False) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise BatchError(
@@ -251,14 +254,38 @@ class StepBatches:
 
 
 class ShapeKeeper:
-    """Splits batches; unless shapes may change, remembers the first batch's and refuses others."""
+    """Splits batches; unless shapes may change, remembers the first batch's and refuses others.
 
-    def __init__(self, graph: Graph, input_name: str, *, dynamic: bool, input_made: bool = False) -> None:
+    Args:
+        input_made: a frozen part makes the first layer's input.
+        plain: the model's own graph, for batches that have what the frozen parts ``made`` would give.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        input_name: str,
+        *,
+        dynamic: bool,
+        input_made: bool = False,
+        plain: Graph | None = None,
+        made: Sequence[str] = (),
+    ) -> None:
         self._graph, self._input_name, self._dynamic, self._input_made = graph, input_name, dynamic, input_made
+        self._plain, self._made = plain, set(made)
         self._shapes: dict[str, str] | None = None
 
+    def _has_results(self, batch: Any) -> bool:
+        """True for a batch that has a result of every frozen part."""
+        pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping)
+        return bool(self._made) and pair and self._made <= flatten(batch[0]).keys()
+
     def split(self, batch: Any) -> SplitBatch:
-        found = SplitBatch(batch, self._graph, self._input_name, input_made=self._input_made)
+        if self._plain is not None and self._has_results(batch):
+            found = SplitBatch(batch, self._plain, self._input_name)
+            found.is_encoded = True
+        else:
+            found = SplitBatch(batch, self._graph, self._input_name, input_made=self._input_made)
         if self._dynamic:
             return found
         shapes = found.shapes()

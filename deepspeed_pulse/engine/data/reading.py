@@ -57,10 +57,14 @@ class ReadingEngine(PipelineEngine):
                 module.input_name,
                 dynamic=module.dynamic_shape,
                 input_made=module.frozen is not None and module.frozen.makes_input,
+                plain=None if mode == "train" else module.graph,
+                made=() if module.frozen is None else module.frozen.names,
             )
             for mode in MODES
         }
         self._steps = dict.fromkeys(MODES, 0)
+        self._is_encoded = dict.fromkeys(MODES, False)
+        """Kinds of step whose data has what frozen parts would give."""
 
     def set_dataloader(self, loader: Any) -> None:
         """Every rank reads its own data."""
@@ -125,14 +129,24 @@ class ReadingEngine(PipelineEngine):
             ours = (p for name, p in self.module.named_parameters() if not is_placeholder(name))
             check_something_trains(ours, dist.get_world_size())
         readers = who_has_data(has_data, self._plan.placement[0], self._pipelines)
-        if self.module.frozen is not None and not all(readers):
+        if self.module.frozen is not None and mode != "train":
+            self._is_encoded[mode] = told_by_first(
+                self._has_results if self.is_first_stage() else None,
+                self.grid.pp_group[self._plan.placement[0]],
+                self.grid.get_pipe_parallel_group() if self.num_stages > 1 else None,
+            )
+        if self.module.frozen is not None and not self._is_encoded[mode] and not all(readers):
             raise BatchError(
                 f"frozen parts run on any rank, so every rank reads data: pipeline rank {readers.index(False)} was "
-                "given none; pass the same data_iter on every rank"
+                "given none; pass the same data_iter on every rank, or evaluate on data that has the parts' results"
             )
         self._check_routed(readers)
         self._readers[mode] = readers
         return readers
+
+    def _has_results(self) -> bool:
+        first = self._batches.first()
+        return first is not None and first.is_encoded
 
     def _agree_on_shapes(self) -> list[int]:
         """What stands for the shapes of this step's microbatches, as the first rank draws them."""
