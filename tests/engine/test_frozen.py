@@ -36,6 +36,11 @@ def test_an_iterator_that_ends() -> None:
         assert "PASSED" in output
 
 
+def test_a_plan_file_with_frozen_work(tmp_path: Path) -> None:
+    for _, output in launch("support.frozen_ranks:runs_a_plan_file", 2, str(tmp_path), timeout=100):
+        assert "PASSED" in output
+
+
 def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.parity import TOLERANCE, share_groups
 from support.reference import error
@@ -210,4 +211,27 @@ def ends_with_its_data(_: Any) -> None:
         for step in range(2):
             assert error(engine.train_batch(data).detach(), twin.train_batch(plain).detach()) < TOLERANCE
             assert engine.microbatches_ahead == (2 if step == 0 else 0)
+    print("PASSED", flush=True)
+
+
+def runs_a_plan_file(folder: str) -> None:
+    """A plan with frozen work from a file; without frozen parts in the module it is refused."""
+    from deepspeed_pulse.errors import ConfigError, PlanError
+
+    share_groups()
+    engine = engine_of(2, 2, frozen=True)
+    path = Path(folder) / "plan.json"
+    if engine.global_rank == 0:
+        path.write_text(engine.module.plan.to_json())
+    torch.distributed.barrier()
+    given = engine_of(2, 2, frozen=True, plan=str(path))
+    assert given.module.plan == engine.module.plan
+    for each in (engine, given):
+        data = data_from(each, 0, frozen=True)
+        each.losses_seen = [each.train_batch(data).item() for _ in range(3)]
+    assert engine.losses_seen == given.losses_seen
+    with pytest.raises(PlanError, match="the plan has frozen parts, the module has none"):
+        engine_of(2, 2, frozen=False, plan=str(path))
+    with pytest.raises(ConfigError, match="3 microbatches: with frozen parts expected 2 as planned"):
+        given.set_train_batch_size(3 * SIZE)
     print("PASSED", flush=True)
