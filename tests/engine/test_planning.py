@@ -13,9 +13,11 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.plans.costs import PlanRequest
 from deepspeed_pulse.engine.plans.planning import Planned, known_cluster, make_planned, reorder
 from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.make import make_plan
 
 
 def layer_list() -> tuple[Layer, ...]:
@@ -82,3 +84,18 @@ def test_the_memory_limit_outlasts_a_change_of_microbatches(tmp_path: Path, monk
     _, longer = planned()
     assert peak(longer) > 170e6
     assert max(map(peak, planned(memory_gb=0.17))) <= 170e6
+
+
+def test_the_start_says_how_costs_and_links_were_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    profile, cluster = Profile.load("profile.json"), Cluster.load("cluster.json")
+    spread = replace(profile, layers=tuple(replace(layer, spread=0.04) for layer in profile.layers))
+    plan = make_plan(profile, cluster=cluster, pipeline_ranks=2, microbatches=2, solver_seconds=0)
+    planned = Planned(plan=plan, profile=profile, cluster=cluster, costs="measured")
+    assert planned.sources == "measured"
+    measured = replace(planned, profile=spread, cluster=replace(cluster, name="measured", nodes=2))
+    assert measured.sources == (
+        "measured; a layer's times within 4% of each other; links measured: 10 GB/s after 50 us inside a node, "
+        "10 GB/s after 50 us between nodes"
+    )

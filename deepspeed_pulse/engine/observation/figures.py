@@ -44,7 +44,7 @@ def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
         planned.plan,
         layer_names=[layer.name for layer in graph.layers],
         param_counts=parameter_counts(layers),
-        costs=planned.costs,
+        costs=planned.sources,
     )
     Console().print(table)
 

@@ -27,6 +27,9 @@ Points = list[tuple[int, float]]
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)
 """Message sizes in bytes: a time embedding, and hidden states up to those of video models."""
 
+MEASURED = "measured"
+"""Name of a cluster whose links were measured here."""
+
 _LONGEST_MS = 10.0
 """A size that is expected to take longer is not tried: the bandwidth is known by then."""
 
@@ -114,7 +117,7 @@ def _measured(device: torch.device, ranks: Sequence[Hardware], nodes: int, per_n
     links = [link for told in told_by_all(mine, len(ranks)) for link in told]
     intra, inter = ([link for inside, link in links if inside is kind] for kind in (True, False))
     return Cluster(
-        name="measured",
+        name=MEASURED,
         nodes=nodes,
         ranks_per_node=per_node,
         memory_bytes=min(rank.memory_bytes for rank in ranks),

@@ -5,6 +5,7 @@ The only place of the engine that imports the planner.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.data.agreement import agree
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.hardware import NO_LIMIT_BYTES
-from deepspeed_pulse.engine.plans.links import measure_cluster
+from deepspeed_pulse.engine.plans.links import MEASURED, measure_cluster
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
 from deepspeed_pulse.ir.choice import Given, Tuning
@@ -52,6 +53,27 @@ class Planned:
     def measured(self) -> bool:
         """True when costs are times, so that predicted times mean something."""
         return self.profile is not None and self.profile.device != NO_DEVICE
+
+    @property
+    def sources(self) -> str:
+        """How costs were found and how much a layer's times varied, and the links where they were measured."""
+        parts = [self.costs]
+        spreads = [layer.spread for layer in self.profile.layers if layer.spread is not None] if self.profile else []
+        if spreads:
+            parts.append(f"a layer's times within {statistics.median(spreads):.0%} of each other")
+        if self.cluster is not None and self.cluster.name == MEASURED:
+            parts.append(f"links measured: {_links(self.cluster)}")
+        return "; ".join(parts)
+
+
+def _links(cluster: Cluster) -> str:
+    kinds = {"inside a node": (cluster.intra_node, cluster.ranks_per_node > 1)}
+    kinds["between nodes"] = (cluster.inter_node, cluster.nodes > 1)
+    return ", ".join(
+        f"{link.bandwidth_gb_per_s:.3g} GB/s after {link.latency_us:.0f} us {where}"
+        for where, (link, exists) in kinds.items()
+        if exists
+    )
 
 
 def plan_job(request: PlanRequest) -> Planned:
