@@ -339,7 +339,9 @@ def recomputes(folder: str) -> None:
     share_groups()
     planned = make_engine(torch_world(), 4, model="unet").module.planned
     # measured bytes, but times that are the same on every machine, so that the plans are
-    layers = tuple(replace(layer, forward_ms=1.0, backward_ms=2.0) for layer in planned.profile.layers)
+    layers = tuple(
+        replace(layer, forward_ms=1.0, backward_ms=2.0, weight_grad_ms=1.0) for layer in planned.profile.layers
+    )
     profile = replace(planned.profile, layers=layers)
     path = Path(folder, "profile.json")
     if torch.distributed.get_rank() == 0:
