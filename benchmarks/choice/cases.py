@@ -68,13 +68,13 @@ def _cases() -> Iterator[Case]:
     rows: Sequence[tuple[str, int, int, float | None, float | None, int, int, int, int, bool, float]] = (
         # name, world, ranks a node, inside, between, global batch, layers, KiB of weights, of hidden, uneven, ms
         ("fast links, few samples", 4, 4, FAST, FAST, 4, 16, 16, 16, False, 6.0),
-        ("fast links, many samples", 4, 4, FAST, FAST, 16, 8, 16, 16, False, 6.0),
+        ("fast links, many samples", 4, 4, FAST, FAST, 16, 8, 16, 16, False, 5.0),
         ("medium links", 4, 4, MEDIUM, MEDIUM, 8, 12, 512, 64, False, 6.0),
         ("slow links, large skips", 4, 4, SLOW, SLOW, 8, 12, 384, 96, False, 6.0),
         ("slow links, many weights", 4, 4, SLOW, SLOW, 8, 12, 1024, 16, True, 4.0),
         ("two nodes, slow between", 4, 2, FAST, SLOW, 8, 8, 256, 64, False, 8.0),
         ("two ranks, slow links", 2, 2, SLOW, SLOW, 8, 8, 512, 64, False, 6.0),
-        ("eight ranks, medium links", 8, 8, MEDIUM, MEDIUM, 16, 16, 256, 32, False, 5.0),
+        ("eight ranks, medium links", 8, 8, MEDIUM, MEDIUM, 16, 16, 256, 32, False, 4.0),
     )
     for name, world, per_node, inside, between, batch, layers, weights, hidden, uneven, forward_ms in rows:
         yield Case(

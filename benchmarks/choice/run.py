@@ -49,10 +49,10 @@ SOLVER_SECONDS = 3.0
 WITHIN = 1.03
 WARM_UP = 1
 HOPELESS = 1.25
-"""A choice whose first steps take so many times the fastest so far is not run longer."""
+"""A choice whose first measured step takes so many times the fastest so far is not run longer."""
 
 AGAIN = 1.1
-"""What is within this of the fastest is run once more, all in turn, before they are compared."""
+"""What is within this of the fastest, and the pick, is run once more, all in turn, before they are compared."""
 
 BURST_BYTES = 4096
 """Small beside every message, so that links are as fast for a small model's messages as for a large one's."""
@@ -62,11 +62,12 @@ _CLONE_NEWUTS = 0x04000000
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the ranks of a case run: choices with their plans, as JSON values; a step count for each."""
+    """What the ranks of a case run: choices with their plans, as JSON values; which the pick is; steps to measure."""
 
     case: Case
     choices: list[dict[str, Any]]
     plans: list[str]
+    pick: int
     steps: int
 
 
@@ -112,7 +113,7 @@ def _try(case: Case, steps: int) -> dict[str, Any]:
     with namespaces(case.world, case.mbit, burst_bytes=BURST_BYTES) as homes:
         measured = launch(measure, case.world, case, namespaces=homes, timeout=120)
         tried = launch(choose, 1, (case, measured), timeout=120)
-        task = Task(case=case, choices=tried["choices"], plans=tried["plans"], steps=steps)
+        task = Task(case=case, choices=tried["choices"], plans=tried["plans"], pick=tried["pick"], steps=steps)
         step_ms = launch(run_all, case.world, task, namespaces=homes, timeout=420)
     fastest = min(range(len(step_ms)), key=lambda i: step_ms[i])
     names = [describe(_choice(row)) for row in tried["choices"]]
@@ -205,7 +206,7 @@ def run_all(task: Task) -> list[float]:
         best = min((statistics.median(found) for found in taken), default=float("inf"))
         taken.append(_steps(task, choice, plan, hopeless_ms=HOPELESS * best))
     best = min(statistics.median(found) for found in taken)
-    near = [i for i, found in enumerate(taken) if statistics.median(found) <= AGAIN * best]
+    near = [i for i, found in enumerate(taken) if i == task.pick or statistics.median(found) <= AGAIN * best]
     for i in near if len(near) > 1 else []:
         taken[i] += _steps(task, _choice(task.choices[i]), task.plans[i], hopeless_ms=float("inf"))
     return [statistics.median(found) for found in taken]
@@ -245,8 +246,8 @@ def _steps(task: Task, choice: Choice, plan: str, *, hopeless_ms: float) -> list
         took = torch.tensor((time.perf_counter() - start) * 1e3)
         torch.distributed.all_reduce(took, torch.distributed.ReduceOp.MAX)
         found.append(float(took))
-        if len(found) == WARM_UP and found[-1] > hopeless_ms:
-            return found[-1:]
+        if len(found) == WARM_UP + 1 and found[-1] > hopeless_ms:
+            break
     return found[WARM_UP:]
 
 
