@@ -74,10 +74,11 @@ text-to-image: .venv
 soak: .venv
 	$(TEST_ENV) $(BIN)/python -m pytest -m soak -n 2 --dist worksteal $(TESTS)
 
+# All benchmarks; some need root and an idle machine. What missed a promise, or has more to do (slow_network), is named.
 bench: .venv
-	@set -e; for script in benchmarks/*/run.py; do \
-	    test -e "$$script" || { echo "no benchmarks/*/run.py yet"; exit 0; }; \
-	    echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python "$$script"; done
+	@for script in benchmarks/*/run.py; do \
+	    echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python "$$script" || failed="$$failed $$script"; done; \
+	test -z "$$failed" || { echo "not whole:$$failed"; exit 1; }
 
 pictures: .venv
 	$(BIN)/python docs/draw_wave.py

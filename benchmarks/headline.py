@@ -39,7 +39,7 @@ def replaced(text: str, lines: str) -> str:
 
 
 def table() -> str:
-    rows = [*slow_network(), *traffic(), *scale()]
+    rows = [*slow_network(), *real_compute(), *traffic(), *scale()]
     return "\n".join(["| figure | value | command |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
@@ -74,6 +74,17 @@ def step(run: dict[str, Any], side: str, speed: str) -> float | None:
     """In ms."""
     found: float | None = run["sides"].get(side, {}).get(speed, {}).get("step_ms")
     return found
+
+
+def real_compute() -> Iterator[tuple[str, str, str]]:
+    for case in figures("real_compute/figures.json", []):
+        steps = {name: side["step_ms"] for name, side in case["sides"].items()}
+        others = ("1F1B, stock", "1F1B", "DualPipeV", "ZB-V", "DDP")
+        value = ", ".join(
+            f"{name} {steps[name] / steps['wave']:.2f}" for name in others if {name, "wave"} <= steps.keys()
+        )
+        title = f"real arithmetic, {case['title']}, 2 ranks: the wave's throughput over"
+        yield title, value, "`python benchmarks/real_compute/run.py`"
 
 
 def traffic() -> Iterator[tuple[str, str, str]]:

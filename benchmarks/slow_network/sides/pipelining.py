@@ -10,6 +10,22 @@ from slow_network.cases import Case
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 
+class Contiguous(torch.autograd.Function):
+    """What crosses ranks has to be, in both directions, and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    return Contiguous.apply(x) if x.is_floating_point() else x
+
+
 class Stage(torch.nn.Module):
     """A run of layers with its inputs and outputs as separate tensors."""
 
@@ -18,10 +34,10 @@ class Stage(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        values: Any = inputs if len(inputs) > 1 else inputs[0]
+        values: Any = tuple(map(contiguous, inputs)) if len(inputs) > 1 else contiguous(inputs[0])
         for layer in self.layers:
             values = layer(values)
-        return values
+        return tuple(map(contiguous, values)) if isinstance(values, tuple) else contiguous(values)
 
 
 def build(case: Case, *, boundaries: Sequence[int], zbv: bool) -> Callable[[], None]:

@@ -1,0 +1,147 @@
+"""Small models with real arithmetic on two ranks, a core each: this project against what a user would pick instead.
+
+Usage: python benchmarks/real_compute/run.py, as root with iproute2 and two idle cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import headline
+from namespaces import bridged
+from ranks import RanksFailed, launch
+from real_compute.cases import MODELS, SAMPLES, RealCase
+from slow_network import rank
+from slow_network.plans import balanced, pipelined
+from slow_network.rank import Job
+
+from deepspeed_pulse.ir.profile import Profile
+
+HERE = Path(__file__).resolve().parent
+BEGIN = "<!-- tables: written by run.py -->"
+TIMEOUT = 200.0
+
+
+def main() -> int:
+    arguments = parse()
+    found = [measured(RealCase(name=name), arguments) for name in MODELS]
+    text = "\n\n".join(table(case) for case in found)
+    print(text)
+    if not arguments.quick and not arguments.sides:
+        (HERE / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
+        readme = HERE / "README.md"
+        readme.write_text(f"{readme.read_text().partition(BEGIN)[0]}{BEGIN}\n\n{text}\n")
+        headline.write()
+    missed = [line for case in found for line in promises(case)]
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="how often all sides are run, in turn")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of a side and round, after one to warm up")
+    parser.add_argument("--sides", nargs="+", metavar="TEXT", help="only sides whose name contains one of these")
+    parser.add_argument("--quick", action="store_true", help="one step, nothing kept: does everything run?")
+    return parser.parse_args()
+
+
+def measured(case: RealCase, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Step times of every side; a side that fails is named."""
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
+    times: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    with bridged(case.ranks) as homes:
+        profile = launch(profiled, 1, Job(side="pulse", case=case), namespaces=homes[:1], timeout=TIMEOUT)
+        sides = all_sides(case, Profile.from_json(json.dumps(profile)), steps)
+        wanted = arguments.sides or [""]
+        jobs = [(name, job) for name, job in sides if any(part in name for part in wanted)]
+        for _ in range(rounds):
+            for name, job in jobs:
+                try:
+                    found = launch(pinned, case.ranks, job, namespaces=homes, timeout=TIMEOUT)["free"]
+                except RanksFailed as problem:
+                    failed[name] = str(problem).splitlines()[0]
+                    print(f"{name}: {str(problem)[-3000:]}", file=sys.stderr)
+                    continue
+                times.setdefault(name, []).extend(step["step_ms"] for step in found)
+                print(f"[{case.name}] {name}: {found[-1]['step_ms']:.0f} ms", file=sys.stderr, flush=True)
+    figures = {name: summary(case, of) for name, of in times.items()}
+    return {"model": case.name, "title": case.title, "sides": figures, "failed": failed}
+
+
+def summary(case: RealCase, times: list[float]) -> dict[str, float]:
+    step_ms = statistics.median(times)
+    rate = case.microbatches * SAMPLES / step_ms * 1e3
+    return {"step_ms": step_ms, "lowest_ms": min(times), "highest_ms": max(times), "samples_per_second": rate}
+
+
+def pinned(job: Job) -> Any:
+    """A rank on a core of its own."""
+    own_core(int(os.environ["RANK"]))
+    return rank.measure(job)
+
+
+def profiled(job: Job) -> Any:
+    own_core(0)
+    return rank.profile(job)
+
+
+def own_core(index: int) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[index % len(cores)]})
+
+
+def all_sides(case: RealCase, profile: Profile, steps: int) -> Iterator[tuple[str, Job]]:
+    cuts = {placement: balanced(case, profile, placement) for placement in ("linear", "wave", "loop")}
+
+    def job(side: str, **options: Any) -> Job:
+        if "boundaries" in options:
+            options["boundaries"] = cuts[options["boundaries"]]
+        return Job(side=side, case=case, options=options, speeds={"free": None}, steps=steps)
+
+    yield "1F1B, stock", job("relayed", boundaries="linear", dualpipev=False, joined=False)
+    yield "1F1B", job("relayed", boundaries="linear", dualpipev=False, joined=True)
+    yield "DualPipeV, stock", job("relayed", boundaries="wave", dualpipev=True, joined=False)
+    yield "DualPipeV", job("relayed", boundaries="wave", dualpipev=True, joined=True)
+    yield "ZB-V", job("pipelining", boundaries="wave", zbv=True)
+    yield "interleaved", job("pipelining", boundaries="loop", zbv=False)
+    yield "ZeRO-2", job("data_parallel", zero=True)
+    yield "DDP", job("data_parallel", zero=False)
+    for placement in ("linear", "wave"):
+        yield placement, job("pulse", **pipelined(case, profile, placement))
+
+
+def promises(case: dict[str, Any]) -> Iterator[str]:
+    """What is missed: the wave is at least as fast as DeepSpeed's pipelines on the U-Net."""
+    sides = case["sides"]
+    for name in ("1F1B, stock", "1F1B", "DualPipeV, stock", "DualPipeV") if case["model"] == "unet" else ():
+        if name in sides and ("wave" not in sides or sides["wave"]["step_ms"] > sides[name]["step_ms"]):
+            yield f"{case['title']}: the wave at least as fast as {name}"
+
+
+def table(case: dict[str, Any]) -> str:
+    sides = case["sides"]
+    wave = sides.get("wave", {}).get("step_ms")
+    lines = [f"### {case['title']}\n", "| side | samples/s | step, ms (lowest to highest) | wave over it |"]
+    lines.append("|---|---|---|---|")
+    for name, side in sides.items():
+        over = f"{side['step_ms'] / wave:.2f}" if wave else "-"
+        spread = f"{side['step_ms']:.0f} ({side['lowest_ms']:.0f} to {side['highest_ms']:.0f})"
+        lines.append(f"| {name} | {side['samples_per_second']:.1f} | {spread} | {over} |")
+    lines += [f"| {name} | failed: {why} | | |" for name, why in case["failed"].items() if name not in sides]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
