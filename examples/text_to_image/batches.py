@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
+from encode import Raw, sampled
 from images import Captioned, View
 from torch import Tensor
 
@@ -85,7 +86,7 @@ class Batches:
     def __init__(
         self,
         views: Views,
-        source: Source,
+        source: Source | Raw,
         scheduler: DDPMScheduler,
         *,
         scaling_factor: float,
@@ -101,10 +102,11 @@ class Batches:
 
     def batch(self, place: Place) -> Batch:
         """The microbatch of one place: noised latents, and the noise or velocity to predict with a weight a sample."""
-        generator = torch.Generator().manual_seed(
-            _seed(self.views.seed, place.step, place.data_index, place.microbatch)
-        )
-        moments, text = self.source.encode(self.views.at(place, generator))
+        generator = self._generator(place)
+        views = self.views.at(place, generator)
+        if isinstance(self.source, Raw):
+            return self._raw(self.source, views, generator)
+        moments, text = self.source.encode(views)
         clean = self._latents(moments.float(), generator)
         noise = self._noise(clean, generator)
         num_timesteps = self.scheduler.config.num_train_timesteps
@@ -115,6 +117,17 @@ class Batches:
         inputs = {"sample": noisy.to(self.dtype), "timestep": timestep, "encoder_hidden_states": text.to(self.dtype)}
         return inputs, (target, self._weights(timestep))
 
+    def _raw(self, source: Raw, views: Sequence[View], generator: torch.Generator) -> Batch:
+        """What encoders in idle time read, with the same randomness; to be predicted is the noise."""
+        draw = torch.randn(len(views), *source.latents, generator=generator)
+        noise = self._noise(draw, generator)
+        timestep = torch.randint(self.scheduler.config.num_train_timesteps, (len(views),), generator=generator)
+        inputs = {**source.read(views), "draw": draw, "noise": noise, "timestep": timestep}
+        return inputs, (noise, self._weights(timestep))
+
+    def _generator(self, place: Place) -> torch.Generator:
+        return torch.Generator().manual_seed(_seed(self.views.seed, place.step, place.data_index, place.microbatch))
+
     def iterate(self, *, first_step: int, data_index: int) -> Iterator[Batch]:
         """Endless: the microbatches of ``first_step``, of the step after it, and so on."""
         step = first_step
@@ -124,9 +137,8 @@ class Batches:
             step += 1
 
     def _latents(self, moments: Tensor, generator: torch.Generator) -> Tensor:
-        mean, logvar = moments.chunk(2, dim=1)
-        draw = torch.randn(mean.shape, generator=generator).to(mean.device)
-        return (mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * draw) * self.scaling_factor
+        draw = torch.randn(len(moments), moments.shape[1] // 2, *moments.shape[2:], generator=generator)
+        return sampled(moments, draw.to(moments.device), self.scaling_factor)
 
     def _noise(self, clean: Tensor, generator: torch.Generator) -> Tensor:
         noise = torch.randn(clean.shape, generator=generator)
@@ -147,6 +159,14 @@ def weighted_error(predicted: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
     target, weights = labels
     errors = (predicted.float() - target.float()).pow(2).flatten(1).mean(1)
     return (errors * weights).mean()
+
+
+def raw_example(*, size: int, shape: Sequence[int], resolution: int, tokens: int) -> Batch:
+    """The same for encoders in idle time."""
+    zeros, timestep = torch.zeros(size, *shape), torch.zeros(size, dtype=torch.int64)
+    pixels, ids = torch.zeros(size, 3, resolution, resolution), torch.zeros(size, tokens, dtype=torch.int64)
+    inputs = {"pixel_values": pixels, "input_ids": ids, "draw": zeros, "noise": zeros, "timestep": timestep}
+    return inputs, (zeros, torch.ones(size))
 
 
 def example(*, size: int, shape: Sequence[int], text: Sequence[int], dtype: torch.dtype) -> Batch:

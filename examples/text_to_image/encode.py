@@ -1,7 +1,8 @@
 """The frozen half of the pipeline: images become latents, captions become text states.
 
-Only the first rank of a pipeline has these models. They run for every batch, or once for the whole
-data set (``--cache_latents``); either way the same views give the same latents.
+They run in the pipeline's idle time for the next step's batch, on any rank; or once for the whole data set
+(``--cache_latents``), and without pulse or where velocity is predicted for every batch, on the first rank. However they
+run, the same views give the same latents.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, DDPMScheduler
 from diffusers.image_processor import VaeImageProcessor
 from images import Images, View
 from PIL.Image import Image
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
+
+from deepspeed_pulse import FrozenSpec, spec
+from deepspeed_pulse.models.encoders import text_encoder_layers, vae_encoder_layers
 
 CACHE_CHUNK = 64
 
@@ -39,6 +43,10 @@ class Encoders:
     @torch.no_grad()
     def text_states(self, captions: Sequence[str]) -> Tensor:
         """(b, tokens, width), captions padded or cut to the length the text encoder knows."""
+        return self.text_encoder(self.token_ids(captions).to(self.device))[0]
+
+    def token_ids(self, captions: Sequence[str]) -> Tensor:
+        """(b, tokens)."""
         tokens = self.tokenizer(
             list(captions),
             padding="max_length",
@@ -46,7 +54,7 @@ class Encoders:
             truncation=True,
             return_tensors="pt",
         )
-        return self.text_encoder(tokens.input_ids.to(self.device))[0]
+        return tokens.input_ids
 
     @torch.no_grad()
     def images(self, latents: Tensor) -> list[Image]:
@@ -54,6 +62,49 @@ class Encoders:
         scaled = latents.to(self.device, self.vae.dtype) / self.vae.config.scaling_factor
         pixels = self.vae.decode(scaled).sample
         return VaeImageProcessor().postprocess(pixels.float(), output_type="pil")
+
+
+def sampled(moments: Tensor, draw: Tensor, scaling_factor: float) -> Tensor:
+    """Latents of the scale the U-Net works on, from their mean and log-variance and a normal draw."""
+    mean, logvar = moments.chunk(2, dim=1)
+    return (mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * draw) * scaling_factor
+
+
+class Noised(torch.nn.Module):
+    """The end of the frozen half: moments to noised latents."""
+
+    def __init__(self, scheduler: DDPMScheduler, scaling_factor: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scheduler, self.scaling_factor, self.dtype = scheduler, scaling_factor, dtype
+
+    def forward(self, moments: Tensor, draw: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+        """(b, channels, h, w) in the U-Net's dtype."""
+        clean = sampled(moments.float(), draw, self.scaling_factor)
+        return self.scheduler.add_noise(clean, noise, timestep).to(self.dtype)
+
+
+def frozen_parts(
+    encoders: Encoders, scheduler: DDPMScheduler, *, scaling_factor: float, dtype: torch.dtype
+) -> dict[str, FrozenSpec]:
+    """The frozen half for the pipeline's idle time."""
+    noised = spec(Noised(scheduler, scaling_factor, dtype), pop=("draw", "noise", "timestep"))
+    return {
+        "moments": FrozenSpec(vae_encoder_layers(encoders.vae), input="pixel_values", dtype=dtype),
+        "sample": FrozenSpec([noised], input="moments"),
+        "encoder_hidden_states": FrozenSpec(text_encoder_layers(encoders.text_encoder), input="input_ids", dtype=dtype),
+    }
+
+
+class Raw:
+    """Reads what the frozen parts encode."""
+
+    def __init__(self, images: Images, encoders: Encoders, latents: Sequence[int]) -> None:
+        self.images, self.encoders, self.latents = images, encoders, tuple(latents)
+
+    def read(self, views: Sequence[View]) -> dict[str, Tensor]:
+        """Pixels and token ids, one row a view."""
+        pixels = torch.stack([self.images.pixels(view) for view in views])
+        return {"pixel_values": pixels, "input_ids": self.encoders.token_ids([view.caption for view in views])}
 
 
 class OnTheFly:

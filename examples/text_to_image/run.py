@@ -13,16 +13,17 @@ from typing import Any
 import deepspeed
 import torch
 from arguments import configuration, refuse
-from batches import Batch, Batches, Views, example, weighted_error
+from batches import Batch, Batches, Views, example, raw_example, weighted_error
 from diffusers import DDPMScheduler
 from diffusers.optimization import get_scheduler
-from encode import CACHE_CHUNK, Cached, Encoders, OnTheFly
+from encode import CACHE_CHUNK, Cached, Encoders, OnTheFly, Raw, frozen_parts
 from folder import UNET, PipelineFolder
 from images import Captioned, Images, read_captions
 from peft import LoraConfig
 from validate import Validation
 
 from deepspeed_pulse import PipelineModule
+from deepspeed_pulse.config import parse_pulse
 from deepspeed_pulse.models import from_pretrained
 
 SMALL_PIPELINE = "small_pipeline"
@@ -48,6 +49,8 @@ class Run:
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.views = self._views()
         self.num_steps = args.max_train_steps or self.views.steps(epochs=args.num_train_epochs)
+        self.scheduler = DDPMScheduler.from_config(self.folder.scheduler)
+        self.frozen = self._frozen()
         self.engine = self._engine()
         self.encoders = self._encoders()
 
@@ -78,8 +81,11 @@ class Run:
             num_stages=args.pipeline_ranks or int(os.environ.get("WORLD_SIZE", "1")),
             loss_fn=weighted_error,
             input="sample",
-            example_batch=self.example(),
+            example_batch=self.example() if self.frozen is None else self._raw_example(),
             config=self.config,
+            frozen=None
+            if self.frozen is None
+            else frozen_parts(self.frozen, self.scheduler, scaling_factor=self.folder.scaling_factor, dtype=self.dtype),
         )
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -93,6 +99,21 @@ class Run:
             ),
         )
         return engine
+
+    def _frozen(self) -> Encoders | None:
+        """Encoders for the pipeline's idle time, on every rank; None where they run otherwise.
+
+        A velocity to predict follows from clean latents, which the rank of the loss does not have.
+        """
+        pulse = parse_pulse(self.config.get("pulse"))
+        velocity = self.scheduler.config.prediction_type == "v_prediction"
+        if self.args.cache_latents or velocity or pulse is None or not pulse.enabled:
+            return None
+        return Encoders(self.folder.path, device=torch.device("cpu"), dtype=self.dtype)
+
+    def _raw_example(self) -> Batch:
+        shape, tokens = self.latents, self.folder.tokens
+        return raw_example(size=self.views.size, shape=shape, resolution=self.resolution, tokens=tokens)
 
     def _add_adapters(self, unet: Any) -> None:
         torch.manual_seed(self.args.seed)  # the same first adapters on every rank
@@ -114,7 +135,9 @@ class Run:
         """The training data; None on ranks that read none."""
         images = Images(self.entries, resolution=self.resolution)
         source: Any = None
-        if self.args.cache_latents:
+        if self.frozen is not None:
+            source = Raw(images, self.frozen, self.latents)
+        elif self.args.cache_latents:
             source = cached(images, self.encoders, mirror=self.args.random_flip)
         elif self.encoders is not None:
             source = OnTheFly(images, self.encoders)
@@ -123,7 +146,7 @@ class Run:
         return Batches(
             self.views,
             source,
-            DDPMScheduler.from_config(self.folder.scheduler),
+            self.scheduler,
             scaling_factor=self.folder.scaling_factor,
             noise_offset=self.args.noise_offset,
             snr_gamma=self.args.snr_gamma,
