@@ -70,7 +70,7 @@ def profile_of(asked: PlanRequest) -> Profile:
 
 
 def name_of(asked: PlanRequest, size: int = 2) -> str:
-    return kept.named_by(job_content(asked, size))
+    return kept.named_by([job_content(asked), size])
 
 
 def test_a_name_says_all_that_costs_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "peft")
 _OWN_OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 
-def job_content(request: PlanRequest, size: int) -> dict[str, Any]:
-    """Of a job that is measured with microbatches of ``size``."""
+def job_content(request: PlanRequest) -> dict[str, Any]:
+    """Of a job, all but the microbatch size that it is measured at."""
     assert request.example is not None
     inputs, entries = request.example
     on_cpu = request.device.type == "cpu"
@@ -34,7 +34,7 @@ def job_content(request: PlanRequest, size: int) -> dict[str, Any]:
         "layers": [[layer.name, layer.stash, layer.pop, code(layer_)] for layer, layer_ in _pairs(request)],
         "batch": {name: _plain(value) for name, value in {"": inputs, **entries}.items()},
         "cast": str(request.dtype),
-        "microbatch sizes": [request.microbatch_size, size],
+        "microbatch size of the batch": request.microbatch_size,
         "device": [request.device.type, device_name(request.device)],
         # ranks of a host share its cores, and measure at the same time
         "sharing": [torch.get_num_threads(), _world_size()] if on_cpu else None,

@@ -95,5 +95,6 @@ def named_by(content: object) -> str:
 
 
 def _files(request: PlanRequest, sizes: Sequence[int]) -> Iterator[tuple[int, Path]]:
+    content = job_content(request)
     for size in sizes:
-        yield size, Path(str(request.pulse.plan_cache)) / f"profile-{named_by(job_content(request, size))}.json"
+        yield size, Path(str(request.pulse.plan_cache)) / f"profile-{named_by([content, size])}.json"
