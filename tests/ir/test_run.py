@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, FrozenRun
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, RankMemory, Run, bytes_by_kind
 from deepspeed_pulse.ir.schedule import Action
-from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
 
 
 def span(rank: int, action: str, start: float) -> Span:
@@ -64,6 +66,24 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path.write_text(run.to_json())
     assert Run.load(path) == run
     assert Run.load(path).to_json() == run.to_json()
+
+
+def test_frozen_work_is_written_and_read_again() -> None:
+    run = a_run()
+    costs = FrozenLayer(name="a", forward_ms=1.0, param_bytes=1, output_bytes=1, activation_bytes=1)
+    work = FrozenRun("text", 0, 1, 0)
+    fill = Fill(
+        parts=(FrozenPart(name="text", layers=(costs,), targets=(1,)),), rows=((), (Filling(2, work),)), solver="greedy"
+    )
+    assert run.planned is not None
+    timeline = replace(run.planned, frozen=(FrozenSpan(rank=1, run=work, start_ms=6.0, end_ms=7.25),))
+    steps = (replace(run.steps[0], timeline=timeline),)
+    filled = replace(run, plan=replace(run.plan, fill=fill), planned=timeline, steps=steps)
+    assert Run.from_json(filled.to_json()) == filled
+    data = json.loads(filled.to_json())
+    data["steps"][0]["spans"][-1][1] = "text[1]@0>0"
+    with pytest.raises(FileError, match="expected layers of a frozen part"):
+        Run.from_json(json.dumps(data))
 
 
 def test_bytes_add_up_by_kind() -> None:
