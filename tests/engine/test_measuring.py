@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.launch import launch
 
+from deepspeed_pulse.engine import communicator
 from deepspeed_pulse.engine.data.resizing import resized
+from deepspeed_pulse.engine.plans import hardware
 from deepspeed_pulse.engine.plans.links import fit_link, rounds
 from deepspeed_pulse.engine.plans.measuring import shares
 from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.runtime.profiler import measure_layers
 
 
 def test_every_rank_measures_its_share() -> None:
@@ -92,3 +97,47 @@ def test_no_rank_is_in_two_pairs_at_a_time() -> None:
             ranks = [rank for pair in pairs for rank in pair]
             assert len(set(ranks)) == len(ranks) and max(ranks) < nodes * per_node
             assert all((a // per_node == b // per_node) is inside for a, b in pairs)
+
+
+class LaggingDevice:
+    """An accelerator whose events say when the device was there, which is known after waiting only."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.waited = 0.0, 0
+
+    def use_host_timers(self) -> bool:
+        return False
+
+    def Event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: LaggingDevice) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        self.ms = self._device.now_ms
+
+    def synchronize(self) -> None:
+        self._device.waited += 1
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self._device.waited
+        return end.ms - self.ms
+
+
+def test_an_accelerator_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LaggingDevice()
+    for module in (hardware, communicator):
+        monkeypatch.setattr(module, "get_accelerator", lambda: device)
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        device.now_ms += 7.0
+        return hidden
+
+    graph = Graph(layers=(Layer(name="seven"),))
+    clock = hardware.clock_of(torch.device("meta"))
+    (cost,) = measure_layers(graph, [lambda: layer], torch.ones(2, 2), {}, torch.device("cpu"), clock).layers
+    assert (cost.forward_ms, cost.backward_ms, cost.spread) == (7.0, 0.0, 0.0)
