@@ -48,15 +48,15 @@ def choose(request: PlanRequest, asked: Asked) -> Chosen:
 
 
 def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:
-    """Two microbatch sizes at a time, as long as the larger one is worth it.
+    """The smaller microbatch sizes, then two at a time as long as the larger one is worth it.
 
     A larger one that does not fit the device's memory ends it, too.
     """
     sizes = sizes_to_measure(asked)
     if asked.given.sets_microbatches:
         return measure_profiles(request, sizes)
-    found = measure_profiles(request, sizes[:2])
-    for at in range(2, len(sizes), 2):
+    found = measure_profiles(request, sizes[:_ALWAYS_MEASURED])
+    for at in range(_ALWAYS_MEASURED, len(sizes), 2):
         if len(found) < at or _sample_ms(found[-1]) > _WORTH_MEASURING * _sample_ms(found[-2]):
             break
         try:
@@ -65,6 +65,9 @@ def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:
             break
     return found
 
+
+_ALWAYS_MEASURED = 4
+"""So many sizes are measured first: on a busy machine a single one that looks slow says little."""
 
 _WORTH_MEASURING = 0.95
 """Where a sample takes more than this share of its time in microbatches half as large, no larger ones are measured."""
