@@ -99,7 +99,8 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             parameters=tuple(module.parameters()),
             state_bytes=state_bytes(
                 module.parameters(), shards=self.dp_world_size if self.zero_optimization_stage() == 1 else 1
-            ),
+            )
+            + (0 if self._plan.fill is None else self._plan.fill.param_bytes(self.stage_id)),
             replay_bytes=planning.replay_bytes(module.planned, module.checkpointing.interval),
             timeout_seconds=timeout,
         )
