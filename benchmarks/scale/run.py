@@ -36,10 +36,10 @@ HERE = Path(__file__).resolve().parent
 BEGIN = "<!-- tables: written by run.py --write -->"
 ESTIMATED_TFLOPS = 312.0
 """Of the profiles as ``ds_pulse profile --estimate`` writes them."""
-PIPELINES, MICROBATCHES = (2, 4, 8, 16), (1, 2, 4)
+PIPELINES, MICROBATCHES = (2, 4, 8), (1, 2, 4)
 MOST_MICROBATCHES = 128
 """Of a step; more would only hide the bubble further."""
-UNLIMITED = 2**62
+UNLIMITED, NODE = 2**62, 8
 BYTES_PER_PARAMETER, SHARED = 16, 14
 """Of mixed-precision Adam in all, and the part that ZeRO-2 shares (all but the weights); parameters have two bytes."""
 
@@ -58,8 +58,8 @@ class Machines:
     def cluster(self, ranks: int) -> Cluster:
         return Cluster(
             name=self.name,
-            nodes=max(1, ranks // 8),
-            ranks_per_node=8,
+            nodes=max(1, ranks // NODE),
+            ranks_per_node=NODE,
             memory_bytes=self.memory_gb * 10**9,
             intra_node=Link(bandwidth_gb_per_s=self.inside, latency_us=10.0),
             inter_node=Link(bandwidth_gb_per_s=self.between, latency_us=20.0),
@@ -162,16 +162,21 @@ def _ways(point: Point) -> Iterator[tuple[str, float, str]]:
         for ranks in (ranks for ranks in PIPELINES if ranks <= point.ranks):
             group = point.ranks // ranks
             microbatches, rest = divmod(point.batch, group * samples)
-            if rest or not ranks <= microbatches <= MOST_MICROBATCHES:
+            if rest or not 1 <= microbatches <= MOST_MICROBATCHES:
                 continue
             way = f"P={ranks}, {microbatches} microbatches of {samples}"
-            for placement, layout in itertools.product(("wave", "linear"), Layout):
+            for placement, layout in itertools.product(("wave", "linear"), _layouts(point, group)):
                 plan = _plan(sizes.at(samples), cluster, ranks, group, microbatches, placement, layout)
                 if plan is None:
                     continue
                 yield placement, _rate(plan, sizes.at(samples), cluster), way
                 if placement == "linear" and layout == Layout.PIPE_MAJOR:  # upstream's only one
                     yield "1F1B, relayed", _rate(with_relays(plan, point.profile), sizes.at(samples), cluster), way
+
+
+def _layouts(point: Point, group: int) -> tuple[Layout, ...]:
+    """All that differ."""
+    return tuple(Layout) if point.ranks > NODE and group > 1 else (Layout.PIPE_MAJOR,)
 
 
 def _plan(

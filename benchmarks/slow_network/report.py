@@ -108,16 +108,19 @@ def _named(plan: Plan, side: Found) -> str:
 
 
 def promises(found: Found) -> Iterator[tuple[str, float, str, bool]]:
-    """What is promised of a case, what was found, the target, and whether it is kept."""
+    """What is promised of the sides that were run, what was found, the target, and whether it is kept."""
     slow, free = "ratio 2.5", "unlimited"
-    if found["model"] in ("uvit", "hunyuan"):
+    pipelines = [name for name in ("1F1B", "DualPipeV") if name in found["sides"]]
+    if found["model"] in ("uvit", "hunyuan") and "1F1B" in pipelines:
         yield _least(f"{slow}: wave over 1F1B", gain(found, slow, "1F1B"), 2.9)
-    best = min(gain(found, slow, name) for name in ("1F1B", "DualPipeV"))
-    yield _least(f"{slow}: wave over the best DeepSpeed pipeline", best, 2.5)
-    if found["ranks"] == 4:
+    if len(pipelines) == 2:
+        best = min(gain(found, slow, name) for name in pipelines)
+        yield _least(f"{slow}: wave over the best DeepSpeed pipeline", best, 2.5)
+    if found["ranks"] == 4 and "linear" in found["sides"]:
         yield _least(f"{slow}: wave over linear with direct sends", gain(found, slow, "linear"), 1.10)
-    yield _least(f"{free}: wave over 1F1B", gain(found, free, "1F1B"), 1.1)
-    yield _least(f"{free}: wave over DualPipeV", gain(found, free, "DualPipeV"), 1.0)
+    for name, least in zip(("1F1B", "DualPipeV"), (1.1, 1.0), strict=True):
+        if name in pipelines:
+            yield _least(f"{free}: wave over {name}", gain(found, free, name), least)
     for speed in found["speeds"]:
         if _has(found, "wave", speed):
             measured = found["sides"]["wave"][speed]

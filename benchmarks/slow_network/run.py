@@ -88,7 +88,10 @@ class Bench:
     deadline: float
 
     def run(self) -> dict[str, Any]:
-        state = self.begun() or self.begin()
+        try:
+            state = self.begun() or self.begin()
+        except RanksFailed as problem:
+            raise SystemExit(f"{self.case.name}, {self.case.ranks} ranks: {problem}") from None
         profile = Profile.from_json(json.dumps(state["profile"]))
         jobs = self.jobs(state, profile)
         for number in range(self.rounds):
@@ -117,7 +120,8 @@ class Bench:
         measured = self.launch(rank.profile, Job(side="pulse", case=self.case), world=1)
         profile = Profile.from_json(json.dumps(measured))
         options = {"boundaries": balanced(self.case, profile, "linear"), "dualpipev": False, "joined": True}
-        speeds = self.launch(rank.calibrate, Job(side="relayed", case=self.case, options=options, speeds=RATIOS))
+        job = Job(side="relayed", case=self.case, options=options, speeds=RATIOS)
+        speeds = self.launch(rank.calibrate, job, patience=3)
         self.say("speeds: " + ", ".join(f"{name} {found}" for name, found in speeds.items()))
         measured_links = self.launch(rank.links, Job(side="pulse", case=self.case))
         unlimited = Cluster.from_json(json.dumps(measured_links)).intra_node
@@ -150,9 +154,9 @@ class Bench:
         times = ", ".join(f"{speed} {steps[-1]['step_ms']:.0f} ms" for speed, steps in found.items())
         self.say(f"{name}: {times} ({time.monotonic() - began:.0f} s)")
 
-    def launch(self, run: Any, job: Job, world: int | None = None) -> Any:
+    def launch(self, run: Any, job: Job, world: int | None = None, patience: int = 1) -> Any:
         ranks = world or self.case.ranks
-        return launch(run, ranks, job, namespaces=self.homes[:ranks], timeout=self.arguments.timeout)
+        return launch(run, ranks, job, namespaces=self.homes[:ranks], timeout=patience * self.arguments.timeout)
 
     def jobs(self, state: dict[str, Any], profile: Profile) -> list[tuple[str, Job]]:
         mbit = {name: found.get("mbit") for name, found in state["speeds"].items()}
