@@ -82,13 +82,15 @@ def main() -> int:
         if options.all:
             print(_all_choices(row), flush=True)
     minutes = (time.perf_counter() - began) / 60
-    text = "\n".join([_conditions(options, minutes), _table(rows), *map(_all_choices, rows)])
-    print("\n" + text if not options.all else "\n" + _table(rows))
+    missed = [
+        f"Missed: {r['case'].name}: the pick takes {r['ratio']:.3f} times the fastest.\n"
+        for r in rows
+        if r["ratio"] > WITHIN
+    ]
+    text = "\n".join([_conditions(options, minutes), _table(rows), *missed, *map(_all_choices, rows)])
+    print("\n" + text if not options.all else "\n".join(["", _table(rows), *missed]))
     if options.write:
         README.write_text(README.read_text(encoding="utf-8").split(MARK)[0] + MARK + "\n\n" + text, encoding="utf-8")
-    missed = [row for row in rows if row["ratio"] > WITHIN]
-    for row in missed:
-        print(f"MISSED {row['case'].name}: the pick takes {row['ratio']:.3f} times the fastest", file=sys.stderr)
     return 1 if missed else 0
 
 

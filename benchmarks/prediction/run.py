@@ -43,13 +43,11 @@ def main() -> int:
         if options.why:
             print("  " + ", ".join(f"{name} {ms:.1f}" for name, ms in rows[-1][1]["difference"].items()), flush=True)
     minutes = (time.perf_counter() - began) / 60
-    text = "\n".join([_conditions(options, minutes), table(rows)])
+    missed = [problem for case, found in rows for problem in misses(case, found)]
+    text = "\n".join([_conditions(options, minutes), table(rows), *(f"Missed: {problem}.\n" for problem in missed)])
     print("\n" + text)
     if options.write:
         README.write_text(README.read_text(encoding="utf-8").split(MARK)[0] + MARK + "\n\n" + text, encoding="utf-8")
-    missed = [problem for case, found in rows for problem in misses(case, found)]
-    for problem in missed:
-        print(f"MISSED {problem}", file=sys.stderr)
     return 1 if missed else 0
 
 
