@@ -1,4 +1,4 @@
-"""Cuts against all other cuts, and how long large models take. Usage: python benchmarks/planner/partition/cuts.py
+"""Cuts against all other cuts, and how long large models take. Usage: python benchmarks/planner/partition.py
 
 500 random small problems (up to 12 layers; waves and linear placement; nested, crossing and travelling values; memory
 caps; slow and fast links; with and without tolerance) solved by the partitioner and by trying every way to cut; then

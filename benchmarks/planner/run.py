@@ -121,7 +121,7 @@ def _details(rows: Sequence[Row], cuts: str) -> list[str]:
         lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
         lines += ["| " + " | ".join(row.cells()) + " |" for row in rows] + [""]
     if cuts:
-        lines += ["Cuts (`python benchmarks/planner/partition/cuts.py`):", "", "```", cuts, "```", ""]
+        lines += ["Cuts (`python benchmarks/planner/partition.py`):", "", "```", cuts, "```", ""]
     return lines
 
 

@@ -21,7 +21,7 @@ from deepspeed_pulse.planner.simulate import simulate
 
 @pytest.mark.parametrize("seed", [*range(120), 159])
 def test_equals_brute_force(seed):
-    """``benchmarks/planner/partition/cuts.py`` tries 500 of these.
+    """``benchmarks/planner/partition.py`` tries 500 of these.
 
     159: a tolerance is a share of the best load with the values' links, not of the smaller one without them.
     """
