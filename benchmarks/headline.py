@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import readme
+
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- written by benchmarks/headline.py -->", "<!-- end of what benchmarks/headline.py writes -->"
@@ -19,23 +21,14 @@ BEGIN, END = "<!-- written by benchmarks/headline.py -->", "<!-- end of what ben
 def main() -> int:
     if "--check" not in sys.argv:
         write()
-    elif replaced(README.read_text(encoding="utf-8"), table()) != README.read_text(encoding="utf-8"):
+    elif readme.replaced(old := README.read_text(encoding="utf-8"), table(), BEGIN, END) != old:
         print("README.md does not have the newest figures: run python benchmarks/headline.py", file=sys.stderr)
         return 1
     return 0
 
 
 def write() -> None:
-    README.write_text(replaced(README.read_text(encoding="utf-8"), table()), encoding="utf-8")
-
-
-def replaced(text: str, lines: str) -> str:
-    """The text with the lines between its marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"README.md: expected the lines {BEGIN!r} and {END!r}")
-    return f"{before}{begin}\n\n{lines}\n\n{end}{after}"
+    readme.write(README, table(), BEGIN, END)
 
 
 def table() -> str:

@@ -18,7 +18,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_pulse import LayerSpec
 
 # Before torch is imported: a rank is one process with one thread, whatever accelerator this machine has.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -175,3 +178,22 @@ class Sleeper(torch.nn.Module):
         for skip in skips:
             y = y + skip
         return (y, y) if self.stashes else y
+
+
+def sleepers(forward_ms: Sequence[float], *, param_bytes: int = 4) -> list[LayerSpec]:
+    """Layers that sleep so long forward and twice as long backward; the first half has nested skips to the second."""
+    from deepspeed_pulse import LayerSpec
+
+    half = len(forward_ms) // 2
+    return [
+        LayerSpec(
+            Sleeper,
+            ms,
+            2 * ms,
+            param_bytes=param_bytes,
+            stashes=i < half,
+            stash=f"skip{i}" if i < half else (),
+            pop=() if i < half else f"skip{2 * half - 1 - i}",
+        )
+        for i, ms in enumerate(forward_ms)
+    ]

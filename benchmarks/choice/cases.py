@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ranks import Sleeper
+from ranks import sleepers
 
 KIB = 1024
 
@@ -39,21 +39,9 @@ class Case:
 
     def layers(self) -> list[Any]:
         """Nested skips between mirror layers."""
-        from deepspeed_pulse import LayerSpec
-
         half = self.num_layers // 2
-        return [
-            LayerSpec(
-                Sleeper,
-                self.forward_ms * (2 if self.uneven and i >= half else 1),
-                2 * self.forward_ms * (2 if self.uneven and i >= half else 1),
-                param_bytes=self.param_bytes,
-                stashes=i < half,
-                stash=f"skip{i}" if i < half else (),
-                pop=() if i < half else f"skip{2 * half - 1 - i}",
-            )
-            for i in range(2 * half)
-        ]
+        later = self.forward_ms * (2 if self.uneven else 1)
+        return sleepers([self.forward_ms] * half + [later] * half, param_bytes=self.param_bytes)
 
     def batch(self, samples: int) -> Callable[[], Any]:
         """Makes a microbatch."""

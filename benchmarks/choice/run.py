@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import readme
 import torch
 from cases import CASES, Case
 from namespaces import namespaces
@@ -90,7 +91,7 @@ def main() -> int:
     text = "\n".join([_conditions(options, minutes), _table(rows), *missed, *map(_all_choices, rows)])
     print("\n" + text if not options.all else "\n".join(["", _table(rows), *missed]))
     if options.write:
-        README.write_text(README.read_text(encoding="utf-8").split(MARK)[0] + MARK + "\n\n" + text, encoding="utf-8")
+        readme.write(README, text, MARK)
     return 1 if missed else 0
 
 
@@ -99,10 +100,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", type=int, nargs="*", metavar="N", help="cases, counted from 0")
     parser.add_argument("--quick", action="store_true", help="2 measured steps instead of 3")
     parser.add_argument("--all", action="store_true", help="every choice at once, not at the end")
-    parser.add_argument("--write", action="store_true", help="put the tables of a whole run into README.md")
-    options = parser.parse_args()
-    if options.write and (options.only or options.quick):
-        parser.error("--write keeps whole runs only: leave out --only and --quick")
+    options = readme.keep_option(parser, "only", "quick")
     options.steps = 2 if options.quick else 3
     return options
 

@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import readme
+
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.frozen import FrozenParts
@@ -140,8 +144,7 @@ def main() -> int:
     lines += ["", f"Frozen work is {100 * share:.0f} % of the U-Net's."]
     print("\n" + "\n".join(lines))
     if options.write:
-        text = README.read_text(encoding="utf-8").split(MARK)[0]
-        README.write_text(text + MARK + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+        readme.write(README, "\n".join(lines), MARK)
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if missed else 0
@@ -152,11 +155,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--profiles", type=Path, default=Path("build/fill"), help="where costs are kept")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the solver, for the order and for the fill")
     parser.add_argument("--quick", action="store_true", help="P=4 only")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
-    options = parser.parse_args()
-    if options.write and options.quick:
-        parser.error("--write keeps whole runs only: leave out --quick")
-    return options
+    return readme.keep_option(parser, "quick")
 
 
 def _costs(folder: Path) -> tuple[Profile, FrozenParts]:

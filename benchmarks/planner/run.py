@@ -20,10 +20,13 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import bounds
 import large
 import partition
 import published
+import readme
 from bounds import Bound
 from cases import COLUMNS, GROUPS, Case, Row, solve
 
@@ -44,7 +47,7 @@ def main() -> int:
     text = "\n".join([_conditions(options, minutes), bounds.table(promises), *_details(rows, cuts)])
     print("\n" + text)
     if options.write:
-        README.write_text(README.read_text(encoding="utf-8").split(MARK)[0] + MARK + "\n\n" + text, encoding="utf-8")
+        readme.write(README, text, MARK)
     missed = [bound for bound in promises if not bound.met]
     for bound in missed:
         print(f"MISSED {bound}", file=sys.stderr)
@@ -60,16 +63,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=partition.CASES, help="small cases cut by brute force")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="instances at a time")
     parser.add_argument("--only", nargs="*", choices=[*GROUPS, *OTHERS], default=None)
-    parser.add_argument("--write", action="store_true", help="put the tables of a whole run into README.md")
-    options = parser.parse_args()
-    parts = [
-        f"--{name}"
-        for name in ("seconds", "seeds", "cases", "only")
-        if getattr(options, name) != parser.get_default(name)
-    ]
-    if options.write and parts:
-        parser.error(f"--write keeps whole runs only: leave out {', '.join(parts)}")
-    return options
+    return readme.keep_option(parser, "seconds", "seeds", "cases", "only")
 
 
 def _at_most(options: argparse.Namespace, seconds: float) -> float:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ranks import Sleeper
+from ranks import sleepers
+from small_models import small_unet
 
 HIDDEN = 64 * 1024
 """Elements of the hidden state and of each skip of a sleeping model: 256 KiB."""
@@ -42,39 +43,17 @@ class Case:
 
 def sleeping(num_layers: int) -> tuple[list[Any], Callable[[], Any]]:
     """Nested skips between mirror layers; layers of unequal length."""
-    from deepspeed_pulse import LayerSpec
-
-    half = num_layers // 2
     times = list(itertools.islice(itertools.cycle(FORWARD_MS), num_layers))
-    layers = [
-        LayerSpec(
-            Sleeper,
-            forward_ms,
-            2 * forward_ms,
-            param_bytes=PARAM_BYTES,
-            stashes=i < half,
-            stash=f"skip{i}" if i < half else (),
-            pop=() if i < half else f"skip{2 * half - 1 - i}",
-        )
-        for i, forward_ms in enumerate(times)
-    ]
+    layers = sleepers(times, param_bytes=PARAM_BYTES)
     return layers, lambda: (torch.randn(1, HIDDEN), torch.randn(1, HIDDEN))
 
 
 def unet() -> tuple[list[Any], Callable[[], Any]]:
     """Stable Diffusion's U-Net, small: 46 layers, 12 skips."""
-    from diffusers import UNet2DConditionModel
-
     from deepspeed_pulse.models import to_layers
 
     torch.manual_seed(0)
-    model = UNet2DConditionModel(
-        sample_size=32,
-        block_out_channels=(32, 64, 64, 64),
-        norm_num_groups=8,
-        cross_attention_dim=32,
-        attention_head_dim=4,
-    )
+    model = small_unet(sample_size=32)
 
     def batch() -> Any:
         inputs = {

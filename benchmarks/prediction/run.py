@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import readme
 import torch
 from cases import CASES, MODELS, Case
 from ranks import launch
@@ -47,7 +48,7 @@ def main() -> int:
     text = "\n".join([_conditions(options, minutes), table(rows), *(f"Missed: {problem}.\n" for problem in missed)])
     print("\n" + text)
     if options.write:
-        README.write_text(README.read_text(encoding="utf-8").split(MARK)[0] + MARK + "\n\n" + text, encoding="utf-8")
+        readme.write(README, text, MARK)
     return 1 if missed else 0
 
 
@@ -56,10 +57,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", type=int, nargs="*", metavar="N", help="rows of the table, counted from 0")
     parser.add_argument("--quick", action="store_true", help="3 measured steps instead of 9")
     parser.add_argument("--why", action="store_true", help="the parts of the difference, ms")
-    parser.add_argument("--write", action="store_true", help="put the table of a whole run into README.md")
-    options = parser.parse_args()
-    if options.write and (options.only or options.quick):
-        parser.error("--write keeps whole runs only: leave out --only and --quick")
+    options = readme.keep_option(parser, "only", "quick")
     options.steps = 3 if options.quick else 9
     return options
 

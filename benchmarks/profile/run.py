@@ -19,8 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import readme
 import torch
 from diffusers import UNet2DConditionModel
+from small_models import small_unet
 
 from deepspeed_pulse.engine.plans.profiles import measure_profile
 from deepspeed_pulse.engine.specs import Job
@@ -56,7 +60,7 @@ def main() -> int:
     text = "\n".join([_conditions(time.perf_counter() - began), table(rows)])
     print(text)
     if options.write:
-        README.write_text(README.read_text(encoding="utf-8").split(MARK)[0] + MARK + "\n\n" + text, encoding="utf-8")
+        readme.write(README, text, MARK)
     missed = [row for row in rows if not WITHIN[0] <= row.ratio <= WITHIN[1]]
     for row in missed:
         print(f"MISSED microbatches of {row.size}: layers over whole {row.ratio:.3f}, not in {WITHIN}", file=sys.stderr)
@@ -66,25 +70,15 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 rounds of one microbatch size")
-    parser.add_argument("--write", action="store_true", help="put the table of a whole run into README.md")
-    options = parser.parse_args()
-    if options.write and options.quick:
-        parser.error("--write keeps whole runs only: leave out --quick")
+    options = readme.keep_option(parser, "quick")
     options.sizes = SIZES[1:2] if options.quick else SIZES
     return options
 
 
-def small_unet() -> UNet2DConditionModel:
-    """Stable Diffusion's 46 layers and 12 skips; no weight is zero."""
+def trained_unet() -> UNet2DConditionModel:
+    """No weight is zero."""
     torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(32, 64, 64, 64),
-        layers_per_block=2,
-        norm_num_groups=8,
-        cross_attention_dim=32,
-        attention_head_dim=4,
-    )
+    unet = small_unet(sample_size=16)
     with torch.no_grad():
         for parameter in unet.parameters():
             if not parameter.any():
@@ -93,7 +87,7 @@ def small_unet() -> UNet2DConditionModel:
 
 
 def measured(size: int, *, rounds: int) -> Row:
-    unet = small_unet()
+    unet = trained_unet()
     entries = {
         "sample": torch.randn(size, 4, 16, 16),
         "timestep": torch.randint(0, 1000, (size,)),

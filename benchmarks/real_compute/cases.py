@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
+from small_models import small_unet
 
 from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.models.transformers.uvit import UViTModel
@@ -17,15 +18,7 @@ SAMPLES, SIZE = 4, 16
 
 
 def unet() -> UNet2DConditionModel:
-    """Stable Diffusion's 46 layers and 12 skips, narrow."""
-    return UNet2DConditionModel(
-        sample_size=SIZE,
-        block_out_channels=(64, 128, 128, 128),
-        layers_per_block=2,
-        norm_num_groups=8,
-        cross_attention_dim=64,
-        attention_head_dim=8,
-    )
+    return small_unet(sample_size=SIZE, width=64)
 
 
 def unet_inputs(samples: int) -> dict[str, torch.Tensor]:

@@ -17,11 +17,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import headline
+import readme
 from namespaces import bridged
 from ranks import RanksFailed, launch
 from real_compute.cases import MODELS, SAMPLES, RealCase
 from slow_network import rank
-from slow_network.plans import balanced, pipelined
+from slow_network.others import other_sides
+from slow_network.plans import pipelined
 from slow_network.rank import Job
 
 from deepspeed_pulse.ir.profile import Profile
@@ -38,8 +40,7 @@ def main() -> int:
     print(text)
     if not arguments.quick and not arguments.sides:
         (HERE / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
-        readme = HERE / "README.md"
-        readme.write_text(f"{readme.read_text().partition(BEGIN)[0]}{BEGIN}\n\n{text}\n")
+        readme.write(HERE / "README.md", text, BEGIN)
         headline.write()
     missed = [line for case in found for line in promises(case)]
     for line in missed:
@@ -103,23 +104,11 @@ def own_core(index: int) -> None:
 
 
 def all_sides(case: RealCase, profile: Profile, steps: int) -> Iterator[tuple[str, Job]]:
-    cuts = {placement: balanced(case, profile, placement) for placement in ("linear", "wave", "loop")}
-
-    def job(side: str, **options: Any) -> Job:
-        if "boundaries" in options:
-            options["boundaries"] = cuts[options["boundaries"]]
-        return Job(side=side, case=case, options=options, speeds={"free": None}, steps=steps)
-
-    yield "1F1B, stock", job("relayed", boundaries="linear", dualpipev=False, joined=False)
-    yield "1F1B", job("relayed", boundaries="linear", dualpipev=False, joined=True)
-    yield "DualPipeV, stock", job("relayed", boundaries="wave", dualpipev=True, joined=False)
-    yield "DualPipeV", job("relayed", boundaries="wave", dualpipev=True, joined=True)
-    yield "ZB-V", job("pipelining", boundaries="wave", zbv=True)
-    yield "interleaved", job("pipelining", boundaries="loop", zbv=False)
-    yield "ZeRO-2", job("data_parallel", zero=True)
-    yield "DDP", job("data_parallel", zero=False)
+    speeds = {"free": None}
+    yield from other_sides(case, profile, speeds, steps=steps)
     for placement in ("linear", "wave"):
-        yield placement, job("pulse", **pipelined(case, profile, placement))
+        options = pipelined(case, profile, placement)
+        yield placement, Job(side="pulse", case=case, options=options, speeds=speeds, steps=steps)
 
 
 def promises(case: dict[str, Any]) -> Iterator[str]:

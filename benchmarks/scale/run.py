@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import headline
+import readme
 from simulated import slower, with_relays
 from slow_network.cases import MODELS, profile
 
@@ -122,8 +123,7 @@ def main() -> None:
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     if arguments.write:
         (HERE / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
-        readme = HERE / "README.md"
-        readme.write_text(f"{readme.read_text().partition(BEGIN)[0]}{BEGIN}\n\n{text}\n")
+        readme.write(HERE / "README.md", text, BEGIN)
         headline.write()
 
 

@@ -19,9 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from ranks import Sleeper, launch
+from ranks import Sleeper, launch, sleepers
 
-FORWARD_MS, BACKWARD_MS = 20.0, 40.0
+FORWARD_MS = 20.0
 HIDDEN = 64 * 1024
 """Elements of the hidden state and of each skip: 256 KiB."""
 
@@ -48,20 +48,8 @@ def parse() -> argparse.Namespace:
 def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
     import deepspeed
 
-    from deepspeed_pulse import LayerSpec, PipelineModule
+    from deepspeed_pulse import PipelineModule
 
-    half = arguments.layers // 2
-    layers = [
-        LayerSpec(
-            Sleeper,
-            FORWARD_MS,
-            BACKWARD_MS,
-            stashes=i < half,
-            stash=f"skip{i}" if i < half else (),
-            pop=() if i < half else f"skip{2 * half - 1 - i}",
-        )
-        for i in range(2 * half)
-    ]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": arguments.microbatches,
@@ -73,7 +61,7 @@ def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return torch.zeros(1, HIDDEN), torch.zeros(1, HIDDEN)
 
     module = PipelineModule(
-        layers=layers,
+        layers=sleepers([FORWARD_MS] * arguments.layers),
         num_stages=arguments.ranks,
         loss_fn=torch.nn.functional.mse_loss,
         config=config,
@@ -174,7 +162,7 @@ def report(found: dict[str, Any]) -> None:
     ratio, overhead = found["measured_makespan_ms"] / found["simulated_makespan_ms"], found["overhead_ms"]
     print(
         f"{found['ranks']} ranks, {found['microbatches']} microbatches, {found['layers']} layers of {FORWARD_MS:g} + "
-        f"{BACKWARD_MS:g} ms, {found['placement']}, schedule {found['solver']}\n"
+        f"{2 * FORWARD_MS:g} ms, {found['placement']}, schedule {found['solver']}\n"
         f"simulated makespan {found['simulated_makespan_ms']:.1f} ms (lower bound {found['lower_bound_ms']:.1f} ms)\n"
         f"measured makespan  {found['measured_makespan_ms']:.1f} ms, step {found['measured_step_ms']:.1f} ms, "
         f"{found['between_actions_ms']:.2f} ms between actions\n"

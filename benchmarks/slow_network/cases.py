@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,30 @@ from slow_network.layers import FLOAT_BYTES, Layer, Sleeper, relaying
 HIDDEN_BYTES = 64 * 1024
 """Mean size of the hidden state of a microbatch after scaling."""
 
-_HUNYUAN_DIT_80 = {
-    "_class_name": "HunyuanDiT2DModel",
-    "sample_size": 64,
-    "patch_size": 2,
-    "in_channels": 4,
-    "num_layers": 80,
-    "num_attention_heads": 16,
-    "attention_head_dim": 88,
-    "hidden_size": 1408,
-    "mlp_ratio": 4.3637,
-    "cross_attention_dim": 1024,
-    "cross_attention_dim_t5": 2048,
-    "pooled_projection_dim": 1024,
-    "text_len": 77,
-    "text_len_t5": 256,
-}
-"""1024 tokens x 1408, 80 blocks: 3 billion parameters."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What ``ds_pulse profile`` takes, and how many samples a microbatch stands for (what fits a 32 GB device)."""
+    """A published model by name.
 
-    source: str | dict[str, Any]
+    Attributes:
+        samples: that a microbatch stands for (what fits a 32 GB device).
+        changes: of its config.
+    """
+
+    source: str
     samples: int
     title: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 MODELS = {
     "uvit": Model(source="uvit-2.7b", samples=8, title="U-ViT 2.7 B (258 x 2048, 48 blocks)"),
-    "hunyuan": Model(source=_HUNYUAN_DIT_80, samples=2, title="Hunyuan-DiT 3 B (1024 x 1408, 80 blocks)"),
+    "hunyuan": Model(
+        source="hunyuan-dit-1.1",
+        samples=2,
+        title="Hunyuan-DiT 3 B (1024 x 1408, 80 blocks)",
+        changes={"num_layers": 80, "sample_size": 64},
+    ),
     "uvit-1b": Model(source="uvit-1b", samples=1, title="U-ViT 1 B (258 x 1152)"),
     "sd2": Model(source="sd21", samples=4, title="Stable Diffusion 2.1 (768 px)"),
     "sdxl": Model(source="sdxl", samples=1, title="SDXL (1024 px)"),
@@ -125,17 +119,23 @@ def profile(name: str, folder: Path) -> dict[str, Any]:
     path = folder / f"slow_network_{name}.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        source = MODELS[name].source
-        if isinstance(source, dict):
-            config = folder / f"slow_network_{name}" / "config.json"
-            config.parent.mkdir(exist_ok=True)
-            config.write_text(json.dumps(source))
-            source = str(config)
+        source = _source(MODELS[name], folder / f"slow_network_{name}")
         command = [sys.executable, "-m", "deepspeed_pulse.cli", "profile", source, "--estimate", "--out", str(path)]
         command += ["--granularity", "fine"] if name == "sdxl" else []
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
     found: dict[str, Any] = json.loads(path.read_text())
     return found
+
+
+def _source(model: Model, folder: Path) -> str:
+    """What ``ds_pulse profile`` takes: a name, or a changed config in a folder."""
+    if not model.changes:
+        return model.source
+    from deepspeed_pulse.models.catalogue.published import PUBLISHED
+
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**PUBLISHED[model.source], **model.changes}))
+    return str(folder)
 
 
 def _layers(found: dict[str, Any], time_scale: float, byte_scale: float, samples: int) -> list[Layer]:

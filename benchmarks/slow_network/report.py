@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import headline
+import readme
 from slow_network.cases import Case
 
 from deepspeed_pulse.ir.plan import Plan
@@ -247,10 +248,7 @@ def write(folder: Path) -> None:
     traffic = folder / "traffic.json"
     if traffic.exists():
         parts.insert(0, traffic_table(json.loads(traffic.read_text())))
-    readme = folder / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    middle = "\n\n".join(parts)
-    readme.write_text(f"{before}{BEGIN}\n\n{middle}\n\n{END}{rest.partition(END)[2]}")
+    readme.write(folder / "README.md", "\n\n".join(parts), BEGIN, END)
     if newest:
         draw(newest, folder / "figures.png")
     if folder.resolve() == headline.HERE / "slow_network":

@@ -23,6 +23,7 @@ from namespaces import Namespace, bridged
 from ranks import RanksFailed, launch
 from slow_network import rank, report
 from slow_network.cases import MODELS, Case, make_case
+from slow_network.others import other_sides
 from slow_network.plans import balanced, link, our_sides
 from slow_network.rank import Job
 
@@ -160,26 +161,9 @@ class Bench:
 
     def jobs(self, state: dict[str, Any], profile: Profile) -> list[tuple[str, Job]]:
         mbit = {name: found.get("mbit") for name, found in state["speeds"].items()}
-        jobs = [*self.others(profile, mbit), *self.our_jobs(state["ours"], mbit)]
+        jobs = [*other_sides(self.case, profile, mbit), *self.our_jobs(state["ours"], mbit)]
         wanted = self.arguments.sides
         return [(name, job) for name, job in jobs if not wanted or any(part in name for part in wanted)]
-
-    def others(self, profile: Profile, mbit: dict[str, float | None]) -> Iterator[tuple[str, Job]]:
-        cuts = {placement: balanced(self.case, profile, placement) for placement in ("linear", "wave", "loop")}
-
-        def job(side: str, **options: Any) -> Job:
-            if "boundaries" in options:
-                options["boundaries"] = cuts[options["boundaries"]]
-            return Job(side=side, case=self.case, options=options, speeds=mbit)
-
-        yield "1F1B, stock", job("relayed", boundaries="linear", dualpipev=False, joined=False)
-        yield "1F1B", job("relayed", boundaries="linear", dualpipev=False, joined=True)
-        yield "DualPipeV, stock", job("relayed", boundaries="wave", dualpipev=True, joined=False)
-        yield "DualPipeV", job("relayed", boundaries="wave", dualpipev=True, joined=True)
-        yield "ZB-V", job("pipelining", boundaries="wave", zbv=True)
-        yield "interleaved", job("pipelining", boundaries="loop", zbv=False)
-        yield "ZeRO-2", job("data_parallel", zero=True)
-        yield "DDP", job("data_parallel", zero=False)
 
     def our_jobs(self, ours: dict[str, Any], mbit: dict[str, float | None]) -> Iterator[tuple[str, Job]]:
         for speed, sides in ours.items():

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from estimated import TFLOPS, Profiles
 from simulated import slower, with_relays
 
 from deepspeed_pulse.errors import InfeasibleError
@@ -30,64 +31,10 @@ from deepspeed_pulse.planner.tuning.sizes import Sizes
 from deepspeed_pulse.planner.tuning.tune import tune
 from deepspeed_pulse.report.tuning import describe
 
-TFLOPS = 125.0
 PUBLISHED_TFLOPS = 16.0
 """What a rank does in the paper: 237.8 samples/s of 4.2 TFLOP each on 64 of them."""
 BATCH = 512
-SDV2_17B = {
-    "_class_name": "UNet2DConditionModel",
-    "sample_size": 32,
-    "block_out_channels": [448, 896, 1792, 1792],
-    "attention_head_dim": [7, 14, 28, 28],
-    "cross_attention_dim": 1024,
-    "use_linear_projection": True,
-}
-"""Stable Diffusion 2's U-Net, 1.4 times as wide: 1.7 billion parameters, latents of 32 x 32."""
-
-
 V100, ASCEND, A100 = load_cluster("v100:1x8"), load_cluster("910a:8x8"), load_cluster("a100:8x8")
-
-
-class Profiles:
-    """Estimated on first use."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, name: str) -> Profile:
-        path = self.folder / f"{name}.json"
-        if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(_estimated(name).to_json())
-        return Profile.load(path)
-
-
-def _estimated(name: str) -> Profile:
-    from deepspeed_pulse.engine.plans.profiles import estimate_profile
-    from deepspeed_pulse.engine.specs import Job
-    from deepspeed_pulse.models import to_layers
-    from deepspeed_pulse.models.catalogue.published import PUBLISHED
-    from deepspeed_pulse.models.catalogue.sources import DTYPES, build_model, example_batch, find_job
-
-    if name in PUBLISHED:
-        return estimate_profile(find_job(name), tflops=TFLOPS).profile
-    unet = build_model(SDV2_17B if name == "sdv2-1.7b" else PUBLISHED["sd15"], dtype="bfloat16")
-    batch = example_batch(unet, microbatch_size=1, dtype=DTYPES["bfloat16"])
-    if name == "sdv2-1.7b":
-        return estimate_profile(
-            Job(name=name, layers=to_layers(unet), batch=(batch, None), microbatch_size=1), tflops=TFLOPS
-        ).profile
-    import torch
-    from diffusers import ControlNetModel
-
-    with torch.device("meta"):
-        controlnet = ControlNetModel.from_unet(unet, load_weights_from_unet=False).to(torch.bfloat16)
-    unet.requires_grad_(False)
-    batch["controlnet_cond"] = torch.empty(1, 3, 512, 512, device="meta", dtype=torch.bfloat16)
-    layers = to_layers(unet, controlnet=controlnet)
-    return estimate_profile(
-        Job(name=name, layers=layers, batch=(batch, None), microbatch_size=1), tflops=TFLOPS
-    ).profile
 
 
 # -- the parts -----------------------------------------------------------------------------------

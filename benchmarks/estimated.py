@@ -1,0 +1,65 @@
+"""Costs of published models as counts of their operations, on the meta device: nothing is timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepspeed_pulse.ir.profile import Profile
+
+if TYPE_CHECKING:
+    from deepspeed_pulse.engine.specs import Job
+
+TFLOPS = 125.0
+"""Operations a second of the device that times stand for."""
+FINE = ", fine"
+"""At the end of a name: transformer blocks are layers of their own."""
+
+SDV2_17B = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 32,
+    "block_out_channels": [448, 896, 1792, 1792],
+    "attention_head_dim": [7, 14, 28, 28],
+    "cross_attention_dim": 1024,
+    "use_linear_projection": True,
+}
+"""Stable Diffusion 2's U-Net, 1.4 times as wide: 1.7 billion parameters, latents of 32 x 32."""
+
+
+class Profiles:
+    """By name, of microbatches of one sample; estimated on first use and kept in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str) -> Profile:
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            from deepspeed_pulse.engine.plans.profiles import estimate_profile
+
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(estimate_profile(job(name), tflops=TFLOPS).profile.to_json())
+        return Profile.load(path)
+
+
+def job(name: str) -> Job:
+    """A published model, "sdv2-1.7b", or "sd15-controlnet": a ControlNet that trains beside a frozen U-Net."""
+    from deepspeed_pulse.engine.specs import Job
+    from deepspeed_pulse.models import to_layers
+    from deepspeed_pulse.models.catalogue.published import PUBLISHED
+    from deepspeed_pulse.models.catalogue.sources import DTYPES, build_model, example_batch, find_job
+
+    if name.removesuffix(FINE) in PUBLISHED:
+        return find_job(name.removesuffix(FINE), granularity="fine" if name.endswith(FINE) else None)
+    unet = build_model(SDV2_17B if name == "sdv2-1.7b" else PUBLISHED["sd15"], dtype="bfloat16")
+    batch = example_batch(unet, microbatch_size=1, dtype=DTYPES["bfloat16"])
+    if name == "sdv2-1.7b":
+        return Job(name=name, layers=to_layers(unet), batch=(batch, None), microbatch_size=1)
+    import torch
+    from diffusers import ControlNetModel
+
+    with torch.device("meta"):
+        controlnet = ControlNetModel.from_unet(unet, load_weights_from_unet=False).to(torch.bfloat16)
+    unet.requires_grad_(False)
+    batch["controlnet_cond"] = torch.empty(1, 3, 512, 512, device="meta", dtype=torch.bfloat16)
+    return Job(name=name, layers=to_layers(unet, controlnet=controlnet), batch=(batch, None), microbatch_size=1)
