@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+
 PLANNER = Path(__file__).parents[1] / "benchmarks" / "planner" / "run.py"
 
 
@@ -50,3 +54,23 @@ def test_memory_is_predicted() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert "| sleeping, 8 layers | 2 | 1 | 6 | linear | 0 |" in result.stdout, result.stderr
     assert "predicted memory over measured" not in result.stderr
+
+
+def test_cuts_are_compared_with_those_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has nearly all parameters, the last one most of the work: each method errs in its own way."""
+    monkeypatch.syspath_prepend(str(PLANNER.parent))
+    import quality
+
+    sizes = {"param_bytes": 2, "activation_bytes": 8, "output_bytes": 1000}
+    layers = tuple(
+        LayerCost(name=str(i), forward_ms=ms, backward_ms=2 * ms, **sizes) for i, ms in enumerate((1, 1, 1, 1, 2, 4))
+    )
+    skips = (Skip(name="far", source=0, target=5, bytes=500), Skip(name="near", source=1, target=4, bytes=500))
+    profile = Profile(name="p", device="none", dtype="bfloat16", microbatch_size=1, layers=layers, skips=skips)
+    sides = quality.compared("p", profile, (90, 1, 1, 1, 1, 1), 2).sides
+    assert {name: (round(side.rank, 2), side.mb) for name, side in sides.items()} == {
+        "uniform": (1.4, 0.004),
+        "parameters": (1.8, 0.003),
+        "linear": (1.2, 0.003),
+        "wave": (1.0, 0.004),
+    }

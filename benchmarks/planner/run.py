@@ -26,13 +26,14 @@ import bounds
 import large
 import partition
 import published
+import quality
 import readme
 from bounds import Bound
 from cases import COLUMNS, GROUPS, Case, Row, solve
 
 README = Path(__file__).with_name("README.md")
 MARK = "<!-- tables: everything below is written by run.py -->"
-OTHERS = ("partition", "large", "published")
+OTHERS = ("partition", "large", "published", "quality")
 LARGE_SECONDS = 60.0
 
 
@@ -41,14 +42,16 @@ def main() -> int:
     chosen = options.only or [*GROUPS, *OTHERS]
     began = time.perf_counter()
     promises, cuts = _others(options, chosen)
+    published_cuts, quality_promises = _quality() if "quality" in chosen else ("", [])
     rows = _schedules(options, chosen)
     promises += bounds.of_rows(rows)
     minutes = (time.perf_counter() - began) / 60
     text = "\n".join([_conditions(options, minutes), bounds.table(promises), *_details(rows, cuts)])
-    print("\n" + text)
+    print("\n".join(["", text, published_cuts]))
     if options.write:
         readme.write(README, text, MARK)
-    missed = [bound for bound in promises if not bound.met]
+        readme.write(README, published_cuts, quality.BEGIN, quality.END)
+    missed = [bound for bound in (*promises, *quality_promises) if not bound.met]
     for bound in missed:
         print(f"MISSED {bound}", file=sys.stderr)
     return 1 if missed else 0
@@ -87,6 +90,15 @@ def _others(options: argparse.Namespace, chosen: Sequence[str]) -> tuple[list[Bo
     for promise in promises:
         print(promise, flush=True)
     return promises, text
+
+
+def _quality() -> tuple[str, list[Bound]]:
+    """Alone and in a fresh process, which loads the frameworks."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        text, found = pool.submit(quality.measure).result()
+    for promise in found:
+        print(promise, flush=True)
+    return text, found
 
 
 def _schedules(options: argparse.Namespace, chosen: Sequence[str]) -> list[Row]:
