@@ -7,42 +7,15 @@ from pathlib import Path
 
 import pytest
 from support.launch import launch
-from support.toy import toy_layers
+from support.toy import toy_profile
 
 from deepspeed_pulse.config import parse_pulse
 from deepspeed_pulse.engine.plans.asked import asked_of, num_stages_of, settled, sizes_to_measure
-from deepspeed_pulse.engine.plans.costs import parameters_of
-from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Choice, Given
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.runtime.state import param_bytes
 
 ROOT = Path(__file__).parents[2]
-
-
-def toy_profile() -> Profile:
-    """Of microbatches of one, every layer as long as the others."""
-    layers = toy_layers()
-    graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
-    cost = {"forward_ms": 1.0, "backward_ms": 2.0, "activation_bytes": 64, "output_bytes": 32}
-    return Profile(
-        name="toy",
-        device="cpu",
-        dtype="float32",
-        microbatch_size=1,
-        layers=tuple(
-            LayerCost(name=described.name, param_bytes=param_bytes(parameters_of(layer)), **cost)
-            for described, layer in zip(graph.layers, layers, strict=True)
-        ),
-        skips=tuple(
-            Skip(name=value.name, source=value.source or 0, target=target, bytes=32)
-            for value in graph.values
-            for target in value.targets
-        ),
-    )
 
 
 def write_cluster(path: Path, bandwidth_gb_per_s: float) -> str:

@@ -12,17 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from support.launch import launch
-from support.toy import toy_layers
+from support.toy import toy_profile
 
-from deepspeed_pulse.engine.plans.costs import parameters_of
-from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.runtime.state import param_bytes
 
 MICROBATCHES = 2
 
@@ -33,30 +29,9 @@ DEADLOCK = [
 """Rank 1 waits for 0F1, which rank 0 runs after 3F0, which waits for rank 1's 2F0."""
 
 
-def toy_profile() -> Profile:
-    layers = toy_layers()
-    graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
-    cost = {"forward_ms": 1.0, "backward_ms": 2.0, "activation_bytes": 8, "output_bytes": 8}
-    return Profile(
-        name="toy",
-        device="cpu",
-        dtype="float32",
-        microbatch_size=2,
-        layers=tuple(
-            LayerCost(name=declared.name, param_bytes=param_bytes(parameters_of(layer)), **cost)
-            for declared, layer in zip(graph.layers, layers, strict=True)
-        ),
-        skips=tuple(
-            Skip(name=value.name, source=value.source or 0, target=target, bytes=8)
-            for value in graph.values
-            for target in value.targets
-        ),
-    )
-
-
 def toy_plan(profile: Profile | None = None, *, ranks: int = 2, microbatches: int = MICROBATCHES) -> Plan:
     return make_plan(
-        profile or toy_profile(),
+        profile or toy_profile(microbatch_size=2),
         cluster=default_cluster(ranks, 2**40),
         pipeline_ranks=ranks,
         microbatches=microbatches,
@@ -74,7 +49,7 @@ def write_plan(folder: Path) -> Path:
 
 def write_files(folder: Path) -> dict[str, str]:
     """Bad files of every kind, by the name of their case."""
-    profile, plan = toy_profile(), toy_plan()
+    profile, plan = toy_profile(microbatch_size=2), toy_plan()
     first, *rest = profile.layers
     wider = replace(profile, layers=(replace(first, param_bytes=2 * first.param_bytes), *rest))
     shorter = replace(profile, layers=profile.layers[:9], skips=tuple(s for s in profile.skips if s.target < 9))

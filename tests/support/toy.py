@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.runtime.state import param_bytes
+
 WIDTH = 8
 
 
@@ -105,6 +109,32 @@ def toy_layers() -> list[Any]:
         LayerSpec(Up, pop="s1"),
         LayerSpec(Last, pop="s0"),
     ]
+
+
+def toy_profile(microbatch_size: int = 1) -> Profile:
+    """Every layer as long as the others; a tensor is as wide as the hidden state, and a layer keeps two of them."""
+    from deepspeed_pulse.engine.plans.costs import parameters_of
+    from deepspeed_pulse.engine.specs import describe
+
+    layers = toy_layers()
+    graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
+    size = 4 * WIDTH * microbatch_size
+    cost = {"forward_ms": 1.0, "backward_ms": 2.0, "activation_bytes": 2 * size, "output_bytes": size}
+    return Profile(
+        name="toy",
+        device="cpu",
+        dtype="float32",
+        microbatch_size=microbatch_size,
+        layers=tuple(
+            LayerCost(name=declared.name, param_bytes=param_bytes(parameters_of(layer)), **cost)
+            for declared, layer in zip(graph.layers, layers, strict=True)
+        ),
+        skips=tuple(
+            Skip(name=value.name, source=value.source or 0, target=target, bytes=size)
+            for value in graph.values
+            for target in value.targets
+        ),
+    )
 
 
 def toy_batch(step: int, microbatch: int, data_index: int, size: int = 2) -> Any:
