@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.plans.costs import built
+from deepspeed_pulse.engine.plans.hardware import clock_of
 from deepspeed_pulse.engine.specs import describe, unwrap
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart, in_order
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.runtime.frozen import FrozenLayers
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
+from deepspeed_pulse.runtime.profiler import Clock
 
 _TIMED_RUNS = 3
 
@@ -109,13 +111,13 @@ class DeclaredParts:
     ) -> tuple[tuple[FrozenPart, ...], dict[str, Any]]:
         """What every layer costs for a batch of these entries, and what the parts give."""
         values = {name: _moved(value, device) for name, value in entries.items()}
-        parts = []
+        parts, clock = [], clock_of(device)
         for name in self.names:
             frozen = self.build([name], device)[name]
             layers: list[FrozenLayer] = []
             hidden = None
             for index in range(len(frozen.layers)):
-                costs, hidden = _measured(frozen, index, hidden, values)
+                costs, hidden = _measured(frozen, index, hidden, values, clock)
                 layers.append(costs)
             values[name] = hidden
             parts.append(self.part(name, tuple(layers)))
@@ -156,24 +158,28 @@ class DeclaredParts:
                 )
 
 
-def _measured(frozen: FrozenLayers, index: int, hidden: Any, values: Mapping[str, Any]) -> tuple[FrozenLayer, Any]:
-    times, result = [], None
-    for _ in range(1 + _TIMED_RUNS):
-        get_accelerator().synchronize()
-        start = time.perf_counter()
-        result = frozen.run(hidden, index, index + 1, values.__getitem__)
-        get_accelerator().synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
+def _measured(
+    frozen: FrozenLayers, index: int, hidden: Any, values: Mapping[str, Any], clock: Clock
+) -> tuple[FrozenLayer, Any]:
+    """Costs of one layer, and what it gives: a median after a warm-up; at work it needs what it reads and gives."""
+    run = partial(frozen.run, hidden, index, index + 1, values.__getitem__)
+    result, times = run(), []
+    for _ in range(_TIMED_RUNS):
+        start = clock.mark()
+        run()
+        times.append(clock.ms_between(start, clock.mark()))
     layer, function = frozen.layers[index]
     weights = function.parameters() if isinstance(function, torch.nn.Module) else ()
-    size = num_bytes(tensors_in(result))
+    names = layer.pop if index else (frozen.input, *layer.pop)
+    read = [hidden, *(values[name] for name in dict.fromkeys(names))]
+    output_bytes = num_bytes(tensors_in(result))
     return (
         FrozenLayer(
             name=layer.name,
-            forward_ms=sorted(times[1:])[_TIMED_RUNS // 2],
+            forward_ms=statistics.median(times),
             param_bytes=sum(p.numel() * p.element_size() for p in weights),
-            output_bytes=size,
-            activation_bytes=2 * size,
+            output_bytes=output_bytes,
+            activation_bytes=sum(num_bytes(tensors_in(value)) for value in read) + output_bytes,
         ),
         result,
     )

@@ -121,3 +121,15 @@ def test_a_missing_batch_entry_names_the_part() -> None:
     with pytest.raises(BatchError, match="an entry 'text', and layer \\(frozen\\) text stashes a value of that name"):
         both = {"hidden": torch.ones(2), "ids": torch.ones(2), "text": torch.ones(2)}
         SplitBatch((both, None), declared.reading_graph, "hidden")
+
+
+def test_a_layer_at_work_needs_what_it_reads_and_what_it_gives() -> None:
+    mixed = spec(frozen(nn.Bilinear(4, 3, 5)), pop="mask")
+    declared = DeclaredParts({"text": FrozenSpec([frozen(nn.Linear(2, 4)), mixed], input="ids")}, graph("text"), "h")
+    entries = {"ids": torch.ones(6, 2), "mask": torch.ones(6, 3), "unread": torch.ones(6, 100)}
+    ((part,), given) = declared.measure(entries, torch.device("cpu"))
+    assert given["text"].shape == (6, 5)
+    assert [layer.output_bytes for layer in part.layers] == [6 * 4 * 4, 6 * 5 * 4]
+    assert [layer.activation_bytes for layer in part.layers] == [6 * (2 + 4) * 4, 6 * (4 + 3 + 5) * 4]
+    assert [layer.param_bytes for layer in part.layers] == [4 * (2 * 4 + 4), 4 * (4 * 3 * 5 + 5)]
+    assert all(layer.forward_ms > 0 for layer in part.layers)
