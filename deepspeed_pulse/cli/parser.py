@@ -7,7 +7,7 @@ import math
 from typing import NoReturn
 
 from deepspeed_pulse import __version__
-from deepspeed_pulse.cli import commands
+from deepspeed_pulse.cli import making, showing
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.clusters import SPELLINGS
 from deepspeed_pulse.ir.fields import MAX_NUMBER
@@ -37,7 +37,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 def _add_profile(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     profile = subparsers.add_parser("profile", help="layer costs of a model, measured or estimated")
-    profile.set_defaults(command=commands.profile)
+    profile.set_defaults(command=making.profile)
     profile.add_argument(
         "model",
         metavar="MODEL",
@@ -55,14 +55,14 @@ def _add_profile(subparsers: argparse._SubParsersAction[_Parser]) -> None:
         "--tflops",
         type=_positive,
         metavar="T",
-        help=f"what --estimate divides operations by; default: {commands.TFLOPS:g}",
+        help=f"what --estimate divides operations by; default: {making.TFLOPS:g}",
     )
     profile.add_argument("--out", required=True, metavar="PROFILE", help="the profile that is written")
 
 
 def _add_plan(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     plan = subparsers.add_parser("plan", help="partition and schedule a profile")
-    plan.set_defaults(command=commands.plan)
+    plan.set_defaults(command=making.plan)
     plan.add_argument("profile", metavar="PROFILE", help="layer costs (pulse-profile/1)")
     plan.add_argument("--cluster", required=True, help=SPELLINGS)
     plan.add_argument("--pipeline-ranks", required=True, type=_count, metavar="P")
@@ -99,7 +99,7 @@ def _add_tune(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     tune = subparsers.add_parser(
         "tune", help="choose ranks, placement, microbatch size and ZeRO stage for a global batch"
     )
-    tune.set_defaults(command=commands.tune)
+    tune.set_defaults(command=making.tune)
     tune.add_argument(
         "profiles",
         nargs="+",
@@ -140,13 +140,13 @@ def _add_tune(subparsers: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_simulate(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     simulate = subparsers.add_parser("simulate", help="times, traffic and memory of a plan, also one made elsewhere")
-    simulate.set_defaults(command=commands.simulate)
+    simulate.set_defaults(command=showing.simulate)
     _add_files(simulate)
 
 
 def _add_check(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     check = subparsers.add_parser("check", help="every violation of a plan, memory included; status 1 if there are any")
-    check.set_defaults(command=commands.check)
+    check.set_defaults(command=showing.check)
     _add_files(check)
 
 
@@ -165,7 +165,7 @@ def _add_zero_stage(command: argparse.ArgumentParser) -> None:
 
 def _add_show(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     show = subparsers.add_parser("show", help="a plan as grid, picture, trace or table; a profile's layers and skips")
-    show.set_defaults(command=commands.show)
+    show.set_defaults(command=showing.show)
     show.add_argument("file", metavar="FILE", help="a plan (pulse-plan/1) or a profile (pulse-profile/1)")
     show.add_argument("--plan", help="goes with a profile: draw this plan's cuts, and what it sends")
     show.add_argument("--profile", help="real times; without it a forward takes 1 ms, a backward 2 ms")
@@ -185,7 +185,7 @@ def _add_report(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     report = subparsers.add_parser(
         "report", help="what a run has written; without a path what a bug report needs: versions, device, backend"
     )
-    report.set_defaults(command=commands.report)
+    report.set_defaults(command=showing.report)
     report.add_argument(
         "path",
         nargs="*",

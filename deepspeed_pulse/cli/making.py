@@ -1,0 +1,195 @@
+"""The commands that make files: ``profile``, ``plan`` and ``tune``; frameworks and solvers are loaded when needed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from deepspeed_pulse.cli.terminal import check_suffixes, print_text, quiet
+from deepspeed_pulse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from deepspeed_pulse.ir.choice import Tuning
+    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.profile import Profile
+
+OK = 0
+
+TFLOPS = 312.0
+"""Peak rate that estimates assume: an A100's in bfloat16, by its data sheet."""
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.report.files import replacing
+    from deepspeed_pulse.report.profiles import layer_times, profile_table
+    from deepspeed_pulse.report.progress import visiting
+
+    if arguments.tflops is not None and not arguments.estimate:
+        raise ConfigError("--tflops goes with --estimate: measured times need no rate")
+    with replacing(arguments.out) as out, visiting(sys.stderr) as watch, quiet():
+        from deepspeed_pulse.engine.plans.profiles import estimate_profile, measure_profile
+        from deepspeed_pulse.models.catalogue.sources import find_job
+
+        job = find_job(
+            arguments.model,
+            microbatch_size=arguments.microbatch_size,
+            dtype=arguments.dtype,
+            granularity=arguments.granularity,
+        )
+        if arguments.estimate:
+            tflops = arguments.tflops or TFLOPS
+            estimated = estimate_profile(job, tflops=tflops, watch=watch)
+            profile, counts = estimated.profile, estimated.counts
+            figures = {
+                "forward GFLOP": [count.forward_flop / 1e9 for count in counts],
+                "backward GFLOP": [count.backward_flop / 1e9 for count in counts],
+                "weights' GFLOP": [count.weight_grad_flop / 1e9 for count in counts],
+            }
+            note = f"estimated: operations at {tflops:g} TFLOP/s; a multiplication and its addition are two operations"
+        else:
+            profile = measure_profile(job, watch=watch)
+            figures = layer_times(profile)
+            note = f"measured on {profile.device}: medians; spread is (largest - smallest) / median"
+        out.write_text(profile.to_json(), encoding="utf-8")
+    print_text(profile_table(profile, figures, note=note))
+    return OK
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.clusters import load_cluster
+    from deepspeed_pulse.ir.frozen import FrozenParts
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.planner.make import make_plan
+    from deepspeed_pulse.planner.partition.cuts import explicit_cuts
+    from deepspeed_pulse.report.files import replacing
+    from deepspeed_pulse.report.progress import solving
+    from deepspeed_pulse.report.tables import plan_table
+
+    profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
+    frozen = FrozenParts.load(arguments.frozen).at(profile.microbatch_size) if arguments.frozen else ()
+    with replacing(arguments.out) as out, solving(sys.stderr) as progress:
+        plan = make_plan(
+            profile,
+            cluster=cluster,
+            pipeline_ranks=arguments.pipeline_ranks,
+            microbatches=arguments.microbatches,
+            data_parallel=arguments.data_parallel,
+            placement=arguments.placement,
+            waves=arguments.waves,
+            boundaries=None if arguments.cuts is None else explicit_cuts(profile, arguments.cuts),
+            schedule=arguments.schedule,
+            memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
+            split_backward=arguments.split_backward,
+            solver_seconds=arguments.solver_seconds,
+            tolerance=arguments.tolerance,
+            progress=progress,
+            recompute=arguments.recompute,
+            shard_optimizer=arguments.zero_stage == 1,
+            frozen=frozen,
+        )
+        out.write_text(plan.to_json(), encoding="utf-8")
+    print_text(plan_table(plan, profile=profile))
+    return OK
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.clusters import load_cluster
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.report.files import replacing
+    from deepspeed_pulse.report.tuning import tuning_table
+
+    _check_options_of_tune(arguments)
+    profiles, cluster = [Profile.load(path) for path in arguments.profiles], load_cluster(arguments.cluster)
+    if arguments.verify:
+        _check_machine(cluster, arguments.world or cluster.num_ranks)
+    with contextlib.ExitStack() as files:
+        # Before the search, so that what cannot be written is known at once.
+        paths = {
+            name: files.enter_context(replacing(getattr(arguments, name)))
+            for name in ("out", "profile_out", "config", "picture")
+            if getattr(arguments, name)
+        }
+        tuning = _tuned(arguments, profiles, cluster)
+        _write_tuning(tuning, paths, plan_file=arguments.out)
+    print_text(tuning_table(tuning, everything=arguments.all))
+    return OK
+
+
+def _check_options_of_tune(arguments: argparse.Namespace) -> None:
+    from deepspeed_pulse.report.files import IMAGES
+
+    if arguments.config and not arguments.out:
+        raise ConfigError("--config names the plan file: give --out PLAN, too")
+    check_suffixes([arguments.picture] if arguments.picture else [], IMAGES, "--picture")
+    if (arguments.verify is None) != (arguments.model is None):
+        raise ConfigError("--verify K and --model MODEL go together: what is run, and how many choices of it")
+    if arguments.verify and arguments.frozen:
+        raise ConfigError("--verify beside --frozen: what is run has no encoders; leave one out")
+    if arguments.granularity and arguments.model is None:
+        raise ConfigError("--granularity goes with --verify: profiles have the layers they were made with")
+
+
+def _check_machine(cluster: Cluster, world: int) -> None:
+    from deepspeed_pulse.cli.verify import Machine, check_machine
+
+    with quiet():
+        from deepspeed_pulse.engine.verifying import available
+
+        device, devices = available()
+    check_machine(Machine(device=device, devices=devices), cluster, world)
+
+
+def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: Cluster) -> Tuning:
+    """Every choice, predicted, the best ones also run where that was asked for."""
+    from deepspeed_pulse.cli.verify import verify
+    from deepspeed_pulse.ir.frozen import FrozenParts
+    from deepspeed_pulse.planner.tuning.tune import tune
+    from deepspeed_pulse.report.progress import counting
+
+    with counting(sys.stderr) as progress:
+        tuning = tune(
+            profiles,
+            cluster=cluster,
+            global_batch=arguments.global_batch,
+            world_size=arguments.world,
+            memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
+            solver_seconds=arguments.solver_seconds,
+            exhaustive=arguments.exhaustive,
+            progress=progress,
+            frozen=FrozenParts.load(arguments.frozen) if arguments.frozen else None,
+        )
+    if not arguments.verify:
+        return tuning
+    with counting(sys.stderr) as progress:
+        return verify(
+            tuning,
+            arguments.verify,
+            model=arguments.model,
+            granularity=arguments.granularity,
+            seconds=arguments.verify_seconds,
+            progress=progress,
+        )
+
+
+def _write_tuning(tuning: Tuning, paths: Mapping[str, Path], *, plan_file: str | None) -> None:
+    """The best choice as the files that were asked for, by option; ``plan_file``: what the config calls the plan."""
+    from deepspeed_pulse.ir.fields import write_json
+
+    best = tuning.best
+    profile = tuning.profiles[best.choice.microbatch_size]
+    if "out" in paths:
+        paths["out"].write_text(best.planned.to_json(), encoding="utf-8")
+    if "profile_out" in paths:
+        paths["profile_out"].write_text(profile.to_json(), encoding="utf-8")
+    if "config" in paths:
+        assert plan_file is not None  # --config goes with --out
+        paths["config"].write_text(write_json(best.choice.ds_config(profile, plan_file)), encoding="utf-8")
+    if "picture" in paths:
+        from deepspeed_pulse.report.throughput import draw_tuning
+
+        draw_tuning(tuning, paths["picture"])

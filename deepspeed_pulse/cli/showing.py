@@ -1,0 +1,178 @@
+"""The commands that read files: ``simulate``, ``check``, ``show`` and ``report``; pictures are loaded on demand."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import TYPE_CHECKING
+
+from deepspeed_pulse import __version__
+from deepspeed_pulse.cli.terminal import check_suffixes, print_text, quiet, width
+from deepspeed_pulse.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from deepspeed_pulse.ir.cluster import Cluster
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.ir.timeline import Timeline
+
+OK, FAILED_CHECK = 0, 1
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.planner.instance import Instance
+    from deepspeed_pulse.planner.simulate import summarize
+    from deepspeed_pulse.report.tables import estimate_table
+
+    plan, profile, cluster = _costs(arguments, arguments.plan, Plan.load(arguments.plan))
+    timeline = _simulate(arguments.plan, plan, profile, cluster)
+    shard = arguments.zero_stage == 1
+    estimate = summarize(Instance(plan, profile, cluster, shard_optimizer=shard), timeline)
+    print_text(estimate_table(plan, timeline, estimate, memory_bytes=cluster.memory_bytes))
+    return OK
+
+
+def check(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir.clusters import load_cluster
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.planner.checks.audit import audit
+    from deepspeed_pulse.report.tables import audit_text
+
+    plan = Plan.load(arguments.plan)
+    profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
+    found = audit(plan, profile, cluster, shard_optimizer=arguments.zero_stage == 1)
+    print_text(audit_text(arguments.plan, found.problems, found.rows))
+    return FAILED_CHECK if found.problems else OK
+
+
+def show(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.ir import plan, profile
+    from deepspeed_pulse.ir.fields import read_file, read_format
+
+    text = read_file(arguments.file)  # once: it may be a pipe
+    found = read_format(text, arguments.file, (plan.FORMAT, profile.FORMAT))
+    return _show_plan(arguments, text) if found == plan.FORMAT else _show_model(arguments, text)
+
+
+def _show_model(arguments: argparse.Namespace, text: str) -> int:
+    """A profile: its layers, and where a plan cuts them."""
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.report.files import IMAGES, replacing
+    from deepspeed_pulse.report.profiles import layer_times, profile_table
+
+    for option in ("profile", "cluster", "memory"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option} goes with a plan: {arguments.file} is a profile, whose cuts --plan gives")
+    check_suffixes(arguments.out, IMAGES)
+    profile = Profile.from_json(text, arguments.file)
+    plan = None if arguments.plan is None else Plan.load(arguments.plan)
+    if plan is not None:
+        _check_origin(arguments.plan, plan, arguments.file, profile)
+        _check_plan(arguments.plan, plan, profile)
+    with contextlib.ExitStack() as files:
+        for path in arguments.out:
+            from deepspeed_pulse.report.model import draw_model  # loads matplotlib
+
+            draw_model(profile, files.enter_context(replacing(path)), plan=plan)
+    print_text(profile_table(profile, layer_times(profile), note=f"costs: {profile.device}"))
+    return OK
+
+
+def _show_plan(arguments: argparse.Namespace, text: str) -> int:
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.report.files import SUFFIXES, replacing, write
+    from deepspeed_pulse.report.grid import schedule_grid
+    from deepspeed_pulse.report.tables import plan_table
+
+    if arguments.plan is not None:
+        raise ConfigError(f"--plan goes with a profile: {arguments.file} is none")
+    check_suffixes(arguments.out, SUFFIXES)
+    plan = Plan.from_json(text, arguments.file)
+    runnable, profile, cluster = _costs(arguments, arguments.file, plan)
+    timeline = _simulate(arguments.file, runnable, profile, cluster)
+    with contextlib.ExitStack() as files:
+        for path in arguments.out:
+            write(files.enter_context(replacing(path)), plan, timeline, memory=arguments.memory)
+    print_text(plan_table(plan, profile=profile if arguments.profile else None, costs=_costs_note(arguments)))
+    print_text(schedule_grid(timeline, plan.placement, width=width()))
+    return OK
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from deepspeed_pulse.report.files import PICTURES, replacing, write_rows
+    from deepspeed_pulse.report.runs import collect, environment_table, report, timelines
+
+    check_suffixes(arguments.out, PICTURES)
+    if not arguments.path:
+        if arguments.out:
+            raise ConfigError("--out goes with the folder or file of a run")
+        with quiet():
+            from deepspeed_pulse.engine.observation.environment import environment
+
+            rows = [("ds_pulse", __version__), *environment()]
+        print_text(environment_table(rows))
+        return OK
+    found = collect(arguments.path)
+    if arguments.out:
+        run = found.only_run()
+        with contextlib.ExitStack() as files:
+            for path in arguments.out:
+                write_rows(files.enter_context(replacing(path)), timelines(run), run.plan.placement)
+    print_text(report(found))
+    return OK
+
+
+def _costs(arguments: argparse.Namespace, path: str, plan: Plan) -> tuple[Plan, Profile, Cluster]:
+    """The plan with the costs it is drawn with."""
+    from deepspeed_pulse.ir.clusters import load_cluster
+    from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.report.units import with_unit_costs
+
+    if (arguments.profile is None) != (arguments.cluster is None):
+        raise ConfigError("--profile and --cluster go together: give both, or none for unit times")
+    if arguments.profile is None:
+        if arguments.memory:
+            raise ConfigError("--memory needs --profile and --cluster: unit times say nothing about bytes")
+        return with_unit_costs(plan)
+    profile = Profile.load(arguments.profile)
+    _check_origin(path, plan, arguments.profile, profile)
+    cluster = load_cluster(arguments.cluster)
+    if plan.pipeline_ranks * plan.data_parallel > cluster.num_ranks:
+        raise PlanError(
+            f"{path} is for {plan.pipeline_ranks} x {plan.data_parallel} ranks, {arguments.cluster} has "
+            f"{cluster.num_ranks}; give a larger cluster"
+        )
+    return plan, profile, cluster
+
+
+def _check_origin(path: str, plan: Plan, profile_path: str, profile: Profile) -> None:
+    if plan.profile_fingerprint not in (None, profile.fingerprint):
+        raise PlanError(
+            f"{path} was made from another profile than {profile_path}: expected fingerprint "
+            f"{plan.profile_fingerprint}, found {profile.fingerprint}; give the profile it was made from"
+        )
+
+
+def _costs_note(arguments: argparse.Namespace) -> str | None:
+    return None if arguments.profile else "unit times below: a forward takes 1 ms, a backward 2 ms, a message nothing"
+
+
+def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
+    """The timeline of a plan that can run."""
+    from deepspeed_pulse.planner.simulate import simulate
+
+    _check_plan(path, plan, profile)
+    return simulate(plan, profile, cluster)
+
+
+def _check_plan(path: str, plan: Plan, profile: Profile) -> None:
+    """A :class:`PlanError` that lists what is wrong with a plan that cannot run."""
+    from deepspeed_pulse.planner.checks.validate import violations
+    from deepspeed_pulse.planner.routes import named_values
+
+    found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))
+    if found:
+        raise PlanError(f"{path}: the plan cannot run: {'; '.join(found)}")

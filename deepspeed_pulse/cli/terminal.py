@@ -1,0 +1,47 @@
+"""What commands share: what goes to the terminal, and which files they may write."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deepspeed_pulse.errors import ConfigError
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Log lines of the frameworks, some of which go to stdout, are left out."""
+    import logging
+
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def check_suffixes(paths: Sequence[str], suffixes: Sequence[str], option: str = "--out") -> None:
+    for path in paths:
+        if Path(path).suffix not in suffixes:
+            raise ConfigError(f"{option} {path}: expected a name ending in one of {', '.join(suffixes)}")
+
+
+def width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def print_text(content: object) -> None:
+    """Coloured where stdout is a terminal. One write, so that a closed pipe is one error."""
+    from rich.console import Console
+
+    console = Console(width=width(), highlight=False)
+    with console.capture() as capture:
+        console.print(content)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout.write(capture.get())
+    sys.stdout.flush()
