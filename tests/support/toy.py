@@ -5,14 +5,13 @@ Layer 0 passes the same tensor on as hidden state and as skip, so its two gradie
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.runtime.state import param_bytes
+if TYPE_CHECKING:  # ranks of plain DeepSpeed, which must not load this package, use the layers too
+    from deepspeed_pulse.ir.profile import Profile
 
 WIDTH = 8
 
@@ -115,6 +114,9 @@ def toy_profile(microbatch_size: int = 1) -> Profile:
     """Every layer as long as the others; a tensor is as wide as the hidden state, and a layer keeps two of them."""
     from deepspeed_pulse.engine.plans.costs import parameters_of
     from deepspeed_pulse.engine.specs import describe
+    from deepspeed_pulse.ir.graph import Graph
+    from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+    from deepspeed_pulse.runtime.state import param_bytes
 
     layers = toy_layers()
     graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
