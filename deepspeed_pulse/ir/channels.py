@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.program import Channel, Lowering, Message, Program, lower
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.program import Channel, Message, Program, channel_of, lower
+from deepspeed_pulse.ir.schedule import Action, Op
 
 MIN_SLOTS = 2
 _LAST = 1 << 60
@@ -43,7 +43,21 @@ class Traffic:
 def make_traffic(plan: Plan) -> Traffic:
     """Analyse a plan's messages. Raises PlanError when the order of actions deadlocks."""
     program = lower(plan)
-    channel_of = Lowering(plan).channel
+    sent_at, used_at = _places(program)
+    channels, slots = receive_slots(program, plan.placement)
+    return Traffic(
+        program=program,
+        channels=channels,
+        slots=slots,
+        releases=tuple(_releases(rank, program, sent_at, used_at) for rank in range(len(program))),
+    )
+
+
+_Places = dict[Message, tuple[int, int]]
+"""Rank and position of the step that sends a message, or receives it."""
+
+
+def _places(program: Program) -> tuple[_Places, _Places]:
     sent_at = {m: (rank, i) for rank, row in enumerate(program) for i, step in enumerate(row) for m in step.sends}
     used_at = {m: (rank, i) for rank, row in enumerate(program) for i, step in enumerate(row) for m in step.receives}
     if sent_at.keys() != used_at.keys():
@@ -52,22 +66,27 @@ def make_traffic(plan: Plan) -> Traffic:
             f"the schedule lacks an action: {odd.label} of microbatch {odd.microbatch} from stage "
             f"{odd.source_stage} to stage {odd.target_stage} has only one end"
         )
+    return sent_at, used_at
+
+
+def receive_slots(
+    program: Program, placement: Sequence[int]
+) -> tuple[dict[Channel, tuple[Message, ...]], dict[Channel, int]]:
+    """Messages of each channel in the order in which they are sent, and its receive buffers (:class:`Traffic`).
+
+    Raises:
+        PlanError: a message has only one end, or the order of actions deadlocks.
+    """
+    sent_at, used_at = _places(program)
     channels: dict[Channel, list[Message]] = defaultdict(list)
-    for row in program:
-        for step in row:
-            for message in step.sends:
-                channels[channel_of(message)].append(message)
-    starts = unit_clock(plan, program)
+    for message in sent_at:
+        channels[channel_of(message, placement)].append(message)
+    starts = unit_clock(program, placement)
     ordered = {channel: tuple(messages) for channel, messages in channels.items()}
-    return Traffic(
-        program=program,
-        channels=ordered,
-        slots={c: _slots(messages, program, starts, sent_at, used_at) for c, messages in ordered.items()},
-        releases=tuple(_releases(rank, program, sent_at, used_at) for rank in range(len(program))),
-    )
+    return ordered, {c: _slots(messages, program, starts, sent_at, used_at) for c, messages in ordered.items()}
 
 
-def unit_clock(plan: Plan, program: Program) -> list[list[int]]:
+def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
     """Start of every step when forward takes 1, backward 2 and messages nothing.
 
     Raises:
@@ -77,6 +96,7 @@ def unit_clock(plan: Plan, program: Program) -> list[list[int]]:
     finished: dict[tuple[int, Op, int], int] = {}
     starts: list[list[int]] = [[] for _ in program]
     free = [0] * len(program)
+    split = split_stages(step.action for row in program for step in row)
     progress = True
     while progress:
         progress = False
@@ -84,8 +104,7 @@ def unit_clock(plan: Plan, program: Program) -> list[list[int]]:
             while len(starts[rank]) < len(row):
                 step = row[len(starts[rank])]
                 waits = [arrived.get(m) for m in step.receives] + [
-                    finished.get(key)
-                    for key in local_needs(plan, step.action.stage, step.action.op, step.action.microbatch)
+                    finished.get(key) for key in local_needs(step.action, placement, split)
                 ]
                 if any(time is None for time in waits):
                     break
@@ -97,44 +116,50 @@ def unit_clock(plan: Plan, program: Program) -> list[list[int]]:
                 progress = True
     stuck = [rank for rank, row in enumerate(program) if len(starts[rank]) < len(row)]
     if stuck:
-        raise PlanError(_describe_deadlock(plan, program, starts, stuck, arrived, finished))
+        raise PlanError(_describe_deadlock(program, placement, starts, stuck, arrived, finished))
     return starts
 
 
-def local_needs(plan: Plan, stage: int, op: Op, microbatch: int) -> list[tuple[int, Op, int]]:
-    """Actions on the same rank that must be over before this one, as (stage, op, microbatch)."""
-    place = plan.placement
+def split_stages(actions: Iterable[Action]) -> frozenset[int]:
+    """Stages whose backward runs as ``I`` and ``W``."""
+    return frozenset(action.stage for action in actions if action.op is Op.INPUT_GRAD)
+
+
+def local_needs(action: Action, placement: Sequence[int], split: Collection[int]) -> list[tuple[int, Op, int]]:
+    """Actions on the same rank that must be over before this one, as (stage, op, microbatch).
+
+    ``split``: stages whose backward runs as ``I`` and ``W``.
+    """
+    stage, op, microbatch = action.stage, action.op, action.microbatch
     needs: list[tuple[int, Op, int]] = []
     if op is Op.FORWARD:
-        if stage > 0 and place[stage - 1] == place[stage]:
+        if stage > 0 and placement[stage - 1] == placement[stage]:
             needs.append((stage - 1, Op.FORWARD, microbatch))
         return needs
     if op is Op.WEIGHT_GRAD:
         return [(stage, Op.INPUT_GRAD, microbatch)]
     needs.append((stage, Op.FORWARD, microbatch))
-    if stage + 1 < plan.num_stages and place[stage + 1] == place[stage]:
-        split = any(a.op is Op.INPUT_GRAD and a.stage == stage + 1 for a in plan.schedule[place[stage]])
-        needs.append((stage + 1, Op.INPUT_GRAD if split else Op.BACKWARD, microbatch))
+    if stage + 1 < len(placement) and placement[stage + 1] == placement[stage]:
+        needs.append((stage + 1, Op.INPUT_GRAD if stage + 1 in split else Op.BACKWARD, microbatch))
     return needs
 
 
 def _describe_deadlock(
-    plan: Plan,
     program: Program,
+    placement: Sequence[int],
     starts: list[list[int]],
     stuck: list[int],
     arrived: dict[Message, int],
     finished: dict[tuple[int, Op, int], int],
 ) -> str:
+    split = split_stages(step.action for row in program for step in row)
     lines = []
     for rank in stuck:
         step = program[rank][len(starts[rank])]
         action = step.action
         waits = [f"{m.label} from stage {m.source_stage}" for m in step.receives if m not in arrived]
         waits += [
-            f"{s}{op.value}{m}"
-            for s, op, m in local_needs(plan, action.stage, action.op, action.microbatch)
-            if (s, op, m) not in finished
+            f"{s}{op.value}{m}" for s, op, m in local_needs(action, placement, split) if (s, op, m) not in finished
         ]
         lines.append(f"rank {rank} is stuck at {action}, its action {len(starts[rank])}: waits for {', '.join(waits)}")
     return "the order of actions deadlocks; reorder the schedule:\n  " + "\n  ".join(lines)

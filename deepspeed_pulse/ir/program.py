@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.ir.plan import Plan
@@ -85,16 +86,19 @@ Program = tuple[tuple[Step, ...], ...]
 """Per rank, its steps in order."""
 
 
+def channel_of(message: Message, placement: Sequence[int]) -> Channel:
+    """The channel that a message takes; ``placement``: rank of each stage."""
+    return Channel(placement[message.source_stage], placement[message.target_stage], message.direction)
+
+
 class Lowering:
     """Messages of a plan's stages; :meth:`steps` turns an action order into steps.
 
     Args:
-        placement: rank of each stage.
         hops: per (from_stage, to_stage) order of the plan's routes: (name, from, to).
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._placement = plan.placement
         self._in: dict[int, list[tuple[str, int]]] = defaultdict(list)
         self._out: dict[int, list[tuple[str, int]]] = defaultdict(list)
         for stage in range(1, plan.num_stages):
@@ -121,9 +125,6 @@ class Lowering:
             tuple(Message(name, way, other, stage, m) for name, other in before),
             tuple(Message(name, way, stage, other, m) for name, other in after),
         )
-
-    def channel(self, message: Message) -> Channel:
-        return Channel(self._placement[message.source_stage], self._placement[message.target_stage], message.direction)
 
 
 def lower(plan: Plan) -> Program:

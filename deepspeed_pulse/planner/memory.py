@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from deepspeed_pulse.ir.program import HIDDEN, Direction
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.channels import receive_slots
+from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
+from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.planner.filled import Result, given_by, results_needed
 from deepspeed_pulse.planner.instance import Instance
@@ -22,8 +23,9 @@ def memory_over_time(instance: Instance, timeline: Timeline) -> tuple[Curve, ...
     * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split); they
       include what it stashes, so a value that stays on its rank adds nothing.
     * What a stage's backward recomputes lives while its ``B`` runs (from its ``I`` to the end of its ``W``).
-    * A received hidden state lives from arrival until its ``F`` starts.
-    * A received named value lives from arrival to the end of its last consumer's backward on the rank.
+    * A message's receive buffer lives from when the receive is posted, ahead of its arrival
+      (:class:`~deepspeed_pulse.ir.channels.Traffic`), until the action that reads it starts; a named value until the
+      end of its last consumer's backward on the rank.
 
     Without a backward (forward only) things live until their last reader's ``F`` ends.
 
@@ -56,12 +58,26 @@ def _intervals(instance: Instance, timeline: Timeline) -> Iterator[tuple[int, st
         elif span.action.op is not Op.WEIGHT_GRAD:
             replayed = instance.replay_bytes(stage, split=span.action.op is Op.INPUT_GRAD)
             yield span.rank, "recomputed", (start, life.end(stage, m), replayed)
+    posted = _posted_ms(instance, timeline, life)
     for transfer in timeline.transfers:
-        if transfer.message.direction is Direction.FORWARD:
-            until = life.received_until(transfer)
-            yield transfer.target_rank, "received", (transfer.arrive_ms, until, transfer.num_bytes)
+        until = life.received_until(transfer)
+        yield transfer.target_rank, "received", (posted[transfer.message], until, transfer.num_bytes)
     for rank, interval in _frozen_intervals(instance, timeline, life):
         yield rank, "frozen", interval
+
+
+def _posted_ms(instance: Instance, timeline: Timeline, life: _Life) -> dict[Message, float]:
+    """When each message's receive is posted: a channel's first ones with the step, then one whenever one was read."""
+    rows: list[list[Step]] = [[] for _ in range(instance.num_ranks)]
+    for span in timeline.spans:
+        rows[span.rank].append(instance.step(span.action))
+    channels, slots = receive_slots(tuple(map(tuple, rows)), instance.placement)
+    found: dict[Message, float] = {}
+    start = timeline.start_ms
+    for channel, messages in channels.items():
+        freed = [start] * slots[channel] + sorted(map(life.read_ms, messages))
+        found.update((m, min(free, life.read_ms(m))) for m, free in zip(messages, freed, strict=False))
+    return found
 
 
 def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> Iterator[tuple[int, Interval]]:
@@ -99,7 +115,7 @@ class _Life:
 
     def __init__(self, instance: Instance, spans: Sequence[Span]) -> None:
         self._instance = instance
-        self._start: dict[Action, float] = {span.action: span.start_ms for span in spans}
+        self._read = {m: span.start_ms for span in spans for m in instance.step(span.action).receives}
         self._end: dict[tuple[int, int], float] = {}
         for span in spans:
             key = (span.action.stage, span.action.microbatch)
@@ -108,10 +124,13 @@ class _Life:
     def end(self, stage: int, microbatch: int) -> float:
         return self._end[stage, microbatch]
 
+    def read_ms(self, message: Message) -> float:
+        return self._read[message]
+
     def received_until(self, transfer: Transfer) -> float:
         message = transfer.message
-        if message.name == HIDDEN:
-            return self._start[Action(message.target_stage, Op.FORWARD, message.microbatch)]
+        if message.direction is Direction.BACKWARD or message.name == HIDDEN:
+            return self.read_ms(message)
         readers = self._instance.consumer_stages(message.name, transfer.target_rank) or (message.target_stage,)
         return max(self.end(stage, message.microbatch) for stage in readers)
 

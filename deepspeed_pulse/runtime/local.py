@@ -187,6 +187,6 @@ class LocalWorld:
 
     def _order(self) -> list[tuple[int, int]]:
         """An order of (rank, step) in which everything a step needs was sent before."""
-        starts = unit_clock(self._plan, self._traffic.program)
+        starts = unit_clock(self._traffic.program, self._plan.placement)
         timed = [(start, rank, i) for rank, row in enumerate(starts) for i, start in enumerate(row)]
         return [(rank, i) for _, rank, i in sorted(timed)]

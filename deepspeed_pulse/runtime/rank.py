@@ -307,7 +307,7 @@ class RankRuntime:
 
     def _count(self, part: str, change: int) -> None:
         self._live[part] += change
-        buffers = self._transport.value_buffer_bytes
+        buffers = self._transport.buffer_bytes
         live = sum(self._live.values()) + buffers
         if live > self.stats.peak_live_bytes:
             self.stats.peak_live_bytes = live

@@ -51,8 +51,8 @@ class Transport:
         self._in_flight: dict[Message, list[tuple[torch.Tensor, Handle]]] = {}
         self.sent_bytes: Counter[str] = Counter()
         self.metadata_bytes = 0
-        self.value_buffer_bytes = 0
-        """Of receives posted ahead of what forwards send; plans count no gradients on their way either."""
+        self.buffer_bytes = 0
+        """Of receives that are posted."""
 
     def begin(
         self, channels: Mapping[Channel, Sequence[Message]], slots: Mapping[Channel, int], shapes: Sequence[Shapes]
@@ -89,8 +89,7 @@ class Transport:
         while message not in inbox.posted:
             self._post_next(channel, inbox)
         tensors = [self._arrived(tensor, handle, message) for tensor, handle in inbox.posted.pop(message)]
-        if message.direction is Direction.FORWARD:
-            self.value_buffer_bytes -= num_bytes(tensors)
+        self.buffer_bytes -= num_bytes(tensors)
         self._post_ahead(channel, inbox)
         signature = self._agreed(message)
         if message.direction is Direction.FORWARD:
@@ -184,8 +183,7 @@ class Transport:
             self._learn(message, signature)
         forward = message.direction is Direction.FORWARD
         buffers = [self._device.empty(m.shape, m.dtype) for m in signature.tensors if forward or m.requires_grad]
-        if forward:
-            self.value_buffer_bytes += num_bytes(buffers)
+        self.buffer_bytes += num_bytes(buffers)
         inbox.posted[message] = [(buffer, self._communicator.irecv(buffer, channel)) for buffer in buffers]
 
     def _receive_signature(self, channel: Channel, message: Message) -> Signature:

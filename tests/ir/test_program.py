@@ -4,7 +4,7 @@ import pytest
 
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, stages_of, wave_placement
 from deepspeed_pulse.ir.plan import Plan, Route
-from deepspeed_pulse.ir.program import Direction, Lowering, lower
+from deepspeed_pulse.ir.program import Direction, Lowering, channel_of, lower
 from deepspeed_pulse.ir.schedule import Action, parse_schedule
 
 PLAN = Plan(
@@ -80,7 +80,7 @@ def test_input_gradients_send_and_weight_gradients_do_not():
 def test_channels_are_directed_and_keep_directions_apart():
     lowering = Lowering(PLAN)
     (down, _), (up,) = lowering.step(Action.parse("0F0")).sends, lowering.step(Action.parse("3B0")).sends
-    channels = [lowering.channel(m) for m in (down, up)]
+    channels = [channel_of(m, PLAN.placement) for m in (down, up)]
     assert [(c.source_rank, c.target_rank, c.direction) for c in channels] == [
         (0, 1, Direction.FORWARD),
         (0, 1, Direction.BACKWARD),

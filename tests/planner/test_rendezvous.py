@@ -56,7 +56,7 @@ def test_every_order_without_a_deadlock_completes_unbuffered(found):
 
 def times(found, traffic):
     """Per channel: when each message leaves and is consumed, in unit time."""
-    starts, ends, used = unit_clock(found, traffic.program), {}, {}
+    starts, ends, used = unit_clock(traffic.program, found.placement), {}, {}
     for row, when in zip(traffic.program, starts, strict=True):
         for i, (step, start) in enumerate(zip(row, when, strict=True)):
             ends.update(dict.fromkeys(step.sends, start + (1 if step.action.op is Op.FORWARD else 2)))

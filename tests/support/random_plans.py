@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from deepspeed_pulse.ir.channels import local_needs
+from deepspeed_pulse.ir.channels import local_needs, split_stages
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.placement import wave_placement
 from deepspeed_pulse.ir.plan import Plan
@@ -67,6 +67,7 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Sch
     )
     steps = {step.action: step for row in lower(full) for step in row}
     rows: dict[int, list[Action]] = {rank: [] for rank in todo}
+    split = split_stages(steps)
     arrived: set[Message] = set()
     done: set[Action] = set()
 
@@ -75,7 +76,7 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Sch
         return (
             (action.microbatch == 0 or earlier in done)
             and all(message in arrived for message in steps[action].receives)
-            and all(Action(*need) in done for need in local_needs(full, action.stage, action.op, action.microbatch))
+            and all(Action(*need) in done for need in local_needs(action, full.placement, split))
         )
 
     while any(todo.values()):
