@@ -16,6 +16,11 @@ from deepspeed_pulse.ir.program import Channel, Message, Program, channel_of, lo
 from deepspeed_pulse.ir.schedule import Action, Op
 
 MIN_SLOTS = 2
+POSTED_AHEAD = 2
+"""How long before its message leaves a receive is posted, in the time of a forward: as long as a backward takes.
+
+gloo sends nothing before it knows that the receive is posted, and that word queues behind what the receiver sends.
+"""
 _LAST = 1 << 60
 _UNIT_TIME = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRAD: 1, Op.WEIGHT_GRAD: 1}
 
@@ -27,9 +32,9 @@ class Traffic:
     Attributes:
         program: steps of every rank.
         channels: messages of each channel in the order in which the sender produces them.
-        slots: receive buffers of each channel: the fewest with which no message waits for its receive when an
-            action takes its usual share of time (forward 1, backward 2), but two, so that one can arrive while the
-            one before it is read.
+        slots: receive buffers of each channel: the fewest with which every receive is posted :data:`POSTED_AHEAD` of
+            its message when an action takes its usual share of time (forward 1, backward 2), but two, so that one can
+            arrive while the one before it is read.
         releases: per rank and step, the rank's own earlier sends that its peer must have received
             once this step's messages are here (the peer sent one of them after consuming the send).
     """
@@ -173,28 +178,28 @@ def _slots(
     used_at: dict[Message, tuple[int, int]],
 ) -> int:
     """Of one channel, in unit time; at least ``MIN_SLOTS`` where there are as many messages."""
-    sent, used = [], []
+    due, used = [], []
     for message in messages:
         rank, i = sent_at[message]
-        sent.append(starts[rank][i] + _UNIT_TIME[program[rank][i].action.op])
+        due.append(starts[rank][i] + _UNIT_TIME[program[rank][i].action.op] - POSTED_AHEAD)
         target, j = used_at[message]
         used.append((starts[target][j], j, program[target][j].receives.index(message)))
-    return max(fewest_slots(sent, used), min(MIN_SLOTS, len(messages)))
+    return max(fewest_slots(due, used), min(MIN_SLOTS, len(messages)))
 
 
-def fewest_slots(sent: Sequence[float], used: Sequence[tuple[float, int, int]]) -> int:
-    """Buffers with which every receive of a channel is posted by the time its message leaves.
+def fewest_slots(due: Sequence[float], used: Sequence[tuple[float, int, int]]) -> int:
+    """Buffers with which every receive of a channel is posted when it is due.
 
     Receives are posted in the channel's order, one for each buffer and one more whenever a message is consumed: with n
     buffers, message k can arrive once k + 1 - n of the messages before it have been consumed.
 
     Args:
-        sent: when each message leaves, in the channel's order.
+        due: when each message's receive is to be posted, in the channel's order.
         used: when each is consumed, with the receiver's action and the position there.
     """
     ended: list[tuple[float, int, int]] = []
     most = 1
-    for time, consumed in zip(sent, used, strict=True):
+    for time, consumed in zip(due, used, strict=True):
         most = max(most, len(ended) + 1 - bisect_right(ended, min((time, _LAST, _LAST), consumed)))
         insort(ended, consumed)
     return most

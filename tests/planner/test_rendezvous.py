@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.random_plans import random_plan
 from toys import cluster, plan, rows, uniform
 
-from deepspeed_pulse.ir.channels import MIN_SLOTS, fewest_slots, make_traffic, unit_clock
+from deepspeed_pulse.ir.channels import MIN_SLOTS, POSTED_AHEAD, fewest_slots, make_traffic, unit_clock
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.program import Channel, Direction
@@ -55,11 +55,11 @@ def test_every_order_without_a_deadlock_completes_unbuffered(found):
 
 
 def times(found, traffic):
-    """Per channel: when each message leaves and is consumed, in unit time."""
+    """Per channel: when each message's receive is due and when it is consumed, in unit time."""
     starts, ends, used = unit_clock(traffic.program, found.placement), {}, {}
     for row, when in zip(traffic.program, starts, strict=True):
         for i, (step, start) in enumerate(zip(row, when, strict=True)):
-            ends.update(dict.fromkeys(step.sends, start + (1 if step.action.op is Op.FORWARD else 2)))
+            ends.update(dict.fromkeys(step.sends, start + (1 if step.action.op is Op.FORWARD else 2) - POSTED_AHEAD))
             used.update((m, (start, i, k)) for k, m in enumerate(step.receives))
     return {c: ([ends[m] for m in ms], [used[m] for m in ms]) for c, ms in traffic.channels.items()}
 
@@ -81,26 +81,26 @@ def slot_intervals(used, slots):
 @given(plans())
 def test_slots_are_never_shared_and_the_fewest_that_keep_the_times(found):
     traffic = make_traffic(found)
-    for channel, (sent, used) in times(found, traffic).items():
+    for channel, (due, used) in times(found, traffic).items():
         slots = traffic.slots[channel]
         intervals = slot_intervals(used, slots)
         for slot in range(slots):
             live = [(posted, consumed) for s, posted, consumed in intervals if s == slot]
             assert all(before[1] <= after[0] for before, after in pairwise(live)), channel
-        assert not late(intervals, sent)
-        if slots > min(MIN_SLOTS, len(sent)):
-            assert late(slot_intervals(used, slots - 1), sent), "one slot less would do"
+        assert not late(intervals, due)
+        if slots > min(MIN_SLOTS, len(due)):
+            assert late(slot_intervals(used, slots - 1), due), "one slot less would do"
 
 
-def late(intervals, sent):
-    """Messages that leave before their receive is posted, or would be read before."""
-    found = enumerate(zip(intervals, sent, strict=True))
-    return [k for k, ((_, posted, consumed), time) in found if posted[0] > time or posted > consumed]
+def late(intervals, due):
+    """Messages whose receive is posted too late (none is before the step), or would be read before."""
+    found = enumerate(zip(intervals, due, strict=True))
+    return [k for k, ((_, posted, consumed), time) in found if posted[0] > max(time, 0) or posted > consumed]
 
 
 def test_fewest_slots_by_hand():
-    def fewest(sent, used):
-        return fewest_slots(sent, [(time, i, 0) for i, time in enumerate(used)])
+    def fewest(due, used):
+        return fewest_slots(due, [(time, i, 0) for i, time in enumerate(used)])
 
     assert fewest([1, 2, 3], [1, 2, 3]) == 1
     assert fewest([1, 2, 3], [4, 5, 6]) == 3

@@ -155,15 +155,16 @@ def test_peak_is_state_plus_what_is_live(dtype, factor, sharded):
 
 
 def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():
-    """Rank 1 posts microbatch 0's two receives with the step, the next two once these are read; a value stays until
-    its backward has ended."""
+    """Rank 1 posts two microbatches' receives with the step, the third's when the first's are read; a value stays
+    until its backward has ended."""
     costs = profile(
         [layer(1, 1, activation_bytes=0, output_bytes=100), layer(4, 1, activation_bytes=1000)], [skip("v", 0, 1, 10)]
     )
-    found = plan((0, 1), 2, schedule=rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), of=costs)
+    orders = rows("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
+    found = plan((0, 1), 3, schedule=orders, of=costs)
     curve = [(round(time, 3), live) for time, live in simulate(found, costs, cluster()).memory[1]]
-    assert curve[-1] == (11.0, 0)
-    assert [live for _, live in curve] == [110, 1120, 2020, 1010, 0]
+    assert curve[-1] == (16.0, 0)
+    assert [live for _, live in curve] == [220, 1230, 2130, 3030, 2020, 1010, 0]
 
 
 @pytest.mark.parametrize("placement", [linear_placement(3), wave_placement(3), wave_placement(2, 2), (0, 1, 0, 1)])
