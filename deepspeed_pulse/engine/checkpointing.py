@@ -28,36 +28,67 @@ class Checkpointing:
     function: Checkpoint = non_reentrant
 
 
-def resolve(
-    layers: Sequence[Any],
-    interval: Any,
-    function: Checkpoint | None,
-    checkpointable: Sequence[str] | None,
-    pipeline: Mapping[str, Any],
-) -> Checkpointing:
-    """What the arguments of ``PipelineModule`` and the config's ``pipeline`` block ask for; the block goes first.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointArguments:
+    """What ``PipelineModule`` was given.
 
-    Args:
-        layers: the layer list.
-        function: None for torch's non-reentrant checkpoint, unless the block says ``"use_reentrant": true``.
+    Attributes:
+        interval: so many recomputed layers in a row keep one input; 0: as the planner chooses.
+        function: None for torch's non-reentrant checkpoint, unless the config says ``"use_reentrant": true``.
         checkpointable: class names of the layers that may be recomputed; None: all.
     """
-    interval = pipeline.get("activation_checkpoint_interval") or interval
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
-        raise ConfigError(f"activation_checkpoint_interval: expected a number of layers >= 0, found {interval!r}")
-    reentrant = pipeline.get("use_reentrant")
-    if function is None and reentrant:
-        function = upstream.checkpoint
-    if function is None or reentrant is False:
-        function = non_reentrant
-    if not interval:
-        return Checkpointing(function=function)
-    names = [type_name(layer) for layer in layers]
-    unknown = [name for name in checkpointable or () if name not in names]
-    if unknown:
-        raise ConfigError(
-            f"checkpointable_layers: no layer is a {unknown[0]!r}{did_you_mean(unknown[0], names)}; layers are of "
-            f"types {', '.join(sorted(set(names)))}"
-        )
-    chosen = tuple(i for i, name in enumerate(names) if checkpointable is None or name in checkpointable)
-    return Checkpointing(layers=chosen, interval=interval, function=function)
+
+    interval: Any = 0
+    function: Checkpoint | None = None
+    checkpointable: Sequence[str] | None = None
+
+    def resolve(self, layers: Sequence[Any], pipeline: Mapping[str, Any]) -> Checkpointing:
+        """What these and the config's ``pipeline`` block ask for; the block goes first.
+
+        Args:
+            layers: the layer list.
+
+        Raises:
+            ConfigError: no number of layers, or a class that no layer is of.
+        """
+        interval = pipeline.get("activation_checkpoint_interval") or self.interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
+            raise ConfigError(f"activation_checkpoint_interval: expected a number of layers >= 0, found {interval!r}")
+        function, reentrant = self.function, pipeline.get("use_reentrant")
+        if function is None and reentrant:
+            function = upstream.checkpoint
+        if function is None or reentrant is False:
+            function = non_reentrant
+        if not interval:
+            return Checkpointing(function=function)
+        return Checkpointing(layers=self._chosen(layers), interval=interval, function=function)
+
+    def _chosen(self, layers: Sequence[Any]) -> tuple[int, ...]:
+        names = [type_name(layer) for layer in layers]
+        unknown = [name for name in self.checkpointable or () if name not in names]
+        if unknown:
+            raise ConfigError(
+                f"checkpointable_layers: no layer is a {unknown[0]!r}{did_you_mean(unknown[0], names)}; layers are of "
+                f"types {', '.join(sorted(set(names)))}"
+            )
+        return tuple(i for i, name in enumerate(names) if self.checkpointable is None or name in self.checkpointable)
+
+    def of_upstream(self, *, relays: bool, planned: bool) -> Checkpoint:
+        """What layers that run the upstream way are checkpointed with.
+
+        Args:
+            relays: layers stash or pop, which without a plan travels in the tuple; a reentrant checkpoint runs forward
+                without gradients, where the relayed tuple looks different.
+            planned: layers run by a plan, so not this way.
+
+        Raises:
+            ConfigError: a reentrant one was given for values in the tuple.
+        """
+        if not relays:
+            return self.function or upstream.checkpoint
+        if self.function is upstream.checkpoint and not planned:
+            raise ConfigError(
+                "activation_checkpoint_func: values relayed in the tuple need a non-reentrant checkpoint, found "
+                "deepspeed.checkpointing.checkpoint; leave it out, or turn pulse on"
+            )
+        return self.function or upstream.non_reentrant_checkpoint

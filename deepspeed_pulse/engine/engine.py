@@ -101,7 +101,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
                 module.parameters(), shards=self.dp_world_size if self.zero_optimization_stage() == 1 else 1
             )
             + (0 if self._plan.fill is None else self._plan.fill.param_bytes(self.stage_id)),
-            replay_bytes=planning.replay_bytes(module.planned, module.checkpointing.interval),
+            replay_bytes=planning.replay_bytes(module.planned, module.job.checkpointing.interval),
             timeout_seconds=timeout,
         )
         self._encoding = None if module.frozen is None else Encoding(self)
@@ -397,9 +397,9 @@ def _check_supported(config: Any, module: Any) -> None:
             "breakdown; found none"
         )
     check_precision(config)
-    interval = config.pipeline["activation_checkpoint_interval"]
-    if interval and interval != module.checkpointing.interval:
+    interval, planned = config.pipeline["activation_checkpoint_interval"], module.job.checkpointing.interval
+    if interval and interval != planned:
         raise ConfigError(
-            f"pipeline.activation_checkpoint_interval: the module was planned with {module.checkpointing.interval}, "
+            f"pipeline.activation_checkpoint_interval: the module was planned with {planned}, "
             f"deepspeed.initialize brings {interval}; pass config= to PipelineModule, the same as to initialize"
         )

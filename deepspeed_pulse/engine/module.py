@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
-from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import safe_get_full_fp32_param
 
-from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine import hook
-from deepspeed_pulse.engine.checkpointing import resolve
+from deepspeed_pulse.engine.checkpointing import CheckpointArguments
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.data.agreement import agree
-from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
-from deepspeed_pulse.engine.data.resizing import num_samples
-from deepspeed_pulse.engine.frozen import DeclaredParts, FrozenSpec
+from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT
+from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
-from deepspeed_pulse.engine.gradients.reduction import reduces_early
-from deepspeed_pulse.engine.gradients.scaling import trained_dtype
-from deepspeed_pulse.engine.observation import figures
-from deepspeed_pulse.engine.plans import planning
-from deepspeed_pulse.engine.plans.asked import AUTO, asked_of, num_stages_of, settled, trial_config
-from deepspeed_pulse.engine.plans.choosing import choose
-from deepspeed_pulse.engine.plans.costs import PlanRequest
+from deepspeed_pulse.engine.plans.job import TrainingJob
+from deepspeed_pulse.engine.relay.forward import explicit_parts, relaying
 from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
-from deepspeed_pulse.engine.specs import TiedCall, describe, unwrap
-from deepspeed_pulse.engine.start import Config, check_world, init_distributed, load_config
+from deepspeed_pulse.engine.specs import unwrap
+from deepspeed_pulse.engine.start import Config, check_world, init_distributed
+from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied
 from deepspeed_pulse.engine.upstream import check_version
-from deepspeed_pulse.errors import BatchError, ConfigError, FileError
-from deepspeed_pulse.ir.fill import FrozenPart
-from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
@@ -105,40 +90,42 @@ class PipelineModule(upstream.PipelineModule):
         frozen: Mapping[str, FrozenSpec] | None = None,
     ) -> None:
         check_version()
-        self.layer_list = list(layers)
-        self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(self.layer_list)))
-        self.input_name = input
-        self.frozen = DeclaredParts(frozen, self.graph, input) if frozen else None
-        self.ds_config = load_config(config)
-        self.pulse = self._resolve_pulse()
+        arguments = CheckpointArguments(
+            interval=activation_checkpoint_interval,
+            function=activation_checkpoint_func,
+            checkpointable=checkpointable_layers,
+        )
+        self.job = job = TrainingJob(
+            list(layers),
+            config=config,
+            input_name=input,
+            frozen=frozen,
+            example_batch=example_batch,
+            partition_method=partition_method,
+            checkpoint_arguments=arguments,
+        )
+        self.layer_list, self.graph, self.pulse = job.layers, job.graph, job.pulse
+        self.input_name, self.frozen = job.input_name, job.frozen
         self.plan: Plan | None = None
         self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
         self._relay: list[RelayLayer] | None = None
-        self._example = None if example_batch is None else self._split_example(example_batch)
         self._partition_method = partition_method
-        self._checkpoint_arguments = (activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers)
-        num_stages = num_stages_of(num_stages, self.ds_config)
-        if self.pulse_enabled:
-            self._refuse_unsupported(num_stages, topology)
-        if self.frozen is not None:
-            self._refuse_with_frozen(num_stages, dynamic_shape)
+        num_stages = job.check(num_stages, topology, dynamic_shape=dynamic_shape)
         init_distributed(self.pulse.timeout_seconds if self.pulse else None)
-        num_stages = self._settle(num_stages, topology)
+        num_stages = job.settle(num_stages, topology)
         check_world(num_stages, topology)
-        if topology is None and self.pulse_enabled:
-            topology = self._planned_topology(num_stages)
         hook.install()
         super().__init__(
             layers=[unwrap(layer) for layer in self.layer_list],
             num_stages=num_stages,
-            topology=topology,
+            topology=job.topology(num_stages) if topology is None else topology,
             loss_fn=loss_fn,
             seed_layers=seed_layers,
             seed_fn=seed_fn,
             base_seed=base_seed,
             partition_method=partition_method if isinstance(partition_method, str) else "parameters",
             activation_checkpoint_interval=activation_checkpoint_interval,
-            activation_checkpoint_func=self._upstream_checkpoint(activation_checkpoint_func),
+            activation_checkpoint_func=arguments.of_upstream(relays=self.graph.uses_names, planned=job.enabled),
             checkpointable_layers=checkpointable_layers,
             dynamic_shape=dynamic_shape,
         )
@@ -148,7 +135,7 @@ class PipelineModule(upstream.PipelineModule):
     @property
     def pulse_enabled(self) -> bool:
         """True when the layers run by a plan; False when they run the upstream way."""
-        return self.pulse is not None and self.pulse.enabled
+        return self.job.enabled
 
     def engine_class(self) -> type[deepspeed.PipelineEngine]:
         """The engine that ``deepspeed.initialize`` builds for this module."""
@@ -157,98 +144,13 @@ class PipelineModule(upstream.PipelineModule):
 
         return PulseEngine if self.pulse_enabled else RelayEngine
 
-    def _resolve_pulse(self) -> PulseConfig | None:
-        if self.ds_config is None:
-            return PulseConfig() if self.graph.uses_names else None
-        return parse_pulse(self.ds_config.get("pulse"))
-
-    def _upstream_checkpoint(self, given: Any) -> Any:
-        """What layers that run the upstream way are checkpointed with.
-
-        A reentrant checkpoint runs forward without gradients, where the relayed tuple looks different.
-        """
-        upstreams = upstream.checkpointing
-        if not self.graph.uses_names:
-            return given or upstreams.checkpoint
-        if given is upstreams.checkpoint and not self.pulse_enabled:
-            raise ConfigError(
-                "activation_checkpoint_func: values relayed in the tuple need a non-reentrant checkpoint, found "
-                "deepspeed.checkpointing.checkpoint; leave it out, or turn pulse on"
-            )
-        return given or upstreams.non_reentrant_checkpoint
-
-    def _split_example(self, example_batch: Any) -> SplitBatch:
-        try:
-            made = self.frozen is not None and self.frozen.makes_input
-            return SplitBatch(example_batch, self.reading_graph, self.input_name, input_made=made)
-        except BatchError as problem:
-            raise BatchError(f"example_batch: {problem}") from None
-
-    def _refuse_unsupported(self, num_stages: Any, topology: Any) -> None:
-        if num_stages not in (None, AUTO) and (
-            isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1
-        ):
-            raise ConfigError(
-                f'num_stages: expected the number of pipeline ranks, an integer >= 1 or "auto", found {num_stages!r}'
-            )
-        if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
-            raise ConfigError(
-                "topology: tensor-parallel ('model') dimensions are not supported under pulse; use pipe x data"
-            )
-        if not self.layer_list:
-            raise ConfigError("layers: expected at least one layer, found none")
-
-    def _refuse_with_frozen(self, num_stages: Any, dynamic_shape: bool) -> None:
-        if not self.pulse_enabled:
-            raise ConfigError("frozen: parts run in the idle time of a plan: turn pulse on, or encode in the data")
-        if num_stages == AUTO:
-            raise ConfigError('frozen beside num_stages="auto": expected a number; `ds_pulse plan --frozen` tries one')
-        if dynamic_shape:
-            raise ConfigError("frozen beside dynamic_shape=True: what encoders give must have one shape; leave one out")
-        assert self.pulse is not None
-        if self._example is None and self.pulse.plan is None:
-            raise ConfigError("frozen: pass example_batch=, on which the layers of frozen parts are measured")
-
-    @property
-    def reading_graph(self) -> Graph:
-        """The model's layers behind its frozen parts: its batch entries are what the data must have."""
-        return self.graph if self.frozen is None else self.frozen.reading_graph
-
-    def _settle(self, num_stages: Any, topology: Any) -> Any:
-        """The number of pipeline ranks, everything that is "auto" chosen."""
-        pulse, self.chosen = self.pulse, None
-        self._planned_layout = Layout.PIPE_MAJOR
-        plan: Plan | None = None
-        if pulse is not None and pulse.enabled and pulse.plan is not None:
-            path = pulse.plan
-            plan = agree(lambda: Plan.load(path), "planning")
-            self._planned_layout = plan.layout
-        asked = asked_of(num_stages, topology, self.ds_config, pulse, plan=plan, world=dist.get_world_size())
-        if self.ds_config is not None and asked is None:
-            self.ds_config = self.settled_config(self.ds_config)
-        if asked is None:
-            return num_stages
-        assert self.ds_config is not None
-        if self.frozen is not None and plan is None:
-            raise ConfigError(
-                f'frozen beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan --frozen` tries some'
-            )
-        parsed = self._parsed(trial_config(self.ds_config), None)
-        example = 1 if self._example is None else num_samples(self._example.inputs)
-        self.chosen = choose(self._request_of(parsed, microbatch_size=example), asked)
-        if dist.get_rank() == 0:
-            figures.print_chosen(self.chosen)
-        self.ds_config = self.settled_config(self.ds_config)
-        self._planned_layout = self.chosen.choice.layout
-        return self.chosen.choice.pipeline_ranks
-
     def settled_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """A config, for example what ``deepspeed.initialize`` brings, with numbers in place of "auto".
 
         Raises:
             ConfigError: it asks for something else than the config that the module was given.
         """
-        return settled(config, None if self.chosen is None else (self.chosen.asked, self.chosen.choice))
+        return self.job.settled_config(config)
 
     def mpu(self) -> Any:
         """Upstream's grid, through which a config is settled before it is parsed (see the hook)."""
@@ -256,28 +158,13 @@ class PipelineModule(upstream.PipelineModule):
         grid.settled_config = self.settled_config
         return grid
 
-    def _planned_topology(self, num_stages: Any) -> ProcessTopology | None:
-        """None for upstream's own numbering of ranks."""
-        if self._planned_layout is Layout.PIPE_MAJOR:
-            return None
-        return ProcessTopology(axes=["data", "pipe"], dims=[dist.get_world_size() // num_stages, num_stages])
-
-    def _layout(self) -> Layout:
-        axes = list(self._topo.get_axis_names())
-        return Layout.PIPE_MAJOR if axes.index("pipe") < axes.index("data") else Layout.DATA_MAJOR
-
     # -- plan and layers ---------------------------------------------------------------------
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self._check_divides()
         if self.pulse_enabled:
-            request = self._request()
-            chosen = None if self.chosen is None else self.chosen.planned
-            self.planned = planning.plan_job(request) if chosen is None else chosen
+            self.planned = self.job.plan(self._grid, self._topo)
             self.plan = self.planned.plan
-            if self.frozen is not None:
-                assert self.plan.fill is not None
-                self.frozen.check_planned(self.plan.fill.parts, self.planned.costs)
             self.parts = list(self.plan.boundaries)
             self._local_layers = list(self.plan.layers_of(self.stage_id))
             self._set_bounds(start=0, stop=len(self._local_layers))
@@ -285,7 +172,7 @@ class PipelineModule(upstream.PipelineModule):
         if self._partition_method is None or isinstance(self._partition_method, str):
             super()._partition_layers(method)
         else:
-            self.parts = self._explicit_parts(self._partition_method)
+            self.parts = explicit_parts(self.graph, self._partition_method, self.num_stages)
         # numpy integers break random.seed under seed_layers
         self.parts = [int(part) for part in self.parts]
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
@@ -304,106 +191,21 @@ class PipelineModule(upstream.PipelineModule):
                 "use fewer ranks (num_stages) or finer layers"
             )
 
-    def _explicit_parts(self, cuts: Sequence[int | str]) -> list[int]:
-        indices = [cut if isinstance(cut, int) else self.graph.index_of(cut) for cut in cuts]
-        parts = [0, *indices, self._num_layers]
-        if len(parts) != self.num_stages + 1 or any(a >= b for a, b in itertools.pairwise(parts)):
-            raise ConfigError(
-                f"partition_method: expected {self.num_stages - 1} increasing cuts inside the {self._num_layers} "
-                f"layers, found {list(cuts)}"
-            )
-        return parts
-
-    def _parsed(self, config: dict[str, Any] | None, grid: Any) -> deepspeed.DeepSpeedConfig | None:
-        if config is None:
-            return None
-        try:
-            return deepspeed.DeepSpeedConfig(deepcopy(config), grid)
-        except Exception as problem:  # upstream raises assertions, ValueErrors and pydantic's errors
-            raise ConfigError(f"DeepSpeed refuses the config: {problem}") from problem
-
-    def _request(self) -> PlanRequest:
-        parsed = self._parsed(self.ds_config, self._grid)
-        return replace(
-            self._request_of(
-                parsed, microbatch_size=1 if parsed is None else int(parsed.train_micro_batch_size_per_gpu)
-            ),
-            pipeline_ranks=self.num_stages,
-            data_parallel=self._grid.data_parallel_size,
-            microbatches=1 if parsed is None else int(parsed.gradient_accumulation_steps),
-            layout=self._layout(),
-        )
-
-    def _request_of(self, parsed: deepspeed.DeepSpeedConfig | None, *, microbatch_size: int) -> PlanRequest:
-        """For one pipeline rank; costs do not depend on how many there are."""
-        assert self.pulse is not None
-        pipeline = {} if parsed is None else parsed.pipeline
-        self.checkpointing = resolve(self.layer_list, *self._checkpoint_arguments, pipeline)
-        example = None if self._example is None else (self._example.inputs, dict(self._example.entries))
-        device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
-        parts: tuple[FrozenPart, ...] = ()
-        if self.frozen is not None and example is not None:
-            parts, given = self.frozen.measure(example[1], device)
-            inputs = given.pop(self.input_name) if self.frozen.makes_input else example[0]
-            example = (inputs, {**example[1], **given})
-        return PlanRequest(
-            graph=self.graph,
-            layers=self.layer_list,
-            pulse=self.pulse,
-            pipeline_ranks=1,
-            data_parallel=dist.get_world_size(),
-            microbatches=1,
-            microbatch_size=microbatch_size,
-            partition_method=self._partition_method or "profile",
-            example=example,
-            device=device,
-            dtype=None if parsed is None else trained_dtype(parsed),
-            frozen=parts,
-            has_frozen=self.frozen is not None,
-            recompute=self.checkpointing.layers,
-            reduce_early=parsed is None or reduces_early(parsed),
-            shard_optimizer=parsed is not None and parsed.zero_optimization_stage == 1,
-        )
-
     def _build(self) -> None:
         if not self.pulse_enabled:
             super()._build()
-            self._adopt_tied_calls()
+            adopt_tied_calls(self.forward_funcs, self.tied_modules)
             return
         assert self.plan is not None
         for stage in self.plan.stages_of(self.stage_id):
             self._set_bounds(start=self.plan.boundaries[stage], stop=self.plan.boundaries[stage + 1])
-            self._build_tied()
+            build_tied(self, range(self._local_start, self._local_stop))
             super()._build()
         self._set_bounds(start=0, stop=len(self.forward_funcs))
-        self._adopt_tied_calls()
+        adopt_tied_calls(self.forward_funcs, self.tied_modules)
         if not any(p.requires_grad for p in self.parameters()):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
             add_placeholder(self)
-
-    def _build_tied(self) -> None:
-        """Build tied modules as their first layer would be, so that initial weights do not depend on the plan."""
-        for layer in self._layer_specs[self._local_start : self._local_stop]:
-            if not isinstance(layer, upstream.TiedLayerSpec) or layer.key in self.tied_modules:
-                continue
-            first = next(
-                i
-                for i, other in enumerate(self._layer_specs)
-                if isinstance(other, upstream.TiedLayerSpec) and other.key == layer.key
-            )
-            if self.seed_layers:
-                (self.seed_fn or upstream.ds_utils.set_random_seed)(self.base_seed + first)
-            self.tied_modules[layer.key] = module = self._layer_specs[first].build()
-            # The layers share the module, so every parameter of it is tied.
-            self.tied_weight_attrs[layer.key] = [name for name, _ in module.named_parameters()]
-
-    def _adopt_tied_calls(self) -> None:
-        """A tied layer with a ``forward_fn`` saves and loads its module's state too."""
-        for position, function in enumerate(self.forward_funcs):
-            if isinstance(function, partial) and function.func is not None and len(function.args) == 1:
-                module = function.args[0]
-                if any(module is tied for tied in self.tied_modules.values()):
-                    self.forward_funcs[position] = TiedCall(module, function.func)
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
@@ -444,15 +246,15 @@ class PipelineModule(upstream.PipelineModule):
             stage: Stage(
                 [bound[i] for i in self.plan.stage_layers(stage)],
                 usage.exports(stage),
-                checkpoint=self.checkpointing.function,
-                interval=max(1, self.checkpointing.interval),
+                checkpoint=self.job.checkpointing.function,
+                interval=max(1, self.job.checkpointing.interval),
             )
             for stage in self.plan.stages_of(self.stage_id)
         }
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """As upstream without pulse; the plan counts on what is recomputed, so under pulse it is fixed at the start."""
-        if self.pulse_enabled and interval != self.checkpointing.interval:
+        if self.pulse_enabled and interval != self.job.checkpointing.interval:
             raise ConfigError(
                 f"set_checkpoint_interval({interval}): under pulse the plan counts on what is recomputed; pass "
                 "activation_checkpoint_interval to PipelineModule instead"
@@ -467,27 +269,8 @@ class PipelineModule(upstream.PipelineModule):
             return super().forward(forward_input)
         if self._relay is None:
             self._relay = relay_layers(self.graph, self.bound_layers())
-        with self._relaying():
+        with relaying(self, self._relay):
             return super().forward(forward_input)
-
-    @contextmanager
-    def _relaying(self) -> Iterator[None]:
-        """Layers between relayed tuples, also where a checkpoint runs them again."""
-        before = self.forward_funcs, self.activation_checkpoint_func
-        checkpoint = self.activation_checkpoint_func
-
-        def relayed_checkpoint(function: Any, *args: Any) -> Any:
-            def relayed(*inputs: Any) -> Any:
-                with self._relaying():
-                    return function(*inputs)
-
-            return checkpoint(relayed, *args)
-
-        self.forward_funcs, self.activation_checkpoint_func = self._relay, relayed_checkpoint
-        try:
-            yield
-        finally:
-            self.forward_funcs, self.activation_checkpoint_func = before
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """Upstream's file name of a layer, found by its index in the model."""

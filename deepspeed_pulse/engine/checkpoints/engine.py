@@ -180,8 +180,8 @@ class CheckpointingEngine(PipelineEngine):
         record.write(where)
         if module.plan is not None:
             (where / PLAN_FILE).write_text(module.plan.to_json(), encoding="utf-8")
-        if module.chosen is not None:
+        if module.job.chosen is not None:
             plan = folder.save_dir.resolve() / folder.tag / PLAN_FILE
             (where / CHOICE_FILE).write_text(
-                write_json(pinned(self.config, module.chosen, str(plan))), encoding="utf-8"
+                write_json(pinned(self.config, module.job.chosen, str(plan))), encoding="utf-8"
             )

@@ -17,7 +17,7 @@ def check_same_block(module: Any, config: Any) -> None:
     """The block that ``deepspeed.initialize`` brings must be the one the module was planned with."""
     block = config.get("pulse") if isinstance(config, dict) else None
     brought = parse_pulse(block)
-    if module.ds_config is None and brought is None:
+    if module.job.config is None and brought is None:
         return
     if brought != module.pulse:
         raise ConfigError(

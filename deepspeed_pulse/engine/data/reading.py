@@ -48,12 +48,12 @@ class ReadingEngine(PipelineEngine):
     def _prepare_reading(self) -> None:
         module = self.module
         self._names = [value.name for value in module.graph.batch_entries]
-        self._data_names = [value.name for value in module.reading_graph.batch_entries]
+        self._data_names = [value.name for value in module.job.reading_graph.batch_entries]
         self._pipelines = self.grid.topology().get_axis_comm_lists("pipe")
         self._readers: dict[str, tuple[bool, ...]] = {}
         self._shapes = {
             mode: ShapeKeeper(
-                module.reading_graph,
+                module.job.reading_graph,
                 module.input_name,
                 dynamic=module.dynamic_shape,
                 input_made=module.frozen is not None and module.frozen.makes_input,

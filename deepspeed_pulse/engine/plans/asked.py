@@ -103,7 +103,7 @@ def asked_of(
         microbatches=_number(STEPS, settings[2]),
         waves=_waves(pulse),
         zero_stage=_zero_stage(config),
-        layout=_layout(topology),
+        layout=None if topology is None else layout_of(topology),
         schedule=pulse.schedule,
     )
     batch = _number(BATCH, settings[0])
@@ -217,9 +217,8 @@ def _zero_stage(config: Config) -> int:
     return found
 
 
-def _layout(topology: Any) -> Layout | None:
-    if topology is None:
-        return None
+def layout_of(topology: Any) -> Layout:
+    """How a topology numbers ranks."""
     axes = list(topology.get_axis_names())
     return Layout.PIPE_MAJOR if axes.index("pipe") < axes.index("data") else Layout.DATA_MAJOR
 

@@ -1,0 +1,250 @@
+"""What a module is to run, and with which config: settled before upstream numbers the ranks, then planned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from deepspeed_pulse.config import PulseConfig, parse_pulse
+from deepspeed_pulse.engine.checkpointing import CheckpointArguments, Checkpointing
+from deepspeed_pulse.engine.data.agreement import agree
+from deepspeed_pulse.engine.data.batches import SplitBatch
+from deepspeed_pulse.engine.data.resizing import num_samples
+from deepspeed_pulse.engine.frozen import DeclaredParts, FrozenSpec
+from deepspeed_pulse.engine.gradients.reduction import reduces_early
+from deepspeed_pulse.engine.gradients.scaling import trained_dtype
+from deepspeed_pulse.engine.observation import figures
+from deepspeed_pulse.engine.plans.asked import AUTO, asked_of, layout_of, num_stages_of, settled, trial_config
+from deepspeed_pulse.engine.plans.choosing import Chosen, choose
+from deepspeed_pulse.engine.plans.costs import PlanRequest
+from deepspeed_pulse.engine.plans.planning import Planned, plan_job
+from deepspeed_pulse.engine.specs import describe
+from deepspeed_pulse.engine.start import Config, load_config
+from deepspeed_pulse.errors import BatchError, ConfigError
+from deepspeed_pulse.ir.fill import FrozenPart
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.plan import Plan
+
+
+class TrainingJob:
+    """A layer list with the arguments and the config that its plan depends on.
+
+    Attributes:
+        graph: the layers' declarations.
+        config: DeepSpeed's, with numbers in place of "auto" once settled; None where there is none.
+        pulse: its block; None where the layers run as upstream runs them.
+        frozen: encoders that run in idle time; None without.
+        chosen: what was chosen for "auto"; None where nothing was.
+        checkpointing: which layers run again in backward, and how; known once planned.
+
+    Raises:
+        PulseError: the layers, the config, the frozen parts or the example batch are wrong.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        *,
+        config: Config | None,
+        input_name: str,
+        frozen: Mapping[str, FrozenSpec] | None,
+        example_batch: Any,
+        partition_method: str | Sequence[int | str] | None,
+        checkpoint_arguments: CheckpointArguments,
+    ) -> None:
+        self.layers = layers
+        self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
+        self.input_name = input_name
+        self.frozen = DeclaredParts(frozen, self.graph, input_name) if frozen else None
+        self.config = load_config(config)
+        self.pulse = self._resolve_pulse()
+        self.chosen: Chosen | None = None
+        self.checkpointing: Checkpointing
+        self._example = None if example_batch is None else self._split(example_batch)
+        self._partition_method = partition_method
+        self._checkpoint_arguments = checkpoint_arguments
+        self._layout = Layout.PIPE_MAJOR
+
+    @property
+    def enabled(self) -> bool:
+        """True when the layers run by a plan; False when they run the upstream way."""
+        return self.pulse is not None and self.pulse.enabled
+
+    @property
+    def reading_graph(self) -> Graph:
+        """The model's layers behind its frozen parts: its batch entries are what the data must have."""
+        return self.graph if self.frozen is None else self.frozen.reading_graph
+
+    def _resolve_pulse(self) -> PulseConfig | None:
+        if self.config is None:
+            return PulseConfig() if self.graph.uses_names else None
+        return parse_pulse(self.config.get("pulse"))
+
+    def _split(self, example_batch: Any) -> SplitBatch:
+        try:
+            made = self.frozen is not None and self.frozen.makes_input
+            return SplitBatch(example_batch, self.reading_graph, self.input_name, input_made=made)
+        except BatchError as problem:
+            raise BatchError(f"example_batch: {problem}") from None
+
+    # -- before there are ranks --------------------------------------------------------------
+
+    def check(self, num_stages: Any, topology: Any, *, dynamic_shape: bool) -> Any:
+        """The number of pipeline ranks as given here or in the config, or "auto".
+
+        Raises:
+            ConfigError: it is none, or something does not go with pulse or with frozen parts.
+        """
+        num_stages = num_stages_of(num_stages, self.config)
+        if self.enabled:
+            self._refuse_unsupported(num_stages, topology)
+        if self.frozen is not None:
+            self._refuse_with_frozen(num_stages, dynamic_shape)
+        return num_stages
+
+    def _refuse_unsupported(self, num_stages: Any, topology: Any) -> None:
+        if num_stages not in (None, AUTO) and (
+            isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1
+        ):
+            raise ConfigError(
+                f'num_stages: expected the number of pipeline ranks, an integer >= 1 or "auto", found {num_stages!r}'
+            )
+        if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
+            raise ConfigError(
+                "topology: tensor-parallel ('model') dimensions are not supported under pulse; use pipe x data"
+            )
+        if not self.layers:
+            raise ConfigError("layers: expected at least one layer, found none")
+
+    def _refuse_with_frozen(self, num_stages: Any, dynamic_shape: bool) -> None:
+        if not self.enabled:
+            raise ConfigError("frozen: parts run in the idle time of a plan: turn pulse on, or encode in the data")
+        if num_stages == AUTO:
+            raise ConfigError('frozen beside num_stages="auto": expected a number; `ds_pulse plan --frozen` tries one')
+        if dynamic_shape:
+            raise ConfigError("frozen beside dynamic_shape=True: what encoders give must have one shape; leave one out")
+        assert self.pulse is not None
+        if self._example is None and self.pulse.plan is None:
+            raise ConfigError("frozen: pass example_batch=, on which the layers of frozen parts are measured")
+
+    # -- among the ranks of the job ----------------------------------------------------------
+
+    def settle(self, num_stages: Any, topology: Any) -> Any:
+        """The number of pipeline ranks, everything that is "auto" chosen; all ranks call it and get the same."""
+        pulse = self.pulse
+        plan: Plan | None = None
+        if pulse is not None and pulse.enabled and pulse.plan is not None:
+            path = pulse.plan
+            plan = agree(lambda: Plan.load(path), "planning")
+            self._layout = plan.layout
+        asked = asked_of(num_stages, topology, self.config, pulse, plan=plan, world=dist.get_world_size())
+        if self.config is not None and asked is None:
+            self.config = self.settled_config(self.config)
+        if asked is None:
+            return num_stages
+        assert self.config is not None
+        if self.frozen is not None and plan is None:
+            raise ConfigError(
+                f'frozen beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan --frozen` tries some'
+            )
+        example = 1 if self._example is None else num_samples(self._example.inputs)
+        self.chosen = choose(self._request(_parsed(trial_config(self.config), None), microbatch_size=example), asked)
+        if dist.get_rank() == 0:
+            figures.print_chosen(self.chosen)
+        self.config = self.settled_config(self.config)
+        self._layout = self.chosen.choice.layout
+        return self.chosen.choice.pipeline_ranks
+
+    def settled_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A config, for example what ``deepspeed.initialize`` brings, with numbers in place of "auto".
+
+        Raises:
+            ConfigError: it asks for something else than the config that the job was given.
+        """
+        return settled(config, None if self.chosen is None else (self.chosen.asked, self.chosen.choice))
+
+    def topology(self, num_stages: Any) -> ProcessTopology | None:
+        """How ranks are numbered; None for upstream's own way."""
+        if not self.enabled or self._layout is Layout.PIPE_MAJOR:
+            return None
+        return ProcessTopology(axes=["data", "pipe"], dims=[dist.get_world_size() // num_stages, num_stages])
+
+    def plan(self, grid: Any, topology: ProcessTopology) -> Planned:
+        """The plan and what it was made from; all ranks call it and get the same, or the same error.
+
+        Args:
+            grid, topology: upstream's, of this module.
+        """
+        parsed = _parsed(self.config, grid)
+        size = 1 if parsed is None else int(parsed.train_micro_batch_size_per_gpu)
+        request = replace(
+            self._request(parsed, microbatch_size=size),
+            pipeline_ranks=topology.get_dim("pipe"),
+            data_parallel=grid.data_parallel_size,
+            microbatches=1 if parsed is None else int(parsed.gradient_accumulation_steps),
+            layout=layout_of(topology),
+        )
+        chosen = None if self.chosen is None else self.chosen.planned
+        planned = plan_job(request) if chosen is None else chosen
+        if self.frozen is not None:
+            assert planned.plan.fill is not None
+            self.frozen.check_planned(planned.plan.fill.parts, planned.costs)
+        return planned
+
+    def _request(self, parsed: deepspeed.DeepSpeedConfig | None, *, microbatch_size: int) -> PlanRequest:
+        """For one pipeline rank; costs do not depend on how many there are."""
+        assert self.pulse is not None
+        self.checkpointing = self._checkpoint_arguments.resolve(self.layers, {} if parsed is None else parsed.pipeline)
+        device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
+        example, parts = self._measured_example(device)
+        return PlanRequest(
+            graph=self.graph,
+            layers=self.layers,
+            pulse=self.pulse,
+            pipeline_ranks=1,
+            data_parallel=dist.get_world_size(),
+            microbatches=1,
+            microbatch_size=microbatch_size,
+            partition_method=self._partition_method or "profile",
+            example=example,
+            device=device,
+            dtype=None if parsed is None else trained_dtype(parsed),
+            frozen=parts,
+            has_frozen=self.frozen is not None,
+            recompute=self.checkpointing.layers,
+            reduce_early=parsed is None or reduces_early(parsed),
+            shard_optimizer=parsed is not None and parsed.zero_optimization_stage == 1,
+        )
+
+    def _measured_example(
+        self, device: torch.device
+    ) -> tuple[tuple[Any, dict[str, Any]] | None, tuple[FrozenPart, ...]]:
+        """The example as the first layer finds it, what frozen parts give included, and what those cost."""
+        if self._example is None:
+            return None, ()
+        inputs, entries = self._example.inputs, dict(self._example.entries)
+        if self.frozen is None:
+            return (inputs, entries), ()
+        parts, given = self.frozen.measure(entries, device)
+        if self.frozen.makes_input:
+            inputs = given.pop(self.input_name)
+        return (inputs, {**entries, **given}), parts
+
+
+def _parsed(config: dict[str, Any] | None, grid: Any) -> deepspeed.DeepSpeedConfig | None:
+    if config is None:
+        return None
+    try:
+        return deepspeed.DeepSpeedConfig(deepcopy(config), grid)
+    except Exception as problem:  # upstream raises assertions, ValueErrors and pydantic's errors
+        raise ConfigError(f"DeepSpeed refuses the config: {problem}") from problem
