@@ -43,7 +43,19 @@ MODELS = {
     "uvit-1b": Model(source="uvit-1b", samples=1, title="U-ViT 1 B (258 x 1152)"),
     "sd2": Model(source="sd21", samples=4, title="Stable Diffusion 2.1 (768 px)"),
     "sdxl": Model(source="sdxl", samples=1, title="SDXL (1024 px)"),
+    "sdv2": Model(
+        source="sd21",
+        samples=4,
+        title="Stable Diffusion 2, 2.3 times as wide, 4.5 B (32 x 32 latents)",
+        changes={
+            "sample_size": 32,
+            "block_out_channels": [736, 1472, 2944, 2944],
+            "attention_head_dim": [23, 46, 92, 92],
+        },
+    ),
 }
+TIMED = ("uvit", "hunyuan", "sd2", "sdxl")
+"""Those that run on ranks with limited links; the others are counted or simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import deepspeed  # noqa: F401 - once, before ranks are forked
 from namespaces import Namespace, bridged
 from ranks import RanksFailed, launch
 from slow_network import rank, report
-from slow_network.cases import MODELS, Case, make_case
+from slow_network.cases import TIMED, Case, make_case
 from slow_network.others import other_sides
 from slow_network.plans import balanced, link, our_sides
 from slow_network.rank import Job
@@ -65,9 +65,8 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models = [name for name in MODELS if name != "uvit-1b"]
     parser.add_argument("--ranks", type=int, default=4, choices=(2, 4, 8))
-    parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
+    parser.add_argument("--models", nargs="+", choices=TIMED, default=TIMED, metavar="MODEL", help=", ".join(TIMED))
     parser.add_argument("--sides", nargs="+", metavar="TEXT", help="only sides whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=2, help="how often all sides are run, in turn")
     parser.add_argument("--stage-ms", type=float, default=20.0, help="mean forward time of one of 2P stages")
@@ -130,7 +129,9 @@ class Bench:
         ours = {
             speed: our_sides(self.case, profile, link(found.get("mbit"), unlimited)) for speed, found in speeds.items()
         }
-        return {"profile": measured, "speeds": speeds, "ours": ours, "results": {}, "done": []}
+        state = {"profile": measured, "speeds": speeds, "ours": ours, "results": {}, "done": []}
+        self.state_path.write_text(json.dumps(state))
+        return state
 
     def once(self, key: str, number: int, name: str, job: Job, state: dict[str, Any]) -> None:
         result = state["results"].setdefault(name, {"speeds": {}})
