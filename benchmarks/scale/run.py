@@ -68,8 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64, 512], help="sizes to simulate")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("out/slow_network"), help="folder of estimated profiles")
-    parser.add_argument("--write", action="store_true", help="put tables and figures beside this file")
-    return parser.parse_args()
+    return readme.keep_option(parser, "ranks")
 
 
 def all_points(folder: Path, ranks: list[int]) -> Iterator[Point]:
