@@ -1,6 +1,6 @@
 """Does a step take the time and the memory that was predicted before it ran?
 
-    python benchmarks/prediction/run.py --write     # everything: about 4 minutes on 2 quiet cores
+    python benchmarks/prediction/run.py --write     # everything: about 10 minutes on 2 quiet cores
     python benchmarks/prediction/run.py --quick --only 0 9
 
 Every configuration is run by the engine on real ranks, which measures its layer costs and plans before the first step;
@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,23 @@ WARM_UP = 2
 WITHIN = (0.9, 1.1)
 """Predicted over measured, of the step and of the memory."""
 
+RUNS = 5
+"""Of a real model, each with costs and a plan of its own: one alone tells more of the machine than of the plan."""
+
 
 def main() -> int:
     options = _options()
     began = time.perf_counter()
     rows = []
     for case in [CASES[i] for i in options.only or range(len(CASES))]:
-        rows.append((case, launch(train, case.world, (case, options.steps), timeout=180)))
+        runs = 1 if case.sleeps or options.quick else RUNS
+        rows.append((case, [launch(train, case.world, (case, options.steps), timeout=180) for _ in range(runs)]))
         print("| " + " | ".join(cells(*rows[-1])) + " |", flush=True)
         if options.why:
-            print("  " + ", ".join(f"{name} {ms:.1f}" for name, ms in rows[-1][1]["difference"].items()), flush=True)
+            for found in rows[-1][1]:
+                print("  " + ", ".join(f"{name} {ms:.1f}" for name, ms in found["difference"].items()), flush=True)
     minutes = (time.perf_counter() - began) / 60
-    missed = [problem for case, found in rows for problem in misses(case, found)]
+    missed = [problem for case, runs in rows for problem in misses(case, runs)]
     text = "\n".join([_conditions(options, minutes), table(rows), *(f"Missed: {problem}.\n" for problem in missed)])
     print("\n" + text)
     if options.write:
@@ -112,8 +117,6 @@ def train(arguments: tuple[Case, int]) -> dict[str, Any] | None:
         "schedule": module.plan.solver.name,
         "predicted_ms": module.plan.estimate.step_ms,
         "measured_ms": statistics.median(taken[WARM_UP:]),
-        "lowest_ms": min(taken[WARM_UP:]),
-        "highest_ms": max(taken[WARM_UP:]),
         "planned_bytes": list(module.plan.estimate.peak_bytes),
         "counted_bytes": peaks,
         "difference": {
@@ -123,11 +126,13 @@ def train(arguments: tuple[Case, int]) -> dict[str, Any] | None:
     }
 
 
-COLUMNS = ("model", "P", "G", "M", "placement", "ZeRO", "predicted", "measured (range)", "ratio", "memory, worst rank")
+COLUMNS = ("model", "P", "G", "M", "placement", "ZeRO", "predicted", "measured", "ratio (range)", "memory, worst rank")
 
 
-def cells(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
+def cells(case: Case, runs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """A row of the table."""
+    ratios = [_step(run) for run in runs]
+    spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
     return (
         case.model,
         str(case.pipeline_ranks),
@@ -135,29 +140,38 @@ def cells(case: Case, found: dict[str, Any]) -> tuple[str, ...]:
         str(case.microbatches),
         case.placement if case.pipeline_ranks > 1 else "",
         str(case.zero_stage),
-        f"{found['predicted_ms']:.0f} ms",
-        f"{found['measured_ms']:.0f} ms ({found['lowest_ms']:.0f} to {found['highest_ms']:.0f})",
-        f"{found['predicted_ms'] / found['measured_ms']:.3f}",
-        f"{_memory(found):.3f}",
+        f"{statistics.median(run['predicted_ms'] for run in runs):.0f} ms",
+        f"{statistics.median(run['measured_ms'] for run in runs):.0f} ms",
+        f"{statistics.median(ratios):.3f}{spread}",
+        f"{_farthest(map(_memory, runs)):.3f}",
     )
 
 
-def _memory(found: dict[str, Any]) -> float:
+def _step(run: dict[str, Any]) -> float:
+    return float(run["predicted_ms"] / run["measured_ms"])
+
+
+def _memory(run: dict[str, Any]) -> float:
     """Planned over counted, of the rank where it is farthest from 1."""
-    pairs = zip(found["planned_bytes"], found["counted_bytes"], strict=True)
-    return max((planned / counted for planned, counted in pairs), key=lambda ratio: abs(ratio - 1))
+    pairs = zip(run["planned_bytes"], run["counted_bytes"], strict=True)
+    return _farthest(planned / counted for planned, counted in pairs)
 
 
-def table(rows: Sequence[tuple[Case, dict[str, Any]]]) -> str:
+def _farthest(ratios: Iterable[float]) -> float:
+    """From 1."""
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
+
+
+def table(rows: Sequence[tuple[Case, Sequence[dict[str, Any]]]]) -> str:
     """In Markdown."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     return "\n".join([*lines, *("| " + " | ".join(cells(*row)) + " |" for row in rows), ""])
 
 
-def misses(case: Case, found: dict[str, Any]) -> list[str]:
+def misses(case: Case, runs: Sequence[dict[str, Any]]) -> list[str]:
     """The promises that a row misses."""
     name = f"{case.model}, P={case.pipeline_ranks} G={case.data_parallel} M={case.microbatches} {case.placement}"
-    ratios = {"step": found["predicted_ms"] / found["measured_ms"], "memory": _memory(found)}
+    ratios = {"step": statistics.median(map(_step, runs)), "memory": _farthest(map(_memory, runs))}
     return [
         f"{name}: predicted {what} over measured {ratio:.3f}, not within {WITHIN[0]} to {WITHIN[1]}"
         for what, ratio in ratios.items()
@@ -167,8 +181,9 @@ def misses(case: Case, found: dict[str, Any]) -> list[str]:
 
 def _conditions(options: argparse.Namespace, minutes: float) -> str:
     return (
-        f"{options.steps} measured steps after {WARM_UP}, medians; {os.cpu_count()} cores, {minutes:.1f} minutes in "
-        f"all; Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}.\n"
+        f"{options.steps} measured steps after {WARM_UP}, medians; of real models {RUNS} runs; {os.cpu_count()} cores, "
+        f"{minutes:.1f} minutes in all; Python {platform.python_version()}, torch {torch.__version__}, "
+        f"{platform.machine()}.\n"
     )
 
 
