@@ -62,7 +62,8 @@ def _cases() -> Iterator[Case]:
         ("slow links, many weights", 4, 4, SLOW, SLOW, 8, 12, 1024, 16, True, 4.0),
         ("two nodes, slow between", 4, 2, FAST, SLOW, 8, 8, 256, 64, False, 8.0),
         ("two ranks, slow links", 2, 2, SLOW, SLOW, 8, 8, 512, 64, False, 6.0),
-        ("eight ranks, medium links", 8, 8, MEDIUM, MEDIUM, 16, 16, 256, 32, False, 4.0),
+        # few bytes on slower links, and long layers: two cores have to carry what eight ranks send
+        ("eight ranks, few bytes", 8, 8, 50.0, 50.0, 16, 16, 64, 8, False, 8.0),
     )
     for name, world, per_node, inside, between, batch, layers, weights, hidden, uneven, forward_ms in rows:
         yield Case(
