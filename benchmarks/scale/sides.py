@@ -15,6 +15,7 @@ from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import linear_placement, loop_placement, wave_placement
+from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.planner.make import TooSlow, make_plan
 from deepspeed_pulse.planner.partition.cuts import partition
@@ -136,19 +137,8 @@ def _sharded(setting: Setting, make: Callable[..., Best], *arguments: Any) -> Be
 
 def _ours(setting: Setting, shard: bool, placement: str, layout: Layout) -> Best:
     """With a known schedule: what a search adds is for benchmarks/planner."""
-    plan = make_plan(
-        setting.costs,
-        cluster=setting.cluster,
-        pipeline_ranks=setting.ranks,
-        data_parallel=setting.group,
-        microbatches=setting.microbatches,
-        placement=placement,
-        schedule="1f1b" if placement == "linear" else "auto",
-        solver_seconds=0.0,
-        layout=layout,
-        shard_optimizer=shard,
-        within_ms=setting.within_ms,
-    )
+    schedule = "1f1b" if placement == "linear" else "auto"
+    plan = _planned(setting, shard, placement=placement, schedule=schedule, layout=layout)
     assert plan.estimate is not None
     way = setting.way + (", ZeRO-1" if shard else "")
     return Best(samples_per_second=plan.estimate.samples_per_second, way=way)
@@ -157,23 +147,26 @@ def _ours(setting: Setting, shard: bool, placement: str, layout: Layout) -> Best
 def _relayed(setting: Setting, shard: bool, name: str) -> Best:
     """Cuts for time alone; upstream's numbering of ranks."""
     place, options = RELAYED[name]
-    plan = make_plan(
+    cuts = _balanced(setting.costs.layers, place(setting.ranks))
+    plan = with_relays(_planned(setting, shard, boundaries=cuts, **options), setting.costs)
+    figures = estimate(plan, setting.costs, setting.cluster, shard_optimizer=shard)
+    if max(figures.peak_bytes) > setting.cluster.memory_bytes:
+        raise InfeasibleError("relayed values do not fit")
+    return Best(samples_per_second=figures.samples_per_second, way=setting.way + (", ZeRO-1" if shard else ""))
+
+
+def _planned(setting: Setting, shard: bool, **options: Any) -> Plan:
+    return make_plan(
         setting.costs,
         cluster=setting.cluster,
         pipeline_ranks=setting.ranks,
         data_parallel=setting.group,
         microbatches=setting.microbatches,
-        boundaries=_balanced(setting.costs.layers, place(setting.ranks)),
         solver_seconds=0.0,
         shard_optimizer=shard,
         within_ms=setting.within_ms,
         **options,
     )
-    plan = with_relays(plan, setting.costs)
-    figures = estimate(plan, setting.costs, setting.cluster, shard_optimizer=shard)
-    if max(figures.peak_bytes) > setting.cluster.memory_bytes:
-        raise InfeasibleError("relayed values do not fit")
-    return Best(samples_per_second=figures.samples_per_second, way=setting.way + (", ZeRO-1" if shard else ""))
 
 
 def _balanced(layers: tuple[LayerCost, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
