@@ -1,6 +1,6 @@
 """Is the tuner's pick the fastest? Every configuration that it considers is run, on slow and on fast links.
 
-    python benchmarks/choice/run.py --write     # everything: about 7 minutes on 2 quiet cores, as root
+    python benchmarks/choice/run.py --write     # everything: about 6 minutes on 2 quiet cores, as root
     python benchmarks/choice/run.py --quick --only 0 5 --all
 
 Each case is a model of sleeping layers on ranks in network namespaces with limited links. Its ranks first measure
@@ -131,30 +131,15 @@ def _try(case: Case, steps: int) -> dict[str, Any]:
 def measure(case: Case) -> dict[str, Any]:
     """On every rank: layer costs at each microbatch size, and links."""
     import deepspeed
+    from measured import measured_profiles
 
-    from deepspeed_pulse.config import PulseConfig
-    from deepspeed_pulse.engine.plans.costs import PlanRequest
     from deepspeed_pulse.engine.plans.links import measure_cluster
-    from deepspeed_pulse.engine.plans.measuring import measure_profiles
-    from deepspeed_pulse.engine.specs import Job
 
     _name_host(case)
     deepspeed.init_distributed("gloo")
-    layers, device = case.layers(), torch.device("cpu")
-    request = PlanRequest(
-        graph=Job(name=case.name, layers=layers, batch=None).graph,
-        layers=layers,
-        pulse=PulseConfig(),
-        pipeline_ranks=1,
-        data_parallel=case.world,
-        microbatches=1,
-        microbatch_size=1,
-        partition_method="profile",
-        example=(case.batch(1)()[0], {}),
-        device=device,
-    )
-    profiles = measure_profiles(request, SIZES)
-    return {"profiles": [profile.to_json() for profile in profiles], "cluster": measure_cluster(device).to_json()}
+    profiles = measured_profiles(case.name, case.layers(), case.batch(1)()[0], SIZES)
+    cluster = measure_cluster(torch.device("cpu"))
+    return {"profiles": [profile.to_json() for profile in profiles], "cluster": cluster.to_json()}
 
 
 def _name_host(case: Case) -> None:

@@ -63,7 +63,7 @@ def measured(case: RealCase, arguments: argparse.Namespace) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
     with bridged(case.ranks) as homes:
-        profile = launch(profiled, 1, Job(side="pulse", case=case), namespaces=homes[:1], timeout=TIMEOUT)
+        profile = launch(profiled, case.ranks, Job(side="pulse", case=case), namespaces=homes, timeout=TIMEOUT)
         sides = all_sides(case, Profile.from_json(json.dumps(profile)), steps)
         wanted = arguments.sides or [""]
         jobs = [(name, job) for name, job in sides if any(part in name for part in wanted)]
@@ -94,7 +94,7 @@ def pinned(job: Job) -> Any:
 
 
 def profiled(job: Job) -> Any:
-    own_core(0)
+    own_core(int(os.environ["RANK"]))
     return rank.profile(job)
 
 

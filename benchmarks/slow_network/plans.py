@@ -17,26 +17,28 @@ SOLVER_SECONDS = 5.0
 LATENCY_US = 300.0
 """Of a message between two processes of this machine, roughly."""
 FAST = Link(bandwidth_gb_per_s=1.0, latency_us=LATENCY_US)
-"""For cuts that balance time alone."""
 
 
-def link(mbit: float | None, unlimited: Link) -> Link:
-    """Of cards with a limit; without one, what was measured."""
+def limited(unlimited: Cluster, mbit: float | None) -> Cluster:
+    """The ranks as they were measured, with cards of a limit."""
     if mbit is None:
         return unlimited
-    return Link(bandwidth_gb_per_s=TBF_SHARE * mbit / 8e3, latency_us=max(LATENCY_US, unlimited.latency_us))
+    latency_us = max(LATENCY_US, unlimited.intra_node.latency_us)
+    link = Link(bandwidth_gb_per_s=TBF_SHARE * mbit / 8e3, latency_us=latency_us)
+    return replace(unlimited, intra_node=link, inter_node=link)
 
 
-def cluster(case: Case, link: Link) -> Cluster:
+def nominal(case: Case) -> Cluster:
+    """For cuts that balance time alone."""
     shape = {"nodes": case.ranks, "ranks_per_node": 1, "memory_bytes": 10**12}
-    return Cluster(name="namespaces", **shape, intra_node=link, inter_node=link)
+    return Cluster(name="namespaces", **shape, intra_node=FAST, inter_node=FAST)
 
 
 def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:
     """The best cuts for time alone, for sides that relay: "linear", "wave" (ends on one rank) or "loop"."""
     return make_plan(
         replace(profile, skips=()),
-        cluster=cluster(case, FAST),
+        cluster=nominal(case),
         pipeline_ranks=case.ranks,
         microbatches=case.microbatches,
         placement="auto" if placement == "loop" else placement,
@@ -45,11 +47,11 @@ def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:
     ).boundaries
 
 
-def pipelined(case: Case, profile: Profile, placement: str, link: Link = FAST) -> dict[str, Any]:
+def pipelined(case: Case, profile: Profile, placement: str, cluster: Cluster | None = None) -> dict[str, Any]:
     """What the ``build`` of our side takes for a pipeline of all ranks."""
     plan = make_plan(
         profile,
-        cluster=cluster(case, link),
+        cluster=cluster or nominal(case),
         pipeline_ranks=case.ranks,
         microbatches=case.microbatches,
         placement=placement,
@@ -58,20 +60,19 @@ def pipelined(case: Case, profile: Profile, placement: str, link: Link = FAST) -
     return {"plan": plan.to_json(), "samples": 1, "zero": 0}
 
 
-def tuned(case: Case, profile: Profile, link: Link) -> dict[str, Any]:
+def tuned(case: Case, profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """The same for what the tuner chooses."""
-    links, batch = cluster(case, link), case.microbatches
-    best = tune([profile], cluster=links, global_batch=batch, solver_seconds=SOLVER_SECONDS).best
+    best = tune([profile], cluster=cluster, global_batch=case.microbatches, solver_seconds=SOLVER_SECONDS).best
     choice = best.choice
     return {"plan": best.planned.to_json(), "samples": choice.microbatch_size, "zero": choice.zero_stage}
 
 
-def our_sides(case: Case, profile: Profile, link: Link) -> dict[str, dict[str, Any]]:
+def our_sides(case: Case, profile: Profile, cluster: Cluster) -> dict[str, dict[str, Any]]:
     """By name, what each of our sides takes at a link speed."""
     return {
-        "linear": pipelined(case, profile, "linear", link),
-        "wave": pipelined(case, profile, "wave", link),
-        "tuned": tuned(case, profile, link),
+        "linear": pipelined(case, profile, "linear", cluster),
+        "wave": pipelined(case, profile, "wave", cluster),
+        "tuned": tuned(case, profile, cluster),
     }
 
 

@@ -33,6 +33,7 @@ class Job:
 
 def measure(job: Job) -> dict[str, list[dict[str, Any]]]:
     """Figures of every step, by speed, after a step to warm up."""
+    limit_card(None)
     step, describe = _built(job)
     step()
     found: dict[str, list[dict[str, Any]]] = {}
@@ -47,9 +48,9 @@ def calibrate(job: Job) -> dict[str, dict[str, float]]:
 
     ``job.speeds`` maps a name to a ratio here; None: unlimited.
     """
+    limit_card(None)
     step, describe = _built(job)
     step()
-    limit_card(None)
     figures = [_timed(step, describe) for _ in range(3)]
     free_ms = sorted(figure["step_ms"] for figure in figures)[1]
     longest = max(figures[0]["card_bytes"])
@@ -69,9 +70,10 @@ def calibrate(job: Job) -> dict[str, dict[str, float]]:
 
 
 def profile(job: Job) -> dict[str, Any]:
-    """Of the case's layers, measured on one rank."""
+    """Of the case's layers, each rank measuring a share."""
     from slow_network.sides.pulse import measured
 
+    deepspeed.init_distributed("gloo")
     return measured(job.case)
 
 

@@ -24,7 +24,7 @@ from ranks import RanksFailed, launch
 from slow_network import rank, report
 from slow_network.cases import TIMED, Case, make_case
 from slow_network.others import other_sides
-from slow_network.plans import balanced, link, our_sides
+from slow_network.plans import balanced, limited, our_sides
 from slow_network.rank import Job
 
 from deepspeed_pulse.ir.cluster import Cluster
@@ -117,17 +117,18 @@ class Bench:
 
     def begin(self) -> dict[str, Any]:
         """What all sides need: layer costs as they are here, link speeds, plans."""
-        measured = self.launch(rank.profile, Job(side="pulse", case=self.case), world=1)
+        measured = self.launch(rank.profile, Job(side="pulse", case=self.case))
         profile = Profile.from_json(json.dumps(measured))
         options = {"boundaries": balanced(self.case, profile, "linear"), "dualpipev": False, "joined": True}
         job = Job(side="relayed", case=self.case, options=options, speeds=RATIOS)
         speeds = self.launch(rank.calibrate, job, patience=3)
         self.say("speeds: " + ", ".join(f"{name} {found}" for name, found in speeds.items()))
         measured_links = self.launch(rank.links, Job(side="pulse", case=self.case))
-        unlimited = Cluster.from_json(json.dumps(measured_links)).intra_node
+        unlimited = Cluster.from_json(json.dumps(measured_links))
         self.say(f"unlimited: {unlimited}")
         ours = {
-            speed: our_sides(self.case, profile, link(found.get("mbit"), unlimited)) for speed, found in speeds.items()
+            speed: our_sides(self.case, profile, limited(unlimited, found.get("mbit")))
+            for speed, found in speeds.items()
         }
         state = {"profile": measured, "speeds": speeds, "ours": ours, "results": {}, "done": []}
         self.state_path.write_text(json.dumps(state))
@@ -156,9 +157,9 @@ class Bench:
         times = ", ".join(f"{speed} {steps[-1]['step_ms']:.0f} ms" for speed, steps in found.items())
         self.say(f"{name}: {times} ({time.monotonic() - began:.0f} s)")
 
-    def launch(self, run: Any, job: Job, world: int | None = None, patience: int = 1) -> Any:
-        ranks = world or self.case.ranks
-        return launch(run, ranks, job, namespaces=self.homes[:ranks], timeout=patience * self.arguments.timeout)
+    def launch(self, run: Any, job: Job, patience: int = 1) -> Any:
+        timeout = patience * self.arguments.timeout
+        return launch(run, self.case.ranks, job, namespaces=self.homes, timeout=timeout)
 
     def jobs(self, state: dict[str, Any], profile: Profile) -> list[tuple[str, Job]]:
         mbit = {name: found.get("mbit") for name, found in state["speeds"].items()}

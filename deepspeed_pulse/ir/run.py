@@ -95,8 +95,9 @@ class Difference:
     """Why a measured step took longer than the planned one; ms, negative for shorter.
 
     The four parts add up to ``measured_ms - planned_ms``. ``layers_ms``: actions took longer than the profile says.
-    ``pauses_ms``: a rank did nothing between two actions although nothing was missing. ``messages_ms``: ranks waited
-    longer for messages than that explains. ``outside_ms``: before the first action and after the last one.
+    ``pauses_ms``: between two actions a rank did nothing although nothing was missing, for longer than its messages are
+    planned to keep it; ``mean_pause_ms`` is all of such a pause. ``messages_ms``: ranks waited longer for messages than
+    that explains. ``outside_ms``: before the first action and after the last one.
     ``stage``: the one whose actions exceed the profile most, with forward plus backward of a microbatch.
     ``memory``: per pipeline rank; empty where it was not counted.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from deepspeed_pulse.ir.fill import FrozenRun, HandOver
@@ -92,6 +93,17 @@ class Timeline:
 
     def frozen_of(self, rank: int) -> tuple[FrozenSpan, ...]:
         return tuple(span for span in self.frozen if span.rank == rank)
+
+    def pauses_ms(self) -> dict[Action, float]:
+        """After each action but a rank's last, how long its rank neither worked nor waited for a message."""
+        found: dict[Action, float] = {}
+        for rank in range(self.num_ranks):
+            frozen = self.frozen_of(rank)
+            for span, following in itertools.pairwise(self.spans_of(rank)):
+                between = (f for f in frozen if span.end_ms <= f.start_ms < following.start_ms)
+                worked = sum(f.end_ms - f.start_ms for f in between)
+                found[span.action] = max(0.0, following.start_ms - span.end_ms - following.waited_ms - worked)
+        return found
 
     @property
     def bubble_ratio(self) -> float:

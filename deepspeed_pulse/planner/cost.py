@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Grid
@@ -42,6 +42,14 @@ class StageCosts:
             param_bytes=tuple(sum(x.param_bytes for x in stage) for stage in stages),
             activation_bytes=tuple(sum(x.activation_bytes for x in stage) for stage in stages),
             output_bytes=tuple(stage[-1].output_bytes if stage else 0 for stage in stages),
+        )
+
+    def with_overheads(self, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> StageCosts:
+        """Every forward and every backward longer by what its messages cost the rank."""
+        return replace(
+            self,
+            forward_ms=tuple(a + b for a, b in zip(self.forward_ms, forward_ms, strict=True)),
+            backward_ms=tuple(a + b for a, b in zip(self.backward_ms, backward_ms, strict=True)),
         )
 
     @property

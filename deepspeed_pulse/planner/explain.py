@@ -1,12 +1,13 @@
 """Why a measured step differs from the planned one: the plan simulated again with what was measured, part by part.
 
 The order of actions is the plan's in every simulation. With planned times it takes the planned makespan; with
-measured durations of the actions, what that adds is the layers'; with measured pauses between them too, what that adds
-is the pauses'; and what the measured makespan has beyond that is the messages'.
+measured durations of the actions and planned pauses between them, what that adds is the layers'; with measured pauses,
+what that adds is the pauses'; and what the measured makespan has beyond that is the messages'.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -41,13 +42,17 @@ def explain(
     """
     instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer)
     durations = {span.action: span.end_ms - span.start_ms for span in measured.spans}
-    pauses = _pauses(measured)
+    pauses = measured.pauses_ms()
     as_planned = run(instance, plan.schedule)
     planned = as_planned.makespan_ms
-    with_layers = run(instance, plan.schedule, durations=durations).makespan_ms
-    with_pauses = run(instance, plan.schedule, durations=durations, pauses=pauses).makespan_ms
+    overheads = {action: instance.overhead_ms(action) for action in durations}
+    as_paused = {action: ms + overheads[action] for action, ms in durations.items()}
+    with_layers = run(instance, plan.schedule, durations=as_paused).makespan_ms
+    paused = {action: ms + pauses.get(action, 0.0) for action, ms in durations.items()}
+    with_pauses = run(instance, plan.schedule, durations=paused).makespan_ms
     planned_step = planned if plan.estimate is None else plan.estimate.step_ms
-    stage = _most_exceeding(instance, durations)
+    layers_ms = {action: instance.duration_ms(action) - overheads[action] for action in durations}
+    stage = _most_exceeding(durations, layers_ms)
     return Difference(
         planned_ms=planned_step,
         measured_ms=step_ms,
@@ -56,9 +61,9 @@ def explain(
         messages_ms=measured.makespan_ms - with_pauses,
         outside_ms=(step_ms - measured.makespan_ms) - (planned_step - planned),
         stage=stage,
-        stage_planned_ms=_per_microbatch(plan, stage, {action: instance.duration_ms(action) for action in durations}),
+        stage_planned_ms=_per_microbatch(plan, stage, layers_ms),
         stage_measured_ms=_per_microbatch(plan, stage, durations),
-        mean_pause_ms=sum(pauses.values()) / len(pauses),
+        mean_pause_ms=statistics.mean(pauses.values()),
         memory=_memory(instance, as_planned, peaks) if peaks else (),
     )
 
@@ -70,23 +75,11 @@ def _memory(instance: Instance, planned: Timeline, peaks: Sequence[Mapping[str, 
     )
 
 
-def _pauses(measured: Timeline) -> dict[Action, float]:
-    """ms before each action in which its rank neither worked nor waited for a message."""
-    found: dict[Action, float] = {}
-    for rank in range(measured.num_ranks):
-        free, frozen = measured.start_ms, measured.frozen_of(rank)
-        for span in measured.spans_of(rank):
-            worked = sum(f.end_ms - f.start_ms for f in frozen if free <= f.start_ms < span.start_ms)
-            found[span.action] = max(0.0, span.start_ms - free - span.waited_ms - worked)
-            free = span.end_ms
-    return found
-
-
-def _most_exceeding(instance: Instance, durations: Mapping[Action, float]) -> int:
+def _most_exceeding(measured: Mapping[Action, float], planned: Mapping[Action, float]) -> int:
     """The stage whose actions took longest beyond the profile, all microbatches together."""
     beyond: dict[int, float] = defaultdict(float)
-    for action, duration in durations.items():
-        beyond[action.stage] += duration - instance.duration_ms(action)
+    for action, ms in measured.items():
+        beyond[action.stage] += ms - planned[action]
     return max(beyond, key=lambda stage: (abs(beyond[stage]), -stage))
 
 

@@ -34,7 +34,6 @@ class Instance:
         _check_fit(plan, profile)
         self.shard_optimizer = shard_optimizer
         self.plan, self.profile, self.cluster = plan, profile, cluster
-        self.costs = StageCosts.of(with_recompute(profile, plan.recompute), plan.boundaries)
         self._replayed = {split: replay_bytes(profile, plan, split=split) for split in (False, True)}
         self._values: dict[str, Skip] = {}
         for skip in profile.skips:
@@ -45,6 +44,9 @@ class Instance:
         self.bounds_ms: dict[tuple[int, bool], float] = {}
         """Lower bounds found so far, by number of microbatches and whether backward is split."""
         self._links: dict[tuple[int, int], Link] = {}
+        layers = StageCosts.of(with_recompute(profile, plan.recompute), plan.boundaries)
+        self.costs = layers.with_overheads(*(self._overheads_ms(op) for op in (Op.FORWARD, Op.BACKWARD)))
+        """Of layers, and of their messages what these cost the rank."""
 
     @property
     def num_ranks(self) -> int:
@@ -58,8 +60,16 @@ class Instance:
     def placement(self) -> tuple[int, ...]:
         return self.plan.placement
 
+    def _overheads_ms(self, op: Op) -> tuple[float, ...]:
+        return tuple(self.overhead_ms(Action(stage, op, 0)) for stage in range(self.num_stages))
+
+    def overhead_ms(self, action: Action) -> float:
+        """What the messages of an action keep its rank from other work, both that it sends and that it takes."""
+        step = self.step(action)
+        return sum(self._link(message).overhead_ms for message in (*step.receives, *step.sends))
+
     def duration_ms(self, action: Action) -> float:
-        """Time of an action; ``I`` and ``W`` share the backward."""
+        """Time that an action keeps its rank; ``I`` and ``W`` share the backward."""
         costs, stage = self.costs, action.stage
         if action.op is Op.FORWARD:
             return costs.forward_ms[stage]
@@ -78,11 +88,15 @@ class Instance:
         return self.placement[message.source_stage], self.placement[message.target_stage]
 
     def delay(self, message: Message) -> Delay:
+        found = self._link(message)
+        return Delay(found.transfer_ms(self.num_bytes(message)), found.latency_ms)
+
+    def _link(self, message: Message) -> Link:
         pair = self.link_of(message)
         found = self._links.get(pair)
         if found is None:
             found = self._links[pair] = link(self.cluster, self.plan, *pair)
-        return Delay(found.transfer_ms(self.num_bytes(message)), found.latency_ms)
+        return found
 
     def step(self, action: Action) -> Step:
         """The action with its messages; values without gradient send nothing back."""

@@ -58,15 +58,13 @@ def run(
     schedule: Schedule,
     *,
     durations: Mapping[Action, float] | None = None,
-    pauses: Mapping[Action, float] | None = None,
 ) -> Timeline:
     """Simulate an order on an instance, whatever schedule its plan has.
 
     Args:
         durations: ms of every action, where they are not the profile's.
-        pauses: ms in which a rank does nothing before an action; none by default.
     """
-    clock = _Clock(instance, durations, pauses or {})
+    clock = _Clock(instance, durations)
     fill = instance.plan.fill
     if fill is None:
         order, stuck = execution_order(instance.lower(schedule), instance.placement)
@@ -95,10 +93,8 @@ def deadlock_text(stuck: tuple[Stuck, ...], placement: tuple[int, ...]) -> str:
 class _Clock:
     """Times of steps that come in a feasible order."""
 
-    def __init__(
-        self, instance: Instance, durations: Mapping[Action, float] | None, pauses: Mapping[Action, float]
-    ) -> None:
-        self.instance, self._pauses = instance, pauses
+    def __init__(self, instance: Instance, durations: Mapping[Action, float] | None) -> None:
+        self.instance = instance
         self._duration_ms = instance.duration_ms if durations is None else durations.__getitem__
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
@@ -111,7 +107,7 @@ class _Clock:
         """When frozen results are on a rank."""
 
     def run(self, rank: int, step: Step) -> None:
-        start = self._rank_free[rank] + self._pauses.get(step.action, 0.0)
+        start = self._rank_free[rank]
         for message in step.receives:
             start = max(start, self._arrived[message])
         end = start + self._duration_ms(step.action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from toys import cluster
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.run import Difference
-from deepspeed_pulse.ir.timeline import Span, Timeline
+from deepspeed_pulse.ir.schedule import Action
+from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.make import make_plan
@@ -88,19 +90,34 @@ def test_a_slow_link_is_what_ranks_waited_for(plan: Plan) -> None:
     assert parts(found) == pytest.approx((0, 0, more, 0), abs=1e-9) and more > 5
 
 
-def test_pauses_and_what_lies_outside(plan: Plan) -> None:
-    pauses = {action: 0.5 for row in plan.schedule for action in row}
+def pausing(plan: Plan, pauses: Mapping[Action, float]) -> Timeline:
+    """As measured where a rank pauses after actions, ms."""
     instance = Instance(plan, COSTS, CLUSTER)
-    spans: list[Span] = []
-    free = [0.0] * RANKS
-    for span in run(instance, plan.schedule, pauses=pauses).spans:
-        waited = span.start_ms - free[span.rank] - 0.5
-        spans.append(replace(span, waited_ms=waited))
-        free[span.rank] = span.end_ms
-    # the first action's own pause lies before the step's first action
-    measured = Timeline(num_ranks=RANKS, spans=tuple(spans))
+    durations = {a: instance.duration_ms(a) + pauses[a] for row in plan.schedule for a in row}
+    timeline = with_waits(run(instance, plan.schedule, durations=durations))
+    return replace(timeline, spans=tuple(replace(s, end_ms=s.end_ms - pauses[s.action]) for s in timeline.spans))
+
+
+def test_planned_pauses_are_no_difference(plan: Plan) -> None:
+    """Every end of a message keeps its rank for 0.5 ms."""
+    link = replace(CLUSTER.intra_node, overhead_us=500.0)
+    machines = replace(CLUSTER, intra_node=link, inter_node=link)
+    instance = Instance(plan, COSTS, machines)
+    pauses = {action: instance.overhead_ms(action) for row in plan.schedule for action in row}
+    assert set(pauses.values()) == {0.5}
+    planned_ms = simulate(plan, COSTS, machines).makespan_ms
+    planned = replace(plan, estimate=replace(plan.estimate, makespan_ms=planned_ms, step_ms=planned_ms))
+    found = explain(planned, COSTS, machines, pausing(plan, pauses), step_ms=planned_ms)
+    # what follows a rank's last action is no pause
+    assert parts(found) == pytest.approx((0, -0.5, 0, 0.5), abs=1e-9)
+    assert (found.stage_planned_ms, found.stage_measured_ms) == pytest.approx((3.0, 3.0))
+
+
+def test_pauses_and_what_lies_outside(plan: Plan) -> None:
+    measured = pausing(plan, {action: 0.5 for row in plan.schedule for action in row})
     found = explain(plan, COSTS, CLUSTER, measured, step_ms=measured.makespan_ms + 10)
     assert found.layers_ms == pytest.approx(0) and found.pauses_ms > 2
-    assert found.messages_ms == pytest.approx(0, abs=0.51)
+    assert found.mean_pause_ms == pytest.approx(0.5)
+    assert found.messages_ms == pytest.approx(0, abs=1e-9)
     assert found.outside_ms == pytest.approx(10)
     assert sum(parts(found)) == pytest.approx(found.measured_ms - found.planned_ms)

@@ -1,7 +1,9 @@
 """The simulator against schedules drawn by hand, closed forms and the rules of memory."""
 
+from dataclasses import replace
+
 import pytest
-from toys import cluster, layer, plan, profile, rows, skip, uniform
+from toys import INSTANT, cluster, layer, plan, profile, rows, skip, uniform
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster, Link
@@ -104,6 +106,16 @@ def test_links_follow_the_pipe_major_topology():
     assert simulate(plan((0, 1), 1, schedule=order), uniform(2), two).makespan_ms == pytest.approx(6)
     paired = plan((0, 1), 1, schedule=order, data_parallel=2)
     assert simulate(paired, uniform(2), two).makespan_ms == pytest.approx(10)
+
+
+def test_messages_keep_their_ranks_from_other_work():
+    """Each end of a message takes 0.5 ms; six of the eight in turn. Without messages nothing is longer."""
+    busy = cluster(replace(INSTANT, overhead_us=500.0))
+    order = rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    assert simulate(plan((0, 1), 2, schedule=order), uniform(2), cluster()).makespan_ms == pytest.approx(9)
+    assert simulate(plan((0, 1), 2, schedule=order), uniform(2), busy).makespan_ms == pytest.approx(9 + 6 * 0.5)
+    alone = plan((0, 0), 2, schedule=rows("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"))
+    assert simulate(alone, uniform(2), busy).makespan_ms == pytest.approx(12)
 
 
 def test_gradient_reduction_is_hidden_except_for_its_tail():

@@ -78,28 +78,30 @@ def mse(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def reference_run(model: str, microbatches: int, data_parallel: int, clip: float) -> Any:
-    """Losses, gradients of the last step and weights after it; cached in this process."""
+    """Losses, gradients of the last step and weights after it; rank 0 runs it for all, and each rank keeps it."""
     key = (model, microbatches, data_parallel, clip)
     if key not in _REFERENCES:
-        layers, batch, first = models(model)
-        unpartitioned = Unpartitioned(layers())
-        optimizer = torch.optim.SGD(unpartitioned.parameters(), lr=0.05, momentum=0.9)
-        losses, gradients = [], {}
-        for step in range(STEPS):
-            data = [batch(step, m, d) for d in range(data_parallel) for m in range(microbatches)]
-            numbers = [step * microbatches + m for _ in range(data_parallel) for m in range(microbatches)]
-            loss, gradients = train(
-                unpartitioned, optimizer, data, mse, clip, first, numbers if model == "noisy" else None
-            )
-            losses.append(loss)
-        by_layer = {
-            index: {
-                name: (p.detach().clone(), _gradient(unpartitioned, gradients, p)) for name, p in m.named_parameters()
-            }
-            for index, m in unpartitioned.by_layer.items()
-        }
-        _REFERENCES[key] = (losses, by_layer)
+        found = [_reference(*key) if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(found)
+        _REFERENCES[key] = found[0]
     return _REFERENCES[key]
+
+
+def _reference(model: str, microbatches: int, data_parallel: int, clip: float) -> Any:
+    layers, batch, first = models(model)
+    unpartitioned = Unpartitioned(layers())
+    optimizer = torch.optim.SGD(unpartitioned.parameters(), lr=0.05, momentum=0.9)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        data = [batch(step, m, d) for d in range(data_parallel) for m in range(microbatches)]
+        numbers = [step * microbatches + m for _ in range(data_parallel) for m in range(microbatches)]
+        loss, gradients = train(unpartitioned, optimizer, data, mse, clip, first, numbers if model == "noisy" else None)
+        losses.append(loss)
+    by_layer = {
+        index: {name: (p.detach().clone(), _gradient(unpartitioned, gradients, p)) for name, p in m.named_parameters()}
+        for index, m in unpartitioned.by_layer.items()
+    }
+    return losses, by_layer
 
 
 _REFERENCES: dict[Any, Any] = {}

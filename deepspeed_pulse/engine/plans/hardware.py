@@ -65,10 +65,12 @@ class EventClock:
 
 def clock_of(device: torch.device) -> Clock:
     """Events where the device has them, by the rule of upstream's timers; else the host's clock."""
-    accelerator = get_accelerator()
-    if device.type == "cpu" or accelerator.use_host_timers():
-        return HostClock(accelerator.synchronize)
-    return EventClock()
+    return HostClock(get_accelerator().synchronize) if runs_at_once(device) else EventClock()
+
+
+def runs_at_once(device: torch.device) -> bool:
+    """Whether the device has done what it is given when the call returns, by the rule of upstream's timers."""
+    return device.type == "cpu" or bool(get_accelerator().use_host_timers())
 
 
 def hardware_of(device: torch.device) -> Hardware:

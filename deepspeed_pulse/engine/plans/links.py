@@ -18,6 +18,7 @@ from deepspeed_pulse.engine.data.agreement import agree, told_by_all
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.content import library_versions
 from deepspeed_pulse.engine.plans.hardware import Hardware, agreed_hardware
+from deepspeed_pulse.engine.plans.overhead import message_pauses_ms
 from deepspeed_pulse.ir.cluster import MIN_BANDWIDTH_GB_PER_S, Cluster, Link
 from deepspeed_pulse.ir.program import Channel, Direction
 
@@ -41,7 +42,8 @@ def measure_cluster(device: torch.device, *, plan_cache: str | None = None) -> C
 
     Ranks on one host make a node. Neighbours inside a node, and ranks at the same place of neighbouring nodes, send
     each other messages of several sizes as a pipeline does, all pairs at once, as the pipelines of several replicas do,
-    but no rank in two pairs at a time. The medians over the pairs are the links.
+    but no rank in two pairs at a time. The medians over the pairs are the links. What a message costs its ends is
+    measured by two ranks alone.
 
     Args:
         device: of this rank.
@@ -68,7 +70,7 @@ def measure_cluster(device: torch.device, *, plan_cache: str | None = None) -> C
 def _key(ranks: Sequence[Hardware], device: torch.device) -> str:
     backend = str(torch.distributed.get_backend())
     described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
-    return kept.named_by([described, backend, device.type, *library_versions()])
+    return kept.named_by([described, backend, device.type, *Link.__dataclass_fields__, *library_versions()])
 
 
 def shape_of(hosts: Sequence[str]) -> tuple[int, int]:
@@ -115,21 +117,24 @@ def _measured(device: torch.device, ranks: Sequence[Hardware], nodes: int, per_n
                 if points:
                     mine.append((inside, fit_link(points)))
     links = [link for told in told_by_all(mine, len(ranks)) for link in told]
+    pauses_ms = [ms for told in told_by_all(message_pauses_ms(device), len(ranks)) for ms in told]
+    overhead_us = round(1e3 * statistics.median(pauses_ms), 3) if pauses_ms else 0.0
     intra, inter = ([link for inside, link in links if inside is kind] for kind in (True, False))
     return Cluster(
         name=MEASURED,
         nodes=nodes,
         ranks_per_node=per_node,
         memory_bytes=min(rank.memory_bytes for rank in ranks),
-        intra_node=_median(intra or inter),
-        inter_node=_median(inter or intra),
+        intra_node=_median(intra or inter, overhead_us),
+        inter_node=_median(inter or intra, overhead_us),
     )
 
 
-def _median(links: Sequence[Link]) -> Link:
+def _median(links: Sequence[Link], overhead_us: float) -> Link:
     return Link(
         bandwidth_gb_per_s=statistics.median(link.bandwidth_gb_per_s for link in links),
         latency_us=statistics.median(link.latency_us for link in links),
+        overhead_us=overhead_us,
     )
 
 
@@ -172,7 +177,9 @@ def _round_ms(first: bool, message: torch.Tensor, send: Callable[[Any], None], r
 
 
 def fit_link(points: Points) -> Link:
-    """Latency a and bandwidth b of t = a + bytes / b, by least squares of the relative errors; neither is negative.
+    """Latency a and bandwidth b of t = a + bytes / b, by least squares of the relative errors.
+
+    Where that gives nonsense, a is the time of the smallest message and b what the largest one says.
 
     >>> fit_link([(1000, 0.101), (10**6, 1.1)])
     Link(bandwidth_gb_per_s=1.0, latency_us=100.0)
@@ -186,7 +193,7 @@ def fit_link(points: Points) -> Link:
     latency_ms = mean_ms - slope * mean_size
     if slope <= 0.0 or latency_ms < 0.0:
         size, ms = points[-1]
-        slope, latency_ms = ms / size, 0.0 if slope > 0.0 else points[0][1]
+        slope, latency_ms = ms / size, points[0][1]
     return Link(
         bandwidth_gb_per_s=max(MIN_BANDWIDTH_GB_PER_S, round(1 / slope / 1e6, 6)), latency_us=round(latency_ms * 1e3, 3)
     )

@@ -1,0 +1,117 @@
+"""Measuring how long a message keeps a rank from other work, in a small pipeline that runs as plans run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, EngineDevice, PipelineCommunicator
+from deepspeed_pulse.engine.plans.hardware import runs_at_once
+from deepspeed_pulse.ir.channels import Traffic, make_traffic
+from deepspeed_pulse.ir.graph import Layer
+from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.runtime.local import ListedBatches
+from deepspeed_pulse.runtime.rank import RankRuntime
+from deepspeed_pulse.runtime.stage import BoundLayer, Stage
+from deepspeed_pulse.runtime.usage import Usage
+
+RANKS = 2
+_MICROBATCHES, _STEPS = 8, 2
+_HIDDEN = 16 * 1024
+"""Elements, 64 KiB."""
+
+_IDLE_SECONDS = 0.01
+"""Of the host in each action: as where it waits for a device or a peer. A host that computes all the time has its
+caches warm and takes half as long for a message, and then that is little beside the layers."""
+
+
+def message_pauses_ms(device: torch.device) -> list[float]:
+    """Pauses of this rank between two actions with messages, for each message that leaves or arrives there.
+
+    All ranks of the world call it. The first two run a wave; what they do between two actions is to start and to take
+    messages, and what the runtime does itself.
+
+    Returns:
+        Nothing on all other ranks, and where the device works on while the host sends.
+    """
+    if dist.get_world_size() < RANKS or not runs_at_once(device):
+        return []
+    plan = _plan()
+    traffic = make_traffic(plan)
+    communicator = PipelineCommunicator(range(RANKS), None, device)
+    communicator.open(list(traffic.channels), [range(RANKS)], 0)
+    if dist.get_rank() >= RANKS:
+        return []
+    runtime = _runtime(plan, communicator, device)
+    batches = ListedBatches([(torch.zeros(_HIDDEN, device=device), {})] * _MICROBATCHES)
+    found: list[float] = []
+    for _ in range(_STEPS):
+        found = [*_step(runtime, plan, traffic, batches)]  # shapes are agreed on in the first one
+    return found
+
+
+def _step(runtime: RankRuntime, plan: Plan, traffic: Traffic, batches: ListedBatches) -> Iterator[float]:
+    runtime.begin(plan, traffic, Usage(plan, (), runtime.rank), batches, training=True)
+    for step in traffic.program[runtime.rank]:
+        runtime.receive(step)
+        runtime.compute(step)
+        runtime.send(step)
+    runtime.finish()
+    pauses = Timeline(num_ranks=RANKS, spans=tuple(runtime.spans)).pauses_ms()
+    row = traffic.program[runtime.rank]
+    for before, after in itertools.pairwise(row):
+        messages = len(before.sends) + len(after.receives)
+        if messages:
+            yield pauses[before.action] / messages
+
+
+def _runtime(plan: Plan, communicator: PipelineCommunicator, device: torch.device) -> RankRuntime:
+    rank = dist.get_rank()
+    stages = {s: Stage([BoundLayer(Layer(name=f"layer {s}"), _Idle().to(device))], ()) for s in plan.stages_of(rank)}
+    return RankRuntime(
+        rank=rank,
+        stages=stages,
+        communicator=communicator,
+        device=EngineDevice(device, torch.autograd.backward, lambda loss: loss),
+        finish=lambda output, microbatch: output.mean(),
+        timeout_seconds=CONNECT_SECONDS,
+    )
+
+
+class _Idle(torch.nn.Module):
+    """Does next to nothing, and takes its time, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        time.sleep(_IDLE_SECONDS)
+        output: torch.Tensor = hidden * self.scale
+        output.register_hook(lambda gradient: time.sleep(_IDLE_SECONDS))
+        return output
+
+
+def _plan() -> Plan:
+    """A wave in the plainest order: all microbatches through one stage after the other."""
+    placement = wave_placement(RANKS)
+    forward = [(Op.FORWARD, stage) for stage in range(len(placement))]
+    backward = [(Op.BACKWARD, stage) for _, stage in reversed(forward)]
+    row = [Action(stage, op, m) for op, stage in (*forward, *backward) for m in range(_MICROBATCHES)]
+    return Plan(
+        pipeline_ranks=RANKS,
+        data_parallel=1,
+        microbatches=_MICROBATCHES,
+        microbatch_size=1,
+        waves=1,
+        boundaries=tuple(range(len(placement) + 1)),
+        placement=placement,
+        schedule=tuple(tuple(a for a in row if placement[a.stage] == rank) for rank in range(RANKS)),
+    )
