@@ -22,7 +22,7 @@ from deepspeed_pulse.runtime.rank import RankRuntime
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
 
-RANKS = 2
+_RANKS = 2
 _MICROBATCHES, _STEPS = 8, 2
 _HIDDEN = 16 * 1024
 """Elements, 64 KiB."""
@@ -41,13 +41,13 @@ def message_pauses_ms(device: torch.device) -> list[float]:
     Returns:
         Nothing on all other ranks, and where the device works on while the host sends.
     """
-    if dist.get_world_size() < RANKS or not runs_at_once(device):
+    if dist.get_world_size() < _RANKS or not runs_at_once(device):
         return []
     plan = _plan()
     traffic = make_traffic(plan)
-    communicator = PipelineCommunicator(range(RANKS), None, device)
-    communicator.open(list(traffic.channels), [range(RANKS)], 0)
-    if dist.get_rank() >= RANKS:
+    communicator = PipelineCommunicator(range(_RANKS), None, device)
+    communicator.open(list(traffic.channels), [range(_RANKS)], 0)
+    if dist.get_rank() >= _RANKS:
         return []
     runtime = _runtime(plan, communicator, device)
     batches = ListedBatches([(torch.zeros(_HIDDEN, device=device), {})] * _MICROBATCHES)
@@ -64,7 +64,7 @@ def _step(runtime: RankRuntime, plan: Plan, traffic: Traffic, batches: ListedBat
         runtime.compute(step)
         runtime.send(step)
     runtime.finish()
-    pauses = Timeline(num_ranks=RANKS, spans=tuple(runtime.spans)).pauses_ms()
+    pauses = Timeline(num_ranks=_RANKS, spans=tuple(runtime.spans)).pauses_ms()
     row = traffic.program[runtime.rank]
     for before, after in itertools.pairwise(row):
         messages = len(before.sends) + len(after.receives)
@@ -101,17 +101,17 @@ class _Idle(torch.nn.Module):
 
 def _plan() -> Plan:
     """A wave in the plainest order: all microbatches through one stage after the other."""
-    placement = wave_placement(RANKS)
+    placement = wave_placement(_RANKS)
     forward = [(Op.FORWARD, stage) for stage in range(len(placement))]
     backward = [(Op.BACKWARD, stage) for _, stage in reversed(forward)]
     row = [Action(stage, op, m) for op, stage in (*forward, *backward) for m in range(_MICROBATCHES)]
     return Plan(
-        pipeline_ranks=RANKS,
+        pipeline_ranks=_RANKS,
         data_parallel=1,
         microbatches=_MICROBATCHES,
         microbatch_size=1,
         waves=1,
         boundaries=tuple(range(len(placement) + 1)),
         placement=placement,
-        schedule=tuple(tuple(a for a in row if placement[a.stage] == rank) for rank in range(RANKS)),
+        schedule=tuple(tuple(a for a in row if placement[a.stage] == rank) for rank in range(_RANKS)),
     )
