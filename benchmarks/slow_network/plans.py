@@ -23,8 +23,13 @@ def limited(unlimited: Cluster, mbit: float | None) -> Cluster:
     """The ranks as they were measured, with cards of a limit."""
     if mbit is None:
         return unlimited
-    latency_us = max(LATENCY_US, unlimited.intra_node.latency_us)
-    link = Link(bandwidth_gb_per_s=TBF_SHARE * mbit / 8e3, latency_us=latency_us)
+    speed, free = TBF_SHARE * mbit / 8e3, unlimited.intra_node
+    link = replace(
+        free,
+        bandwidth_gb_per_s=speed,
+        bus_gb_per_s=min(speed, free.bus_gb_per_s or speed),
+        latency_us=max(LATENCY_US, free.latency_us),
+    )
     return replace(unlimited, intra_node=link, inter_node=link)
 
 

@@ -17,16 +17,26 @@ class Link:
     """A directed pair of ranks: GB (1e9 bytes) per second and microseconds.
 
     ``overhead_us``: how long each message keeps its sender, and its receiver, from other work: o of the LogP model
-    (Culler et al., 1993). 0 where a device works on while the host sends.
+    (Culler et al., 1993). 0 where a device works on while the host sends. ``bus_gb_per_s``: what the link carries in
+    a ring all-reduce, all ranks sending, receiving and adding (bus bandwidth in nccl-tests); None: as in a message.
     """
 
     bandwidth_gb_per_s: float
     latency_us: float
     overhead_us: float = 0.0
+    bus_gb_per_s: float | None = None
 
     def transfer_ms(self, num_bytes: int) -> float:
         """Time the bytes occupy the link, latency excluded."""
         return num_bytes / (self.bandwidth_gb_per_s * 1e6)
+
+    def bus_ms(self, num_bytes: int) -> float:
+        """Time the bytes of an all-reduce occupy the link, latency excluded."""
+        return num_bytes / ((self.bus_gb_per_s or self.bandwidth_gb_per_s) * 1e6)
+
+    def whole_ms(self, num_bytes: int) -> float:
+        """From the start of a message until it is there."""
+        return self.transfer_ms(num_bytes) + self.latency_ms
 
     @property
     def latency_ms(self) -> float:
@@ -95,16 +105,25 @@ class Cluster:
 
 def _link_dict(link: Link) -> dict[str, float]:
     data = {"bandwidth_gb_per_s": link.bandwidth_gb_per_s, "latency_us": link.latency_us}
-    return {**data, "overhead_us": link.overhead_us} if link.overhead_us else data
+    if link.overhead_us:
+        data["overhead_us"] = link.overhead_us
+    if link.bus_gb_per_s is not None:
+        data["bus_gb_per_s"] = link.bus_gb_per_s
+    return data
 
 
 def _read_link(fields: Fields) -> Link:
     fields.done(Link.__dataclass_fields__)
-    bandwidth = fields.number("bandwidth_gb_per_s", above=0.0)
-    if bandwidth < MIN_BANDWIDTH_GB_PER_S:
-        raise fields.error("bandwidth_gb_per_s", f"at least {MIN_BANDWIDTH_GB_PER_S:g}, a byte a second")
     return Link(
-        bandwidth_gb_per_s=bandwidth,
+        bandwidth_gb_per_s=_read_speed(fields, "bandwidth_gb_per_s"),
         latency_us=fields.number("latency_us"),
         overhead_us=fields.number("overhead_us") if fields.has("overhead_us") else 0.0,
+        bus_gb_per_s=_read_speed(fields, "bus_gb_per_s") if fields.has("bus_gb_per_s") else None,
     )
+
+
+def _read_speed(fields: Fields, name: str) -> float:
+    speed = fields.number(name, above=0.0)
+    if speed < MIN_BANDWIDTH_GB_PER_S:
+        raise fields.error(name, f"at least {MIN_BANDWIDTH_GB_PER_S:g}, a byte a second")
+    return speed

@@ -273,4 +273,4 @@ def reduction_ms(instance: Instance, stage: int) -> float:
     if group == 1 or not num_bytes:
         return 0.0
     link = data_parallel_link(instance.cluster, instance.plan.grid, instance.placement[stage])
-    return 2 * (group - 1) * (link.transfer_ms(num_bytes) / group + link.latency_ms)
+    return 2 * (group - 1) * (link.bus_ms(num_bytes) / group + link.latency_ms)

@@ -14,7 +14,8 @@ from support.launch import launch
 from deepspeed_pulse.engine import communicator
 from deepspeed_pulse.engine.data.resizing import resized
 from deepspeed_pulse.engine.plans import hardware
-from deepspeed_pulse.engine.plans.links import fit_link, rounds
+from deepspeed_pulse.engine.plans.fitting import fit_link
+from deepspeed_pulse.engine.plans.links import rounds
 from deepspeed_pulse.engine.plans.measuring import shares
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, Layer

@@ -126,6 +126,8 @@ def test_gradient_reduction_is_hidden_except_for_its_tail():
     found = estimate(plan((0, 1), 1, schedule=order, data_parallel=2), costs, cluster(link))
     assert (found.makespan_ms, found.step_ms) == (pytest.approx(6), pytest.approx(7))
     assert found.samples_per_second == pytest.approx(1e3 * 2 / 7)
+    slower = cluster(replace(link, bus_gb_per_s=0.5))
+    assert estimate(plan((0, 1), 1, schedule=order, data_parallel=2), costs, slower).step_ms == pytest.approx(8)
     assert estimate(plan((0, 1), 1, schedule=order), costs, cluster(link)).step_ms == pytest.approx(6)
 
 

@@ -191,7 +191,7 @@ def measures_links(folder: str) -> None:
     assert told_by_all(cluster) == [cluster] * 4
     assert (cluster.nodes, cluster.ranks_per_node) == (1, 4)
     assert cluster.intra_node == cluster.inter_node and cluster.intra_node.latency_us > 0
-    assert cluster.intra_node.overhead_us > 0
+    assert cluster.intra_node.overhead_us > 0 and cluster.intra_node.bus_gb_per_s > 0
     socket.gethostname = lambda: f"host{rank // 2}"
     cluster = measure_cluster(CPU, plan_cache=folder)
     assert (cluster.nodes, cluster.ranks_per_node) == (2, 2)

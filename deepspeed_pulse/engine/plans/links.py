@@ -1,4 +1,4 @@
-"""Measuring the links between ranks: messages to and fro between pairs, fitted by latency and bandwidth."""
+"""Measuring the links between ranks: messages to and fro between pairs, and what comes with many of them at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, PipelineCommuni
 from deepspeed_pulse.engine.data.agreement import agree, told_by_all
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.content import library_versions
+from deepspeed_pulse.engine.plans.fitting import Points, fit_link
 from deepspeed_pulse.engine.plans.hardware import Hardware, agreed_hardware
 from deepspeed_pulse.engine.plans.overhead import message_pauses_ms
-from deepspeed_pulse.ir.cluster import MIN_BANDWIDTH_GB_PER_S, Cluster, Link
+from deepspeed_pulse.engine.plans.sums import measure_bus
+from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.program import Channel, Direction
-
-Points = list[tuple[int, float]]
-"""(bytes of a message, ms from its start until it is there)."""
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)
 """Message sizes in bytes: a time embedding, and hidden states up to those of video models."""
@@ -43,7 +42,7 @@ def measure_cluster(device: torch.device, *, plan_cache: str | None = None) -> C
     Ranks on one host make a node. Neighbours inside a node, and ranks at the same place of neighbouring nodes, send
     each other messages of several sizes as a pipeline does, all pairs at once, as the pipelines of several replicas do,
     but no rank in two pairs at a time. The medians over the pairs are the links. What a message costs its ends is
-    measured by two ranks alone.
+    measured by two ranks alone, all-reduces by all of a node and by all of a place in their nodes.
 
     Args:
         device: of this rank.
@@ -119,22 +118,29 @@ def _measured(device: torch.device, ranks: Sequence[Hardware], nodes: int, per_n
     links = [link for told in told_by_all(mine, len(ranks)) for link in told]
     pauses_ms = [ms for told in told_by_all(message_pauses_ms(device), len(ranks)) for ms in told]
     overhead_us = round(1e3 * statistics.median(pauses_ms), 3) if pauses_ms else 0.0
-    intra, inter = ([link for inside, link in links if inside is kind] for kind in (True, False))
+    bus = measure_bus(device, nodes, per_node)
+    intra, inter = (
+        _median([link for inside, link in links if inside is kind], overhead_us, bus[kind]) if kind in bus else None
+        for kind in (True, False)
+    )
+    some = intra or inter
+    assert some is not None
     return Cluster(
         name=MEASURED,
         nodes=nodes,
         ranks_per_node=per_node,
         memory_bytes=min(rank.memory_bytes for rank in ranks),
-        intra_node=_median(intra or inter, overhead_us),
-        inter_node=_median(inter or intra, overhead_us),
+        intra_node=intra or some,
+        inter_node=inter or some,
     )
 
 
-def _median(links: Sequence[Link], overhead_us: float) -> Link:
+def _median(links: Sequence[Link], overhead_us: float, bus_gb_per_s: float) -> Link:
     return Link(
         bandwidth_gb_per_s=statistics.median(link.bandwidth_gb_per_s for link in links),
         latency_us=statistics.median(link.latency_us for link in links),
         overhead_us=overhead_us,
+        bus_gb_per_s=bus_gb_per_s,
     )
 
 
@@ -153,7 +159,7 @@ def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
 
     points: Points = []
     for size in SIZES:
-        go_on = torch.tensor([len(points) < 2 or _expected_ms(points, size) <= _LONGEST_MS], device=device)
+        go_on = torch.tensor([len(points) < 2 or fit_link(points).whole_ms(size) <= _LONGEST_MS], device=device)
         (send if first else receive)(go_on)
         if not bool(go_on):
             break
@@ -163,37 +169,9 @@ def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
     return points if first else []
 
 
-def _expected_ms(points: Points, size: int) -> float:
-    link = fit_link(points)
-    return link.latency_ms + link.transfer_ms(size)
-
-
 def _round_ms(first: bool, message: torch.Tensor, send: Callable[[Any], None], receive: Callable[[Any], None]) -> float:
     start = time.perf_counter()
     for act in (send, receive) if first else (receive, send):
         act(message)
     get_accelerator().synchronize()
     return (time.perf_counter() - start) * 1e3
-
-
-def fit_link(points: Points) -> Link:
-    """Latency a and bandwidth b of t = a + bytes / b, by least squares of the relative errors.
-
-    Where that gives nonsense, a is the time of the smallest message and b what the largest one says.
-
-    >>> fit_link([(1000, 0.101), (10**6, 1.1)])
-    Link(bandwidth_gb_per_s=1.0, latency_us=100.0)
-    """
-    weights = [1 / ms**2 for _, ms in points]
-    total = sum(weights)
-    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
-    mean_ms = sum(w * ms for w, (_, ms) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
-    slope = sum(w * (size - mean_size) * (ms - mean_ms) for w, (size, ms) in zip(weights, points, strict=True)) / spread
-    latency_ms = mean_ms - slope * mean_size
-    if slope <= 0.0 or latency_ms < 0.0:
-        size, ms = points[-1]
-        slope, latency_ms = ms / size, points[0][1]
-    return Link(
-        bandwidth_gb_per_s=max(MIN_BANDWIDTH_GB_PER_S, round(1 / slope / 1e6, 6)), latency_us=round(latency_ms * 1e3, 3)
-    )

@@ -132,7 +132,7 @@ class Tuner:
             return math.inf
         links = [data_parallel_link(self.cluster, choice.grid, rank) for rank in range(choice.pipeline_ranks)]
         share = 2 * (group - 1) / group
-        reduction_ms = share * min(link.transfer_ms(profile.param_bytes) for link in links)
+        reduction_ms = share * min(link.bus_ms(profile.param_bytes) for link in links)
         return ideal_ms(profile, choice.placement, choice.microbatches, reduction_ms=reduction_ms)
 
     @property

@@ -1,0 +1,75 @@
+"""Measuring all-reduces: what a link carries while all ranks of a ring send, receive and add at the same time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.engine.data.agreement import told_by_all
+from deepspeed_pulse.engine.plans.fitting import Points, fit_link
+
+_SIZES = (2**16, 2**18, 2**20, 2**22, 2**24)
+"""Of what is summed, bytes."""
+
+_LONGEST_MS = 30.0
+"""A size that is expected to take longer is not tried: the bandwidth is known by then."""
+
+_REPEATS = 4
+
+
+def measure_bus(device: torch.device, nodes: int, per_node: int) -> dict[bool, float]:
+    """Bus bandwidth of all-reduces inside nodes (True) and between nodes (False), GB/s; all ranks of the world call it.
+
+    A ring of g ranks carries 2 (g - 1) / g times what is summed over each of its links. Groups of a kind sum at the
+    same time, as the replicas of all pipeline ranks do; their median counts. A kind without a group is left out.
+    """
+    me, found = dist.get_rank(), {}
+    for inside, groups in rings(nodes, per_node):
+        made = [dist.new_group(ranks) for ranks in groups]
+        (mine,) = (at for at, ranks in enumerate(groups) if me in ranks)
+        link = fit_link(_points(made[mine], len(groups[mine]), device))
+        found[inside] = statistics.median(told_by_all(link.bandwidth_gb_per_s, dist.get_world_size()))
+        dist.destroy_process_group(made[mine])
+    return found
+
+
+def rings(nodes: int, per_node: int) -> Iterator[tuple[bool, list[list[int]]]]:
+    """(whether inside nodes, ranks that sum with each other); every rank is in one group of a kind.
+
+    >>> list(rings(2, 2))
+    [(True, [[0, 1], [2, 3]]), (False, [[0, 2], [1, 3]])]
+    >>> list(rings(1, 3))
+    [(True, [[0, 1, 2]])]
+    """
+    if per_node > 1:
+        yield True, [[n * per_node + i for i in range(per_node)] for n in range(nodes)]
+    if nodes > 1:
+        yield False, [[n * per_node + i for n in range(nodes)] for i in range(per_node)]
+
+
+def _points(group: Any, size: int, device: torch.device) -> Points:
+    """(bytes over a link, ms), the same on every rank of the group: the slowest rank's."""
+    points: Points = []
+    for num_bytes in _SIZES:
+        carried = 2 * (size - 1) * num_bytes // size
+        if len(points) >= 2 and fit_link(points).whole_ms(carried) > _LONGEST_MS:
+            break
+        summed = torch.zeros(num_bytes // 4, device=device)
+        shortest = min([_sum_ms(summed, group) for _ in range(_REPEATS + 1)][1:])
+        slowest = torch.tensor(shortest, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        points.append((carried, float(slowest)))
+    return points
+
+
+def _sum_ms(summed: torch.Tensor, group: Any) -> float:
+    start = time.perf_counter()
+    dist.all_reduce(summed, group=group)
+    get_accelerator().synchronize()
+    return (time.perf_counter() - start) * 1e3
