@@ -35,7 +35,6 @@ def measure_bus(device: torch.device, nodes: int, per_node: int) -> dict[bool, f
         (mine,) = (at for at, ranks in enumerate(groups) if me in ranks)
         link = fit_link(_points(made[mine], len(groups[mine]), device))
         found[inside] = statistics.median(told_by_all(link.bandwidth_gb_per_s, dist.get_world_size()))
-        dist.destroy_process_group(made[mine])
     return found
 
 
