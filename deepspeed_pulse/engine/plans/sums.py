@@ -14,13 +14,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_pulse.engine.data.agreement import told_by_all
 from deepspeed_pulse.engine.plans.fitting import Points, fit_link
 
-_SIZES = (2**16, 2**18, 2**20, 2**22, 2**24)
+_SIZES = (2**16, 2**20, 2**22, 2**24, 2**26)
 """Of what is summed, bytes."""
 
-_LONGEST_MS = 30.0
+_LONGEST_MS = 100.0
 """A size that is expected to take longer is not tried: the bandwidth is known by then."""
 
-_REPEATS = 4
+_REPEATS = 3
 
 
 def measure_bus(device: torch.device, nodes: int, per_node: int) -> dict[bool, float]:
