@@ -157,18 +157,22 @@ def test_joined_backward_of_a_stage_is_one_traversal() -> None:
 def test_sleeping_layers_are_measured_and_planned() -> None:
     import json
 
+    from ranks import launch
+    from slow_network import rank
     from slow_network.cases import Case
-    from slow_network.plans import FAST, balanced, our_sides
-    from slow_network.sides.pulse import measured
+    from slow_network.plans import balanced, limited, nominal, our_sides
 
     from deepspeed_pulse.ir.profile import Profile
 
     case = Case(name="c", title="c", ranks=2, samples=1, layers=layers(), time_scale=1.0, byte_scale=1.0)
-    profile = Profile.from_json(json.dumps(measured(case)))
+    measured = launch(rank.profile, case.ranks, rank.Job(side="pulse", case=case), timeout=120)
+    profile = Profile.from_json(json.dumps(measured))
     assert [layer.output_bytes for layer in profile.layers] == [64] * 5
     assert {placement: len(balanced(case, profile, placement)) for placement in ("linear", "wave", "loop")} == {
         "linear": 3,
         "wave": 5,
         "loop": 5,
     }
-    assert our_sides(case, profile, FAST).keys() == {"linear", "wave", "tuned"}
+    cluster = limited(nominal(case), 100.0)
+    assert cluster.intra_node.bandwidth_gb_per_s < 0.0125 == pytest.approx(cluster.intra_node.bus_gb_per_s, rel=0.1)
+    assert our_sides(case, profile, cluster).keys() == {"linear", "wave", "tuned"}
