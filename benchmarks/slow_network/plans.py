@@ -16,7 +16,6 @@ from deepspeed_pulse.planner.tuning.tune import tune
 SOLVER_SECONDS = 5.0
 LATENCY_US = 300.0
 """Of a message between two processes of this machine, roughly."""
-FAST = Link(bandwidth_gb_per_s=1.0, latency_us=LATENCY_US)
 
 
 def limited(unlimited: Cluster, mbit: float | None) -> Cluster:
@@ -36,7 +35,8 @@ def limited(unlimited: Cluster, mbit: float | None) -> Cluster:
 def nominal(case: Case) -> Cluster:
     """For cuts that balance time alone."""
     shape = {"nodes": case.ranks, "ranks_per_node": 1, "memory_bytes": 10**12}
-    return Cluster(name="namespaces", **shape, intra_node=FAST, inter_node=FAST)
+    fast = Link(bandwidth_gb_per_s=1.0, latency_us=LATENCY_US)
+    return Cluster(name="namespaces", **shape, intra_node=fast, inter_node=fast)
 
 
 def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:

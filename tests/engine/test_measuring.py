@@ -17,6 +17,7 @@ from deepspeed_pulse.engine.plans import hardware
 from deepspeed_pulse.engine.plans.fitting import fit_link
 from deepspeed_pulse.engine.plans.links import rounds
 from deepspeed_pulse.engine.plans.measuring import shares
+from deepspeed_pulse.engine.plans.sums import rings
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.runtime.profiler import measure_layers
@@ -89,7 +90,7 @@ def test_links_are_fitted_by_latency_and_bandwidth() -> None:
     noisy = fit_link([(2**12, 0.05), (2**16, 0.04), (2**20, 0.03)])  # more bytes in less time
     assert noisy.latency_us == 50.0 and noisy.bandwidth_gb_per_s > 0
     below = fit_link([(2**12, 0.001), (2**16, 0.1), (2**20, 1.9)])
-    assert below.latency_us >= 0 and below.bandwidth_gb_per_s > 0
+    assert below.latency_us == 1.0 and below.bandwidth_gb_per_s == pytest.approx(2**20 / 1.9e6, rel=1e-5)
 
 
 def test_no_rank_is_in_two_pairs_at_a_time() -> None:
@@ -98,6 +99,16 @@ def test_no_rank_is_in_two_pairs_at_a_time() -> None:
             ranks = [rank for pair in pairs for rank in pair]
             assert len(set(ranks)) == len(ranks) and max(ranks) < nodes * per_node
             assert all((a // per_node == b // per_node) is inside for a, b in pairs)
+
+
+def test_every_rank_sums_in_one_ring_of_a_kind() -> None:
+    for nodes, per_node in itertools.product(range(1, 5), range(1, 6)):
+        found = dict(rings(nodes, per_node))
+        assert (True in found, False in found) == (per_node > 1, nodes > 1)
+        for inside, groups in found.items():
+            assert sorted(itertools.chain(*groups)) == list(range(nodes * per_node))
+            same = [{rank // per_node if inside else rank % per_node for rank in ranks} for ranks in groups]
+            assert all(len(places) == 1 for places in same)
 
 
 class LaggingDevice:
