@@ -116,6 +116,17 @@ def test_a_model_that_fits_everywhere_runs_data_parallel():
     assert all(trial.reason for trial in found.rejected)
 
 
+def test_data_parallel_stages_reduce_their_gradients_while_earlier_ones_work():
+    """Eight layers of 10 ms a step, 1 ms to reduce each: with n stages all but the first's 8/n ms are hidden."""
+    costs, cluster = uniform(8, param_bytes=10**3, output_bytes=1), box(intra=1.5e-3, inter=1.5e-3)
+    found = tuned(costs, cluster, 4, given=Given(pipeline_ranks=1), exhaustive=True)
+    hidden = {trial.choice.waves: trial.planned.estimate for trial in found.ranked if not trial.choice.zero_stage}
+    assert {waves: figures.step_ms - figures.makespan_ms for waves, figures in hidden.items()} == pytest.approx(
+        {0: 8.0, 1: 4.0, 2: 2.0}
+    )
+    assert found.best.choice.waves == 2
+
+
 def test_slow_links_and_large_weights_make_pipelines():
     heavy = uniform(8, param_bytes=10**6, output_bytes=10)
     found = tuned(heavy, box(intra=1e-1, inter=1e-1), 16)

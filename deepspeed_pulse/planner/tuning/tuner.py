@@ -77,7 +77,7 @@ class Tuner:
         for ranks in _divisors(self.world):
             group = self.world // ranks
             for size in self._sizes(ranks, group):
-                for waves in self._waves(ranks):
+                for waves in self._waves(ranks, group):
                     for layout in self._layouts(ranks):
                         found += 1
                         yield Choice(
@@ -97,10 +97,10 @@ class Tuner:
             return ()
         return tuple(size for size in self.given.sizes_of(share, self.sizes.up_to(share)) if self.sizes.has(size))
 
-    def _waves(self, ranks: int) -> tuple[int, ...]:
-        """One rank alone has one stage, unless linear placement is excluded."""
+    def _waves(self, ranks: int, group: int) -> tuple[int, ...]:
+        """One rank has several stages only to reduce the later ones' gradients while it works on the earlier."""
         found = [waves for waves in self.given.waves if self._has_schedule(ranks, waves)]
-        return tuple(found if ranks > 1 else found[:1])
+        return tuple(found if ranks > 1 or group > 1 else found[:1])
 
     def _has_schedule(self, ranks: int, waves: int) -> bool:
         places = wave_placement(ranks, waves) if waves else linear_placement(ranks)
@@ -313,13 +313,14 @@ class Tuner:
         return min(trial, _success(choice, filled), key=rank_of)
 
 
-def rank_of(trial: Trial) -> tuple[bool, float, int, int]:
-    """With a plan first, the fastest first; among equals fewer pipeline ranks, then less memory."""
+def rank_of(trial: Trial) -> tuple[bool, float, int, int, int]:
+    """With a plan first, the fastest first; among equals fewer pipeline ranks, less memory, fewer stages."""
     return (
         trial.plan is None,
         -round(trial.samples_per_second or 0.0, 9),
         trial.choice.pipeline_ranks,
         trial.needed_bytes or 0,
+        len(trial.choice.placement),
     )
 
 
