@@ -14,7 +14,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import linprog
 
 from deepspeed_pulse.ir.placement import stages_of
 from deepspeed_pulse.ir.profile import Profile
@@ -43,6 +42,8 @@ def ideal_ms(profile: Profile, placement: tuple[int, ...], microbatches: int, *,
 @lru_cache(maxsize=4096)
 def least_makespan(placement: tuple[int, ...], microbatches: int) -> float:
     """In units of one microbatch's work on all stages."""
+    from scipy.optimize import linprog  # 0.3 s at the start of every rank, though only tuning needs it
+
     stages, rows = len(placement), []
     for rank in range(max(placement) + 1):
         held = stages_of(placement, rank)
