@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +32,9 @@ _EXACT = 4
 
 _CONTENDERS = 3
 """So many of the best are searched for better orders."""
+
+_WORTH_HIDING = 0.05
+"""Of a step: what one rank gains by several stages must exceed what their actions cost beyond the plan."""
 
 _UNLIMITED = 2**62
 
@@ -77,17 +81,18 @@ class Tuner:
         for ranks in _divisors(self.world):
             group = self.world // ranks
             for size in self._sizes(ranks, group):
-                for waves in self._waves(ranks, group):
-                    for layout in self._layouts(ranks):
+                for waves, layout in itertools.product(self._waves(ranks), self._layouts(ranks)):
+                    choice = Choice(
+                        pipeline_ranks=ranks,
+                        data_parallel=group,
+                        waves=waves,
+                        microbatch_size=size,
+                        microbatches=self.global_batch // (group * size),
+                        layout=layout,
+                    )
+                    if ranks > 1 or waves == self._waves(ranks)[0] or self._worth_hiding(choice):
                         found += 1
-                        yield Choice(
-                            pipeline_ranks=ranks,
-                            data_parallel=group,
-                            waves=waves,
-                            microbatch_size=size,
-                            microbatches=self.global_batch // (group * size),
-                            layout=layout,
-                        )
+                        yield choice
         if not found:
             raise self._nothing_divides()
 
@@ -97,10 +102,12 @@ class Tuner:
             return ()
         return tuple(size for size in self.given.sizes_of(share, self.sizes.up_to(share)) if self.sizes.has(size))
 
-    def _waves(self, ranks: int, group: int) -> tuple[int, ...]:
+    def _waves(self, ranks: int) -> tuple[int, ...]:
+        return tuple(waves for waves in self.given.waves if self._has_schedule(ranks, waves))
+
+    def _worth_hiding(self, choice: Choice) -> bool:
         """One rank has several stages only to reduce the later ones' gradients while it works on the earlier."""
-        found = [waves for waves in self.given.waves if self._has_schedule(ranks, waves)]
-        return tuple(found if ranks > 1 or group > 1 else found[:1])
+        return self._reduction_ms(choice) > _WORTH_HIDING * self._ideal_ms(choice)
 
     def _has_schedule(self, ranks: int, waves: int) -> bool:
         places = wave_placement(ranks, waves) if waves else linear_placement(ranks)
@@ -127,13 +134,16 @@ class Tuner:
         return self._ideal_ms(family), family.pipeline_ranks
 
     def _ideal_ms(self, choice: Choice) -> float:
-        profile, group = self.sizes.at(choice.microbatch_size), choice.data_parallel
+        profile = self.sizes.at(choice.microbatch_size)
         if profile.num_layers < len(choice.placement):
             return math.inf
+        return ideal_ms(profile, choice.placement, choice.microbatches, reduction_ms=self._reduction_ms(choice))
+
+    def _reduction_ms(self, choice: Choice) -> float:
+        """Of all gradients, at least."""
+        profile, group = self.sizes.at(choice.microbatch_size), choice.data_parallel
         links = [data_parallel_link(self.cluster, choice.grid, rank) for rank in range(choice.pipeline_ranks)]
-        share = 2 * (group - 1) / group
-        reduction_ms = share * min(link.bus_ms(profile.param_bytes) for link in links)
-        return ideal_ms(profile, choice.placement, choice.microbatches, reduction_ms=reduction_ms)
+        return 2 * (group - 1) / group * min(link.bus_ms(profile.param_bytes) for link in links)
 
     @property
     def _within_ms(self) -> float:
