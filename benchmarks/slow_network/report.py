@@ -12,8 +12,10 @@ import headline
 import readme
 from slow_network.cases import Case
 
+from deepspeed_pulse.ir.choice import Choice
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.report.tuning import describe
 
 KEPT = 2
 """Runs of a case, the newest first: the second shows how well the first can be reproduced."""
@@ -80,7 +82,7 @@ def _against_plan(side: Found, found: Found, steps: list[Found]) -> Found:
     plan, last = Plan.from_json(side["plan"]), steps[-1]
     assert plan.estimate is not None
     return {
-        "plan": _named(plan, side),
+        "plan": describe(_choice(plan, side)),
         "planned_ms": plan.estimate.step_ms,
         "bound_ms": plan.estimate.lower_bound_ms,
         "measured_over_planned": found["step_ms"] / plan.estimate.step_ms,
@@ -98,11 +100,15 @@ def by_kind(ranks: list[dict[str, int]]) -> dict[str, int]:
     return kinds
 
 
-def _named(plan: Plan, side: Found) -> str:
-    choice = [f"P={plan.pipeline_ranks}"] + ([f"G={plan.data_parallel}"] if plan.data_parallel > 1 else [])
-    choice += [f"wave x {plan.waves}" if plan.waves else "linear"] if plan.pipeline_ranks > 1 else []
-    choice += ["ZeRO-1"] if side["zero"] else []
-    return f"{' '.join(choice)}, {plan.microbatches} microbatches of {side['samples']}"
+def _choice(plan: Plan, side: Found) -> Choice:
+    return Choice(
+        pipeline_ranks=plan.pipeline_ranks,
+        data_parallel=plan.data_parallel,
+        waves=plan.waves,
+        microbatch_size=side["samples"],
+        microbatches=plan.microbatches,
+        zero_stage=side["zero"],
+    )
 
 
 # -- promises ------------------------------------------------------------------------------------
