@@ -1,4 +1,4 @@
-"""The table of README.md that says what is gained, from the figures of the benchmarks.
+"""The tables of README.md that say what is gained, from the figures of the benchmarks.
 
 Usage: python benchmarks/headline.py [--check]
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +22,44 @@ BEGIN, END = "<!-- written by benchmarks/headline.py -->", "<!-- end of what ben
 def main() -> int:
     if "--check" not in sys.argv:
         write()
-    elif readme.replaced(old := README.read_text(encoding="utf-8"), table(), BEGIN, END) != old:
+    elif readme.replaced(old := README.read_text(encoding="utf-8"), tables(), BEGIN, END) != old:
         print("README.md does not have the newest figures: run python benchmarks/headline.py", file=sys.stderr)
         return 1
     return 0
 
 
 def write() -> None:
-    readme.write(README, table(), BEGIN, END)
+    readme.write(README, tables(), BEGIN, END)
 
 
-def table() -> str:
-    rows = [*slow_network(), *real_compute(), *traffic(), *scale()]
-    return "\n".join(["| figure | value | command |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
+def tables() -> str:
+    return "\n\n".join([*slow_network(), *real_compute(), *traffic(), *scale()])
 
 
-def slow_network() -> Iterator[tuple[str, str, str]]:
+def slow_network() -> Iterator[str]:
     """Of every case the newest run and, in brackets, the one before."""
-    for runs in figures("slow_network/figures.json", {}).values():
-        newest = runs[0]
-        title = f"{newest['title']}, {newest['ranks']} ranks: the wave's throughput over"
-        value = "; ".join(text for speed in ("ratio 2.5", "unlimited") if (text := gains(runs, speed)))
-        yield (
-            title,
-            value,
-            f"`python benchmarks/slow_network/run.py --ranks {newest['ranks']} --models {newest['model']}`",
-        )
+    sides = ("1F1B", "DualPipeV", "ZB-V", "linear")
+    rows = [
+        (f"{runs[0]['title']}, `{runs[0]['model']}`", runs[0]["ranks"], speed, *(gain(runs, speed, s) for s in sides))
+        for runs in figures("slow_network/figures.json", {}).values()
+        for speed in ("ratio 2.5", "unlimited")
+    ]
+    intro = (
+        "The wave's throughput over others' on layers that sleep, on unlimited links and on those at which a step of "
+        "1F1B takes 2.5 times longer in addition; in brackets the run before. "
+        "`python benchmarks/slow_network/run.py --ranks 4 --models uvit`:"
+    )
+    yield from table(intro, ("model", "ranks", "links", *sides[:-1], "linear, ours"), rows)
 
 
-def gains(runs: list[dict[str, Any]], speed: str) -> str:
-    """How many times as fast the wave is as the sides that were measured."""
-    found = []
-    for side in ("1F1B", "DualPipeV", "ZB-V", "linear"):
-        ratios = [
-            step_ms / wave for run in runs if (step_ms := step(run, side, speed)) and (wave := step(run, "wave", speed))
-        ]
-        if ratios:
-            again = "".join(f" ({ratio:.2f})" for ratio in ratios[1:])
-            found.append(f"{side} {ratios[0]:.2f}{again}")
-    links = "unlimited links" if speed == "unlimited" else f"links at {speed}"
-    return f"{links}: {', '.join(found)}" if found else ""
+def gain(runs: list[dict[str, Any]], speed: str, side: str) -> str:
+    """How many times as fast the wave is."""
+    ratios = [
+        f"{step_ms / wave:.2f}"
+        for run in runs
+        if (step_ms := step(run, side, speed)) and (wave := step(run, "wave", speed))
+    ]
+    return " ".join([*ratios[:1], *(f"({ratio})" for ratio in ratios[1:])])
 
 
 def step(run: dict[str, Any], side: str, speed: str) -> float | None:
@@ -69,38 +68,48 @@ def step(run: dict[str, Any], side: str, speed: str) -> float | None:
     return found
 
 
-def real_compute() -> Iterator[tuple[str, str, str]]:
+def real_compute() -> Iterator[str]:
+    sides, rows = ("1F1B, stock", "1F1B", "DualPipeV", "ZB-V", "DDP"), []
     for case in figures("real_compute/figures.json", []):
         steps = {name: side["step_ms"] for name, side in case["sides"].items()}
-        others = ("1F1B, stock", "1F1B", "DualPipeV", "ZB-V", "DDP")
-        value = ", ".join(
-            f"{name} {steps[name] / steps['wave']:.2f}" for name in others if {name, "wave"} <= steps.keys()
-        )
-        title = f"real arithmetic, {case['title']}, 2 ranks: the wave's throughput over"
-        yield title, value, "`python benchmarks/real_compute/run.py`"
+        known = "wave" in steps
+        over = (f"{steps[name] / steps['wave']:.2f}" if known and name in steps else "" for name in sides)
+        rows.append((case["title"], *over))
+    intro = "The same with real arithmetic on two ranks, a core each. `python benchmarks/real_compute/run.py`:"
+    yield from table(intro, ("model", *sides), rows)
 
 
-def traffic() -> Iterator[tuple[str, str, str]]:
+def traffic() -> Iterator[str]:
+    rows = []
     for case in figures("slow_network/traffic.json", []):
         wire = {name: side["wire_mib"] for name, side in case["sides"].items()}
-        less = ", ".join(f"{1 - wire['wave'] / wire[name]:.1%} less than {name}" for name in ("relayed", "direct"))
-        title = f"{case['title']}, {case['ranks']} ranks: bytes on the wire per sample"
-        yield title, f"{wire['wave']:.1f} MiB, {less}", "`python benchmarks/slow_network/traffic.py`"
+        less = (f"{1 - wire['wave'] / wire[name]:.1%}" for name in ("relayed", "direct"))
+        rows.append((case["title"], case["ranks"], f"{wire['wave']:.2f}", *less))
+    intro = "Bytes on the wire at published sizes, forward and backward. `python benchmarks/slow_network/traffic.py`:"
+    yield from table(intro, ("model", "ranks", "MiB a sample", "less than relayed", "less than sent directly"), rows)
 
 
-def scale() -> Iterator[tuple[str, str, str]]:
+def scale() -> Iterator[str]:
     """Simulated; the largest clusters."""
-    rows = [row for row in figures("scale/figures.json", []) if row["ranks"] == 512 and row["scaling"] == "weak"]
-    for row in rows:
+    sides, rows = ("1F1B, relayed", "ZeRO-2"), []
+    for row in figures("scale/figures.json", []):
         rates = {name: side["samples_per_second"] for name, side in row["sides"].items()}
-        others = [name for name in ("1F1B, relayed", "ZeRO-2") if name in rates]
-        if "wave" not in rates or not others:
-            continue
-        value = ", ".join(f"{rates['wave'] / rates[name]:.2f} over {name}" for name in others)
+        if row["ranks"] == 512 and row["scaling"] == "weak" and "wave" in rates:
+            over = (f"{rates['wave'] / rates[name]:.2f}" if name in rates else "" for name in sides)
+            rows.append((row["machines"], row["model"], *over))
+    intro = "The wave's throughput over others' on 512 ranks, simulated. `python benchmarks/scale/run.py`:"
+    yield from table(intro, ("machines", "model", *sides), rows)
+
+
+def table(intro: str, names: Iterable[str], rows: list[tuple[Any, ...]]) -> Iterator[str]:
+    """Nothing without rows."""
+    lines = [tuple(names), *rows]
+    lines.insert(1, ("---",) * len(lines[0]))
+    if rows:
         yield (
-            f"simulated, {row['model']}, 512 ranks, {row['machines']}: wave",
-            value,
-            "`python benchmarks/scale/run.py`",
+            textwrap.fill(intro, 120, break_on_hyphens=False)
+            + "\n\n"
+            + "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
         )
 
 
