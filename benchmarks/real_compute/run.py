@@ -51,7 +51,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often all sides are run, in turn")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of a side and round, after one to warm up")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of a side and round, after two to warm up")
     parser.add_argument("--sides", nargs="+", metavar="TEXT", help="only sides whose name contains one of these")
     parser.add_argument("--quick", action="store_true", help="one step, nothing kept: does everything run?")
     return parser.parse_args()

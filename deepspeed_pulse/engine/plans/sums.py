@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.data.agreement import told_by_all
+from deepspeed_pulse.engine.gradients.reduction import BUCKET_BYTES
 from deepspeed_pulse.engine.plans.fitting import Points, fit_link
 
 _SIZES = (2**16, 2**20, 2**22, 2**24, 2**26)
@@ -60,15 +61,20 @@ def _points(group: Any, size: int, device: torch.device) -> Points:
         if len(points) >= 2 and fit_link(points).whole_ms(carried) > _LONGEST_MS:
             break
         summed = torch.zeros(num_bytes // 4, device=device)
-        shortest = min([_sum_ms(summed, group) for _ in range(_REPEATS + 1)][1:])
-        slowest = torch.tensor(shortest, device=device)
+        usual = statistics.median([_sum_ms(summed, group) for _ in range(_REPEATS + 1)][1:])
+        slowest = torch.tensor(usual, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         points.append((carried, float(slowest)))
     return points
 
 
 def _sum_ms(summed: torch.Tensor, group: Any) -> float:
+    """As gradients are reduced: gathered into buckets, all of them under way together, and put back."""
     start = time.perf_counter()
-    dist.all_reduce(summed, group=group)
+    buckets = [(part, part.clone()) for part in summed.split(BUCKET_BYTES // summed.element_size())]
+    under_way = [dist.all_reduce(bucket, group=group, async_op=True) for _, bucket in buckets]
+    for (part, bucket), work in zip(buckets, under_way, strict=True):
+        work.wait()
+        part.copy_(bucket)
     get_accelerator().synchronize()
     return (time.perf_counter() - start) * 1e3
