@@ -105,9 +105,10 @@ def _choice(plan: Plan, side: Found) -> Choice:
         pipeline_ranks=plan.pipeline_ranks,
         data_parallel=plan.data_parallel,
         waves=plan.waves,
-        microbatch_size=side["samples"],
+        microbatch_size=plan.microbatch_size,
         microbatches=plan.microbatches,
         zero_stage=side["zero"],
+        layout=plan.layout,
     )
 
 
