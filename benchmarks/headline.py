@@ -91,7 +91,7 @@ def traffic() -> Iterator[str]:
 
 def scale() -> Iterator[str]:
     """Simulated; the largest clusters."""
-    sides, rows = ("1F1B, relayed", "ZeRO-2"), []
+    sides, rows = ("1F1B, relayed", "DualPipeV, relayed", "ZB-V, relayed", "ZeRO-2"), []
     for row in figures("scale/figures.json", []):
         rates = {name: side["samples_per_second"] for name, side in row["sides"].items()}
         if row["ranks"] == 512 and row["scaling"] == "weak" and "wave" in rates:
