@@ -11,6 +11,10 @@ import pytest
 from support.pulse_files import COSTS, PLAN, write_files
 
 from deepspeed_pulse.cli import main
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.simulate import estimate
 
 
 def run(line: str) -> int:
@@ -60,7 +64,10 @@ def test_zero_stage_1_shares_the_optimizer_state(capsys: pytest.CaptureFixture[s
     change("plan.json", lambda plan: plan.update(data_parallel=2))
     for stage, peak in ((0, "0.17"), (1, "0.13")):
         assert run(f"simulate plan.json {COSTS} --zero-stage {stage}") == 0
-        assert f" {peak} " in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        files = Plan.load("plan.json"), Profile.load("profile.json"), Cluster.load("cluster.json")
+        figures = estimate(*files, shard_optimizer=stage == 1)
+        assert f" {peak} " in printed and f"{figures.samples_per_second:.4g} samples/s" in printed
 
 
 @pytest.mark.usefixtures("planned")

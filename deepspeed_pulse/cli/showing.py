@@ -22,13 +22,14 @@ OK, FAILED_CHECK = 0, 1
 def simulate(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.planner.instance import Instance
-    from deepspeed_pulse.planner.simulate import summarize
+    from deepspeed_pulse.planner.simulate import run, summarize
     from deepspeed_pulse.report.tables import estimate_table
 
     plan, profile, cluster = _costs(arguments, arguments.plan, Plan.load(arguments.plan))
-    timeline = _simulate(arguments.plan, plan, profile, cluster)
-    shard = arguments.zero_stage == 1
-    estimate = summarize(Instance(plan, profile, cluster, shard_optimizer=shard), timeline)
+    _check_plan(arguments.plan, plan, profile)
+    instance = Instance(plan, profile, cluster, shard_optimizer=arguments.zero_stage == 1)
+    timeline = run(instance, plan.schedule)
+    estimate = summarize(instance, timeline)
     print_text(estimate_table(plan, timeline, estimate, memory_bytes=cluster.memory_bytes))
     return OK
 

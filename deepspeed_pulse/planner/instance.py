@@ -63,6 +63,11 @@ class Instance:
         self.costs = layers.with_overheads(*(self._overheads_ms(op) for op in (Op.FORWARD, Op.BACKWARD)))
         """Of layers, and of their messages what these cost the rank."""
 
+    def with_plan(self, plan: Plan) -> Instance:
+        """Another plan with the same costs and rules."""
+        how = {"shard_optimizer": self.shard_optimizer, "reduce_early": self.reduce_early}
+        return Instance(plan, self.profile, self.cluster, **how)
+
     @property
     def num_ranks(self) -> int:
         return self.plan.pipeline_ranks

@@ -206,7 +206,8 @@ class _Request:
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
         """Other cuts, if any could be as fast as that: a balance without regard to skips, which fast links want; and
         cuts that weigh what each rank has to reduce, where the order of ``own`` does not hide it."""
-        reduced = sum(reduction_ms(Instance(own, self.profile, self.cluster), s) for s in range(own.num_stages))
+        instance = Instance(own, self.profile, self.cluster)
+        reduced = sum(reduction_ms(instance, stage) for stage in range(own.num_stages))
         profile = with_recompute(self.profile, self.recompute)
         if ideal_ms(profile, own.placement, self.microbatches, reduction_ms=reduced) > within_ms:
             return []

@@ -156,17 +156,13 @@ class _Ways:
     def _up_front(self) -> Runs:
         """All of it before the first action: what filling has to beat."""
         never = dict.fromkeys(self._starts, -1.0)
-        alone = replace(self._instance.plan, schedule=((),) * self._instance.num_ranks)
-        instance = Instance(alone, self._instance.profile, self._instance.cluster)
-        return Filler(instance, self._parts, self._allowed, never, Taste(fit=0.0, left=1.0)).fill()
+        alone = self._instance.with_plan(replace(self._instance.plan, schedule=((),) * self._instance.num_ranks))
+        return Filler(alone, self._parts, self._allowed, never, Taste(fit=0.0, left=1.0)).fill()
 
     def _scored(self, runs: Runs, solver: str) -> Filled:
         fill = with_hand_overs(self._instance, self._parts, runs, solver)
-        before = self._instance
-        plan = replace(before.plan, fill=fill)
-        how = {"shard_optimizer": before.shard_optimizer, "reduce_early": before.reduce_early}
-        instance = Instance(plan, before.profile, before.cluster, **how)
-        return Filled(fill=fill, estimate=summarize(instance, run(instance, plan.schedule)))
+        instance = self._instance.with_plan(replace(self._instance.plan, fill=fill))
+        return Filled(fill=fill, estimate=summarize(instance, run(instance, instance.plan.schedule)))
 
 
 def allowed_ranks(

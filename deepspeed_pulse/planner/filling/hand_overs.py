@@ -11,7 +11,7 @@ from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.cost import link
 from deepspeed_pulse.planner.filling.greedy import Runs
 from deepspeed_pulse.planner.instance import Instance, Port
-from deepspeed_pulse.planner.simulate import simulate
+from deepspeed_pulse.planner.simulate import run
 
 
 def with_hand_overs(instance: Instance, parts: Sequence[FrozenPart], runs: Runs, solver: str) -> Fill:
@@ -57,7 +57,7 @@ def _needed(
 
 def _while_links_idle(instance: Instance, fill: Fill, later: Sequence[tuple[int, HandOver]]) -> Fill:
     """Each goes out at the first place in its rank's row at which no later message has to wait for it."""
-    timeline = simulate(replace(instance.plan, fill=fill), instance.profile, instance.cluster)
+    timeline = run(instance.with_plan(replace(instance.plan, fill=fill)), instance.plan.schedule)
     busy = _busy(instance, timeline, fill)
     rows = [list(row) for row in fill.rows]
     made = {(s.run.part, s.run.end, s.run.microbatch): s.end_ms for s in timeline.frozen}

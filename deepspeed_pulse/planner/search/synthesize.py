@@ -206,8 +206,7 @@ def _from_few(pool: _Pool, microbatches: int, seed: int, deadline: float) -> lis
     """Orders unrolled from the best one found for few microbatches."""
     plan = replace(pool.instance.plan, microbatches=microbatches)
     instance = pool.instance
-    few = Instance(plan, instance.profile, instance.cluster, shard_optimizer=instance.shard_optimizer)
-    small = _Pool(few, pool.memory_bytes, pool.split)
+    small = _Pool(instance.with_plan(plan), pool.memory_bytes, pool.split)
     small.generate("auto")
     if not small.proven:
         _improver(small, seed, deadline).improve(small.starts())
