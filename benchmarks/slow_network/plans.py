@@ -28,6 +28,7 @@ def limited(unlimited: Cluster, mbit: float | None) -> Cluster:
         bandwidth_gb_per_s=speed,
         bus_gb_per_s=min(speed, free.bus_gb_per_s or speed),
         latency_us=max(LATENCY_US, free.latency_us),
+        one_port=True,
     )
     return replace(unlimited, intra_node=link, inter_node=link)
 

@@ -19,12 +19,16 @@ class Link:
     ``overhead_us``: how long each message keeps its sender, and its receiver, from other work: o of the LogP model
     (Culler et al., 1993). 0 where a device works on while the host sends. ``bus_gb_per_s``: what the link carries in
     a ring all-reduce, all ranks sending, receiving and adding (bus bandwidth in nccl-tests); None: as in a message.
+    ``one_port``: all that a rank sends over such links leaves one after the other, whoever it is for, sums of gradients
+    included, as from one network card (the one-port model; Bhat, Raghavendra and Prasanna, 2003); else each pair of
+    ranks has a link of its own, and sums of gradients another.
     """
 
     bandwidth_gb_per_s: float
     latency_us: float
     overhead_us: float = 0.0
     bus_gb_per_s: float | None = None
+    one_port: bool = False
 
     def transfer_ms(self, num_bytes: int) -> float:
         """Time the bytes occupy the link, latency excluded."""
@@ -104,11 +108,13 @@ class Cluster:
 
 
 def _link_dict(link: Link) -> dict[str, float]:
-    data = {"bandwidth_gb_per_s": link.bandwidth_gb_per_s, "latency_us": link.latency_us}
+    data: dict[str, float] = {"bandwidth_gb_per_s": link.bandwidth_gb_per_s, "latency_us": link.latency_us}
     if link.overhead_us:
         data["overhead_us"] = link.overhead_us
     if link.bus_gb_per_s is not None:
         data["bus_gb_per_s"] = link.bus_gb_per_s
+    if link.one_port:
+        data["one_port"] = True
     return data
 
 
@@ -119,6 +125,7 @@ def _read_link(fields: Fields) -> Link:
         latency_us=fields.number("latency_us"),
         overhead_us=fields.number("overhead_us") if fields.has("overhead_us") else 0.0,
         bus_gb_per_s=_read_speed(fields, "bus_gb_per_s") if fields.has("bus_gb_per_s") else None,
+        one_port=fields.flag("one_port", False),
     )
 
 

@@ -57,12 +57,22 @@ class Carried:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A stage's gradients while they are summed over data-parallel peers; ms since the first action of the step."""
+
+    rank: int
+    stage: int
+    start_ms: float
+    end_ms: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """All spans of a step (per rank in time order), transfers, and memory per rank.
 
     ``memory``: per rank, (ms, bytes) at every change, activations and buffers only. ``frozen``, ``carried``: work for
-    the next step in the idle time of this one, and its results' ways.
+    the next step in the idle time of this one, and its results' ways. ``reductions``: simulated timelines only.
     """
 
     num_ranks: int
@@ -71,6 +81,7 @@ class Timeline:
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
     frozen: tuple[FrozenSpan, ...] = ()
     carried: tuple[Carried, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
 
     @property
     def start_ms(self) -> float:

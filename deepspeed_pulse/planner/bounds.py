@@ -4,7 +4,7 @@ The largest of (all with messages, queueing only between messages of one action)
 
 * one microbatch on its way through all stages and back;
 * per rank: earliest start of its first action + M * all its work + shortest tail after its last action;
-* per directed link: the same with the bytes it carries;
+* per port (a directed link, or a rank's card): the same with the bytes that leave through it;
 * per rank: the preemptive schedule of its actions, each with its own earliest start and tail (Jackson; Carlier 1982),
   where microbatches of a stage stay in order. It is the strongest one on uneven stages, and often the optimum.
 """
@@ -17,7 +17,7 @@ from itertools import count
 
 from deepspeed_pulse.ir.program import Message
 from deepspeed_pulse.ir.schedule import Action, Op
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.instance import Instance, Port
 from deepspeed_pulse.planner.order import Key
 
 
@@ -88,26 +88,26 @@ def _one_microbatch(num_stages: int, split: bool) -> list[Action]:
 
 
 def _message_delays(instance: Instance, actions: list[Action]) -> dict[Message, float]:
-    """ms from the producer's end to arrival; messages of one action on one link follow one another."""
+    """ms from the producer's end to arrival; messages of one action through one port follow one another."""
     delays: dict[Message, float] = {}
     for action in actions:
-        queued: dict[tuple[int, int], float] = defaultdict(float)
+        queued: dict[Port, float] = defaultdict(float)
         for message in instance.step(action).sends:
-            pair, delay = instance.link_of(message), instance.delay(message)
-            queued[pair] += delay.transfer_ms
-            delays[message] = queued[pair] + delay.latency_ms
+            port, delay = instance.port_of(message), instance.delay(message)
+            queued[port] += delay.transfer_ms
+            delays[message] = queued[port] + delay.latency_ms
     return delays
 
 
 def lower_bound_ms(instance: Instance, microbatches: int, *, split: bool = False) -> float:
-    """Largest of the path, rank and link bounds, in ms. ``split``: backward may run as ``I`` and ``W``."""
+    """Largest of the path, rank and port bounds, in ms. ``split``: backward may run as ``I`` and ``W``."""
     known = instance.bounds_ms.get((microbatches, split))
     if known is None:
         paths = CriticalPaths(instance, split=split)
         known = max(
             paths.path_ms(),
             *_rank_bounds(paths, microbatches),
-            *_link_bounds(paths, microbatches),
+            *_port_bounds(paths, microbatches),
             *_preemptive_bounds(paths, microbatches),
         )
         instance.bounds_ms[microbatches, split] = known
@@ -160,20 +160,20 @@ def _rank_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     return bounds
 
 
-def _link_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
+def _port_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     instance = paths.instance
-    work: dict[tuple[int, int], float] = defaultdict(float)
-    first: dict[tuple[int, int], float] = {}
-    last: dict[tuple[int, int], float] = {}
+    work: dict[Port, float] = defaultdict(float)
+    first: dict[Port, float] = {}
+    last: dict[Port, float] = {}
     for action in paths.actions:
         key = instance.key(action)
         end = paths.head_ms[key] + instance.duration_ms(action)
         for message in instance.step(action).sends:
-            pair, delay = instance.link_of(message), instance.delay(message)
+            port, delay = instance.port_of(message), instance.delay(message)
             target = (message.target_stage, key[1], 0)
             consumer = instance.duration_ms(Action(message.target_stage, action.op, 0))
             after = delay.latency_ms + consumer + paths.tail_ms[target]
-            work[pair] += delay.transfer_ms
-            first[pair] = min(first.get(pair, end), end)
-            last[pair] = min(last.get(pair, after), after)
-    return [first[pair] + microbatches * work[pair] + last[pair] for pair in work]
+            work[port] += delay.transfer_ms
+            first[port] = min(first.get(port, end), end)
+            last[port] = min(last.get(port, after), after)
+    return [first[port] + microbatches * work[port] + last[port] for port in work]

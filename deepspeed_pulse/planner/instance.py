@@ -11,9 +11,12 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile, Skip
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.planner.cost import StageCosts, link
+from deepspeed_pulse.planner.cost import StageCosts, data_parallel_link, link
 from deepspeed_pulse.planner.order import Key, key_of, needs
 from deepspeed_pulse.planner.recompute import replay_bytes, with_recompute
+
+Port = tuple[int, int]
+"""A pipeline rank, and the rank its messages are for; or below 0 the card through which all of its messages leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,24 @@ class Delay:
 class Instance:
     """A plan's cuts, placement and routes with the costs of a profile on a cluster; its schedule is not looked at.
 
-    ``shard_optimizer``: data-parallel peers share the optimizer state (ZeRO-1).
+    Args:
+        shard_optimizer: data-parallel peers share the optimizer state (ZeRO-1).
+        reduce_early: a stage's gradients are reduced from its last backward on, not all after the rank's last action.
+            None: as the engine does, which is early unless DeepSpeed's ZeRO optimizer holds the gradients.
     """
 
-    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, *, shard_optimizer: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        shard_optimizer: bool = False,
+        reduce_early: bool | None = None,
+    ) -> None:
         _check_fit(plan, profile)
         self.shard_optimizer = shard_optimizer
+        self.reduce_early = not shard_optimizer if reduce_early is None else reduce_early
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self._replayed = {split: replay_bytes(profile, plan, split=split) for split in (False, True)}
         self._values: dict[str, Skip] = {}
@@ -43,7 +58,7 @@ class Instance:
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
         self.bounds_ms: dict[tuple[int, bool], float] = {}
         """Lower bounds found so far, by number of microbatches and whether backward is split."""
-        self._links: dict[tuple[int, int], Link] = {}
+        self._ways: dict[tuple[int, int], tuple[Link, Port]] = {}
         layers = StageCosts.of(with_recompute(profile, plan.recompute), plan.boundaries)
         self.costs = layers.with_overheads(*(self._overheads_ms(op) for op in (Op.FORWARD, Op.BACKWARD)))
         """Of layers, and of their messages what these cost the rank."""
@@ -91,11 +106,26 @@ class Instance:
         found = self._link(message)
         return Delay(found.transfer_ms(self.num_bytes(message)), found.latency_ms)
 
+    def port_of(self, message: Message) -> Port:
+        return self.port(*self.link_of(message))
+
+    def port(self, source: int, target: int) -> Port:
+        """What messages between two pipeline ranks leave through, one after the other."""
+        return self._way(source, target)[1]
+
+    def sums_port(self, rank: int) -> Port:
+        """What a pipeline rank's gradients leave through to its data-parallel peers."""
+        way = data_parallel_link(self.cluster, self.plan.grid, rank)
+        return _port(way, self.cluster, rank, rank)
+
     def _link(self, message: Message) -> Link:
-        pair = self.link_of(message)
-        found = self._links.get(pair)
+        return self._way(*self.link_of(message))[0]
+
+    def _way(self, source: int, target: int) -> tuple[Link, Port]:
+        found = self._ways.get((source, target))
         if found is None:
-            found = self._links[pair] = link(self.cluster, self.plan, *pair)
+            way = link(self.cluster, self.plan, source, target)
+            found = self._ways[source, target] = way, _port(way, self.cluster, source, target)
         return found
 
     def step(self, action: Action) -> Step:
@@ -139,6 +169,13 @@ class Instance:
             found = tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
             self._readers[name, rank] = found
         return found
+
+
+def _port(way: Link, cluster: Cluster, source: int, target: int) -> Port:
+    """Links alike within and between nodes are one card."""
+    if not way.one_port:
+        return source, target
+    return source, -1 if way == cluster.inter_node else -2
 
 
 def _check_fit(plan: Plan, profile: Profile) -> None:

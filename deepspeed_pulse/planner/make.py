@@ -19,19 +19,27 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import kept, plan_file
 from deepspeed_pulse.planner.filling.fill import fill_plan
+from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.partition.cuts import partition, require_layers
+from deepspeed_pulse.planner.partition.views import with_reduction, without_skips
 from deepspeed_pulse.planner.recompute import cheapest_first, recomputed_layers, with_recompute
 from deepspeed_pulse.planner.routes import make_routes, named_values
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for
 from deepspeed_pulse.planner.search.synthesize import Progress, synthesize
-from deepspeed_pulse.planner.simulate import estimate, least_step_ms
+from deepspeed_pulse.planner.simulate import estimate, least_step_ms, reduction_ms
 
 Placement = tuple[int, ...]
 _NOT_OPTIONS = ("profile", "cluster", "progress", "frozen")
 _UNLIMITED = 2**62
 _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of the layers worth recomputing, how many are tried in search of the fastest plan."""
+_WORTH_CHANGING = 0.95
+"""Of the step with the partitioner's own cuts, what others may take at most: a simulation does not count everything."""
+_HIDDEN = 1.02
+"""Step over makespan up to which gradients count as reduced behind other work."""
+_WEIGHED = (0.5, 1.0)
+"""Else, what part of reducing gradients cuts may count as work."""
 
 PLACEMENTS = ("auto", "wave", "linear")
 
@@ -158,12 +166,57 @@ class _Request:
     within_ms: float
 
     def plan(self, placement: Placement) -> Plan:
-        plan = self._without_schedule(placement)
-        if self.within_ms < math.inf:
+        """With the partitioner's cuts, or with others where known orders of those are well faster."""
+        own = self._cut(placement, self.profile)
+        if self.boundaries or self.waves > 1:  # cuts of several waves take seconds to find
+            return self.order(self._promising(own, self.within_ms))
+        quick, problems = self.quick(), []
+        best: Plan | None = None
+        most = self.within_ms
+        try:
+            best = quick.order(self._promising(own, most))
+            most = min(most, _WORTH_CHANGING * _step_ms(best))
+        except TooSlow as problem:
+            problems.append(problem)
+        for rival in self._rivals(best or own, most):
+            try:
+                found = quick.order(self._promising(rival, most))
+            except TooSlow as problem:
+                problems.append(problem)
+            except InfeasibleError:  # its memory; the partitioner's cuts fit, or are too slow
+                continue
+            else:
+                best, most = (found, _step_ms(found)) if _step_ms(found) <= most else (best, most)
+        if best is None:
+            raise min(problems, key=lambda problem: problem.bound_ms)
+        return self.order(best) if self.solver_seconds else best
+
+    def _promising(self, plan: Plan, within_ms: float) -> Plan:
+        if within_ms < math.inf:
             bound_ms = least_step_ms(Instance(plan, self.profile, self.cluster))
-            if bound_ms > self.within_ms:
+            if bound_ms > within_ms:
                 raise TooSlow(bound_ms, plan.boundaries)
-        return self.order(plan)
+        return plan
+
+    def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
+        """Other cuts, if any could be as fast as that: a balance without regard to skips, which fast links want; and
+        cuts that weigh what each rank has to reduce, where the order of ``own`` does not hide it."""
+        reduced = sum(reduction_ms(Instance(own, self.profile, self.cluster), s) for s in range(own.num_stages))
+        profile = with_recompute(self.profile, self.recompute)
+        if ideal_ms(profile, own.placement, self.microbatches, reduction_ms=reduced) > within_ms:
+            return []
+        views = [self.profile]
+        if self.profile.skips and own.waves:
+            views.append(without_skips(self.profile))
+        estimated = own.estimate
+        if self.data_parallel > 1 and (estimated is None or estimated.step_ms > _HIDDEN * estimated.makespan_ms):
+            views += [
+                with_reduction(view, self.cluster, own.grid, self.microbatches, share=share)
+                for view in views
+                for share in _WEIGHED
+            ]
+        plans = {plan.boundaries: plan for plan in (self._cut(own.placement, view) for view in views[1:])}
+        return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
 
     def quick(self, **changes: Any) -> _Request:
         """The same without a search."""
@@ -209,9 +262,10 @@ class _Request:
             shard_optimizer=self.shard_optimizer,
         )
 
-    def _without_schedule(self, placement: Placement) -> Plan:
+    def _cut(self, placement: Placement, view: Profile) -> Plan:
+        """Without an order; cut as a view of the profile asks for."""
         cuts = self.boundaries or partition(
-            with_recompute(self.profile, self.recompute),
+            with_recompute(view, self.recompute),
             placement,
             cluster=self.cluster,
             microbatches=self.microbatches,

@@ -2,12 +2,13 @@
 
 An action starts when its rank is free and its messages have arrived. A message leaves when its producer ends,
 occupies its directed link for bytes/bandwidth after the messages before it, and arrives latency later; transfers
-do not occupy the ranks.
+do not occupy the ranks. Where the cluster says that a rank has one port, all its messages and gradients follow one
+another through it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -18,11 +19,11 @@ from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.program import Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.ir.timeline import Carried, FrozenSpan, Span, Timeline, Transfer
+from deepspeed_pulse.ir.timeline import Carried, FrozenSpan, Reduction, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cost import data_parallel_link, link, state_bytes
 from deepspeed_pulse.planner.filled import Result, filled_order, given_by, results_needed
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.instance import Instance, Port
 from deepspeed_pulse.planner.memory import memory_over_time
 from deepspeed_pulse.planner.order import Stuck, execution_order
 
@@ -47,10 +48,10 @@ def estimate(
     """All figures of a plan. The optimizer step counts as 0 ms; gradient reduction is what is not hidden.
 
     ``peak_bytes`` includes weights, gradients and optimizer state; ``shard_optimizer`` divides the optimizer part
-    by the data-parallel degree (ZeRO-1). ``reduce_early``: see :func:`summarize`.
+    by the data-parallel degree (ZeRO-1). ``reduce_early``: see :class:`~deepspeed_pulse.planner.instance.Instance`.
     """
-    instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer)
-    return summarize(instance, run(instance, plan.schedule), reduce_early=reduce_early)
+    instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer, reduce_early=reduce_early)
+    return summarize(instance, run(instance, plan.schedule))
 
 
 def run(
@@ -64,7 +65,7 @@ def run(
     Args:
         durations: ms of every action, where they are not the profile's.
     """
-    clock = _Clock(instance, durations)
+    clock = _Clock(instance, schedule, durations)
     fill = instance.plan.fill
     if fill is None:
         order, stuck = execution_order(instance.lower(schedule), instance.placement)
@@ -74,12 +75,14 @@ def run(
             clock.run(rank, step)
     else:
         clock.run_filled(instance.lower(schedule), fill)
+    clock.reduce_rest()
     found = Timeline(
         num_ranks=instance.num_ranks,
         spans=tuple(clock.spans),
         transfers=tuple(clock.transfers),
         frozen=tuple(clock.frozen),
         carried=tuple(clock.carried),
+        reductions=tuple(clock.reductions),
     )
     return replace(found, memory=memory_over_time(instance, found))
 
@@ -93,18 +96,23 @@ def deadlock_text(stuck: tuple[Stuck, ...], placement: tuple[int, ...]) -> str:
 class _Clock:
     """Times of steps that come in a feasible order."""
 
-    def __init__(self, instance: Instance, durations: Mapping[Action, float] | None) -> None:
+    def __init__(self, instance: Instance, schedule: Schedule, durations: Mapping[Action, float] | None) -> None:
         self.instance = instance
         self._duration_ms = instance.duration_ms if durations is None else durations.__getitem__
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.frozen: list[FrozenSpan] = []
         self.carried: list[Carried] = []
+        self.reductions: list[Reduction] = []
         self._rank_free = [0.0] * instance.num_ranks
-        self._link_free: dict[tuple[int, int], float] = defaultdict(float)
+        self._port_free: dict[Port, float] = defaultdict(float)
         self._arrived: dict[Message, float] = {}
         self._ready: dict[Result, float] = {}
         """When frozen results are on a rank."""
+        self._backwards = _count_backwards(schedule) if instance.plan.data_parallel > 1 else {}
+        """Per stage, how many are still to come."""
+        self._unreduced: list[tuple[int, int]] = []
+        """(rank, stage) whose gradients are there and wait for the rank's last action."""
 
     def run(self, rank: int, step: Step) -> None:
         start = self._rank_free[rank]
@@ -115,6 +123,8 @@ class _Clock:
         self.spans.append(Span(rank=rank, action=step.action, start_ms=start, end_ms=end))
         for message in step.sends:
             self._send(message, end)
+        if self._backwards and step.action.op is not Op.FORWARD:
+            self._count_down(rank, step.action.stage, end)
 
     def run_filled(self, program: Program, fill: Fill) -> None:
         """All steps, with frozen work between them."""
@@ -140,15 +150,17 @@ class _Clock:
         pair, size = (rank, work.target_rank), fill.num_bytes(work)
         way = link(self.instance.cluster, self.instance.plan, *pair)
         needed = (self._ready[key] for key in results_needed(rank, work, fill))
-        leave = max(self._rank_free[rank], self._link_free[pair], *needed)
-        self._link_free[pair] = leave + way.transfer_ms(size)
-        arrive = self._ready[given_by(rank, work)] = self._link_free[pair] + way.latency_ms
+        port = self.instance.port(*pair)
+        leave = max(self._rank_free[rank], self._port_free[port], *needed)
+        self._port_free[port] = leave + way.transfer_ms(size)
+        arrive = self._ready[given_by(rank, work)] = self._port_free[port] + way.latency_ms
         self.carried.append(Carried(hand_over=work, source_rank=rank, leave_ms=leave, arrive_ms=arrive, num_bytes=size))
 
     def _send(self, message: Message, ready: float) -> None:
-        pair, delay = self.instance.link_of(message), self.instance.delay(message)
-        leave = max(ready, self._link_free[pair])
-        self._link_free[pair] = leave + delay.transfer_ms
+        instance = self.instance
+        pair, port, delay = instance.link_of(message), instance.port_of(message), instance.delay(message)
+        leave = max(ready, self._port_free[port])
+        self._port_free[port] = leave + delay.transfer_ms
         arrive = self._arrived[message] = leave + delay.transfer_ms + delay.latency_ms
         self.transfers.append(
             Transfer(
@@ -157,26 +169,45 @@ class _Clock:
                 target_rank=pair[1],
                 leave_ms=leave,
                 arrive_ms=arrive,
-                num_bytes=self.instance.num_bytes(message),
+                num_bytes=instance.num_bytes(message),
             )
         )
 
+    def _count_down(self, rank: int, stage: int, end: float) -> None:
+        """A backward is done: behind a stage's last one come its gradients, now or when the rank has nothing to do."""
+        self._backwards[stage] -= 1
+        if not self._backwards[stage]:
+            if self.instance.reduce_early:
+                self._reduce(rank, stage, end)
+            else:
+                self._unreduced.append((rank, stage))
 
-def summarize(instance: Instance, timeline: Timeline, *, reduce_early: bool | None = None) -> Estimate:
-    """The figures of a simulated step.
+    def reduce_rest(self) -> None:
+        """What was not reduced early; after all else."""
+        for rank, stage in self._unreduced:
+            self._reduce(rank, stage, self._rank_free[rank])
 
-    ``reduce_early``: a stage's gradients are reduced from its last backward on, not all after the rank's last action.
-    None: as the engine does, which is early unless DeepSpeed's ZeRO optimizer holds the gradients.
-    """
+    def _reduce(self, rank: int, stage: int, ready: float) -> None:
+        """With a sharded optimizer, gradients that are not summed early are only scattered: half of an all-reduce."""
+        instance, port = self.instance, self.instance.sums_port(rank)
+        share = 0.5 if instance.shard_optimizer and not instance.reduce_early else 1.0
+        start = max(ready, self._port_free[port])
+        end = self._port_free[port] = start + share * reduction_ms(instance, stage)
+        self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
+
+
+def _count_backwards(schedule: Schedule) -> Counter[int]:
+    return Counter(action.stage for row in schedule for action in row if action.op is not Op.FORWARD)
+
+
+def summarize(instance: Instance, timeline: Timeline) -> Estimate:
+    """The figures of a simulated step."""
     plan = instance.plan
-    if reduce_early is None:
-        reduce_early = not instance.shard_optimizer
-    reduced = _reduction_end_ms(instance, timeline, early=reduce_early)
     makespan = timeline.makespan_ms
     microbatches = 1 + max(span.action.microbatch for span in timeline.spans)
     split = any(span.action.op is Op.WEIGHT_GRAD for span in timeline.spans)
     bound = max(lower_bound_ms(instance, microbatches, split=split), _even_share_ms(timeline))
-    step_ms = max(makespan, reduced)
+    step_ms = max(makespan, _reduction_end_ms(instance, timeline))
     samples = plan.microbatch_size * microbatches * plan.data_parallel
     return Estimate(
         makespan_ms=makespan,
@@ -222,32 +253,18 @@ def rank_state_bytes(instance: Instance, rank: int) -> int:
     return state_bytes(instance.profile, params, shards=shards) + (0 if fill is None else fill.param_bytes(rank))
 
 
-def _reduction_end_ms(instance: Instance, timeline: Timeline, *, early: bool) -> float:
-    """When the last rank holds its new weights, the optimizer's own time not counted.
+def _reduction_end_ms(instance: Instance, timeline: Timeline) -> float:
+    """When the last rank holds its new weights, the optimizer's own time not counted; 0 without peers.
 
-    A stage's gradients are reduced over its data-parallel peers from the end of its last backward on (``early``), while
-    the rank goes on with other stages, or from the end of the rank's last action; the stages of one rank follow one
-    another. With a sharded optimizer the rank's weights are gathered after its step, half of an all-reduce; gradients
-    are then only scattered before it, the other half, unless they are summed early (the bf16 optimizer under ZeRO-1).
+    With a sharded optimizer the rank's weights are gathered after its step, half of an all-reduce.
     """
-    if instance.plan.data_parallel == 1:
-        return 0.0
-    ready: dict[int, float] = {}
-    free, gather = [0.0] * instance.num_ranks, [0.0] * instance.num_ranks
-    for span in timeline.spans:
-        if span.action.op is not Op.FORWARD:
-            ready[span.action.stage] = max(ready.get(span.action.stage, 0.0), span.end_ms)
-        if not early:
-            free[span.rank] = max(free[span.rank], span.end_ms)
-    for frozen in timeline.frozen if not early else ():
-        free[frozen.rank] = max(free[frozen.rank], frozen.end_ms)
-    shard = instance.shard_optimizer
-    share = 0.5 if shard and not early else 1.0
-    for stage in sorted(ready, key=lambda s: (ready[s], s)):
-        rank, duration = instance.placement[stage], reduction_ms(instance, stage)
-        free[rank] = max(free[rank], ready[stage]) + share * duration
-        gather[rank] += 0.5 * duration if shard else 0.0
-    return max(end + more for end, more in zip(free, gather, strict=True))
+    ends: dict[int, float] = defaultdict(float)
+    gather: dict[int, float] = defaultdict(float)
+    for reduction in timeline.reductions:
+        ends[reduction.rank] = max(ends[reduction.rank], reduction.end_ms)
+        if instance.shard_optimizer:
+            gather[reduction.rank] += 0.5 * reduction_ms(instance, reduction.stage)
+    return max((end + gather[rank] for rank, end in ends.items()), default=0.0)
 
 
 def least_step_ms(instance: Instance) -> float:

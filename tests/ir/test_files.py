@@ -76,7 +76,7 @@ def test_a_profile_survives_its_file(profile):
     assert again.fingerprint == profile.fingerprint
 
 
-LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0, overhead_us=2.5, bus_gb_per_s=20.0)
+LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0, overhead_us=2.5, bus_gb_per_s=20.0, one_port=True)
 CLUSTER = Cluster(name="c", nodes=2, ranks_per_node=4, memory_bytes=10**9, intra_node=LINK, inter_node=LINK)
 ESTIMATE = Estimate(
     makespan_ms=3.0,
@@ -176,6 +176,7 @@ def broken(thing, path, value):
         (CLUSTER, ["intra_node"], DELETE, ["intra_node", "expected an object"]),
         (CLUSTER, ["intra_node", "bandwidth_gb_per_s"], 0, ["'bandwidth_gb_per_s'", "a finite number > 0"]),
         (CLUSTER, ["intra_node", "bus_gb_per_s"], 0, ["'bus_gb_per_s'", "a finite number > 0"]),
+        (CLUSTER, ["intra_node", "one_port"], 1, ["'one_port'", "true or false", "found 1"]),
         (CLUSTER, ["intra_node", "overhead_us"], -1, ["'overhead_us'", "a finite number >= 0"]),
         (CLUSTER, ["intra_node", "bandwith"], 1, ["unknown field 'bandwith'"]),
         (PLAN, ["placement"], [0, 2, 2, 0], ["'placement'", "every rank 0..1 at least once"]),

@@ -28,7 +28,11 @@ def instances(draw, max_ranks=4, max_microbatches=6):
     }[kind]
     rng = random.Random(draw(st.integers(0, 10**6)))
     costs = random_profile(rng, len(placement), temb=rng.random() < 0.5, strict=False)
-    link = Link(bandwidth_gb_per_s=draw(st.sampled_from([1e-4, 1e-3, 1e9])), latency_us=draw(st.sampled_from([0, 500])))
+    link = Link(
+        bandwidth_gb_per_s=draw(st.sampled_from([1e-4, 1e-3, 1e9])),
+        latency_us=draw(st.sampled_from([0, 500])),
+        one_port=draw(st.booleans()),
+    )
     return Instance(plan(placement, draw(st.integers(1, max_microbatches)), of=costs), costs, cluster(link))
 
 

@@ -45,7 +45,9 @@ def random_parts(rng, num_layers):
 def random_plan(rng):
     ranks = rng.randrange(1, 4)
     costs = random_profile(rng, rng.randrange(2 * ranks, 3 * ranks + 3), temb=rng.random() < 0.3)
-    link = Link(bandwidth_gb_per_s=rng.choice([1e-3, 1e9]), latency_us=rng.choice([0, 300]))
+    link = Link(
+        bandwidth_gb_per_s=rng.choice([1e-3, 1e9]), latency_us=rng.choice([0, 300]), one_port=rng.choice([False, True])
+    )
     machines = cluster(link)
     made = make_plan(
         costs, cluster=machines, pipeline_ranks=ranks, microbatches=rng.randrange(1, 5), solver_seconds=0.0

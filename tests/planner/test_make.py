@@ -8,11 +8,12 @@ from toys import cluster, layer, profile, random_profile, skip, uniform
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
-from deepspeed_pulse.ir.placement import describe_placement, wave_placement
+from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.cost import default_cluster, link
-from deepspeed_pulse.planner.make import forward_schedule, make_plan, reorder
+from deepspeed_pulse.planner.make import TooSlow, forward_schedule, make_plan, reorder
+from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate
 
@@ -48,6 +49,47 @@ def test_auto_takes_linear_where_it_is_faster():
     costs = profile([layer(output_bytes=10**6)] * 3 + [layer(30, 60, output_bytes=10**6)] * 1)
     slow = cluster(Link(bandwidth_gb_per_s=0.01, latency_us=10))
     assert describe_placement(made(costs, 2, 4, cluster=slow).placement) == "linear"
+
+
+def test_coarse_layers_are_cut_without_regard_to_skips_where_links_are_fast():
+    """Keeping every skip costs a quarter of the balance: too much for fast links, cheap on slow ones."""
+    times = (3, 3, 2, 2, 2, 2)
+    skips = [skip(f"s{i}", i, 5 - i, 10**6) for i in range(3)]
+    costs = profile([layer(ms, 2 * ms, output_bytes=1000) for ms in times], skips)
+    for gb_per_s, cuts, stays in ((100.0, (0, 1, 2, 4, 6), False), (0.02, (0, 1, 3, 5, 6), True)):
+        links = cluster(Link(bandwidth_gb_per_s=gb_per_s, latency_us=0))
+        found = made(costs, 2, 8, cluster=links, placement="wave")
+        assert found.boundaries == cuts
+        assert all(not route.hops for route in found.routes) is stays
+
+
+def test_cuts_weigh_what_ranks_have_to_reduce_where_nothing_hides_it():
+    """40 MB of gradients in the second half of the layers: 40 ms at 1 GB/s, behind 12 ms of one more layer's work."""
+    costs = profile([layer(param_bytes=0 if i < 4 else 10**7) for i in range(8)])
+    cuts = {}
+    for gb_per_s in (1.0, 1000.0):
+        links = cluster(Link(bandwidth_gb_per_s=gb_per_s, latency_us=0))
+        found = made(costs, 2, 4, cluster=links, placement="linear", data_parallel=2)
+        cuts[gb_per_s] = found.boundaries
+        even = made(costs, 2, 4, cluster=links, placement="linear", data_parallel=2, boundaries=(0, 4, 8))
+        assert found.estimate.step_ms <= even.estimate.step_ms
+    assert cuts == {1.0: (0, 5, 8), 1000.0: (0, 4, 8)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_are_never_slower_than_with_the_partitioners_cuts(seed):
+    rng = random.Random(seed)
+    costs = random_profile(rng, rng.randrange(6, 20), temb=True, strict=False)
+    place = rng.choice([wave_placement(3), linear_placement(3)])
+    links = cluster(Link(bandwidth_gb_per_s=rng.choice([1e-4, 1e-2, 1e9]), latency_us=rng.choice([0, 50])))
+    group, microbatches = rng.choice([1, 2]), rng.randrange(1, 8)
+    own = partition(costs, place, cluster=links, microbatches=microbatches, data_parallel=group)
+    options = {"cluster": links, "data_parallel": group, "placement": describe_placement(place)}
+    partitioned = made(costs, 3, microbatches, boundaries=own, **options).estimate.step_ms
+    step_ms = made(costs, 3, microbatches, **options).estimate.step_ms
+    assert step_ms == pytest.approx(partitioned) or step_ms <= 0.95 * partitioned
+    with pytest.raises(TooSlow, match="a step takes at least"):
+        made(costs, 3, microbatches, within_ms=0.1 * step_ms, **options)
 
 
 def test_auto_takes_linear_when_there_are_too_few_layers_for_the_wave():

@@ -98,6 +98,49 @@ def test_values_that_stay_cost_nothing_and_those_without_gradient_send_nothing_b
     assert estimate(found, costs, cluster()).p2p_bytes_per_microbatch == 4 * 10 + 7 + 2 * 5
 
 
+def test_messages_to_two_ranks_queue_where_one_port_is_all_there_is():
+    """3 ms for the next rank, 3 ms for the one after it: side by side, or one after the other."""
+    costs = uniform(3, output_bytes=3_000_000)
+    costs = replace(costs, skips=(skip("far", 0, 2, 3_000_000),))
+    order = rows("0F0 0B0", "1F0 1B0", "2F0 2B0")
+    found = plan(linear_placement(3), 1, schedule=order, of=costs)
+    for one_port, leave in ((False, [1, 1]), (True, [1, 4])):
+        link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0, one_port=one_port)
+        sent = [t for t in simulate(found, costs, cluster(link)).transfers if t.source_rank == 0]
+        assert [(t.leave_ms, t.arrive_ms - t.leave_ms) for t in sent] == [(start, 3) for start in leave]
+
+
+def test_links_within_and_between_nodes_are_ports_of_their_own():
+    """Rank 0 sends to rank 1 of its node and to rank 2 of another one at the same time."""
+    costs = replace(uniform(3, output_bytes=3_000_000), skips=(skip("far", 0, 2, 6_000_000),))
+    found = plan(linear_placement(3), 1, schedule=rows("0F0 0B0", "1F0 1B0", "2F0 2B0"), of=costs)
+    near, far = (Link(bandwidth_gb_per_s=speed, latency_us=0.0, one_port=True) for speed in (1.0, 2.0))
+    nodes = Cluster(name="two", nodes=2, ranks_per_node=2, memory_bytes=1, intra_node=near, inter_node=far)
+    sent = [t for t in simulate(found, costs, nodes).transfers if t.source_rank == 0]
+    assert [(t.target_rank, t.leave_ms, t.arrive_ms) for t in sent] == [(1, 1, 4), (2, 1, 4)]
+
+
+def test_gradients_hold_up_messages_where_one_port_is_all_there_is():
+    """1 ms a message, 10 ms a sum: stage 2's gradients leave from 11 to 21, stage 1's message at 21, not 13."""
+    costs = uniform(4, output_bytes=1_000_000, param_bytes=10_000_000)
+    order = rows("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    found = plan(wave_placement(2), 1, schedule=order, data_parallel=2)
+    own = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=0.0))
+    shared = cluster(replace(own.intra_node, one_port=True))
+    apart = estimate(found, costs, own)
+    assert (apart.makespan_ms, apart.step_ms) == (pytest.approx(16), pytest.approx(31))
+    held_up = estimate(found, costs, shared)
+    assert (held_up.makespan_ms, held_up.step_ms) == (pytest.approx(24), pytest.approx(34))
+    late = estimate(found, costs, shared, reduce_early=False)
+    assert (late.makespan_ms, late.step_ms) == (pytest.approx(16), pytest.approx(36))
+    assert [(r.stage, r.start_ms) for r in simulate(found, costs, shared).reductions] == [
+        (3, 9),
+        (2, 11),
+        (1, 22),
+        (0, 24),
+    ]
+
+
 def test_links_follow_the_pipe_major_topology():
     """Two ranks a node and two data-parallel peers: the pipeline crosses nodes."""
     fast, slow = Link(bandwidth_gb_per_s=1e9, latency_us=0), Link(bandwidth_gb_per_s=1e9, latency_us=2000)

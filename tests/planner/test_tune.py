@@ -17,11 +17,11 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.planner.checks.validate import check
+from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate, least_step_ms
-from deepspeed_pulse.planner.tuning.ideal import ideal_ms, least_makespan
 from deepspeed_pulse.planner.tuning.sizes import Sizes, scaled
 from deepspeed_pulse.planner.tuning.tune import tune
 

@@ -63,9 +63,9 @@ def fill_plan(
         InfeasibleError: no rank has the memory that a part needs.
     """
     empty = replace(plan, fill=None)
-    instance = Instance(empty, profile, cluster, shard_optimizer=shard_optimizer)
+    instance = Instance(empty, profile, cluster, shard_optimizer=shard_optimizer, reduce_early=reduce_early)
     cap = cluster.memory_bytes if memory_bytes is None else memory_bytes
-    way = _Ways(instance, _checked(parts, plan), cap, reduce_early)
+    way = _Ways(instance, _checked(parts, plan), cap)
     best = way.best(solver_seconds)
     return replace(plan, fill=best.fill, estimate=best.estimate)
 
@@ -95,10 +95,10 @@ def _checked(parts: Sequence[FrozenPart], plan: Plan) -> tuple[FrozenPart, ...]:
 class _Ways:
     """Everything that is tried for one plan."""
 
-    def __init__(self, instance: Instance, parts: tuple[FrozenPart, ...], cap: int, reduce_early: bool | None) -> None:
-        self._instance, self._parts, self._cap, self._early = instance, parts, cap, reduce_early
+    def __init__(self, instance: Instance, parts: tuple[FrozenPart, ...], cap: int) -> None:
+        self._instance, self._parts, self._cap = instance, parts, cap
         timeline = run(instance, instance.plan.schedule)
-        self._pipeline = summarize(instance, timeline, reduce_early=reduce_early)
+        self._pipeline = summarize(instance, timeline)
         self._starts = {span.action: span.start_ms for span in timeline.spans}
         self._allowed = allowed_ranks(instance, parts, self._pipeline.peak_bytes, cap)
 
@@ -162,11 +162,11 @@ class _Ways:
 
     def _scored(self, runs: Runs, solver: str) -> Filled:
         fill = with_hand_overs(self._instance, self._parts, runs, solver)
-        plan = replace(self._instance.plan, fill=fill)
-        instance = Instance(
-            plan, self._instance.profile, self._instance.cluster, shard_optimizer=self._instance.shard_optimizer
-        )
-        return Filled(fill=fill, estimate=summarize(instance, run(instance, plan.schedule), reduce_early=self._early))
+        before = self._instance
+        plan = replace(before.plan, fill=fill)
+        how = {"shard_optimizer": before.shard_optimizer, "reduce_early": before.reduce_early}
+        instance = Instance(plan, before.profile, before.cluster, **how)
+        return Filled(fill=fill, estimate=summarize(instance, run(instance, plan.schedule)))
 
 
 def allowed_ranks(

@@ -21,7 +21,7 @@ from deepspeed_pulse.ir.fill import Filling, FrozenPart, FrozenRun
 from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner.cost import link
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.instance import Instance, Port
 from deepspeed_pulse.planner.order import execution_order
 
 _EPSILON_MS = 1e-9
@@ -120,7 +120,7 @@ class Filler:
         ]
         self._of = {(chain.part.name, chain.microbatch): chain for chain in self._chains}
         self._arrived: dict[Message, float] = {}
-        self._link_free: dict[tuple[int, int], float] = defaultdict(float)
+        self._port_free: dict[Port, float] = defaultdict(float)
         self._position = [0] * plan.pipeline_ranks
         self._free_ms = [0.0] * plan.pipeline_ranks
         self._runs: list[list[Filling]] = [[] for _ in range(plan.pipeline_ranks)]
@@ -164,10 +164,10 @@ class Filler:
         end = self._free_ms[rank] = now + self.instance.duration_ms(step.action)
         self._wake(end, rank)
         for message in step.sends:
-            pair, delay = self.instance.link_of(message), self.instance.delay(message)
-            self._link_free[pair] = max(end, self._link_free[pair]) + delay.transfer_ms
-            self._arrived[message] = self._link_free[pair] + delay.latency_ms
-            self._wake(self._arrived[message], pair[1])
+            port, delay = self.instance.port_of(message), self.instance.delay(message)
+            self._port_free[port] = max(end, self._port_free[port]) + delay.transfer_ms
+            self._arrived[message] = self._port_free[port] + delay.latency_ms
+            self._wake(self._arrived[message], self.instance.placement[message.target_stage])
 
     def _choose(self, rank: int, now: float, room_ms: float) -> Chain | None:
         """Of the microbatches that are ready and of which a layer fits, the one this rank likes best."""

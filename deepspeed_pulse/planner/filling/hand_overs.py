@@ -10,10 +10,8 @@ from deepspeed_pulse.ir.fill import Fill, Filling, FrozenPart, FrozenRun, HandOv
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.cost import link
 from deepspeed_pulse.planner.filling.greedy import Runs
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.instance import Instance, Port
 from deepspeed_pulse.planner.simulate import simulate
-
-Pair = tuple[int, int]
 
 
 def with_hand_overs(instance: Instance, parts: Sequence[FrozenPart], runs: Runs, solver: str) -> Fill:
@@ -67,28 +65,32 @@ def _while_links_idle(instance: Instance, fill: Fill, later: Sequence[tuple[int,
     for rank, work in sorted(later, key=lambda item: made[item[1].part, item[1].done, item[1].microbatch]):
         pair = (rank, work.target_rank)
         transfer_ms = link(instance.cluster, instance.plan, *pair).transfer_ms(fill.num_bytes(work))
+        port = instance.port(*pair)
         ready = made[work.part, work.done, work.microbatch]
         last = len(free[rank]) - 1
         for position, time in enumerate(free[rank]):
             if time < ready - 1e-9:
                 continue
-            if position == last or all(end <= time or start >= time + transfer_ms for start, end in busy[pair]):
+            if position == last or all(end <= time or start >= time + transfer_ms for start, end in busy[port]):
                 rows[rank].append(Filling(position, work))
-                busy[pair].append((time, time + transfer_ms))
+                busy[port].append((time, time + transfer_ms))
                 break
     ordered = (tuple(sorted(row, key=lambda filling: filling.position)) for row in rows)
     return replace(fill, rows=tuple(ordered))
 
 
-def _busy(instance: Instance, timeline: Timeline, fill: Fill) -> Mapping[Pair, list[tuple[float, float]]]:
-    """Per directed link, from when until when messages occupy it."""
-    found: dict[Pair, list[tuple[float, float]]] = defaultdict(list)
+def _busy(instance: Instance, timeline: Timeline, fill: Fill) -> Mapping[Port, list[tuple[float, float]]]:
+    """Per port, from when until when messages leave through it."""
+    found: dict[Port, list[tuple[float, float]]] = defaultdict(list)
     for t in timeline.transfers:
-        found[t.source_rank, t.target_rank].append((t.leave_ms, t.leave_ms + instance.delay(t.message).transfer_ms))
+        port = instance.port_of(t.message)
+        found[port].append((t.leave_ms, t.leave_ms + instance.delay(t.message).transfer_ms))
+    for r in timeline.reductions:
+        found[instance.sums_port(r.rank)].append((r.start_ms, r.end_ms))
     for c in timeline.carried:
         pair = (c.source_rank, c.hand_over.target_rank)
         way = link(instance.cluster, instance.plan, *pair)
-        found[pair].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
+        found[instance.port(*pair)].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
     return found
 
 

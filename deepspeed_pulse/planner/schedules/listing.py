@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.instance import Instance, Port
 from deepspeed_pulse.planner.order import Key
 
 _SLACK = 1e-9
@@ -99,7 +99,7 @@ class _Board:
         self._first = [instance.plan.stages_of(rank)[0] for rank in range(instance.num_ranks)]
         self._position = [0] * instance.num_ranks
         self._rank_free = [0.0] * instance.num_ranks
-        self._link_free: dict[tuple[int, int], float] = defaultdict(float)
+        self._port_free: dict[Port, float] = defaultdict(float)
         self._live = [0.0] * instance.num_ranks
         self._ready: dict[Key, float] = defaultdict(float)
         self._missing: dict[Key, int] = {}
@@ -175,10 +175,10 @@ class _Board:
         instance = self._instance
         arrivals = dict.fromkeys(self._local_successors(action), end)
         for message in instance.step(action).sends:
-            pair, delay = instance.link_of(message), instance.delay(message)
-            self._link_free[pair] = max(end, self._link_free[pair]) + delay.transfer_ms
+            port, delay = instance.port_of(message), instance.delay(message)
+            self._port_free[port] = max(end, self._port_free[port]) + delay.transfer_ms
             target = Action(message.target_stage, action.op, action.microbatch)
-            arrivals[target] = self._link_free[pair] + delay.latency_ms
+            arrivals[target] = self._port_free[port] + delay.latency_ms
         for target, time in arrivals.items():
             key = instance.key(target)
             self._waits(target)

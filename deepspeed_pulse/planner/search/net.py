@@ -1,7 +1,7 @@
 """An instance as arrays of integers: orders evaluated as longest paths, many thousands a second.
 
-Nodes are actions; where messages may queue on a link, messages are nodes too, in the order their senders run.
-An order's times are the simulator's; its score still comes from the simulator alone.
+Nodes are actions; where messages may queue, messages are nodes too, in the order their senders run. An order's times
+are the simulator's, but that gradients do not hold up messages; its score still comes from the simulator alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from deepspeed_pulse.ir.program import Direction
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.instance import Instance, Port
 
 Rows = list[list[int]]
 """Per rank, nodes in order."""
@@ -21,7 +21,7 @@ Arc = tuple[int, float]
 
 
 class Net:
-    """Durations, arcs and machines. Ranks are machines 0..P-1, links follow.
+    """Durations, arcs and machines. Ranks are machines 0..P-1, ports follow.
 
     Args:
         split: backward runs as ``I`` and ``W``.
@@ -48,7 +48,7 @@ class Net:
             self.finish[self.index[Action(stage, self.ops[-1], microbatches - 1)]] = extra
         self.before: list[list[Arc]] = [[] for _ in self.actions]
         self.after: list[list[Arc]] = [[] for _ in self.actions]
-        self.link_nodes: dict[int, list[int]] = {}
+        self.message_nodes: dict[int, list[int]] = {}
         """Messages of an action where they are nodes, in the order they leave."""
         self._arcs()
 
@@ -74,24 +74,24 @@ class Net:
     def _messages(self, node: int) -> None:
         action = self.actions[node]
         for message in self.instance.step(action).sends:
-            pair, delay = self.instance.link_of(message), self.instance.delay(message)
+            port, delay = self.instance.port_of(message), self.instance.delay(message)
             sent = len(self.duration)
             self.duration.append(delay.transfer_ms)
-            self.machine.append(self._link_machine(pair))
+            self.machine.append(self._port_machine(port))
             self.column.append(-1)
             self.finish.append(0.0)
             self.before.append([])
             self.after.append([])
             self._arc(node, sent, 0.0)
             self._arc(sent, self.index[Action(message.target_stage, action.op, action.microbatch)], delay.latency_ms)
-            self.link_nodes.setdefault(node, []).append(sent)
+            self.message_nodes.setdefault(node, []).append(sent)
 
-    def _link_machine(self, pair: tuple[int, int]) -> int:
-        known: dict[tuple[int, int], int] = self.__dict__.setdefault("_links", {})
-        if pair not in known:
-            known[pair] = self.num_machines
+    def _port_machine(self, port: Port) -> int:
+        known: dict[Port, int] = self.__dict__.setdefault("_ports", {})
+        if port not in known:
+            known[port] = self.num_machines
             self.num_machines += 1
-        return known[pair]
+        return known[port]
 
     def rows(self, schedule: Schedule) -> Rows:
         return [[self.index[action] for action in row] for row in schedule]
@@ -103,7 +103,7 @@ class Net:
         """Per node, what runs before and after it on its machine (-1: nothing); and open predecessors."""
         size = len(self.duration)
         previous, following = [-1] * size, [-1] * size
-        chains = rows if not self.queues else [*rows, *self._link_rows(rows)]
+        chains = rows if not self.queues else [*rows, *self._message_rows(rows)]
         for row in chains:
             last = -1
             for node in row:
@@ -117,11 +117,11 @@ class Net:
                 missing[node] += 1
         return previous, following, missing
 
-    def _link_rows(self, rows: Rows) -> Rows:
+    def _message_rows(self, rows: Rows) -> Rows:
         chains: dict[int, list[int]] = defaultdict(list)
         for row in rows:
             for node in row:
-                for sent in self.link_nodes.get(node, ()):
+                for sent in self.message_nodes.get(node, ()):
                     chains[self.machine[sent]].append(sent)
         return list(chains.values())
 
@@ -150,12 +150,12 @@ def _delays(instance: Instance, split: bool) -> dict[tuple[int, Op, int], float]
 
 
 def _may_queue(instance: Instance, actions: list[Action]) -> bool:
-    """Whether messages of one action can still occupy a link when those of the next leave."""
-    sent: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    """Whether messages of one action can still be leaving when those of the next are there."""
+    sent: dict[Port, list[tuple[float, float]]] = defaultdict(list)
     for action in (a for a in actions if a.microbatch == 0):
-        used: dict[tuple[int, int], float] = defaultdict(float)
+        used: dict[Port, float] = defaultdict(float)
         for message in instance.step(action).sends:
-            used[instance.link_of(message)] += instance.delay(message).transfer_ms
-        for pair, transfer in used.items():
-            sent[pair].append((transfer, instance.duration_ms(action)))
+            used[instance.port_of(message)] += instance.delay(message).transfer_ms
+        for port, transfer in used.items():
+            sent[port].append((transfer, instance.duration_ms(action)))
     return any(max(t for t, _ in row) > min(d for _, d in row) for row in sent.values())

@@ -42,7 +42,7 @@ def ideal_ms(profile: Profile, placement: tuple[int, ...], microbatches: int, *,
 @lru_cache(maxsize=4096)
 def least_makespan(placement: tuple[int, ...], microbatches: int) -> float:
     """In units of one microbatch's work on all stages."""
-    from scipy.optimize import linprog  # 0.3 s at the start of every rank, though only tuning needs it
+    from scipy.optimize import linprog  # 0.3 s at the start of every rank, though only planning needs it
 
     stages, rows = len(placement), []
     for rank in range(max(placement) + 1):
