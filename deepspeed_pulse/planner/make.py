@@ -170,26 +170,31 @@ class _Request:
         own = self._cut(placement, self.profile)
         if self.boundaries or self.waves > 1:  # cuts of several waves take seconds to find
             return self.order(self._promising(own, self.within_ms))
-        quick, problems = self.quick(), []
+        known = self.quick()._fastest_cuts(own)
+        return self.order(known) if self.solver_seconds else known
+
+    def _fastest_cuts(self, own: Plan) -> Plan:
+        """Ordered; of the partitioner's cuts and their rivals."""
         best: Plan | None = None
-        most = self.within_ms
+        most, too_slow = self.within_ms, []
         try:
-            best = quick.order(self._promising(own, most))
+            best = self.order(self._promising(own, most))
             most = min(most, _WORTH_CHANGING * _step_ms(best))
         except TooSlow as problem:
-            problems.append(problem)
+            too_slow.append(problem)
         for rival in self._rivals(best or own, most):
             try:
-                found = quick.order(self._promising(rival, most))
+                found = self.order(self._promising(rival, most))
             except TooSlow as problem:
-                problems.append(problem)
+                too_slow.append(problem)
             except InfeasibleError:  # its memory; the partitioner's cuts fit, or are too slow
                 continue
             else:
-                best, most = (found, _step_ms(found)) if _step_ms(found) <= most else (best, most)
+                if _step_ms(found) <= most:
+                    best, most = found, _step_ms(found)
         if best is None:
-            raise min(problems, key=lambda problem: problem.bound_ms)
-        return self.order(best) if self.solver_seconds else best
+            raise min(too_slow, key=lambda problem: problem.bound_ms)
+        return best
 
     def _promising(self, plan: Plan, within_ms: float) -> Plan:
         if within_ms < math.inf:

@@ -195,8 +195,8 @@ def _caption(plan: Plan, costs: str | None, layer_names: Sequence[str] | None) -
             yield Text(searched)
     if plan.fill is not None:
         yield Text(words.filled(plan.fill, plan.microbatches))
-    recomputed = words.recomputed(plan, layer_names)
-    if recomputed is not None:
-        yield Text(recomputed)
+    for line in (words.sent_values(plan), words.recomputed(plan, layer_names)):
+        if line is not None:
+            yield Text(line)
     if costs is not None:
         yield Text(f"costs: {costs}")

@@ -10,7 +10,7 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.timeline import Timeline
 
 _SHOWN = 8
-"""Layers named in a line; the rest is counted."""
+"""Names in a line; the rest is counted."""
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 
@@ -86,9 +86,19 @@ def recomputed(plan: Plan, names: Sequence[str] | None = None) -> str | None:
     """``recomputed in backward: 3 of 46 layers (down.0, down.1, mid)``; None where nothing is."""
     if not plan.recompute:
         return None
-    shown = [str(i) if names is None else names[i] for i in plan.recompute[:_SHOWN]]
-    more = [f"{len(plan.recompute) - _SHOWN} more"] if len(plan.recompute) > _SHOWN else []
-    return f"recomputed in backward: {len(plan.recompute)} of {plan.num_layers} layers ({', '.join(shown + more)})"
+    listed = _listed([str(i) if names is None else names[i] for i in plan.recompute])
+    return f"recomputed in backward: {len(plan.recompute)} of {plan.num_layers} layers ({listed})"
+
+
+def sent_values(plan: Plan) -> str | None:
+    """``sent between ranks: 2 of 13 named values (skip3, skip4)``; None where all stay."""
+    sent = [route.name for route in plan.routes if route.hops]
+    return f"sent between ranks: {len(sent)} of {len(plan.routes)} named values ({_listed(sent)})" if sent else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return ", ".join([*names[:_SHOWN], *more])
 
 
 def filled(fill: Fill, microbatches: int) -> str:

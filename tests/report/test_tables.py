@@ -35,6 +35,15 @@ def test_start_up_table(sample: Any) -> None:
     assert "costs: profile toy (paper, float32)" in text
 
 
+def test_start_up_table_names_the_skips_that_travel(sample: Any) -> None:
+    assert "sent between ranks" not in text_of(plan_table(sample.plan))
+    routes = [
+        dataclasses.replace(route, hops=((0, 1),)) if i < 2 else route for i, route in enumerate(sample.plan.routes)
+    ]
+    sent = dataclasses.replace(sample.plan, routes=tuple(routes))
+    assert "sent between ranks: 2 of 4 named values (skip0, skip1)" in text_of(plan_table(sent))
+
+
 def test_plan_alone(sample: Any) -> None:
     bare = dataclasses.replace(sample.plan, estimate=None, solver=None)
     text = text_of(plan_table(bare))

@@ -33,6 +33,9 @@ _EXACT = 4
 _CONTENDERS = 3
 """So many of the best are searched for better orders."""
 
+_SHARED = 1 / 3
+"""Of the time to search, what they share; the rest is for the one that is best then."""
+
 _WORTH_HIDING = 0.05
 """Of a step: what one rank gains by several stages must exceed what their actions cost beyond the plan."""
 
@@ -288,11 +291,18 @@ class Tuner:
     # -- the best ----------------------------------------------------------------------------
 
     def searched(self, trials: list[Trial], seconds: float) -> list[Trial]:
-        """With better orders of those that may be the best, in order again."""
-        first = trials[0]
-        within = _figures(first.planned).step_ms
+        """With better orders of those that may be the best, in order again; most of the time is for the one that is."""
+        within = _figures(trials[0].planned).step_ms
         contenders = [t for t in trials[:_CONTENDERS] if t.plan and _figures(t.plan).lower_bound_ms < within]
-        better = {id(t): self._better(t, seconds / len(contenders)) for t in contenders} if seconds > 0 else {}
+        if not contenders or seconds <= 0:
+            return trials
+        shared = 0.0 if len(contenders) == 1 else _SHARED * seconds
+        if shared:
+            trials = self._searched(trials, contenders, shared / len(contenders))
+        return self._searched(trials, trials[:1], seconds - shared)
+
+    def _searched(self, trials: list[Trial], chosen: list[Trial], seconds: float) -> list[Trial]:
+        better = {id(trial): self._better(trial, seconds) for trial in chosen}
         return sorted((better.get(id(trial), trial) for trial in trials), key=rank_of)
 
     def _better(self, trial: Trial, seconds: float) -> Trial:
