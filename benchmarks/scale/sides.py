@@ -40,7 +40,13 @@ RELAYED: dict[str, tuple[Callable[[int], tuple[int, ...]], dict[str, Any]]] = {
     ),
 }
 """Placement for so many ranks, and what the planner is asked for."""
-SIDES = ("wave", "linear", *RELAYED, "ZeRO-2", "DDP", "tuned")
+OURS: dict[str, dict[str, Any]] = {
+    "wave": {"placement": "wave"},
+    "wave, parted": {"placement": "wave", "part_skips": True},
+    "linear": {"placement": "linear", "schedule": "1f1b"},
+}
+"""What the planner is asked for. With a known schedule: what a search adds is for benchmarks/planner."""
+SIDES = (*OURS, *RELAYED, "ZeRO-2", "DDP", "tuned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +91,7 @@ def simulated(point: Point) -> dict[str, Best]:
     """By side; those that fit with no setting are left out."""
     best: dict[str, Best] = {}
     for setting in _settings(point):
-        for name in ("wave", "linear", *RELAYED):
+        for name in (*OURS, *RELAYED):
             known = best[name].samples_per_second if name in best else 0.0
             within_ms = point.batch / known * 1e3 if known else math.inf
             for found in _pipelines(name, replace(setting, within_ms=within_ms)):
@@ -135,10 +141,8 @@ def _sharded(setting: Setting, make: Callable[..., Best], *arguments: Any) -> Be
     return None
 
 
-def _ours(setting: Setting, shard: bool, placement: str, layout: Layout) -> Best:
-    """With a known schedule: what a search adds is for benchmarks/planner."""
-    schedule = "1f1b" if placement == "linear" else "auto"
-    plan = _planned(setting, shard, placement=placement, schedule=schedule, layout=layout)
+def _ours(setting: Setting, shard: bool, name: str, layout: Layout) -> Best:
+    plan = _planned(setting, shard, layout=layout, **OURS[name])
     assert plan.estimate is not None
     way = setting.way + (", ZeRO-1" if shard else "")
     return Best(samples_per_second=plan.estimate.samples_per_second, way=way)

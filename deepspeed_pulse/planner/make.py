@@ -78,6 +78,7 @@ def make_plan(
     layout: Layout = Layout.PIPE_MAJOR,
     frozen: Sequence[FrozenPart] = (),
     within_ms: float = math.inf,
+    part_skips: bool | None = None,
     plan_cache: str | Path | None = None,
 ) -> Plan:
     """Cuts, order, routes and estimate for a model on ``pipeline_ranks`` x ``data_parallel`` ranks of a cluster.
@@ -97,6 +98,8 @@ def make_plan(
         layout: how global ranks are numbered, which decides what crosses nodes.
         frozen: parts that encode the next step's batch in idle time, for the profile's microbatch size.
         within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
+        part_skips: cuts of a wave may also send skips that could stay, for a better balance, where that is well faster
+            in known orders. None: if ``placement`` is "auto".
         plan_cache: folder in which plans that took time to solve are kept by content.
 
     Raises:
@@ -130,6 +133,7 @@ def make_plan(
         layout=layout,
         frozen=tuple(frozen),
         within_ms=within_ms,
+        part_skips=placement == "auto" if part_skips is None else part_skips,
     )
     if plan_cache is None or solver_seconds <= 0:
         return _best(request, places)
@@ -164,6 +168,7 @@ class _Request:
     layout: Layout
     frozen: tuple[FrozenPart, ...]
     within_ms: float
+    part_skips: bool
 
     def plan(self, placement: Placement) -> Plan:
         """With the partitioner's cuts, or with others where known orders of those are well faster."""
@@ -212,7 +217,7 @@ class _Request:
         if ideal_ms(profile, own.placement, self.microbatches, reduction_ms=reduced) > within_ms:
             return []
         views = [self.profile]
-        if self.profile.skips and own.waves:
+        if self.part_skips and self.profile.skips and own.waves:
             views.append(without_skips(self.profile))
         estimated = own.estimate
         if self.data_parallel > 1 and (estimated is None or estimated.step_ms > _HIDDEN * estimated.makespan_ms):

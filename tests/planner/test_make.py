@@ -58,9 +58,11 @@ def test_coarse_layers_are_cut_without_regard_to_skips_where_links_are_fast():
     costs = profile([layer(ms, 2 * ms, output_bytes=1000) for ms in times], skips)
     for gb_per_s, cuts, stays in ((100.0, (0, 1, 2, 4, 6), False), (0.02, (0, 1, 3, 5, 6), True)):
         links = cluster(Link(bandwidth_gb_per_s=gb_per_s, latency_us=0))
-        found = made(costs, 2, 8, cluster=links, placement="wave")
+        found = made(costs, 2, 8, cluster=links, placement="wave", part_skips=True)
         assert found.boundaries == cuts
         assert all(not route.hops for route in found.routes) is stays
+        asked_for = made(costs, 2, 8, cluster=links, placement="wave")
+        assert not any(route.hops for route in asked_for.routes)
 
 
 def test_cuts_weigh_what_ranks_have_to_reduce_where_nothing_hides_it():
@@ -85,6 +87,7 @@ def test_plans_are_never_slower_than_with_the_partitioners_cuts(seed):
     group, microbatches = rng.choice([1, 2]), rng.randrange(1, 8)
     own = partition(costs, place, cluster=links, microbatches=microbatches, data_parallel=group)
     options = {"cluster": links, "data_parallel": group, "placement": describe_placement(place)}
+    options["part_skips"] = rng.random() < 0.5
     partitioned = made(costs, 3, microbatches, boundaries=own, **options).estimate.step_ms
     step_ms = made(costs, 3, microbatches, **options).estimate.step_ms
     assert step_ms == pytest.approx(partitioned) or step_ms <= 0.95 * partitioned

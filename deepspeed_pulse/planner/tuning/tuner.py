@@ -251,6 +251,7 @@ class Tuner:
             layout=choice.layout,
             frozen=() if self.frozen is None else self.frozen.at(choice.microbatch_size),
             within_ms=self._within_ms,
+            part_skips=True,
         )
 
     def _trial(self, choice: Choice, free: Plan | None) -> Trial:
