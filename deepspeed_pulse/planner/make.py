@@ -22,7 +22,7 @@ from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.partition.cuts import partition, require_layers
-from deepspeed_pulse.planner.partition.views import with_reduction, without_skips
+from deepspeed_pulse.planner.partition.views import other_views
 from deepspeed_pulse.planner.recompute import cheapest_first, recomputed_layers, with_recompute
 from deepspeed_pulse.planner.routes import make_routes, named_values
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for
@@ -38,8 +38,6 @@ _WORTH_CHANGING = 0.95
 """Of the step with the partitioner's own cuts, what others may take at most: a simulation does not count everything."""
 _HIDDEN = 1.02
 """Step over makespan up to which gradients count as reduced behind other work."""
-_WEIGHED = (0.5, 1.0)
-"""Else, what part of reducing gradients cuts may count as work."""
 
 PLACEMENTS = ("auto", "wave", "linear")
 
@@ -209,24 +207,24 @@ class _Request:
         return plan
 
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
-        """Other cuts, if any could be as fast as that: a balance without regard to skips, which fast links want; and
-        cuts that weigh what each rank has to reduce, where the order of ``own`` does not hide it."""
+        """Cuts by other views of the profile, if any could be as fast as that; gradients are weighed where the order of
+        ``own`` does not hide their reduction."""
         instance = Instance(own, self.profile, self.cluster)
         reduced = sum(reduction_ms(instance, stage) for stage in range(own.num_stages))
         profile = with_recompute(self.profile, self.recompute)
         if ideal_ms(profile, own.placement, self.microbatches, reduction_ms=reduced) > within_ms:
             return []
-        views = [self.profile]
-        if self.part_skips and self.profile.skips and own.waves:
-            views.append(without_skips(self.profile))
         estimated = own.estimate
-        if self.data_parallel > 1 and (estimated is None or estimated.step_ms > _HIDDEN * estimated.makespan_ms):
-            views += [
-                with_reduction(view, self.cluster, own.grid, self.microbatches, share=share)
-                for view in views
-                for share in _WEIGHED
-            ]
-        plans = {plan.boundaries: plan for plan in (self._cut(own.placement, view) for view in views[1:])}
+        hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
+        views = other_views(
+            self.profile,
+            self.cluster,
+            own.grid,
+            self.microbatches,
+            skipless=self.part_skips and own.waves > 0,
+            weighed=self.data_parallel > 1 and not hidden,
+        )
+        plans = {plan.boundaries: plan for plan in (self._cut(own.placement, view) for view in views)}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
 
     def quick(self, **changes: Any) -> _Request:

@@ -299,4 +299,5 @@ def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Differen
         step_ms=measured.step_ms,
         peaks=[rank.peak_parts for rank in measured.ranks],
         shard_optimizer=planned.shard_optimizer,
+        reduce_early=planned.reduce_early,
     )

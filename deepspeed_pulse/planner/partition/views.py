@@ -9,14 +9,28 @@ from deepspeed_pulse.ir.layout import Grid
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cost import data_parallel_link
 
-
-def without_skips(profile: Profile) -> Profile:
-    """Cuts balance time and hidden states; skips go where that sends them."""
-    return replace(profile, skips=())
+_SHARES = (0.5, 1.0)
+"""Of the time to reduce a layer's gradients, what counts as work of its backward."""
 
 
-def with_reduction(profile: Profile, cluster: Cluster, grid: Grid, microbatches: int, *, share: float) -> Profile:
-    """A ``share`` of the time to reduce a layer's gradients over data-parallel peers is work of its backward."""
+def other_views(
+    profile: Profile, cluster: Cluster, grid: Grid, microbatches: int, *, skipless: bool, weighed: bool
+) -> list[Profile]:
+    """Views that bring other cuts than the profile itself.
+
+    Args:
+        skipless: also a balance of time and hidden states alone, which fast links want; skips go where that sends them.
+        weighed: also, of all views, cuts that weigh what each rank has to reduce over its data-parallel peers.
+    """
+    views = [profile]
+    if skipless and profile.skips:
+        views.append(replace(profile, skips=()))
+    if weighed:
+        views += [_with_reduction(view, cluster, grid, microbatches, share) for view in views for share in _SHARES]
+    return views[1:]
+
+
+def _with_reduction(profile: Profile, cluster: Cluster, grid: Grid, microbatches: int, share: float) -> Profile:
     links = {data_parallel_link(cluster, grid, rank) for rank in range(grid.pipeline_ranks)}
     group, slowest = grid.data_parallel, max(link.bus_ms(10**9) for link in links)
     ms_per_byte = share * 2 * (group - 1) / group * slowest / 1e9 / microbatches
