@@ -171,7 +171,8 @@ class _Request:
     def plan(self, placement: Placement) -> Plan:
         """With the partitioner's cuts, or with others where known orders of those are well faster."""
         own = self._cut(placement, self.profile)
-        if self.boundaries or self.waves > 1:  # cuts of several waves take seconds to find
+        others = self.data_parallel > 1 or self._may_part(own)
+        if self.boundaries or self.waves > 1 or not others:  # cuts of several waves take seconds to find
             return self.order(self._promising(own, self.within_ms))
         known = self.quick()._fastest_cuts(own)
         return self.order(known) if self.solver_seconds else known
@@ -199,6 +200,9 @@ class _Request:
             raise min(too_slow, key=lambda problem: problem.bound_ms)
         return best
 
+    def _may_part(self, own: Plan) -> bool:
+        return self.part_skips and bool(self.profile.skips) and own.waves > 0
+
     def _promising(self, plan: Plan, within_ms: float) -> Plan:
         if within_ms < math.inf:
             bound_ms = least_step_ms(Instance(plan, self.profile, self.cluster))
@@ -221,7 +225,7 @@ class _Request:
             self.cluster,
             own.grid,
             self.microbatches,
-            skipless=self.part_skips and own.waves > 0,
+            skipless=self._may_part(own),
             weighed=self.data_parallel > 1 and not hidden,
         )
         plans = {plan.boundaries: plan for plan in (self._cut(own.placement, view) for view in views)}

@@ -23,7 +23,7 @@ def other_views(
         weighed: also, of all views, cuts that weigh what each rank has to reduce over its data-parallel peers.
     """
     views = [profile]
-    if skipless and profile.skips:
+    if skipless:
         views.append(replace(profile, skips=()))
     if weighed:
         views += [_with_reduction(view, cluster, grid, microbatches, share) for view in views for share in _SHARES]
