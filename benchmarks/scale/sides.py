@@ -17,7 +17,8 @@ from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import linear_placement, loop_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
-from deepspeed_pulse.planner.make import TooSlow, make_plan
+from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.making.request import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.simulate import estimate
 from deepspeed_pulse.planner.tuning.sizes import Sizes

@@ -12,7 +12,8 @@ from deepspeed_pulse.ir.placement import describe_placement, linear_placement, w
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.cost import default_cluster, link
-from deepspeed_pulse.planner.make import TooSlow, forward_schedule, make_plan, reorder
+from deepspeed_pulse.planner.make import forward_schedule, make_plan, reorder
+from deepspeed_pulse.planner.making.request import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate

@@ -17,7 +17,8 @@ from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.planner.cost import data_parallel_link, gigabytes, state_bytes
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
-from deepspeed_pulse.planner.make import MOST_FORWARDS, TooSlow, make_plan
+from deepspeed_pulse.planner.make import MOST_FORWARDS, make_plan
+from deepspeed_pulse.planner.making.request import TooSlow
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
 from deepspeed_pulse.planner.search.synthesize import synthesize
