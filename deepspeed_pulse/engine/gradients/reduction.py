@@ -20,7 +20,8 @@ from deepspeed.runtime.config import DtypeEnum
 from deepspeed_pulse.errors import ConfigError, PeerError, RunError
 
 BUCKET_BYTES = 2**22
-"""Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count."""
+"""Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count, and
+are views of what was gathered from then on."""
 
 
 def reduces_early(config: Any) -> bool:
@@ -82,6 +83,14 @@ class OwnGradients:
             )
         return parameter.grad
 
+    def becomes(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> bool:
+        """Whether a part of a bucket is the gradient from now on, so that nothing has to be copied back."""
+        gradient = self.of(parameter)
+        if part.dtype != gradient.dtype or part.stride() != gradient.stride():
+            return False
+        parameter.grad = part
+        return True
+
     def remember(self, parameter: torch.nn.Parameter) -> None:
         """From now on no backward may add to it."""
         assert parameter.grad is not None
@@ -116,6 +125,9 @@ class MasterGradients:
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return self._buffers[parameter]
 
+    def becomes(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> bool:
+        return False
+
     def remember(self, parameter: torch.nn.Parameter) -> None:
         parameter.grad = None  # it is in the buffer already
         self._ended.append(parameter)
@@ -126,11 +138,11 @@ class MasterGradients:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients on their way: what is summed (the only gradient itself, or a copy), and the handle."""
+    """Gradients on their way: what is summed, the gradients that get their part of it then, and the handle."""
 
     name: str
-    gradients: Sequence[torch.Tensor]
     sent: torch.Tensor
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
     work: Any
 
 
@@ -216,16 +228,26 @@ class StageReduction:
         if self._scaling.before != 1.0:
             sent.mul_(self._scaling.before)
         work = dist.all_reduce(sent, group=self._group, async_op=True)
-        return _Bucket(self._names[parameters[0]], gradients, sent, work)
+        copies = [] if sent is gradients[0] else self._placed(parameters, gradients, sent)
+        return _Bucket(self._names[parameters[0]], sent, copies, work)
+
+    def _placed(
+        self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor], sent: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Gradients that cannot be views of what is sent, with their parts of it."""
+        parts = [
+            part.view(gradient.shape).detach()  # an optimizer that zeroes gradients in place may detach them in place
+            for gradient, part in zip(gradients, sent.reshape(-1).split([g.numel() for g in gradients]), strict=True)
+        ]
+        placed = zip(parameters, gradients, parts, strict=True)
+        return [(gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part)]
 
     def _finish(self, bucket: _Bucket) -> None:
         self._wait(bucket)
         if self._scaling.after != 1.0:
             bucket.sent.mul_(self._scaling.after)
-        if bucket.sent is not bucket.gradients[0]:
-            parts = bucket.sent.reshape(-1).split([g.numel() for g in bucket.gradients])
-            for gradient, part in zip(bucket.gradients, parts, strict=True):
-                gradient.copy_(part.view(gradient.shape))
+        for gradient, part in bucket.copies:
+            gradient.copy_(part)
 
     def _wait(self, bucket: _Bucket) -> None:
         try:
