@@ -38,11 +38,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8, help="sleeping layers, nested skips between mirror layers")
+    parser.add_argument("--layers", type=int, help="sleeping, nested skips between mirror layers; default: two a rank")
     parser.add_argument("--steps", type=int, default=8, help="measured steps, after two to warm up")
     parser.add_argument("--placement", default="wave", choices=("wave", "linear"))
     parser.add_argument("--out", help="write the figures as JSON")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.layers = arguments.layers or 2 * arguments.ranks
+    return arguments
 
 
 def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
