@@ -181,6 +181,17 @@ def test_a_search_makes_the_best_no_worse():
     assert searched.best.planned.solver.generator is not None
 
 
+def test_a_choice_that_only_search_makes_the_best_is_searched():
+    """The order of one wave is at its bound; two waves are better, but not in any known order."""
+    costs = profile([layer(forward_ms=ms, backward_ms=2 * ms) for ms in (3, 2, 1, 1, 1, 1, 1, 1, 1)])
+    settled = Given(pipeline_ranks=2, microbatch_size=1)
+    plain, searched = (tuned(costs, box(1, 2), 2, given=settled, solver_seconds=seconds).best for seconds in (0, 3))
+    assert plain.choice.waves == 1
+    assert plain.planned.estimate.step_ms == plain.planned.estimate.lower_bound_ms == 48
+    assert searched.choice.waves == 2
+    assert searched.planned.estimate.step_ms == 45
+
+
 # -- what the user has settled -------------------------------------------------------------------
 
 

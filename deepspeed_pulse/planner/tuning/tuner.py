@@ -298,8 +298,9 @@ class Tuner:
         contenders = [t for t in trials[:_CONTENDERS] if t.plan and _figures(t.plan).lower_bound_ms < within]
         if not contenders or seconds <= 0:
             return trials
-        shared = 0.0 if len(contenders) == 1 else _SHARED * seconds
-        if shared:
+        shared = 0.0
+        if contenders[1:] or contenders[0] is not trials[0]:
+            shared = _SHARED * seconds
             trials = self._searched(trials, contenders, shared / len(contenders))
         return self._searched(trials, trials[:1], seconds - shared)
 
