@@ -23,9 +23,10 @@ from support.cut_cases import MICROBATCHES, agrees, brute_force, key_of, random_
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.planner.partition.cuts import best_partition
 from deepspeed_pulse.planner.partition.weights import Weights
-from deepspeed_pulse.planner.routes import make_routes, named_values
+from deepspeed_pulse.planner.routes import named_values
 
 CASES = 500
 LARGEST = (500, 200, 0, wave_placement(32))

@@ -4,7 +4,8 @@ from toys import layer, profile, skip
 
 from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
-from deepspeed_pulse.planner.routes import make_routes, named_values
+from deepspeed_pulse.ir.routes import make_routes
+from deepspeed_pulse.planner.routes import named_values
 
 
 def hops(boundaries, placement, source, *targets):

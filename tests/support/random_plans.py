@@ -10,8 +10,8 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.placement import wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Message, lower
+from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule, backward, forward
-from deepspeed_pulse.planner.routes import make_routes
 
 
 def random_plan(

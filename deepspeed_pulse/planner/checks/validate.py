@@ -11,11 +11,11 @@ from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import lower
+from deepspeed_pulse.ir.routes import stage_of
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner.checks.frozen import fill_problems
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
 from deepspeed_pulse.planner.order import execution_order
-from deepspeed_pulse.planner.routes import stage_of
 
 _SHOWN = 4
 """Actions listed of one kind of violation on one rank; the rest is counted."""

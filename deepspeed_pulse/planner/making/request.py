@@ -13,6 +13,7 @@ from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.instance import Instance
@@ -20,7 +21,7 @@ from deepspeed_pulse.planner.making.places import Placement
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.partition.views import other_views
 from deepspeed_pulse.planner.recompute import with_recompute
-from deepspeed_pulse.planner.routes import make_routes, named_values
+from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.search.synthesize import Progress, synthesize
 from deepspeed_pulse.planner.simulate import least_step_ms, reduction_ms
 

@@ -15,8 +15,9 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.routes import stage_of
 from deepspeed_pulse.planner.cost import rank_link, state_bytes
-from deepspeed_pulse.planner.routes import named_values, stage_of
+from deepspeed_pulse.planner.routes import named_values
 
 _DIGITS = 9
 """Sums of the same times in another order are equal: ms are compared to 1e-9."""
