@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +42,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for t in found if isinstance(t, torch.Tensor)]
 
 
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with every tensor changed; lists become tuples."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map_tensors(item, change) for item in value)
+    return value
+
+
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -56,15 +66,53 @@ def as_payload(value: Any, what: str) -> Payload:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape and dtype of one tensor, and whether its gradient is wanted back."""
+    """Shape, dtype and layout of one tensor, and whether its gradient is wanted back.
+
+    ``stride``: how the tensor lies in memory; None: row by row, as it travels then. Random numbers are drawn in the
+    order of memory, and kernels are chosen by it (channels last), so it is the same on both ends.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    stride: tuple[int, ...] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        stride = None if tensor.is_contiguous() or not _is_dense(tensor) else tuple(tensor.stride())
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, stride)
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The numbers of a tensor of this shape, in the order in which they travel; a view where it lies like that."""
+        if self.stride is None:
+            return tensor.contiguous()
+        if tuple(tensor.stride()) != self.stride:
+            layout = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
+            tensor = layout.copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    @property
+    def buffer_shape(self) -> tuple[int, ...]:
+        """Of a contiguous tensor that these numbers arrive in."""
+        return self.shape if self.stride is None else (math.prod(self.shape),)
+
+    def shaped(self, buffer: torch.Tensor) -> torch.Tensor:
+        """What arrived in a flat buffer, as it lay before."""
+        return buffer if self.stride is None else buffer.as_strided(self.shape, self.stride)
 
     def __str__(self) -> str:
         grad = "" if self.requires_grad else ", no gradient"
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{grad}"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True where a tensor fills its memory without a gap, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +124,7 @@ class Signature:
 
     @classmethod
     def of(cls, payload: Payload) -> Signature:
-        metas = tuple(TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_of(payload))
-        return cls(metas, not isinstance(payload, torch.Tensor))
+        return cls(tuple(map(TensorMeta.of, tensors_of(payload))), not isinstance(payload, torch.Tensor))
 
     @property
     def wants_gradient(self) -> bool:
@@ -93,7 +140,8 @@ class Signature:
         """int64 tensor of :data:`METADATA_INTS` numbers."""
         numbers = [int(self.is_tuple), len(self.tensors)]
         for meta in self.tensors:
-            numbers += [_DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape), *meta.shape]
+            flags = meta.requires_grad + 2 * (meta.stride is not None)
+            numbers += [_DTYPES.index(meta.dtype), flags, len(meta.shape), *meta.shape, *(meta.stride or ())]
         if len(numbers) > METADATA_INTS:
             raise RunError(
                 f"a boundary carries {len(self.tensors)} tensors, too many to describe in {METADATA_INTS} numbers; "
@@ -108,8 +156,12 @@ class Signature:
         numbers = encoded.tolist()
         metas, position = [], 2
         for _ in range(numbers[1]):
-            dtype, requires_grad, dims = numbers[position : position + 3]
-            shape = tuple(numbers[position + 3 : position + 3 + dims])
-            metas.append(TensorMeta(shape, _DTYPES[dtype], bool(requires_grad)))
-            position += 3 + dims
+            dtype, flags, dims = numbers[position : position + 3]
+            position += 3
+            shape, stride = tuple(numbers[position : position + dims]), None
+            position += dims
+            if flags & 2:
+                stride = tuple(numbers[position : position + dims])
+                position += dims
+            metas.append(TensorMeta(shape, _DTYPES[dtype], bool(flags & 1), stride))
         return cls(tuple(metas), bool(numbers[0]))

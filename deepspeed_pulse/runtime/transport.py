@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_pulse.errors import BatchError, PeerError
 from deepspeed_pulse.ir.program import Channel, Direction, Message
-from deepspeed_pulse.runtime.payload import METADATA_INTS, Payload, Signature, num_bytes, tensors_of
+from deepspeed_pulse.runtime.payload import METADATA_INTS, Payload, Signature, TensorMeta, num_bytes, tensors_of
 from deepspeed_pulse.runtime.protocols import Communicator, Device, Handle
 from deepspeed_pulse.runtime.shapes import Shapes
 
@@ -93,11 +93,10 @@ class Transport:
         self._post_ahead(channel, inbox)
         signature = self._agreed(message)
         if message.direction is Direction.FORWARD:
-            for tensor, meta in zip(tensors, signature.tensors, strict=True):
-                tensor.requires_grad_(meta.requires_grad)
-            return signature.pack(tensors)
+            arrived = zip(signature.tensors, tensors, strict=True)
+            return signature.pack([m.shaped(tensor).requires_grad_(m.requires_grad) for m, tensor in arrived])
         gradients = iter(tensors)
-        return [next(gradients) if meta.requires_grad else None for meta in signature.tensors]
+        return [meta.shaped(next(gradients)) if meta.requires_grad else None for meta in signature.tensors]
 
     def send(self, message: Message, payload: Payload) -> None:
         """Start a forward message. The payload is kept until the peer has it."""
@@ -117,15 +116,15 @@ class Transport:
                 f"{signature}; what travels between stages must follow from the shapes of the batch: pad what depends "
                 "on its values"
             )
-        self._start(message, channel, tensors_of(payload))
+        self._start(message, channel, list(zip((known or signature).tensors, tensors_of(payload), strict=True)))
 
     def send_gradient(self, message: Message, gradients: Sequence[torch.Tensor | None]) -> None:
         """Start a backward message: one gradient per tensor of the edge's payload, None where not wanted."""
         metas = self._agreed(message).tensors
-        wanted = [g for g, meta in zip(gradients, metas, strict=True) if meta.requires_grad]
-        assert all(g is not None for g in wanted), message
+        wanted = [(meta, g) for g, meta in zip(gradients, metas, strict=True) if meta.requires_grad]
+        assert all(g is not None for _, g in wanted), message
         if wanted:
-            self._start(message, self._channel_of[message], [g for g in wanted if g is not None])
+            self._start(message, self._channel_of[message], [(meta, g) for meta, g in wanted if g is not None])
 
     def release(self, messages: Sequence[Message]) -> None:
         """Drop the buffers of sends that the peer must have received by now; returns at once."""
@@ -151,12 +150,12 @@ class Transport:
     def _counts(self, message: Message) -> bool:
         return message.direction is Direction.FORWARD or self._agreed(message).wants_gradient
 
-    def _start(self, message: Message, channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
+    def _start(self, message: Message, channel: Channel, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
         kept = self._in_flight.setdefault(message, [])
-        for tensor in tensors:
-            buffer = tensor.detach().contiguous()
+        for meta, tensor in tensors:
+            buffer = meta.flat(tensor.detach())
             kept.append((buffer, self._communicator.isend(buffer, channel)))
-        self.sent_bytes[message.label] += num_bytes(tensors)
+        self.sent_bytes[message.label] += num_bytes([tensor for _, tensor in tensors])
 
     def _post_ahead(self, channel: Channel, inbox: _Inbox) -> None:
         while len(inbox.posted) < inbox.slots:
@@ -182,7 +181,8 @@ class Transport:
             signature = self._receive_signature(channel, message)
             self._learn(message, signature)
         forward = message.direction is Direction.FORWARD
-        buffers = [self._device.empty(m.shape, m.dtype) for m in signature.tensors if forward or m.requires_grad]
+        metas = [meta for meta in signature.tensors if forward or meta.requires_grad]
+        buffers = [self._device.empty(meta.buffer_shape, meta.dtype) for meta in metas]
         self.buffer_bytes += num_bytes(buffers)
         inbox.posted[message] = [(buffer, self._communicator.irecv(buffer, channel)) for buffer in buffers]
 
