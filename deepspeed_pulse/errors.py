@@ -63,6 +63,20 @@ class PeerError(RunError):
     """Another rank sent or took nothing for too long, or died; says where the ranks are."""
 
 
+def add_note(problem: Exception, note: str) -> None:
+    """Add a line to a user's own exception, which keeps its class; tracebacks show it from Python 3.11 on."""
+    if hasattr(problem, "add_note"):
+        problem.add_note(note)
+    else:
+        problem.__notes__ = [*getattr(problem, "__notes__", ()), note]
+
+
+def in_words(problem: BaseException) -> str:
+    """Class, message and notes of an exception that is no :class:`PulseError`, in one text."""
+    notes = "".join(f" ({note})" for note in getattr(problem, "__notes__", ()))
+    return f"{type(problem).__name__}: {problem}{notes}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean "x"?)`` when ``word`` is close to one of ``known``, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)

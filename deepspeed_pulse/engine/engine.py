@@ -24,6 +24,7 @@ from deepspeed_pulse.engine.data.agreement import (
 from deepspeed_pulse.engine.data.encoding import Encoding
 from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
 from deepspeed_pulse.engine.data.reading import MODES, ReadingEngine, entry_routes
+from deepspeed_pulse.engine.discovery import Discovery
 from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.completion import complete_tied, count_none_as_zero, mark_replicated
 from deepspeed_pulse.engine.gradients.placeholders import check_same_groups, without_empty_groups
@@ -47,11 +48,15 @@ from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.errors import ConfigError, PulseError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.effects import Effects, with_versions
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import Step
+from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.run import RUN_FILE
 from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime, Stats
+from deepspeed_pulse.runtime.stage import Stage
 from deepspeed_pulse.runtime.state import state_bytes
 from deepspeed_pulse.runtime.usage import Usage
 
@@ -63,6 +68,7 @@ class _Lowered:
     plan: Plan
     traffic: Traffic
     usage: Usage
+    stages: dict[int, Stage]
 
 
 class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngine):
@@ -89,10 +95,11 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             self.grid.pp_group, self.grid.get_pipe_parallel_group(), torch.device(self.device)
         )
         self._engine_device = EngineDevice(torch.device(self.device), self._run_backward, self._scale_loss)
-        lowered = self._lower(self.micro_batches, "train", (True,) * self.num_stages)
+        self._effects: dict[bool, tuple[Effects, ...]] = {}
+        """What layers change in place, in training and in evaluation; found before the first step of each kind."""
+        self._lower(self.micro_batches, "train", (True,) * self.num_stages)
         self._runtime = RankRuntime(
             rank=self.stage_id,
-            stages=module.stages(lowered.usage),
             communicator=self._communicator,
             device=self._engine_device,
             finish=self._finish_microbatch,
@@ -215,6 +222,10 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         lowered = self._lower(micro_batches, mode, readers)
         frozen_at = self._begin_encoding(lowered.plan, mode)
         keys = self._agree_on_shapes() if self.module.dynamic_shape else [MODES.index(mode)] * micro_batches
+        if training not in self._effects:
+            self._effects[training] = self._discovered(lowered.plan)
+            self._lowered.clear()
+            lowered = self._lower(micro_batches, mode, readers)
         self._runtime.begin(
             lowered.plan,
             lowered.traffic,
@@ -222,7 +233,9 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             self._batches,
             training=training,
             shape_keys=keys,
+            stages=lowered.stages,
             first_number=self.global_steps * self.micro_batches,
+            number=self.global_steps + 1,
         )
         # 1-bit optimizers turn upstream's reduction off in the middle of a run
         self._reducing_early = training and self._reduction is not None and self.pipeline_enable_backward_allreduce
@@ -251,19 +264,36 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             return frozenset()
         return frozenset(filling.position for filling in plan.fill.rows[self.stage_id])
 
+    def _discovered(self, plan: Plan) -> tuple[Effects, ...]:
+        """What the layers change in place, tried on the first microbatch."""
+        self._watchdog.enter("trying the layers before the first step")
+        return Discovery(
+            plan=plan,
+            graph=self.module.graph,
+            layers=self.module.bound_layers(),
+            rank=self.stage_id,
+            global_ranks=self.grid.pp_group,
+            group=self.grid.get_pipe_parallel_group(),
+            device=torch.device(self.device),
+            number=self.global_steps * self.micro_batches,
+        ).run(self._batches)
+
     def _lower(self, micro_batches: int, mode: str, readers: tuple[bool, ...]) -> _Lowered:
-        entries = self._entries()
-        key = (micro_batches, mode, readers, len(entries))
+        key = (micro_batches, mode, readers, self._reads_labels)
         if key not in self._lowered:
             if mode != "train":
                 plan = planning.evaluation_plan(self.module.planned, self._pulse, micro_batches)
             else:
                 plan = self._plan_for(micro_batches)
-            plan = replace(plan, routes=(*plan.routes, *entry_routes(plan, entries, readers)))
+            effects = self._effects.get(mode == "train", ())
+            graph = with_versions(self.module.graph, effects)
+            entries = self._entries(graph)
+            routes = plan.routes if graph is self.module.graph else _routes(plan, graph)
+            plan = replace(plan, routes=(*routes, *entry_routes(plan, entries, readers)))
             traffic = make_traffic(plan)
             self._communicator.open(list(traffic.channels), self._pipelines, self._pipelines.index(self.grid.pp_group))
-            usage = Usage(plan, [*self.module.graph.values, *entries], self.stage_id)
-            self._lowered[key] = _Lowered(plan, traffic, usage)
+            usage = Usage(plan, [*graph.values, *entries], self.stage_id)
+            self._lowered[key] = _Lowered(plan, traffic, usage, self.module.stages(usage, graph, effects))
         return self._lowered[key]
 
     def _plan_for(self, micro_batches: int) -> Plan:
@@ -387,6 +417,10 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,
     }
+
+
+def _routes(plan: Plan, graph: Graph) -> tuple[Route, ...]:
+    return make_routes(plan.boundaries, plan.placement, graph.values)
 
 
 def _check_supported(config: Any, module: Any) -> None:

@@ -28,6 +28,8 @@ from deepspeed_pulse.engine.start import Config, check_world, init_distributed
 from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied
 from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.ir.effects import Effects
+from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
@@ -219,16 +221,23 @@ class PipelineModule(upstream.PipelineModule):
         """(layer index, built module or function) of every layer on this rank, in forward order."""
         return list(zip(self._local_layers, self.forward_funcs, strict=True))
 
-    def bound_layers(self) -> dict[int, BoundLayer]:
-        """Layers on this rank with their declarations, by layer index."""
+    def bound_layers(self, graph: Graph | None = None, effects: Sequence[Effects] = ()) -> dict[int, BoundLayer]:
+        """Layers on this rank with their declarations, by layer index.
+
+        Args:
+            graph: with versions of values that layers change in place; left out, the list as it was given.
+            effects: what the layers change, where that is known.
+        """
+        graph = graph or self.graph
         recompute = () if self.plan is None else self.plan.recompute
         seeded = self.seed_layers and self.plan is not None  # without a plan upstream seeds them
         return {
             index: BoundLayer(
-                self.graph.layers[index],
+                graph.layers[index],
                 function,
                 recompute=index in recompute,
                 seed=partial(self._seed_layer, index) if seeded else None,
+                effects=effects[index] if effects else None,
             )
             for index, function in self.local_layers()
         }
@@ -238,10 +247,10 @@ class PipelineModule(upstream.PipelineModule):
         seed = (self.base_seed * (number + 2) + index) % 2**32
         (self.seed_fn or upstream.ds_utils.set_random_seed)(seed)
 
-    def stages(self, usage: Usage) -> dict[int, Stage]:
-        """The stages of this rank, ready to run."""
+    def stages(self, usage: Usage, graph: Graph, effects: Sequence[Effects]) -> dict[int, Stage]:
+        """The stages of this rank, ready to run; arguments as of :meth:`bound_layers`."""
         assert self.plan is not None
-        bound = self.bound_layers()
+        bound = self.bound_layers(graph, effects)
         return {
             stage: Stage(
                 [bound[i] for i in self.plan.stage_layers(stage)],

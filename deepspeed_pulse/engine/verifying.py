@@ -16,8 +16,7 @@ from torch import nn
 from deepspeed_pulse.engine.module import PipelineModule
 from deepspeed_pulse.engine.plans.profiles import filled, on_device
 from deepspeed_pulse.engine.specs import Job, LayerSpec, describe, unwrap
-from deepspeed_pulse.runtime.payload import tensors_in
-from deepspeed_pulse.runtime.probe import map_tensors
+from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
 
 WARM_UP = 2
 """Steps that are not counted: the first ones connect ranks and allocate."""

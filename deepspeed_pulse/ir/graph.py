@@ -34,12 +34,16 @@ class NamedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Layers in forward order. Raises :class:`GraphError` listing every violation at once."""
+    """Layers in forward order. Raises :class:`GraphError` listing every violation at once.
+
+    ``derived``: made from another list, which was checked; some of its values may have lost all their consumers.
+    """
 
     layers: tuple[Layer, ...]
+    derived: bool = False
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        problems = [] if self.derived else list(self._problems())
         if problems:
             raise GraphError("the layer list does not fit together:\n  " + "\n  ".join(problems))
 

@@ -8,15 +8,20 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from deepspeed_pulse.ir.channels import make_traffic, unit_clock
+from deepspeed_pulse.ir.effects import Effects, joined, with_versions
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel
+from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.runtime.discovery import begin, discover
 from deepspeed_pulse.runtime.rank import RankRuntime, Stats
 from deepspeed_pulse.runtime.replay import Checkpoint, non_reentrant
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
@@ -114,6 +119,7 @@ class LocalWorld:
         loss_fn: ``loss_fn(output, microbatch)``.
         checkpoint, interval: how layers that the plan recomputes run; see :class:`Stage`.
         mailboxes: what messages go through, where somebody watches them.
+        seed: ``seed(layer, microbatch)``, called before a layer runs.
     """
 
     def __init__(
@@ -126,33 +132,22 @@ class LocalWorld:
         checkpoint: Checkpoint = non_reentrant,
         interval: int = 1,
         mailboxes: Mailboxes | None = None,
+        seed: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._plan = plan
+        self._plan, self._graph, self._functions = plan, graph, functions
+        self._checkpoint, self._interval, self._seed = checkpoint, interval, seed
         self._traffic = make_traffic(plan)
+        self._effects: dict[bool, tuple[Effects, ...]] = {}
+        self._steps = 0
         self.losses: dict[int, torch.Tensor] = {}
         mail, device = mailboxes or Mailboxes(), LocalDevice(plan.microbatches)
-        values = (*graph.values, *graph.batch_entries)
-        self._usages = [Usage(plan, values, rank) for rank in range(plan.pipeline_ranks)]
 
         def finish(output: Any, microbatch: int) -> Any:
             self.losses[microbatch] = loss = loss_fn(output, microbatch)
             return loss
 
-        def stage(rank: int, index: int) -> Stage:
-            layers = [
-                BoundLayer(graph.layers[i], functions[i], recompute=i in plan.recompute)
-                for i in plan.stage_layers(index)
-            ]
-            return Stage(layers, self._usages[rank].exports(index), checkpoint=checkpoint, interval=interval)
-
         self._ranks = [
-            RankRuntime(
-                rank=rank,
-                stages={s: stage(rank, s) for s in plan.stages_of(rank)},
-                communicator=mail,
-                device=device,
-                finish=finish,
-            )
+            RankRuntime(rank=rank, communicator=mail, device=device, finish=finish)
             for rank in range(plan.pipeline_ranks)
         ]
 
@@ -167,18 +162,58 @@ class LocalWorld:
 
         ``shape_keys``: see :meth:`RankRuntime.begin`.
         """
-        first = self._plan.placement[0]
-        for runtime, usage in zip(self._ranks, self._usages, strict=True):
-            routed = {route.name for route in self._plan.routes if route.hops}
-            reads = runtime.rank == first or not routed & batches[0][1].keys()
-            source = ListedBatches(batches, reads_entries=reads)
-            runtime.begin(self._plan, self._traffic, usage, source, training=training, shape_keys=shape_keys)
+        self._steps += 1
+        if training not in self._effects:
+            self._effects[training] = self._discovered(*batches[0])
+        effects = self._effects[training]
+        graph = with_versions(self._graph, effects)
+        routed = {route.name for route in self._plan.routes if route.hops}
+        plan, traffic = self._plan, self._traffic
+        if graph is not self._graph:
+            entries = [route for route in plan.routes if route.name in batches[0][1]]
+            plan = replace(plan, routes=(*make_routes(plan.boundaries, plan.placement, graph.values), *entries))
+            traffic = make_traffic(plan)
+        for runtime in self._ranks:
+            reads = runtime.rank == plan.placement[0] or not routed & batches[0][1].keys()
+            usage = Usage(plan, (*graph.values, *graph.batch_entries), runtime.rank)
+            runtime.begin(
+                plan,
+                traffic,
+                usage,
+                ListedBatches(batches, reads_entries=reads),
+                training=training,
+                shape_keys=shape_keys,
+                stages={s: self._stage(s, graph, effects, usage) for s in plan.stages_of(runtime.rank)},
+                number=self._steps,
+            )
         for rank, index in self._order():
-            step = self._traffic.program[rank][index]
+            step = traffic.program[rank][index]
             self._ranks[rank].receive(step)
             self._ranks[rank].compute(step)
             self._ranks[rank].send(step)
         return [runtime.finish() for runtime in self._ranks]
+
+    def _discovered(self, inputs: Any, entries: Mapping[str, Any]) -> tuple[Effects, ...]:
+        """What layers change in place, found on a microbatch."""
+        read = {value.name: entries[value.name] for value in self._graph.batch_entries}
+        layers = {i: self._layer(i, self._graph, None) for i in range(len(self._graph.layers))}
+        hidden, values, reach = begin(inputs, read)
+        with torch.random.fork_rng(devices=[]):
+            _, found = discover(layers, self._graph, hidden, values, reach)
+        return joined([found], len(layers))
+
+    def _stage(self, index: int, graph: Graph, effects: Sequence[Effects], usage: Usage) -> Stage:
+        layers = [self._layer(i, graph, effects[i]) for i in self._plan.stage_layers(index)]
+        return Stage(layers, usage.exports(index), checkpoint=self._checkpoint, interval=self._interval)
+
+    def _layer(self, index: int, graph: Graph, effects: Effects | None) -> BoundLayer:
+        return BoundLayer(
+            graph.layers[index],
+            self._functions[index],
+            recompute=index in self._plan.recompute,
+            seed=None if self._seed is None else partial(self._seed, index),
+            effects=effects,
+        )
 
     def timeline(self) -> Timeline:
         """What the last step ran, with times."""

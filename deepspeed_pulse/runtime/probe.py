@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.errors import BatchError, GraphError
+from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
-from deepspeed_pulse.runtime.stage import BoundLayer, Stage, naming
+from deepspeed_pulse.runtime.owning import copied
+from deepspeed_pulse.runtime.payload import map_tensors, num_bytes, tensors_in
+from deepspeed_pulse.runtime.stage import BoundLayer, Stage, module_of, naming, versions_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Probe:
         self._declared = layer.declared
         self._stage = Stage([layer], layer.declared.stash)
         self._hidden, self._values = hidden, values
+        self._changes = frozenset((INPUT, *layer.declared.pop))
+        """What the layer may change in place, so that each run gets a copy; what it does not is known after one run."""
         self._last: Pass | None = None
         parameters = getattr(layer.function, "parameters", None)
         self.parameters: list[torch.Tensor] = list(parameters()) if callable(parameters) else []
@@ -51,7 +55,12 @@ class Probe:
         """One forward, on leaves of its own."""
         hidden = map_tensors(self._hidden, _cut)
         popped = {name: map_tensors(self._values[name], _cut) for name in self._declared.pop}
-        output, stashed = self._stage.run(hidden, lambda name: popped[name])
+        given = {
+            name: copied(value) if name in self._changes else value for name, value in {**popped, INPUT: hidden}.items()
+        }
+        before = {name: versions_of([given[name]]) for name in self._changes}
+        output, stashed = self._stage.run(given[INPUT], given.__getitem__)
+        self._changes = frozenset(name for name, versions in before.items() if versions_of([given[name]]) != versions)
         if isinstance(output, (tuple, list)) and len(tensors_in(output)) < len(output):
             raise GraphError(
                 f"layer {self.name} returned a {type(output).__name__} of more than tensors, expected tensors"
@@ -143,7 +152,7 @@ class Walk:
         """A probe for each layer; whoever takes it runs it at least once."""
         for index in self._layers:
             layer = self._build[index]()
-            module = getattr(layer, "module", layer)
+            module = module_of(layer)
             home, buffers = _visit(module, self._device)
             probe = self._probe(index, layer)
             yield probe
@@ -201,12 +210,3 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with every tensor changed; lists become tuples."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(map_tensors(item, change) for item in value)
-    return value

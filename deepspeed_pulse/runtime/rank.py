@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.errors import PulseError, RunError
+from deepspeed_pulse.errors import PulseError, add_note
 from deepspeed_pulse.ir.channels import Traffic
+from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Span
+from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device
 from deepspeed_pulse.runtime.shapes import ShapeBook
@@ -60,7 +62,6 @@ class RankRuntime:
 
     Args:
         rank: pipeline rank.
-        stages: the rank's stages by index.
         communicator, device: see :mod:`deepspeed_pulse.runtime.protocols`.
         finish: turns the last layer's output into the loss.
         state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``.
@@ -72,7 +73,6 @@ class RankRuntime:
         self,
         *,
         rank: int,
-        stages: Mapping[int, Stage],
         communicator: Communicator,
         device: Device,
         finish: Finish,
@@ -82,7 +82,6 @@ class RankRuntime:
         timeout_seconds: float = 600.0,
     ) -> None:
         self.rank = rank
-        self._stages = stages
         self._device = device
         self._finish = finish
         self._parameters = parameters
@@ -114,17 +113,20 @@ class RankRuntime:
         *,
         training: bool,
         shape_keys: Sequence[int] | None = None,
+        stages: Mapping[int, Stage],
         first_number: int = 0,
+        number: int = 1,
     ) -> None:
         """Get ready for one step of ``plan``, whose messages are ``traffic``.
 
-        ``first_number``: the number by which layers that are seeded know the first microbatch.
+        ``stages``: the rank's, by index. ``first_number``: the number by which layers that are seeded know the first
+        microbatch. ``number``: of the step, for errors.
 
         ``shape_keys``: per microbatch, what stands for its batch's shapes on every rank of the pipeline; None when
         shapes never change.
         """
         self._plan, self._batches, self._training, self._usage = plan, batches, training, usage
-        self._first_number = first_number
+        self._stages, self._first_number, self._number = stages, first_number, number
         self._releases = traffic.releases[self.rank]
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
@@ -196,6 +198,8 @@ class RankRuntime:
         hidden = self._batches.inputs(m) if stage == 0 else self._hidden.pop((stage, m))
         leaves = self._leaves(hidden)
         entry = leaves if isinstance(hidden, tuple) else leaves[0] if leaves else hidden
+        if INPUT in self._stages[stage].changes:
+            entry = released(entry) if self._arrived(stage) else copied(entry)
 
         def lookup(name: str) -> Any:
             return self.named(name, m)
@@ -210,6 +214,10 @@ class RankRuntime:
         else:
             output, exported = run()
         self._keep(stage, m, leaves, output, exported)
+
+    def _arrived(self, stage: int) -> bool:
+        """True where a stage's input comes in a message, so that nobody else reads that memory."""
+        return stage > 0 and self._plan.placement[stage - 1] != self.rank
 
     def _leaves(self, hidden: Any) -> tuple[torch.Tensor, ...]:
         """The input cut off from the graph that made it; backward leaves its gradient here."""
@@ -317,13 +325,15 @@ class RankRuntime:
     def _naming(self, step: Step) -> Iterator[None]:
         """Say where an exception happened: rank, stage, microbatch, action."""
         action = step.action
-        where = f"pipeline rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        place = f"pipeline rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        where = f"step {self._number}, {place}"
         try:
             yield
         except PulseError as problem:
             raise type(problem)(f"{where}: {problem}") from problem.__cause__
         except Exception as problem:
-            raise RunError(f"{where}: {type(problem).__name__}: {problem}") from problem
+            add_note(problem, where)
+            raise
 
 
 def _pair(

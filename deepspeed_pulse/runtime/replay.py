@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.runtime.owning import released
 
 Checkpoint = Callable[..., Any]
 """``checkpoint(function, *tensors)`` returns what ``function`` does and runs it again in backward."""
@@ -40,6 +41,7 @@ def replayed(
     """
     tensors: list[torch.Tensor] = []
     shape = [_take_apart(value, tensors) for value in values]
+    anchors = [] if checkpoint is non_reentrant else _anchors(tensors, parameters)
     outcome: list[Any] = []
     runs = 0
 
@@ -51,25 +53,27 @@ def replayed(
         results = [_take_apart(r, found) for r in function([_put_together(s, parts) for s in shape], runs > 1)]
         if runs == 1:
             outcome.append(results)
-        return tuple(found)
+        return (*found, *(anchor.clone() for anchor in parts))
 
-    if checkpoint is not non_reentrant:
-        tensors = _anchored(tensors, parameters)
-    found = checkpoint(flat, *tensors)
+    found = checkpoint(flat, *tensors, *anchors)
     (results,) = outcome
     outcome.clear()  # what is no tensor must not be kept alive by its own graph
     if checkpoint is not non_reentrant and any(map(_has_other, results)):
         raise GraphError(f"layers {name}: activation_checkpoint_func takes layers that return tensors only")
     parts = iter((found,) if isinstance(found, torch.Tensor) else found)
-    return [_put_together(result, parts) for result in results]
+    returned = [_put_together(result, parts) for result in results]
+    # autograd lets nobody change in place what such a function returns: a node without that rule stands behind it
+    return returned if checkpoint is non_reentrant else [released(value) for value in returned]
 
 
-def _anchored(tensors: list[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One argument that needs a gradient: without any, a reentrant checkpoint gives none to the parameters."""
-    if any(t.requires_grad for t in tensors) or not any(p.requires_grad for p in parameters):
-        return tensors
-    device = tensors[0].device if tensors else parameters[0].device
-    return [*tensors, torch.zeros(1, device=device, requires_grad=True)]
+def _anchors(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """An argument that needs a gradient, handed through.
+
+    A reentrant checkpoint gives parameters no gradient where no argument needs one, and fails in backward where no
+    result does.
+    """
+    found = [t for t in (*tensors, *parameters) if t.requires_grad]
+    return [torch.zeros(1, device=found[0].device, requires_grad=True)] if found else []
 
 
 class _Slot:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed_pulse.errors import GraphError, PulseError, RunError
+from deepspeed_pulse.errors import GraphError, PulseError, RunError, add_note
+from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, changed_from_outside
 from deepspeed_pulse.ir.graph import Layer
+from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import tensors_in
 from deepspeed_pulse.runtime.replay import Checkpoint, non_reentrant, replayed
 
@@ -24,13 +26,14 @@ class BoundLayer:
     """A layer's declaration and the function that runs it.
 
     ``recompute``: run again in backward instead of keeping activations. ``seed(number)``: called before the layer runs
-    microbatch ``number``.
+    microbatch ``number``. ``effects``: what it changes in place; None where that is not known.
     """
 
     declared: Layer
     function: Callable[..., Any]
     recompute: bool = False
     seed: Callable[[int], None] | None = None
+    effects: Effects | None = None
 
 
 class Stage:
@@ -41,6 +44,10 @@ class Stage:
         exports: names stashed here that are needed outside the stage (on this rank or another).
         checkpoint: runs what is recomputed.
         interval: so many recomputed layers in a row keep one input.
+
+    Attributes:
+        changes: names of what the stage reads from outside and changes in place; :data:`INPUT` for its input, of which
+            whoever runs the stage gives it one of its own.
     """
 
     def __init__(
@@ -51,7 +58,12 @@ class Stage:
         checkpoint: Checkpoint = non_reentrant,
         interval: int = 1,
     ) -> None:
-        self._runs = tuple(_Run(part) for part in _parts(layers, interval))
+        parts = list(_parts(layers, interval))
+        self._runs = tuple(
+            _Run(part, [layer for others in parts[number + 1 :] for layer in others])
+            for number, part in enumerate(parts)
+        )
+        self.changes = _changes(layers, ())
         self.exports = tuple(exports)
         self._checkpoint = checkpoint
 
@@ -69,6 +81,8 @@ class Stage:
         stashed: dict[str, Any] = {}
 
         def find(name: str) -> Any:
+            if name not in stashed and name in self.changes:
+                stashed[name] = copied(lookup(name))
             return stashed[name] if name in stashed else lookup(name)
 
         for run in self._runs:
@@ -89,10 +103,29 @@ def _parts(layers: Sequence[BoundLayer], interval: int) -> Iterator[Sequence[Bou
             yield same[start : start + size]
 
 
-class _Run:
-    """Layers that run one after another, all recomputed together or none."""
+def _changes(layers: Sequence[BoundLayer], later: Sequence[BoundLayer]) -> frozenset[str]:
+    """What ``layers`` read from outside and change, or ``later`` ones do."""
+    effects, after = [layer.effects for layer in layers], [layer.effects for layer in later]
+    if None in effects or None in after:
+        return frozenset()
+    made: set[str] = set()
+    arguments = []
+    for position, layer in enumerate(layers):
+        popped = ["" if name in made else name for name in layer.declared.pop]
+        arguments.append(["" if position else INPUT, *popped])
+        made.update(layer.declared.stash)
+    return changed_from_outside(effects, arguments, until=after)  # type: ignore[arg-type]
 
-    def __init__(self, layers: Sequence[BoundLayer]) -> None:
+
+class _Run:
+    """Layers that run one after another, all recomputed together or none.
+
+    Args:
+        layers: these.
+        later: the layers of the stage after them, which may change what these have read.
+    """
+
+    def __init__(self, layers: Sequence[BoundLayer], later: Sequence[BoundLayer]) -> None:
         self._layers = tuple(layers)
         self.recompute = layers[0].recompute
         made = {name for layer in layers for name in layer.declared.stash}
@@ -105,66 +138,164 @@ class _Run:
             if callable(getattr(layer.function, "parameters", None))
             for p in layer.function.parameters()  # type: ignore[attr-defined]
         ]
+        self._changes = _changes(layers, later) if self.recompute else frozenset()
+        self._buffers = [
+            (module, layer.effects.buffers)
+            for layer in layers
+            if layer.effects is not None and layer.effects.buffers
+            for module in (module_of(layer.function),)
+            if module is not None
+        ]
 
-    def __call__(self, hidden: Any, find: Lookup, number: int, *, again: bool = False) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, hidden: Any, find: Lookup, number: int) -> tuple[Any, dict[str, Any]]:
         """Hidden state out, and all that is stashed."""
         stashed: dict[str, Any] = {}
         for layer in self._layers:
             popped = [stashed[name] if name in stashed else find(name) for name in layer.declared.pop]
             if layer.seed is not None:
                 layer.seed(number)
-            # Checkpointing ends a second run early by an exception of its own.
-            with nullcontext() if again else naming(layer.declared):
-                result = layer.function(hidden, *popped)
-            hidden = _unstash(layer.declared, result, stashed)
+            with naming(layer.declared):
+                hidden = _called(layer, (hidden, *popped), stashed)
         return hidden, stashed
 
     def replayed(
         self, checkpoint: Checkpoint, hidden: Any, find: Lookup, number: int, saved: SavedBytes | None
     ) -> tuple[Any, dict[str, Any]]:
         """The same, keeping the input and what is popped until backward runs the layers again."""
+        names = (INPUT, *self._reads)
+        before: list[dict[str, torch.Tensor]] = []
 
         def run(values: Sequence[Any], again: bool) -> Sequence[Any]:
-            first, *popped = values
+            first, *popped = self._own(names, values)
             given = dict(zip(self._reads, popped, strict=True))
-            output, stashed = self(first, given.__getitem__, number, again=again)
+            if not again:
+                before.extend(self._snapshot())
+            with self._with_buffers(before if again else ()):
+                output, stashed = self(first, given.__getitem__, number)
             return [output, *(stashed[name] for name in self._stashes)]
 
-        values = [hidden, *map(find, self._reads)]
+        values = self._own(names, [hidden, *map(find, self._reads)])
         if saved is not None:
-            saved.add(tensors_in(hidden))
-        names = ", ".join(layer.declared.name for layer in self._layers)
-        output, *more = replayed(checkpoint, run, values, self._parameters, names)
+            saved.add(tensors_in(values[0]))
+        layers = ", ".join(layer.declared.name for layer in self._layers)
+        output, *more = replayed(checkpoint, run, values, self._parameters, layers)
         return output, dict(zip(self._stashes, more, strict=True))
 
+    def _own(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
+        """What is changed in place is kept as it was: layers get copies, in forward and when they run again."""
+        return [copied(value) if name in self._changes else value for name, value in zip(names, values, strict=True)]
 
-def _unstash(layer: Layer, result: Any, stashed: dict[str, Any]) -> Any:
-    if not layer.stash:
+    def _snapshot(self) -> list[dict[str, torch.Tensor]]:
+        return [{name: module.get_buffer(name).clone() for name in names} for module, names in self._buffers]
+
+    @contextmanager
+    def _with_buffers(self, before: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[None]:
+        """Run with buffers as they were at the first run, and leave no trace: running statistics count once."""
+        now = [(module, {name: module.get_buffer(name) for name in names}) for module, names in self._buffers]
+        for (module, _), saved in zip(self._buffers, before, strict=False):
+            put_buffers(module, {name: buffer.clone() for name, buffer in saved.items()})
+        try:
+            yield
+        finally:
+            for module, buffers in now if before else ():
+                put_buffers(module, buffers)
+
+
+def _called(layer: BoundLayer, arguments: Sequence[Any], stashed: dict[str, Any]) -> Any:
+    """Hidden state out; what is stashed is added, versions of values that the layer changed included."""
+    known = layer.effects
+    if known is not None and known.aliases:
+        arguments = _as_one(arguments, known.aliases)
+    before = [] if known is None or known.changes else versions_of(arguments)
+    result = layer.function(*arguments)
+    if known is None:
+        return unstash(layer.declared, result, stashed)
+    if not known.changes and versions_of(arguments) != before:
+        raise RunError(
+            f"layer {layer.declared.name} changed its input in place now and did not in the first microbatch, so "
+            "nobody was prepared for it; use the out-of-place operation"
+        )
+    hidden = unstash(layer.declared, result, stashed, len(known.versions))
+    fresh = layer.declared.stash[len(layer.declared.stash) - len(known.versions) :]
+    stashed.update(zip(fresh, (_changed(version, arguments) for version in known.versions), strict=True))
+    return hidden
+
+
+def _as_one(arguments: Sequence[Any], aliases: Sequence[tuple[Argument, Argument]]) -> list[Any]:
+    """Arguments with one tensor for those that stand for the same."""
+    found = list(arguments)
+    for place, main in aliases:
+        value, tensor = found[place.index], _tensor(found, main)
+        if isinstance(value, torch.Tensor):
+            found[place.index] = tensor
+        else:
+            found[place.index] = tuple(tensor if t == place.tensor else item for t, item in enumerate(value))
+    return found
+
+
+def _tensor(arguments: Sequence[Any], place: Argument) -> torch.Tensor:
+    tensor = tensors_in(arguments[place.index])[place.tensor]
+    return tensor.detach() if place.detached else tensor
+
+
+def _changed(version: Version, arguments: Sequence[Any]) -> Any:
+    tensors = tuple(_tensor(arguments, place) for place in version.tensors)
+    return tensors if version.is_tuple else tensors[0]
+
+
+def unstash(layer: Layer, result: Any, stashed: dict[str, Any], num_versions: int = 0) -> Any:
+    """What a layer returned as the hidden state; its values are added to ``stashed``.
+
+    ``num_versions``: so many of the names it stashes are not returned.
+
+    Raises:
+        GraphError: it returned something else than it declares.
+    """
+    names = layer.stash[: len(layer.stash) - num_versions]
+    if not names:
         return result
-    expected = 1 + len(layer.stash)
+    expected = 1 + len(names)
     if not isinstance(result, tuple) or len(result) != expected:
         found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise GraphError(
-            f"layer {layer.name} stashes {', '.join(map(repr, layer.stash))}: expected it to return a tuple of "
-            f"{expected} (output, {', '.join(layer.stash)}), found {found}"
+            f"layer {layer.name} stashes {', '.join(map(repr, names))}: expected it to return a tuple of "
+            f"{expected} (output, {', '.join(names)}), found {found}"
         )
     hidden, *values = result
-    stashed.update(zip(layer.stash, values, strict=True))
+    stashed.update(zip(names, values, strict=True))
     return hidden
+
+
+def versions_of(values: Sequence[Any]) -> list[int]:
+    """How often each tensor among ``values`` has been changed in place."""
+    return [0 if t.is_inference() else t._version for value in values for t in tensors_in(value)]
+
+
+def module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
+    """The module that a layer calls; None for a plain function."""
+    if isinstance(function, torch.nn.Module):
+        return function
+    module = getattr(function, "module", None)
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def put_buffers(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Give a module these buffers, by qualified name."""
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = buffer
 
 
 @contextmanager
 def naming(layer: Layer) -> Iterator[None]:
-    """Say in which layer an exception happened."""
+    """Say in which layer an exception happened; it keeps its class."""
     try:
         yield
     except PulseError:
         raise
     except Exception as problem:
-        hint = ""
-        if "leaf Variable that requires grad" in str(problem):
-            hint = "; a stage's first layer may not change its input in place: use the out-of-place operation there"
-        raise RunError(f"layer {layer.name}: {type(problem).__name__}: {problem}{hint}") from problem
+        add_note(problem, f"in layer {layer.name}")
+        raise
 
 
 class SavedBytes:
@@ -173,7 +304,7 @@ class SavedBytes:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         # Not by address: on the meta device all storages have the same.
         self._seen = {StorageWeakRef(p.untyped_storage()) for p in parameters}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
         self.bytes = 0
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -185,10 +316,10 @@ class SavedBytes:
                 self._seen.add(key)
                 self.bytes += storage.nbytes()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         self.add([tensor])
         # Without its graph: an output that keeps itself, graph and parameters included, would never be freed.
-        return tensor.detach()
+        return tensor.detach(), tensor._version
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()
@@ -196,3 +327,14 @@ class SavedBytes:
 
     def __exit__(self, *exception: Any) -> None:
         self._hooks.__exit__(*exception)
+
+
+def _unpacked(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """As autograd does without hooks: what was changed in place since it was saved gives no gradient."""
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.dtype}, shape {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+        )
+    return tensor

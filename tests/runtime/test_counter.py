@@ -108,7 +108,7 @@ def test_forward_counts_do_not_depend_on_how_attention_is_run():
 
 
 def test_a_layer_that_looks_at_values_is_named():
-    with pytest.raises(RunError, match="layer nosy: "):
+    with pytest.raises(RunError, match="in layer nosy"):
         counted((lambda hidden: hidden[: int(hidden.sum())], Layer(name="nosy")), hidden=meta(5, 8))
 
 

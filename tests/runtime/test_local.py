@@ -11,7 +11,6 @@ from support.reference import Unpartitioned, error
 from support.toy import loss_fn, toy_batch, toy_layers
 
 from deepspeed_pulse.engine.specs import describe
-from deepspeed_pulse.errors import RunError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.make import forward_schedule
@@ -59,14 +58,19 @@ def test_a_failing_layer_is_named_with_rank_stage_microbatch_and_action() -> Non
     plan = random_plan(GRAPH, 5, ranks=2, microbatches=2)
     model = Unpartitioned(toy_layers())
 
-    def broken(*_: torch.Tensor) -> torch.Tensor:
-        raise ValueError("on purpose")
+    calls = []
+
+    def broken(hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden)
+        if len(calls) > 1:  # layers are tried before the first step
+            raise ValueError("on purpose")
+        return hidden
 
     model.functions[4] = broken
     world, batches = world_of(plan, model)
     stage = plan.stage_of(4)
-    where = f"pipeline rank {plan.placement[stage]}, stage {stage}, microbatch 0, action {stage}F0: layer 4.Middle"
-    with pytest.raises(RunError, match=f"{where}: ValueError: on purpose"):
+    where = f"step 1, pipeline rank {plan.placement[stage]}, stage {stage}, microbatch 0, action {stage}F0"
+    with pytest.raises(ValueError, match=f"on purpose\nin layer 4.Middle\n{where}"):
         world.step(batches)
 
 

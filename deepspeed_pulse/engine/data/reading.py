@@ -28,7 +28,7 @@ from deepspeed_pulse.engine.data.batches import (
 )
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.errors import BatchError
-from deepspeed_pulse.ir.graph import NamedValue
+from deepspeed_pulse.ir.graph import Graph, NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
 
 CHECKED_STEPS, CHECK_EVERY = 3, 100
@@ -160,7 +160,7 @@ class ReadingEngine(PipelineEngine):
 
     def _check_routed(self, readers: tuple[bool, ...]) -> None:
         """What ranks without data read is sent to them, so it must be tensors."""
-        routes = entry_routes(self._plan, self._entries(), readers)
+        routes = entry_routes(self._plan, self._entries(self.module.graph), readers)
         if not routes:
             return
         problem: Exception | None = None
@@ -176,11 +176,13 @@ class ReadingEngine(PipelineEngine):
                 )
         raise_everywhere(problem, "the first batch cannot be sent", dist.get_world_size())
 
-    def _entries(self) -> list[NamedValue]:
+    @property
+    def _reads_labels(self) -> bool:
+        return self.module.loss_fn is not None and self._compute_loss
+
+    def _entries(self, graph: Graph) -> list[NamedValue]:
         """Batch entries that layers pop, and the labels where a loss function reads them."""
-        graph = self.module.graph
-        reads_labels = self.module.loss_fn is not None and self._compute_loss
-        return [*graph.batch_entries, *([_labels(graph)] if reads_labels else [])]
+        return [*graph.batch_entries, *([_labels(graph)] if self._reads_labels else [])]
 
     def _compare_data(self, mode: str) -> None:
         """At the end of a step that is checked: the ranks of a pipeline have read the same."""

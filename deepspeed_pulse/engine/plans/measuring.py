@@ -61,7 +61,7 @@ def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]
     mine: list[Measured | None] = []
     problem: PulseError | None = None
     try:
-        with _same_random_numbers(request.device):
+        with same_random_numbers(request.device):
             mine = _measure_share(request, sizes, shares(len(request.layers), world))
     except PulseError as met:
         problem = met
@@ -182,14 +182,14 @@ def _if_it_fits(run: Callable[[], Any], sizes: Sequence[int]) -> Any:
     """None where the device's memory is too small and there are other sizes."""
     try:
         return run()
-    except RunError as problem:
-        if len(sizes) > 1 and isinstance(problem.__cause__, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
+        if len(sizes) > 1:
             return None
         raise
 
 
 @contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
+def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Measuring must not change the run that follows."""
     accelerator = get_accelerator()
     with torch.random.fork_rng(devices=[]):

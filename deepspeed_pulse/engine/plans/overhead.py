@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from deepspeed import comm as dist
@@ -49,16 +49,20 @@ def message_pauses_ms(device: torch.device) -> list[float]:
     communicator.open(list(traffic.channels), [range(_RANKS)], 0)
     if dist.get_rank() >= _RANKS:
         return []
-    runtime = _runtime(plan, communicator, device)
+    runtime = _runtime(communicator, device)
+    layers = {s: BoundLayer(Layer(name=f"layer {s}"), _Idle().to(device)) for s in plan.stages_of(runtime.rank)}
+    stages = {s: Stage([layer], ()) for s, layer in layers.items()}
     batches = ListedBatches([(torch.zeros(_HIDDEN, device=device), {})] * _MICROBATCHES)
     found: list[float] = []
     for _ in range(_STEPS):
-        found = [*_step(runtime, plan, traffic, batches)]  # shapes are agreed on in the first one
+        found = [*_step(runtime, stages, plan, traffic, batches)]  # shapes are agreed on in the first one
     return found
 
 
-def _step(runtime: RankRuntime, plan: Plan, traffic: Traffic, batches: ListedBatches) -> Iterator[float]:
-    runtime.begin(plan, traffic, Usage(plan, (), runtime.rank), batches, training=True)
+def _step(
+    runtime: RankRuntime, stages: Mapping[int, Stage], plan: Plan, traffic: Traffic, batches: ListedBatches
+) -> Iterator[float]:
+    runtime.begin(plan, traffic, Usage(plan, (), runtime.rank), batches, training=True, stages=stages)
     for step in traffic.program[runtime.rank]:
         runtime.receive(step)
         runtime.compute(step)
@@ -72,12 +76,9 @@ def _step(runtime: RankRuntime, plan: Plan, traffic: Traffic, batches: ListedBat
             yield pauses[before.action] / messages
 
 
-def _runtime(plan: Plan, communicator: PipelineCommunicator, device: torch.device) -> RankRuntime:
-    rank = dist.get_rank()
-    stages = {s: Stage([BoundLayer(Layer(name=f"layer {s}"), _Idle().to(device))], ()) for s in plan.stages_of(rank)}
+def _runtime(communicator: PipelineCommunicator, device: torch.device) -> RankRuntime:
     return RankRuntime(
-        rank=rank,
-        stages=stages,
+        rank=dist.get_rank(),
         communicator=communicator,
         device=EngineDevice(device, torch.autograd.backward, lambda loss: loss),
         finish=lambda output, microbatch: output.mean(),

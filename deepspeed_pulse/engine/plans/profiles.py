@@ -14,12 +14,11 @@ from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.plans.costs import built, skips_of
 from deepspeed_pulse.engine.plans.hardware import clock_of, device_name
 from deepspeed_pulse.engine.specs import Job, TiedCall
-from deepspeed_pulse.errors import BatchError, ConfigError
+from deepspeed_pulse.errors import BatchError, ConfigError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.runtime.counter import LayerCount, count_layers
-from deepspeed_pulse.runtime.payload import tensors_in
-from deepspeed_pulse.runtime.probe import map_tensors
+from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
 from deepspeed_pulse.runtime.profiler import measure_layers
 
 Watch = Callable[[str, int, int], None]
@@ -83,14 +82,19 @@ def measure_profile(job: Job, *, watch: Watch | None = None) -> Profile:
     graph, device = job.graph, torch.device(get_accelerator().current_device_name())
     split = _split(job, graph)
     build = [lambda layer=layer: on_device(layer, device) for layer in job.layers]
-    measured = measure_layers(
-        graph,
-        _watched(build, graph, watch),
-        map_tensors(split.inputs, lambda tensor: filled(tensor, device)),
-        {name: map_tensors(value, lambda tensor: filled(tensor, device)) for name, value in split.entries.items()},
-        device,
-        clock_of(device),
-    )
+    try:
+        measured = measure_layers(
+            graph,
+            _watched(build, graph, watch),
+            map_tensors(split.inputs, lambda tensor: filled(tensor, device)),
+            {name: map_tensors(value, lambda tensor: filled(tensor, device)) for name, value in split.entries.items()},
+            device,
+            clock_of(device),
+        )
+    except PulseError:
+        raise
+    except Exception as problem:  # a layer's own
+        raise RunError(in_words(problem)) from problem
     return Profile(
         name=job.name,
         device=device_name(device),

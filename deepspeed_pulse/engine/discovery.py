@@ -1,0 +1,141 @@
+"""What the layers of a job change in place: all ranks of a pipeline find it together, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_pulse.engine.data.agreement import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.plans.measuring import same_random_numbers
+from deepspeed_pulse.errors import PulseError, RunError, add_note, in_words
+from deepspeed_pulse.ir.effects import Effects, joined
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.runtime.discovery import Reach, begin, discover
+from deepspeed_pulse.runtime.payload import map_tensors
+from deepspeed_pulse.runtime.protocols import Batches
+from deepspeed_pulse.runtime.stage import BoundLayer
+
+
+class Discovery:
+    """Runs the first microbatch through the pipeline once, forward, layer by layer.
+
+    Args:
+        plan: with the routes of batch entries that some ranks are not given.
+        graph: declarations of all layers.
+        layers: this rank's, by index.
+        rank: in the pipeline.
+        global_ranks: of the pipeline's ranks.
+        group: the pipeline's process group.
+        device: where layers run.
+        number: of the microbatch, for layers that are seeded.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        graph: Graph,
+        layers: Mapping[int, BoundLayer],
+        rank: int,
+        global_ranks: Sequence[int],
+        group: Any,
+        device: torch.device,
+        number: int,
+    ) -> None:
+        self._plan, self._graph, self._layers, self._number = plan, graph, layers, number
+        self._rank, self._global_ranks, self._group, self._device = rank, global_ranks, group, device
+        self._values: dict[str, Any] = {}
+        self._hidden: Any = None
+        self._reach = Reach()
+        self._own: Exception | None = None
+        self._told: PulseError | None = None
+        """What failed, as other ranks are told."""
+        self._found: dict[int, Effects] = {}
+
+    def run(self, batches: Batches) -> tuple[Effects, ...]:
+        """The effects of all layers, the same on every rank; every rank of the world calls it.
+
+        Raises:
+            PulseError: what any rank met, on every rank. A layer's own exception keeps its class where it was raised.
+        """
+        with same_random_numbers(self._device):
+            self._guarded(lambda: self._begin(batches), "the first microbatch")
+            for stage in range(self._plan.num_stages):
+                if self._plan.placement[stage] == self._rank:
+                    self._guarded(partial(self._run_stage, stage), f"stage {stage}")
+                self._hand_on(stage)
+        if self._own is not None:
+            told_by_all(self._told, dist.get_world_size())
+            raise self._own
+        raise_everywhere(self._told, "trying the layers", dist.get_world_size())
+        parts = told_by_all(self._found, len(self._global_ranks), self._group)
+        return joined(parts, len(self._graph.layers))
+
+    def _begin(self, batches: Batches) -> None:
+        names = [value.name for value in self._graph.batch_entries]
+        first = self._rank == self._plan.placement[0]
+        mine = {name: batches.entry(name, 0) for name in names if batches.has_entry(name)}
+        self._hidden, self._values, reach = begin(batches.inputs(0) if first else (), mine)
+        if first:
+            self._reach = reach
+
+    def _guarded(self, work: Callable[[], None], where: str) -> None:
+        """Do it unless something failed before, here or on a rank before this one; what fails is told at the end."""
+        if self._told is not None:
+            return
+        where = f"before the first step, pipeline rank {self._rank}, {where}, microbatch 0"
+        try:
+            work()
+        except PulseError as problem:
+            self._told = type(problem)(f"{where}: {problem}")
+        except Exception as problem:  # a layer's own
+            add_note(problem, where)
+            self._own, self._told = problem, RunError(in_words(problem))
+
+    def _run_stage(self, stage: int) -> None:
+        layers = {index: self._layers[index] for index in self._plan.stage_layers(stage)}
+        self._hidden, found = discover(
+            layers, self._graph, self._hidden, self._values, self._reach, number=self._number
+        )
+        self._found.update(found)
+
+    def _hand_on(self, stage: int) -> None:
+        """What a stage gives to other ranks: the hidden state to the next one's, values along their routes."""
+        placement = self._plan.placement
+        hops = [(r.name, placement[b]) for r in self._plan.routes for a, b in r.hops if a == stage]
+        following = None if stage + 1 == len(placement) else placement[stage + 1]
+        for target in sorted({following, *(rank for _, rank in hops)} - {None, placement[stage]}):  # type: ignore[type-var]
+            if placement[stage] == self._rank:
+                names = [name for name, rank in hops if rank == target]
+                self._send(target, names, with_hidden=target == following)  # type: ignore[arg-type]
+            elif target == self._rank:
+                self._receive(placement[stage])
+
+    def _send(self, target: int, names: Sequence[str], *, with_hidden: bool) -> None:
+        values, hidden = {}, None
+        if self._told is None:
+            values = {name: map_tensors(self._values[name], _on_host) for name in names}
+            hidden = (map_tensors(self._hidden, _on_host), self._reach) if with_hidden else None
+        item = [(self._told, values, hidden)]
+        torch.distributed.send_object_list(item, dst=self._global_ranks[target], group=self._group)
+
+    def _receive(self, source: int) -> None:
+        found: list[Any] = [None]
+        torch.distributed.recv_object_list(found, src=self._global_ranks[source], group=self._group)
+        told, values, hidden = found[0]
+        self._told = self._told or told
+        self._values.update({name: map_tensors(value, self._here) for name, value in values.items()})
+        if hidden is not None:
+            self._hidden, self._reach = map_tensors(hidden[0], self._here), hidden[1]
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._device).requires_grad_(tensor.requires_grad)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)

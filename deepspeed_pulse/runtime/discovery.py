@@ -1,0 +1,273 @@
+"""Finds out what layers change in place, by running each of them once on a microbatch.
+
+Layers run on copies that share parameters, without gradients, so that neither running statistics nor a counter of the
+user's own move. What the next layers read goes on by :class:`Reach`, from rank to rank where they lie on several.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.ir.effects import Argument, Effects, Version
+from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.runtime.owning import released
+from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
+from deepspeed_pulse.runtime.stage import BoundLayer, module_of, naming, put_buffers, unstash, versions_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor lies: number of its memory, and which part of it.
+
+    ``graph``: the same number for tensors that are one to autograd: an object, and views of it. ``gradient``: it wants
+    one.
+    """
+
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    graph: int = field(compare=False)
+    gradient: bool = field(compare=False)
+
+
+@dataclass
+class Reach:
+    """What has been found so far: where the hidden state and the named values that are popped later lie."""
+
+    hidden: tuple[Place, ...] = ()
+    values: dict[str, tuple[Place, ...]] = field(default_factory=dict)
+    tuples: set[str] = field(default_factory=set)
+    next_number: int = 0
+
+
+class Memory:
+    """Numbers for the memory of tensors on one rank; the tensors are kept, so that no address is used twice."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._numbers: dict[int, int] = {}
+        self._graphs: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def know(self, tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
+        """These tensors stand for memory that has a number already."""
+        for tensor, place in zip(tensors, places, strict=True):
+            self._numbers[_address(tensor)] = place.memory
+            self._graphs[id(tensor)] = place.graph
+            self._kept.append(tensor)
+
+    def places(self, value: Any) -> tuple[Place, ...]:
+        return tuple(map(self._place, tensors_in(value)))
+
+    def _place(self, tensor: torch.Tensor) -> Place:
+        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        self._kept += [tensor, base]
+        return Place(
+            memory=self._number(self._numbers, _address(tensor)),
+            graph=self._number(self._graphs, id(base)),
+            offset=tensor.storage_offset(),
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            gradient=tensor.requires_grad,
+        )
+
+    def _number(self, numbers: dict[int, int], key: int) -> int:
+        if key not in numbers:
+            numbers[key] = self._reach.next_number
+            self._reach.next_number += 1
+        return numbers[key]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def begin(hidden: Any, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any], Reach]:
+    """Copies of what the first layer finds, whose own memory counts: data of the user's is not for layers to change."""
+    reach = Reach()
+    memory = Memory(reach)
+    reach.hidden = memory.places(hidden)
+    reach.values = {name: memory.places(value) for name, value in values.items()}
+    reach.tuples = {name for name, value in values.items() if isinstance(value, (tuple, list))}
+    return map_tensors(hidden, _copied), {name: map_tensors(v, _copied) for name, v in values.items()}, reach
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def discover(
+    layers: Mapping[int, BoundLayer],
+    graph: Graph,
+    hidden: Any,
+    values: dict[str, Any],
+    reach: Reach,
+    *,
+    number: int = 0,
+) -> tuple[Any, dict[int, Effects]]:
+    """Run layers in order, once; the hidden state after them and what each of them changes.
+
+    Args:
+        layers: by index; those of one stage, or all.
+        graph: declarations of all layers.
+        hidden: what the first of them reads.
+        values: named values at hand, by name; what is stashed is added.
+        reach: where these lie; brought up to date.
+        number: of the microbatch, for layers that are seeded.
+
+    Raises:
+        GraphError: a layer changes a value in a way that cannot be made the same under every plan.
+    """
+    memory = Memory(reach)
+    memory.know(tensors_in(hidden), reach.hidden)
+    last_use = {v.name: v.targets[-1] for v in (*graph.values, *graph.batch_entries)}
+    found: dict[int, Effects] = {}
+    for index, layer in layers.items():
+        names = layer.declared.pop
+        for name in names:
+            memory.know(tensors_in(values[name]), reach.values[name])
+        if layer.seed is not None:
+            layer.seed(number)
+        arguments = [map_tensors(value, _apart) for value in (hidden, *(values[name] for name in names))]
+        places = [reach.hidden, *(reach.values[name] for name in names)]
+        result, changes, buffers = _tried(layer, arguments, places, memory)
+        later = {name: reach.values[name] for name in reach.values if last_use[name] > index}
+        found[index] = Effects(
+            reads=tuple(frozenset(place.memory for place in argument) for argument in places),
+            changes=changes,
+            versions=tuple(_versions(layer, later, reach.tuples, places, changes)),
+            aliases=tuple(_aliases(layer, places, changes)),
+            buffers=buffers,
+        )
+        stashed: dict[str, Any] = {}
+        output = unstash(layer.declared, result, stashed)
+        renewed = {v.name: _renewed(later[v.name], v, arguments) for v in found[index].versions}
+        reach.hidden = memory.places(output)
+        reach.values = {**later, **renewed, **{name: memory.places(value) for name, value in stashed.items()}}
+        reach.tuples |= {name for name, value in stashed.items() if isinstance(value, (tuple, list))}
+        hidden = map_tensors(output, _cut)
+        values.update({name: map_tensors(value, _cut) for name, value in stashed.items()})
+    return hidden, found
+
+
+def _renewed(places: Sequence[Place], version: Version, arguments: Sequence[Any]) -> tuple[Place, ...]:
+    """A value that was changed by something with a gradient wants one from then on."""
+    now = [tensors_in(arguments[at.index])[at.tensor].requires_grad and not at.detached for at in version.tensors]
+    return tuple(replace(place, gradient=gradient) for place, gradient in zip(places, now, strict=True))
+
+
+def _tried(
+    layer: BoundLayer, arguments: Sequence[Any], places: Sequence[Sequence[Place]], memory: Memory
+) -> tuple[Any, frozenset[int], tuple[str, ...]]:
+    """What a layer returns, the memory of its arguments that it changes, and the names of the buffers."""
+    for argument, found in zip(arguments, places, strict=True):
+        memory.know(tensors_in(argument), found)
+    before = versions_of(arguments)
+    with naming(layer.declared), _on_a_copy(layer.function) as (function, buffers):
+        result = function(*arguments)
+        moved = tuple(buffers())
+    flat = [place for found in places for place in found]
+    changed = zip(flat, before, versions_of(arguments), strict=True)
+    return result, frozenset(place.memory for place, a, b in changed if a != b), moved
+
+
+def _aliases(
+    layer: BoundLayer, places: Sequence[Sequence[Place]], changes: frozenset[int]
+) -> Iterator[tuple[Argument, Argument]]:
+    """Arguments that lie in the same changed memory: the layer has to see one tensor, wherever they come from."""
+    first: dict[int, tuple[Place, Argument]] = {}
+    names = ["its input", *map(repr, layer.declared.pop)]
+    readers = [(p, Argument(index=a, tensor=t)) for a, found in enumerate(places) for t, p in enumerate(found)]
+    # those with a gradient first: the others are the same tensor without it
+    for place, argument in sorted(readers, key=lambda reader: not reader[0].gradient):
+        if place.memory not in changes:
+            continue
+        other, main = first.setdefault(place.memory, (place, argument))
+        if other != place or (place.gradient and place.graph != other.graph):
+            raise GraphError(
+                f"layer {layer.declared.name} changes memory in place of which it reads different parts or views, as "
+                f"{names[main.index]} and as {names[argument.index]}; use the out-of-place operation, or stash a copy "
+                "(.clone())"
+            )
+        if main != argument:
+            yield argument, replace(main, detached=place.graph != other.graph)
+
+
+def _versions(
+    layer: BoundLayer,
+    later: Mapping[str, Sequence[Place]],
+    tuples: set[str],
+    places: Sequence[Sequence[Place]],
+    changes: frozenset[int],
+) -> Iterator[Version]:
+    """Values popped later that a layer changes, and where among its arguments they are afterwards."""
+    arguments = [(p, Argument(index=a, tensor=t)) for a, found in enumerate(places) for t, p in enumerate(found)]
+    for name, wanted in later.items():
+        if not any(place.memory in changes for place in wanted):
+            continue
+        tensors = []
+        for place in wanted:
+            found = next((at for p, at in arguments if p == place and p.graph == place.graph), None)
+            if found is None and not place.gradient:
+                found = next((replace(at, detached=True) for p, at in arguments if p == place), None)
+            if found is None:
+                raise GraphError(
+                    f"layer {layer.declared.name} changes in place memory of {name!r}, which a later layer pops, "
+                    "through a tensor of another shape, layout or gradient, or only a part of it; use the "
+                    "out-of-place operation, or stash a copy (.clone())"
+                )
+            tensors.append(found)
+        yield Version(name=name, is_tuple=name in tuples, tensors=tuple(tensors))
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a graph of its own, free to be changed."""
+    return cast(torch.Tensor, released(_cut(tensor)))
+
+
+@contextmanager
+def _on_a_copy(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], Callable[[], list[str]]]]:
+    """A copy of a layer that shares its parameters, and a function that names the buffers changed since.
+
+    What cannot be copied runs itself, and gets its buffers back.
+    """
+    module = module_of(function)
+    if module is None:
+        yield function, list
+        return
+    try:
+        mine = copy.deepcopy(function, {id(parameter): parameter for parameter in module.parameters()})
+    except Exception:  # tensors inside a graph, handles of libraries: whatever a class of the user's has
+        mine = function
+    copied = module_of(mine)
+    assert copied is not None
+    before = {name: (buffer, buffer.clone()) for name, buffer in copied.named_buffers()}
+
+    def changed() -> list[str]:
+        # by content: running statistics change without a new version
+        now = dict(copied.named_buffers())
+        return [name for name, (_, saved) in before.items() if not _same(now.get(name), saved)]
+
+    try:
+        yield mine, changed
+    finally:
+        if mine is function:
+            put_buffers(copied, {name: buffer for name, (buffer, _) in before.items()})
+            for buffer, saved in before.values():
+                buffer.data.copy_(saved)
+
+
+def _same(now: torch.Tensor | None, saved: torch.Tensor) -> bool:
+    return now is not None and now.shape == saved.shape and torch.equal(now, saved)

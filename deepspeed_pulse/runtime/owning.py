@@ -1,0 +1,31 @@
+"""Tensors that a layer may change in place although autograd has them as leaves, or others read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed_pulse.runtime.payload import map_tensors
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory behind a node of the graph: autograd lets nobody change a leaf, or a view of one, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def released(value: Any) -> Any:
+    """Tensors that nobody else reads, free to be changed: no copy."""
+    return map_tensors(value, lambda t: _Alias.apply(t) if t.requires_grad else t)
+
+
+def copied(value: Any) -> Any:
+    """Copies to be changed; gradients pass through. What is no tensor stays."""
+    return map_tensors(value, torch.clone)
