@@ -48,9 +48,9 @@ lint: .venv
 types: .venv
 	$(BIN)/mypy
 
-# Two files at a time: most tests keep one core busy.
+# Two files at a time: most tests keep one core busy. What fails runs once more, alone; what passes then is "unsteady".
 test: lint types
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	PYTHONPATH=tests:$$PYTHONPATH $(TEST_ENV) $(BIN)/python -m pytest -p support.unsteady -n 2 --dist loadfile $(TESTS)
 
 test-diffusers-old: .venv-old
 	$(TEST_ENV) $(OLD)/python -m pytest -n 2 --dist loadfile $(or $(TESTS),tests/models)
