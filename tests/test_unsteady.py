@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.launch import TESTS
 
 ONCE = """
 from pathlib import Path
 
-import pytest
 
 def first_time(name):
     path = Path(name)
