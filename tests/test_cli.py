@@ -6,9 +6,9 @@ import io
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -302,10 +302,11 @@ def process(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usefixtures("planned")
 def test_starts_in_well_under_a_second() -> None:
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = process("show plan.json")
     assert result.returncode == 0, result.stderr
-    assert time.perf_counter() - started < 2.0, "0.2 s alone; the limit leaves room for a busy machine"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 1.0, "0.2 s alone; its own work, whatever else this machine does"
 
 
 @pytest.mark.usefixtures("planned")

@@ -131,9 +131,9 @@ def test_five_hundred_layers():
     sources, targets = sorted(rng.sample(range(250), 200)), sorted(rng.sample(range(251, 500), 200), reverse=True)
     skips = [skip(f"s{i}", a, b, 500) for i, (a, b) in enumerate(zip(sources, targets, strict=True))]
     weights = Weights(profile(layers, skips), wave_placement(32), cluster=cluster(), data_parallel=1, memory_bytes=None)
-    began = time.perf_counter()
+    began = time.process_time()
     found = best_partition(weights, microbatches=64)
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
     assert found.exact and not weights.parts(found.cuts)
     assert found.score.load_ms < 1.1 * weights.ideal_ms
 
@@ -177,9 +177,9 @@ def test_memory_moves_the_cut():
 def test_is_quick_on_real_sizes_and_close_to_balance(num_layers, ranks, waves):
     rng = random.Random(0)
     costs = profile([layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=9) for _ in range(num_layers)])
-    began = time.perf_counter()
+    began = time.process_time()
     cuts = partition(costs, wave_placement(ranks, waves), cluster=cluster(), microbatches=8)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     weights = Weights(costs, wave_placement(ranks, waves), cluster=cluster(), data_parallel=1, memory_bytes=None)
     score = weights.score(cuts, (1,) * (len(cuts) - 1))
     assert score.load_ms < 1.1 * weights.work_ms[-1] / ranks

@@ -174,10 +174,12 @@ def auto_cases(paths: dict[str, str]) -> dict[str, Case]:
 
 def on_a_device_without_fp16() -> None:
     """Some CPUs have it."""
+    from unittest import mock
+
     from deepspeed.accelerator import get_accelerator
 
-    type(get_accelerator()).is_fp16_supported = lambda self: False
-    engine(config=config_with(fp16={"enabled": True}))
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: False):
+        engine(config=config_with(fp16={"enabled": True}))
 
 
 def initialized_with_mpu(config: dict[str, Any]) -> None:
@@ -506,9 +508,18 @@ class Failing(DownTime):
             if self.how == "exception":
                 raise ValueError("the layer had enough")
             if self.how == "stop":
-                time.sleep(1.5)  # its watchdog has told where it is
+                wait_until_told()
             os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
         return super().forward(x, temb)
+
+
+def wait_until_told() -> None:
+    """Until this rank's watchdog has told the others where it is, from now on."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, key, now = _get_default_store().clone(), f"deepspeed_pulse/whereabouts/{rank()}", time.time()
+    while not store.check([key]) or json.loads(store.get(key))["at"] <= now:
+        time.sleep(0.05)
 
 
 def fail(case: dict[str, Any]) -> None:

@@ -10,12 +10,13 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from support.launch import free_port
 
 RANKS, STEPS, SAVE_EVERY = 2, 6, 2
 RUN_SECONDS = 90.0
@@ -32,12 +33,6 @@ POINTS = (
     "before rename",
     "after rename",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def strike(point: str, rank: int, mine: int) -> None:
