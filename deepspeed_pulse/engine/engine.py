@@ -26,7 +26,7 @@ from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
 from deepspeed_pulse.engine.data.reading import MODES, ReadingEngine, entry_routes
 from deepspeed_pulse.engine.discovery import Discovery
 from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
-from deepspeed_pulse.engine.gradients.completion import complete_tied, count_none_as_zero, mark_replicated
+from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.placeholders import check_same_groups, without_empty_groups
 from deepspeed_pulse.engine.gradients.reduction import stage_reduction
 from deepspeed_pulse.engine.gradients.scaling import check_precision
@@ -153,6 +153,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         filled = without_empty_groups(client_optimizer, model_parameters, self.module, self.param_names)
         super()._configure_optimizer(*filled)
+        norm_of_nothing_is_zero(self.optimizer)
         grid = self.module._grid
         check_same_groups(self.basic_optimizer, grid.get_pipe_parallel_group(), grid.pipe_parallel_size)
 
@@ -354,7 +355,6 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     def _exec_complete_tied_grads(self) -> None:
         complete_tied(self.module, self.optimizer)
         mark_replicated(self.module, self.optimizer)
-        count_none_as_zero(self.optimizer)
 
     # -- loss and backward -------------------------------------------------------------------
 

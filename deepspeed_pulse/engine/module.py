@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,9 +23,10 @@ from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.plans.job import TrainingJob
 from deepspeed_pulse.engine.relay.forward import explicit_parts, relaying
 from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
+from deepspeed_pulse.engine.shared import SharedWeights
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.engine.start import Config, check_world, init_distributed
-from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied
+from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.ir.effects import Effects
@@ -108,6 +109,7 @@ class PipelineModule(upstream.PipelineModule):
         )
         self.layer_list, self.graph, self.pulse = job.layers, job.graph, job.pulse
         self.input_name, self.frozen = job.input_name, job.frozen
+        self.shared = SharedWeights(self.layer_list)
         self.plan: Plan | None = None
         self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
         self._relay: list[RelayLayer] | None = None
@@ -196,6 +198,8 @@ class PipelineModule(upstream.PipelineModule):
     def _build(self) -> None:
         if not self.pulse_enabled:
             super()._build()
+            if self.pulse is not None:
+                tie_all_parameters(self)
             adopt_tied_calls(self.forward_funcs, self.tied_modules)
             return
         assert self.plan is not None
@@ -209,9 +213,31 @@ class PipelineModule(upstream.PipelineModule):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
             add_placeholder(self)
 
+    # -- weights in several places -----------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """As torch; a weight that several layers share has the name of the first of them, also where that is not."""
+        named = super().named_parameters(prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate)
+        if not remove_duplicate:
+            return named
+        start = f"{prefix}." if prefix else ""
+        return ((start + self.shared.name_of(p, name.removeprefix(start)), p) for name, p in named)
+
+    def _index_tied_modules(self) -> Any:
+        self.shared.connect(self)
+        return super()._index_tied_modules()
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
+        """Trainable weights that other ranks of the pipeline hold too, and the groups of these ranks."""
+        tied = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+        return [*tied, *self.shared.weights_and_groups()]
+
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
+        self.shared.synchronize()
 
     def stage_owner(self, layer_idx: int) -> int:
         """Pipeline rank that holds a layer."""

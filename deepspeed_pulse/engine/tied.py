@@ -27,9 +27,14 @@ def build_tied(module: Any, layers: range) -> None:
         )
         if module.seed_layers:
             (module.seed_fn or upstream.ds_utils.set_random_seed)(module.base_seed + first)
-        module.tied_modules[layer.key] = shared = specs[first].build()
-        # The layers share the module, so every parameter of it is tied.
-        module.tied_weight_attrs[layer.key] = [name for name, _ in shared.named_parameters()]
+        module.tied_modules[layer.key] = specs[first].build()
+    tie_all_parameters(module)
+
+
+def tie_all_parameters(module: Any) -> None:
+    """Layers of one key share a module, so every parameter of it is tied, not only ``tied_weight_attr``."""
+    for key, tied in module.tied_modules.items():
+        module.tied_weight_attrs[key] = [name for name, _ in tied.named_parameters()]
 
 
 def adopt_tied_calls(functions: list[Any], tied_modules: Mapping[str, Any]) -> None:

@@ -96,7 +96,12 @@ RELIED_ON = {
         "zero_optimization_stage",
     ),
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": ("_link_all_hp_params",),
-    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": ("_link_all_hp_params", "clear_lp_grads", "update_hp_grads"),
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": (
+        "_link_all_hp_params",
+        "clear_lp_grads",
+        "get_grads_for_norm",
+        "update_hp_grads",
+    ),
     "deepspeed.runtime.config": ("DtypeEnum",),
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": ("load", "save"),
     "deepspeed.runtime.base_optimizer": ("ZeROOptimizer",),

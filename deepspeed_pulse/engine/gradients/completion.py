@@ -11,9 +11,26 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 def complete_tied(module: Any, optimizer: Any) -> None:
     """Tied weights that no microbatch has reached here take part in the sum over their ranks."""
-    for weight, _ in module.get_tied_weights_and_groups():
-        if weight.requires_grad and weight.grad is None and not isinstance(optimizer, BF16_Optimizer):
+    tied = [weight for weight, _ in module.get_tied_weights_and_groups()]
+    if isinstance(optimizer, BF16_Optimizer):
+        _complete_in_full_precision(tied, optimizer)
+        return
+    for weight in tied:
+        if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
+
+
+def _complete_in_full_precision(tied: list[torch.Tensor], optimizer: Any) -> None:
+    """This optimizer clips, and counts in the norm, what it was told has a gradient."""
+    for weight in tied:
+        weight._hp_grad = getattr(weight, "_hp_grad", None)  # type: ignore[attr-defined]
+    wanted = {id(weight) for weight in tied}
+    for group, gradients, has in zip(
+        optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
+    ):
+        for index, weight in enumerate(group):
+            if id(weight) in wanted:
+                weight._hp_grad, has[index] = gradients[index], True
 
 
 def mark_replicated(module: torch.nn.Module, optimizer: Any) -> None:
@@ -24,7 +41,16 @@ def mark_replicated(module: torch.nn.Module, optimizer: Any) -> None:
                 parameter.grad.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
-def count_none_as_zero(optimizer: Any) -> None:
-    """On a rank without any gradient this optimizer has no norm to add to the others'; its buffers hold zeros."""
-    if isinstance(optimizer, BF16_Optimizer) and not any(map(any, optimizer.fp32_groups_has_gradients)):
-        optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.fp32_groups_has_gradients]
+def norm_of_nothing_is_zero(optimizer: Any) -> None:
+    """A rank without a gradient that counts (none at all, or copies only) has nothing to add to the others' norm."""
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    counted = optimizer.get_grads_for_norm
+
+    def counted_or_zero(for_clipping: bool = False) -> Any:
+        found = counted(for_clipping)
+        if for_clipping or found[0]:
+            return found
+        return [torch.zeros((), device=optimizer.fp32_groups_flat_partition[0].device)], found[1]
+
+    optimizer.get_grads_for_norm = counted_or_zero

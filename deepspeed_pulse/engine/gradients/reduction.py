@@ -299,6 +299,7 @@ def stage_reduction(engine: Any, timeout_seconds: float) -> StageReduction | Non
         gradients = MasterGradients(engine.optimizer)
         names = {p: name for p, name in names.items() if p in gradients}
     tied = {p for part in module.tied_modules.values() for p in part.parameters()}
+    tied.update(weight for weight, _ in module.get_tied_weights_and_groups())
     functions = dict(module.local_layers())
     parameters = {
         stage: [

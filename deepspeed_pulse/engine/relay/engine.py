@@ -15,7 +15,7 @@ from deepspeed_pulse.engine.data.agreement import check_same_block
 from deepspeed_pulse.engine.data.batches import SplitBatch, warn_of_unread
 from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
 from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
-from deepspeed_pulse.engine.gradients.completion import mark_replicated
+from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
 from deepspeed_pulse.engine.observation import events
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
@@ -31,6 +31,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_same_block(kwargs["model"], kwargs.get("config"))
         super().__init__(*args, **kwargs)
+        norm_of_nothing_is_zero(self.optimizer)
         self._sent: Counter[str] = Counter()
         self._warned = self.global_rank != 0
         self._times: list[float] = []
@@ -100,6 +101,10 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
             self.loss = scaled_without_zero(self.loss, self.optimizer)
         super()._exec_backward_pass(buffer_id)
 
+    def _exec_reduce_tied_grads(self) -> None:
+        complete_tied(self.module, self.optimizer)
+        super()._exec_reduce_tied_grads()
+
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         if self.module.pulse is not None:
             mark_replicated(self.module, self.optimizer)
@@ -119,6 +124,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
         **PipelineEngine._INSTRUCTION_MAP,
         upstream_schedule.BackwardPass: _exec_backward_pass,
         upstream_schedule.OptimizerStep: _exec_optimizer_step,
+        upstream_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
         upstream_schedule.SendActivation: _exec_send_activations,
         upstream_schedule.SendGrad: _exec_send_grads,
     }

@@ -1,0 +1,152 @@
+"""One weight in several layers: found by identity, trained as one wherever its places lie.
+
+Every rank has the same list of modules, so every rank sees the same places. Where they lie on several
+ranks, each of these holds a copy: the first rank's values are everybody's at the start, and gradients are
+summed over the ranks before the optimizer's step, as DeepSpeed does for ``TiedLayerSpec``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_pulse.engine.specs import unwrap
+
+Place = tuple[int, str]
+"""Layer index and name in that layer."""
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A parameter or buffer that several layers hold; ``places`` in forward order."""
+
+    tensor: torch.Tensor
+    places: tuple[Place, ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that hold it, each once."""
+        return tuple(dict.fromkeys(layer for layer, _ in self.places))
+
+    @property
+    def name(self) -> str:
+        """Its name in the whole model: the first of its places."""
+        layer, name = self.places[0]
+        return f"{layer}.{name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tie:
+    """Ranks of this rank's pipeline that hold copies of the same weights, by global rank, and their process group."""
+
+    ranks: tuple[int, ...]
+    group: Any
+
+
+def find_shared(modules: Mapping[int, torch.nn.Module], named: Callable[[torch.nn.Module], Named]) -> list[Shared]:
+    """Tensors that several layers hold, in the order of their first places.
+
+    Args:
+        modules: by layer index.
+        named: the tensors of a module under all their names.
+    """
+    places: dict[int, list[Place]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for layer, module in modules.items():
+        for name, tensor in named(module):
+            tensors[id(tensor)] = tensor
+            places.setdefault(id(tensor), []).append((layer, name))
+    found = (Shared(tensor=tensors[key], places=tuple(where)) for key, where in places.items())
+    return [shared for shared in found if len(shared.layers) > 1]
+
+
+def parameters_in(module: torch.nn.Module) -> Named:
+    """Parameters under all their names."""
+    return module.named_parameters(remove_duplicate=False)
+
+
+def buffers_in(module: torch.nn.Module) -> Named:
+    """Buffers under all their names."""
+    return module.named_buffers(remove_duplicate=False)
+
+
+class SharedWeights:
+    """What layers of a list share.
+
+    Args:
+        layers: the list; modules in it are there on every rank, other layers share nothing that can be seen.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        bare = {index: unwrap(layer) for index, layer in enumerate(layers)}
+        self._modules = {index: layer for index, layer in bare.items() if isinstance(layer, torch.nn.Module)}
+        self.parameters = find_shared(self._modules, parameters_in)
+        self.buffers = find_shared(self._modules, buffers_in)
+        self._names = {shared.tensor: shared.name for shared in self.parameters}
+        self._ties: dict[tuple[int, ...], Tie] = {}
+        self._ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def name_of(self, parameter: torch.Tensor, name: str) -> str:
+        """A parameter's name in the whole model, the same on every rank; ``name``: where it is not shared."""
+        return self._names.get(parameter, name)
+
+    def connect(self, module: Any) -> None:
+        """Make the process groups of weights that lie on several ranks. Collective in the world.
+
+        Args:
+            module: the ``PipelineModule``, cut and built.
+        """
+        for shared in (*self.parameters, *self.buffers):
+            self._ranks[shared.layers] = tuple(sorted({module.stage_owner(layer) for layer in shared.layers}))
+        for ranks in dict.fromkeys(ranks for ranks in self._ranks.values() if len(ranks) > 1):
+            for members in _copies(module._grid, ranks):
+                group = dist.new_group(list(members))
+                if module.global_rank in members:
+                    self._ties[ranks] = Tie(ranks=members, group=group)
+        for shared, tie in self._tied(self.parameters):
+            # upstream's mark: norms count the copy of the first rank only
+            shared.tensor.ds_pipe_replicated = module.global_rank != tie.ranks[0]  # type: ignore[attr-defined]
+
+    def _tied(self, found: Iterable[Shared]) -> Iterator[tuple[Shared, Tie]]:
+        """Of what this rank shares with others."""
+        for shared in found:
+            tie = self._ties.get(self._ranks[shared.layers])
+            if tie is not None:
+                yield shared, tie
+
+    def weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
+        """Trainable weights of this rank that others hold too, with their groups, in one order on all ranks."""
+        return [
+            (shared.tensor, tie.group) for shared, tie in self._tied(self.parameters) if shared.tensor.requires_grad
+        ]
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Give every copy the values of the first rank's: initial values, and those just loaded."""
+        for shared, tie in self._tied(self.parameters):
+            _broadcast(shared.tensor, tie)
+        for shared, tie in self._tied(self.buffers):
+            layer, name = shared.places[0]
+            _broadcast(self._modules[layer].get_buffer(name), tie)  # moving to a device makes another tensor
+
+
+def _broadcast(tensor: torch.Tensor, tie: Tie) -> None:
+    """In place, as bytes: backends differ in the dtypes they know."""
+    as_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    dist.broadcast(as_bytes, src=tie.ranks[0], group=tie.group)
+    tensor.copy_(as_bytes.view(tensor.dtype).view(tensor.shape))
+
+
+def _copies(grid: Any, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Global ranks of these pipeline ranks in every replica."""
+    slices = range(grid.get_slice_parallel_world_size())
+    for data in range(grid.data_parallel_size):
+        for model in slices:
+            where = {"data": data, "model": model} if len(slices) > 1 else {"data": data}
+            yield tuple(grid.stage_to_global(stage_id=rank, **where) for rank in ranks)
