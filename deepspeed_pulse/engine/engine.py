@@ -46,6 +46,7 @@ from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, beat_seconds
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import PulseSchedule
+from deepspeed_pulse.engine.unseen import check_buffers
 from deepspeed_pulse.errors import ConfigError, PulseError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.effects import Effects, with_versions
@@ -216,6 +217,8 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
     def _begin(self, micro_batches: int, mode: str) -> PulseSchedule:
         self._mode, training = mode, mode == "train"
+        if training:
+            self.module.shared.watch_buffers()
         self._begin_reading(micro_batches, mode)
         if self._encoding is not None and training:
             self._batches = self._encoding.take() or self._batches
@@ -353,6 +356,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             super()._exec_reduce_tied_grads()
 
     def _exec_complete_tied_grads(self) -> None:
+        check_buffers(self.module.shared)
         complete_tied(self.module, self.optimizer)
         mark_replicated(self.module, self.optimizer)
 

@@ -27,6 +27,7 @@ from deepspeed_pulse.engine.shared import SharedWeights
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.engine.start import Config, check_world, init_distributed
 from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied, tie_all_parameters
+from deepspeed_pulse.engine.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.ir.effects import Effects
@@ -114,6 +115,9 @@ class PipelineModule(upstream.PipelineModule):
         self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
         self._relay: list[RelayLayer] | None = None
         self._partition_method = partition_method
+        if self.pulse is not None:
+            check_functions(self.layer_list, self.graph, loss_fn)
+            check_shared(self.shared, self.graph)
         num_stages = job.check(num_stages, topology, dynamic_shape=dynamic_shape)
         init_distributed(self.pulse.timeout_seconds if self.pulse else None)
         num_stages = job.settle(num_stages, topology)
@@ -198,9 +202,10 @@ class PipelineModule(upstream.PipelineModule):
     def _build(self) -> None:
         if not self.pulse_enabled:
             super()._build()
+            adopt_tied_calls(self.forward_funcs, self.tied_modules)
             if self.pulse is not None:
                 tie_all_parameters(self)
-            adopt_tied_calls(self.forward_funcs, self.tied_modules)
+                check_builds(self)
             return
         assert self.plan is not None
         for stage in self.plan.stages_of(self.stage_id):
@@ -209,6 +214,7 @@ class PipelineModule(upstream.PipelineModule):
             super()._build()
         self._set_bounds(start=0, stop=len(self.forward_funcs))
         adopt_tied_calls(self.forward_funcs, self.tied_modules)
+        check_builds(self)
         if not any(p.requires_grad for p in self.parameters()):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
             add_placeholder(self)

@@ -7,6 +7,7 @@ summed over the ranks before the optimizer's step, as DeepSpeed does for ``TiedL
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,16 @@ class SharedWeights:
         self._names = {shared.tensor: shared.name for shared in self.parameters}
         self._ties: dict[tuple[int, ...], Tie] = {}
         self._ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._watched: dict[str, tuple[torch.Tensor, int]] = {}
+        self.num_watches = 0
+
+    def overlaps(self) -> Iterator[tuple[str, str]]:
+        """Names of trainable parameters of two layers that are two objects in one piece of memory."""
+        names = {p: (i, name) for i, module in self._modules.items() for name, p in module.named_parameters()}
+        spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, *where) for p, where in names.items() if _is_dense(p))
+        for (_, end, *first), (start, _, *second) in itertools.pairwise(spans):
+            if start < end and first[0] != second[0]:
+                yield f"{first[0]}.{first[1]}", f"{second[0]}.{second[1]}"
 
     def name_of(self, parameter: torch.Tensor, name: str) -> str:
         """A parameter's name in the whole model, the same on every rank; ``name``: where it is not shared."""
@@ -120,6 +131,21 @@ class SharedWeights:
             if tie is not None:
                 yield shared, tie
 
+    def watch_buffers(self) -> None:
+        """Remember the shared buffers as they are now."""
+        self._watched = self._buffer_states()
+        self.num_watches += 1
+
+    def changed_buffer(self) -> str | None:
+        """Name of a shared buffer that was written to or replaced since."""
+        pairs = zip(self._watched.items(), self._buffer_states().values(), strict=True)
+        return next((name for (name, before), now in pairs if now[0] is not before[0] or now[1] != before[1]), None)
+
+    def _buffer_states(self) -> dict[str, tuple[torch.Tensor, int]]:
+        places = [place for shared in self.buffers for place in shared.places]
+        found = {f"{layer}.{name}": self._modules[layer].get_buffer(name) for layer, name in places}
+        return {name: (buffer, buffer._version) for name, buffer in found.items()}
+
     def weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
         """Trainable weights of this rank that others hold too, with their groups, in one order on all ranks."""
         return [
@@ -138,9 +164,20 @@ class SharedWeights:
 
 def _broadcast(tensor: torch.Tensor, tie: Tie) -> None:
     """In place, as bytes: backends differ in the dtypes they know."""
+    if tensor.is_meta or not tensor.numel():
+        return
     as_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     dist.broadcast(as_bytes, src=tie.ranks[0], group=tie.group)
-    tensor.copy_(as_bytes.view(tensor.dtype).view(tensor.shape))
+    told = as_bytes.view(tensor.dtype).view(tensor.shape)
+    if not torch.equal(told, tensor):
+        tensor.copy_(told)
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Trained, and the only one in the memory that it spans."""
+    steps = zip(parameter.shape, parameter.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    return parameter.requires_grad and not parameter.is_meta and 0 < parameter.numel() == span
 
 
 def _copies(grid: Any, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.launch import launch
-from support.shared_models import MODELS
+from support.shared_models import MODELS, REFUSED
 from support.shared_ranks import case_name
 
 Case = dict[str, Any]
@@ -41,12 +41,12 @@ def cases(world: int) -> list[Case]:
 @functools.cache
 def problems(world: int) -> dict[str, list[str]]:
     """What the ranks of one launch say of each case."""
-    return told(world, cases(world))
+    return told("run_cases", world, cases(world))
 
 
-def told(world: int, asked: list[Case]) -> dict[str, list[str]]:
+def told(target: str, world: int, asked: list[Case]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for _, output in launch("support.shared_ranks:run_cases", world, asked, timeout=3000):
+    for _, output in launch(f"support.shared_ranks:{target}", world, asked, timeout=3000):
         for line in output.splitlines():
             if line.startswith("CASE"):
                 name, problem = json.loads(line.removeprefix("CASE"))
@@ -58,6 +58,25 @@ def told(world: int, asked: list[Case]) -> dict[str, list[str]]:
 @pytest.mark.parametrize(("world", "name"), [(world, case_name(case)) for world in (3, 4) for case in cases(world)])
 def test_a_shared_weight_trains_as_one(world: int, name: str) -> None:
     assert problems(world)[name] == []
+
+
+PLANS: list[Case] = [{"P": 3, "placement": "linear"}, {"P": 1}, {"P": 3, "pulse": "off"}]
+
+
+@functools.cache
+def refusals() -> dict[str, list[str]]:
+    return told("refuses", 3, PLANS)
+
+
+def refused() -> list[str]:
+    """All under every plan."""
+    return [case_name({"model": model, **plan}) for plan in PLANS for model in (*REFUSED, "a loss of a listed module")]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", refused())
+def test_what_cannot_be_one_weight_is_refused(name: str) -> None:
+    assert refusals()[name] == []
 
 
 @pytest.mark.soak
@@ -74,6 +93,6 @@ def test_shared_weights_whole_product(world: int) -> None:
         if 2 * p["P"] * place.get("W", 1) <= 8:
             asked.append({"model": model, **p, **place, "precision": precision, "zero": zero, "clip": clip})
     asked = [case for case in asked if not (case.get("pulse") and case["precision"] == "fp16" and not case["zero"])]
-    found = told(world, asked)
+    found = told("run_cases", world, asked)
     assert found.keys() == {case_name(case) for case in asked}
     assert not {name: problem for name, problem in found.items() if problem}

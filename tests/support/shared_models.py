@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -172,3 +174,174 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
 def batch(step: int, microbatch: int, data_index: int) -> Any:
     generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + data_index)
     return torch.randn(2, WIDTH, generator=generator), torch.randn(2, WIDTH, generator=generator)
+
+
+# -- what cannot be one weight ---------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A block that borrows a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+@functools.cache
+def kept_module(_: int) -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Keeping(Around):
+    """Takes its module from a cache that the first one fills."""
+
+    def __init__(self) -> None:
+        super().__init__(kept_module(os.getpid()))
+
+
+class Counting(Block):
+    """Writes to a buffer in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x) + self.count / 10
+
+
+class Replacing(Counting):
+    """Puts another tensor in the buffer's place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return Block.forward(self, x) + self.count / 10
+
+
+def specs_of_one_module() -> list[Any]:
+    from deepspeed_pulse import LayerSpec
+
+    layers, inner = blocks(), nn.Linear(WIDTH, WIDTH)
+    layers[1], layers[6] = LayerSpec(Around, inner), LayerSpec(Around, inner)
+    return layers
+
+
+def spec_of_a_listed_module() -> list[Any]:
+    from deepspeed_pulse import LayerSpec
+
+    layers = blocks()
+    layers[7] = LayerSpec(Around, layers[0])
+    return layers
+
+
+def spec_of_a_parameter() -> list[Any]:
+    from deepspeed_pulse import LayerSpec
+
+    layers = blocks()
+    layers[7] = LayerSpec(Transposed, layers[0].inner.weight)
+    return layers
+
+
+def specs_with_a_cache() -> list[Any]:
+    from deepspeed_pulse import LayerSpec
+
+    layers = blocks()
+    layers[1], layers[4] = LayerSpec(Keeping), LayerSpec(Keeping)
+    return layers
+
+
+def tied_spec_of_a_listed_module() -> list[Any]:
+    from deepspeed_pulse import TiedLayerSpec
+
+    layers = blocks()
+    layers[2] = TiedLayerSpec("around", Around, layers[4])
+    layers[7] = TiedLayerSpec("around", Around, layers[4])
+    return layers
+
+
+def two_keys_of_one_module() -> list[Any]:
+    from deepspeed_pulse import TiedLayerSpec
+
+    layers, inner = blocks(), Block()
+    layers[2], layers[7] = TiedLayerSpec("a", Around, inner), TiedLayerSpec("b", Around, inner)
+    return layers
+
+
+def function_of_a_listed_module() -> list[Any]:
+    layers = blocks()
+    inner = layers[0].inner
+    layers[7] = lambda x: x @ inner.weight
+    return layers
+
+
+def partial_of_a_hidden_module() -> list[Any]:
+    layers = blocks()
+    layers[3] = functools.partial(lambda module, x: module(x), Block())
+    return layers
+
+
+def forward_fn_of_a_listed_module() -> list[Any]:
+    from deepspeed_pulse import TiedLayerSpec
+
+    layers = blocks()
+    inner = layers[0].inner
+    layers[7] = TiedLayerSpec("block", Block, forward_fn=lambda module, x: module(x) @ inner.weight)
+    return layers
+
+
+def shared_statistics() -> list[Any]:
+    layers = blocks()
+    layers[2] = layers[5] = nn.BatchNorm1d(WIDTH)
+    return layers
+
+
+def shared_counter() -> list[Any]:
+    layers = blocks()
+    layers[2] = layers[5] = Counting()
+    return layers
+
+
+def replaced_buffer() -> list[Any]:
+    layers = blocks()
+    layers[2] = layers[5] = Replacing()
+    return layers
+
+
+def same_memory() -> list[Any]:
+    layers = blocks()
+    layers[5].inner.weight = nn.Parameter(layers[1].inner.weight.data)
+    return layers
+
+
+REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "two specs of one module": (specs_of_one_module, "layers 1.Around and 6.Around are built with one parameter"),
+    "a spec of a listed module": (spec_of_a_listed_module, "layers 0.Block and 7.Around are built with one parameter"),
+    "a spec of a parameter": (spec_of_a_parameter, "layers 0.Block and 7.Transposed are built with one parameter"),
+    "specs with a cache": (specs_with_a_cache, "layers 1.Keeping and 4.Keeping are built with one parameter"),
+    "a tied spec of a listed module": (
+        tied_spec_of_a_listed_module,
+        "layers 2.Around and 4.Block are built with one parameter",
+    ),
+    "two keys of one module": (two_keys_of_one_module, "layers 2.Around and 7.Around are built with one parameter"),
+    "a function of a listed module": (
+        function_of_a_listed_module,
+        "reads trainable weights, the first is inner.weight of layer 0.Block",
+    ),
+    "a partial of a hidden module": (
+        partial_of_a_hidden_module,
+        "layer 3.partial is a function that reads trainable weights, the first is a parameter of shape [8, 8]",
+    ),
+    "a forward_fn of a listed module": (
+        forward_fn_of_a_listed_module,
+        "layer 7.Block is a function that reads trainable weights, the first is inner.weight of layer 0.Block",
+    ),
+    "running statistics": (shared_statistics, "layers 2.BatchNorm1d and 5.BatchNorm1d share a module that keeps"),
+    "a counter": (shared_counter, "buffer 2.count belongs to several layers and changed"),
+    "a replaced buffer": (replaced_buffer, "buffer 2.count belongs to several layers and changed"),
+    "two parameters in one memory": (same_memory, "parameters 1.inner.weight and 5.inner.weight are two"),
+}
+"""Layer lists and a part of the error; the same on every rank under every plan."""

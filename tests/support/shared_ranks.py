@@ -14,7 +14,9 @@ import torch
 from support.parity import share_groups
 from support.precision_ranks import allow_fp16, cast, mse
 from support.reference import Unpartitioned, error
-from support.shared_models import MODELS, batch
+from support.shared_models import MODELS, REFUSED, batch, blocks, kept_module
+
+from deepspeed_pulse.errors import GraphError
 
 STEPS = 3
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
@@ -39,7 +41,38 @@ def run_cases(cases: list[dict[str, Any]]) -> None:
         print("CASE", json.dumps([case_name(case), problem]), flush=True)
 
 
-def engine_of(case: dict[str, Any], layers: list[Any]) -> Any:
+def refuses(plans: list[dict[str, Any]]) -> None:
+    """Each list under each of the plans; prints ``CASE [name, problem or null]``: the error must be known by name."""
+    torch.set_num_threads(1)
+    share_groups()
+    for plan in plans:
+        for name in (*REFUSED, "a loss of a listed module"):
+            case = {"model": name, **plan}
+            print("CASE", json.dumps([case_name(case), refusal_problem(case)]), flush=True)
+
+
+def refusal_problem(case: dict[str, Any]) -> str | None:
+    """What is wrong with the error that a case raises before any weight has moved; None: nothing."""
+    kept_module.cache_clear()
+    layers, loss_fn, text = blocks(), mse, "loss_fn reads inner.weight of layer 0.Block"
+    if case["model"] in REFUSED:
+        make, text = REFUSED[case["model"]]
+        layers = make()
+    else:
+        weight = layers[0].inner.weight
+
+        def loss_fn(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return mse(output, labels) + weight.square().sum()
+
+    try:
+        engine = engine_of(case, layers, loss_fn)
+        engine.train_batch(batch(0, m, engine.grid.data_parallel_id) for m in itertools.count())
+    except GraphError as problem:
+        return None if text in str(problem) else f"another error: {problem}"
+    return "no error"
+
+
+def engine_of(case: dict[str, Any], layers: list[Any], loss_fn: Any = mse) -> Any:
     import deepspeed
 
     from deepspeed_pulse import PipelineModule
@@ -61,7 +94,7 @@ def engine_of(case: dict[str, Any], layers: list[Any]) -> Any:
     module = PipelineModule(
         layers=layers,
         num_stages=case["P"],
-        loss_fn=mse,
+        loss_fn=loss_fn,
         config=config,
         activation_checkpoint_interval=case.get("interval", 0),
     )

@@ -19,6 +19,7 @@ from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_repl
 from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
 from deepspeed_pulse.engine.observation import events
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
+from deepspeed_pulse.engine.unseen import check_buffers
 
 
 class RelayEngine(CheckpointingEngine, EvaluatingEngine):
@@ -43,6 +44,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
 
     def train_batch(self, data_iter: Any = None) -> Any:
         self._sent.clear()
+        self.module.shared.watch_buffers()
         start = time.perf_counter()
         loss = super().train_batch(data_iter)
         if self.module.pulse is not None and self.monitor.enabled:
@@ -102,6 +104,8 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
         super()._exec_backward_pass(buffer_id)
 
     def _exec_reduce_tied_grads(self) -> None:
+        if self.module.pulse is not None:
+            check_buffers(self.module.shared)
         complete_tied(self.module, self.optimizer)
         super()._exec_reduce_tied_grads()
 

@@ -1,0 +1,159 @@
+"""Weights with several places that a layer list alone cannot show, and what shared modules cannot keep: refused.
+
+A plain module in the list shares its parameters openly (:mod:`.shared`). A function may read weights that
+nothing lists, and a ``LayerSpec`` may build a layer around a parameter of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe import module as upstream
+
+from deepspeed_pulse.engine.closures import weights_reached
+from deepspeed_pulse.engine.data.agreement import raise_everywhere
+from deepspeed_pulse.engine.plans.costs import stand_in
+from deepspeed_pulse.engine.shared import SharedWeights, parameters_in
+from deepspeed_pulse.engine.specs import unwrap
+from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.ir.graph import Graph
+
+AGREED_STEPS = 2
+"""First steps after which ranks tell each other whether a shared buffer has changed; later each looks for itself."""
+
+
+def check_functions(layers: Sequence[Any], graph: Graph, loss_fn: Any) -> None:
+    """No function of the list reads trainable weights, and the loss none of a layer's.
+
+    Raises:
+        GraphError: says which function and, where a layer holds it, which weight.
+    """
+    names = {
+        p: f"{name} of layer {graph.layers[index].name}"
+        for index, layer in enumerate(map(unwrap, layers))
+        if isinstance(layer, torch.nn.Module)
+        for name, p in layer.named_parameters()
+    }
+    for declared, layer in zip(graph.layers, map(unwrap, layers), strict=True):
+        function = getattr(layer, "forward_fn", None) if isinstance(layer, upstream.LayerSpec) else layer
+        found = [] if isinstance(function, torch.nn.Module) else weights_reached(function)
+        if found:
+            what = names.get(found[0], f"a parameter of shape {list(found[0].shape)}")
+            raise GraphError(
+                f"layer {declared.name} is a function that reads trainable weights, the first is {what}: no optimizer, "
+                "checkpoint or other rank would know of it; make the layer a module that holds the weight (modules may "
+                "share parameters), or freeze the weight with requires_grad_(False)"
+            )
+    read = loss_fn.parameters() if isinstance(loss_fn, torch.nn.Module) else weights_reached(loss_fn)
+    shared = next((names[p] for p in read if p.requires_grad and p in names), None)
+    if shared is not None:
+        raise GraphError(
+            f"loss_fn reads {shared}, which lies on the rank of its layer only; let that layer stash what the loss "
+            "needs, and make the last layer a module that shares the parameter"
+        )
+
+
+def check_shared(shared: SharedWeights, graph: Graph) -> None:
+    """No shared module keeps statistics, and no two parameters overlap in memory.
+
+    Raises:
+        GraphError: says which layers.
+    """
+    for buffer in shared.buffers:
+        if buffer.places[0][1].rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked"):
+            raise GraphError(
+                f"layers {_listed(graph, buffer.layers)} share a module that keeps running statistics "
+                f"({buffer.places[0][1]}): its uses update them in turn, microbatch by microbatch, which no pipeline "
+                "can; give each layer its own, or use track_running_stats=False or a norm without statistics"
+            )
+    for first, second in shared.overlaps():
+        raise GraphError(
+            f"parameters {first} and {second} are two, but in the same memory; assign the parameter itself "
+            "(b.weight = a.weight), so that they are one"
+        )
+
+
+def check_buffers(shared: SharedWeights) -> None:
+    """No layer has written to a buffer that others share since they were watched.
+
+    After the first steps collective in the world, for a model that shares buffers: all ranks raise what one finds.
+
+    Raises:
+        GraphError: says which buffer.
+    """
+    if not shared.buffers:
+        return
+    changed, problem = shared.changed_buffer(), None
+    if changed is not None:
+        problem = GraphError(
+            f"buffer {changed} belongs to several layers and changed while the step ran: its uses would change it in "
+            "turn, microbatch by microbatch, which no pipeline can; give each layer a buffer of its own, or pass the "
+            "state on as a named value"
+        )
+    if shared.num_watches <= AGREED_STEPS:
+        raise_everywhere(problem, "the step", dist.get_world_size())
+    if problem is not None:
+        raise problem
+
+
+def _listed(graph: Graph, layers: Sequence[int]) -> str:
+    return " and ".join(graph.layers[index].name for index in layers)
+
+
+def check_builds(module: Any) -> None:
+    """No layer that was built has a trainable parameter of another one. Collective in the world.
+
+    Layers of other ranks are built on the meta device, which costs no memory: what a build takes from outside
+    of itself (an argument, a global, a cache) is the same object every time.
+
+    Args:
+        module: the ``PipelineModule``, built.
+
+    Raises:
+        GraphError: says which layers; the same on every rank.
+    """
+    problem: GraphError | None = None
+    owners: dict[torch.Tensor, tuple[int, str]] = {}
+    for index, owner in _all_modules(module):
+        for name, parameter in parameters_in(owner):
+            other, _ = owners.setdefault(parameter, (index, name))
+            if parameter.requires_grad and not _openly(module.layer_list, other, index):
+                problem = problem or GraphError(
+                    f"layers {_listed(module.graph, (other, index))} are built with one parameter ({name}): a layer "
+                    "spec is built on the rank where it lies, so no other rank can know that; put the modules "
+                    "themselves into the list (they may share parameters), or tie the layers with TiedLayerSpec"
+                )
+    raise_everywhere(problem, "the layers cannot be built", dist.get_world_size())
+
+
+def _openly(layers: Sequence[Any], first: int, second: int) -> bool:
+    """Both are in the list as modules, or as specs of one key."""
+    one, other = unwrap(layers[first]), unwrap(layers[second])
+    if first == second or (isinstance(one, torch.nn.Module) and isinstance(other, torch.nn.Module)):
+        return True
+    key = getattr(one, "key", None)
+    return key is not None and key == getattr(other, "key", None)
+
+
+def _all_modules(module: Any) -> Iterator[tuple[int, torch.nn.Module]]:
+    """The module of every layer that has one, by index."""
+    here = dict(module.local_layers())
+    for index, layer in enumerate(module.layer_list):
+        bare = unwrap(layer)
+        found = here.get(index, bare if isinstance(bare, torch.nn.Module) else None)
+        if found is None and isinstance(bare, upstream.LayerSpec) and not getattr(bare, "reads_files", False):
+            found = module.tied_modules[bare.key] if getattr(bare, "key", None) in module.tied_modules else _meta(bare)
+        found = getattr(found, "module", found)
+        if isinstance(found, torch.nn.Module):
+            yield index, found
+
+
+def _meta(layer: Any) -> Any:
+    """None where a layer cannot be built there; the rank that holds it has built it."""
+    try:
+        return stand_in(layer)
+    except Exception:
+        return None

@@ -1,0 +1,121 @@
+"""Which weights a function reaches: each of these holds or reads ``EMBED``'s, or does not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_pulse.engine.closures import weights_reached
+
+EMBED = nn.Linear(4, 4, bias=False)
+KEPT = [EMBED]
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale, self.sizes = EMBED, 2.0, {"a": 3}
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x)
+
+    def indirect(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+    def reshaped(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1) * self.scale * self.sizes["a"]
+
+
+class Plain:
+    """No module."""
+
+    def __init__(self, embed: Any) -> None:
+        self.embed, self.scale = embed, 2.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def global_head(x: torch.Tensor) -> torch.Tensor:
+    return x @ EMBED.weight.t()
+
+
+def helped(x: torch.Tensor) -> torch.Tensor:
+    return global_head(x)
+
+
+def through_a_list(x: torch.Tensor) -> torch.Tensor:
+    return KEPT[0](x)
+
+
+def with_default(x: torch.Tensor, embed: Any = EMBED) -> torch.Tensor:
+    return embed(x)
+
+
+def inside(x: torch.Tensor) -> torch.Tensor:
+    return max([x], key=lambda y: EMBED(y).sum())
+
+
+def closing(embed: Any) -> Callable[..., Any]:
+    return lambda x: embed(x).to(x.dtype)
+
+
+def closing_over_weight(weight: Any) -> Callable[..., Any]:
+    def tied(x: torch.Tensor) -> torch.Tensor:
+        return x @ weight
+
+    return tied
+
+
+def scaling(owner: Any) -> Callable[..., Any]:
+    return lambda x: x * owner.scale
+
+
+OWNER = Owner()
+
+READS: dict[str, Any] = {
+    "closure": closing(EMBED),
+    "closure over the parameter": closing_over_weight(EMBED.weight),
+    "partial": functools.partial(lambda embed, x: embed(x), EMBED),
+    "partial with a keyword": functools.partial(nn.functional.linear, weight=EMBED.weight),
+    "bound method": OWNER.head,
+    "bound method, indirectly": OWNER.indirect,
+    "bound forward": EMBED.forward,
+    "callable object": Plain(EMBED),
+    "global": global_head,
+    "global of a helper": helped,
+    "global list": through_a_list,
+    "default": with_default,
+    "lambda inside": inside,
+}
+
+READS_NOT: dict[str, Any] = {
+    "function of torch": torch.tanh,
+    "python function of torch": nn.functional.gelu,
+    "bound method that needs no weight": OWNER.reshaped,
+    "closure that needs no weight": scaling(OWNER),
+    "method of an object": Plain(EMBED).scaled,
+    "frozen": closing(nn.Linear(2, 2).requires_grad_(False)),
+    "partial of numbers": functools.partial(torch.flatten, start_dim=1),
+    "lambda": lambda x: x * 2,
+    "class": torch.Tensor,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_weight_that_is_read_is_found(name: str) -> None:
+    found = weights_reached(READS[name])
+    assert len(found) == 1 and found[0] is EMBED.weight
+
+
+@pytest.mark.parametrize("name", READS_NOT)
+def test_others_are_not(name: str) -> None:
+    assert weights_reached(READS_NOT[name]) == []
