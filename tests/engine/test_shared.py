@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from collections import defaultdict
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -41,17 +43,23 @@ def cases(world: int) -> list[Case]:
 @functools.cache
 def problems(world: int) -> dict[str, list[str]]:
     """What the ranks of one launch say of each case."""
-    return told("run_cases", world, cases(world))
+    return told("shared_ranks:run_cases", world, cases(world))
 
 
-def told(target: str, world: int, asked: list[Case]) -> dict[str, list[str]]:
+def told(target: str, world: int, asked: Any) -> dict[str, list[str]]:
+    """Case to what ranks say is wrong with it; a case that they did not come to has the end of a failed rank's output.
+
+    It is kept for all tests of a launch, so it never raises.
+    """
     found: dict[str, list[str]] = {}
-    for _, output in launch(f"support.shared_ranks:{target}", world, asked, timeout=3000):
+    failed: list[str] = []
+    for status, output in launch(f"support.{target}", world, asked, timeout=3000, check=False):
+        failed += [output[-3000:]] if status else []
         for line in output.splitlines():
             if line.startswith("CASE"):
                 name, problem = json.loads(line.removeprefix("CASE"))
                 found.setdefault(name, []).extend([problem] if problem else [])
-    return found
+    return defaultdict(lambda: failed or ["no rank came to it"], found)
 
 
 @pytest.mark.timeout(300)
@@ -65,7 +73,7 @@ PLANS: list[Case] = [{"P": 3, "placement": "linear"}, {"P": 1}, {"P": 3, "pulse"
 
 @functools.cache
 def refusals() -> dict[str, list[str]]:
-    return told("refuses", 3, PLANS)
+    return told("shared_ranks:refuses", 3, PLANS)
 
 
 def refused() -> list[str]:
@@ -77,6 +85,34 @@ def refused() -> list[str]:
 @pytest.mark.parametrize("name", refused())
 def test_what_cannot_be_one_weight_is_refused(name: str) -> None:
     assert refusals()[name] == []
+
+
+LINEAR4, WAVE4, LINEAR2, WAVE2, OFF4 = (
+    {"P": 4, "placement": "linear"},
+    {"P": 4, "placement": "wave"},
+    {"P": 2, "placement": "linear"},
+    {"P": 2, "placement": "wave"},
+    {"P": 4, "pulse": "off"},
+)
+BF16 = {"precision": "bf16", "zero": 1}
+RESUMES: list[tuple[Case, list[Case]]] = [
+    ({"model": "three places", **LINEAR4}, [LINEAR4, WAVE4, {**LINEAR2, "zero": 1}, OFF4, {**WAVE2, "zero": 1}]),
+    ({"model": "three places", **WAVE2, "zero": 1}, [LINEAR4, {**LINEAR2, "zero": 1}]),
+    ({"model": "everywhere", **LINEAR2, **BF16}, [{**LINEAR4, **BF16}, WAVE4 | BF16]),
+    ({"model": "frozen", **WAVE4}, [LINEAR2, OFF4]),
+]
+
+
+@functools.cache
+def resumed() -> dict[str, list[str]]:
+    with TemporaryDirectory() as folder:
+        return told("shared_resume_ranks:resumes", 4, {"folder": folder, "cases": RESUMES})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [f"{case_name(base)} -> {case_name(t)}" for base, targets in RESUMES for t in targets])
+def test_a_shared_weight_resumes_under_any_plan(name: str) -> None:
+    assert resumed()[name] == []
 
 
 @pytest.mark.soak
@@ -93,6 +129,6 @@ def test_shared_weights_whole_product(world: int) -> None:
         if 2 * p["P"] * place.get("W", 1) <= 8:
             asked.append({"model": model, **p, **place, "precision": precision, "zero": zero, "clip": clip})
     asked = [case for case in asked if not (case.get("pulse") and case["precision"] == "fp16" and not case["zero"])]
-    found = told("run_cases", world, asked)
-    assert found.keys() == {case_name(case) for case in asked}
-    assert not {name: problem for name, problem in found.items() if problem}
+    found = told("shared_ranks:run_cases", world, asked)
+    names = [case_name(case) for case in asked]
+    assert not {name: found[name] for name in names if found[name]}

@@ -25,7 +25,7 @@ from support.thread_ranks import FakeModule, on_ranks
 
 from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import ConfigError, FileError
-from deepspeed_pulse.models import to_layers
+from deepspeed_pulse.models import EMA, to_layers
 from deepspeed_pulse.models.weights.export import save_pretrained
 from deepspeed_pulse.models.weights.folder import WEIGHTS
 
@@ -77,6 +77,20 @@ def test_from_pretrained_gives_the_trained_model(tmp_path, kind, make, entries):
     read = kind.from_pretrained(tmp_path).train()
     with torch.no_grad():
         assert torch.equal(read(**entries()).sample, model(**entries()).sample)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_shared_weight_is_written_under_each_of_its_names(tmp_path, ranks):
+    """Its places in two layers and in one; diffusers' own save refuses them."""
+    model = small_sd_unet()
+    first, last = model.down_blocks[0].resnets[0], model.up_blocks[-1].resnets[0]
+    last.conv2 = first.conv2
+    last.norm2.weight = first.norm1.weight = first.norm2.weight
+    on_ranks(to_layers(model), lambda engine: save_pretrained(engine, tmp_path / "unet", ema=EMA(engine)), ranks=ranks)
+    for folder in ("unet", "unet_ema"):
+        read = UNet2DConditionModel.from_pretrained(tmp_path / folder)
+        for key, value in model.state_dict().items():
+            assert torch.equal(read.state_dict()[key], value), (folder, key)
 
 
 def test_half_precision_stays(tmp_path):

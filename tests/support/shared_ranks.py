@@ -24,7 +24,7 @@ Weights = dict[tuple[int, str], torch.Tensor]
 
 
 def case_name(case: dict[str, Any]) -> str:
-    return " ".join([case["model"], *(f"{key}={value}" for key, value in case.items() if key != "model")])
+    return " ".join(str(value) if key == "model" else f"{key}={value}" for key, value in case.items())
 
 
 def run_cases(cases: list[dict[str, Any]]) -> None:
@@ -98,7 +98,9 @@ def engine_of(case: dict[str, Any], layers: list[Any], loss_fn: Any = mse) -> An
         config=config,
         activation_checkpoint_interval=case.get("interval", 0),
     )
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    adam = case.get("optimizer") == "adam"
+    optimizer = torch.optim.AdamW(trained, lr=1e-2) if adam else torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
 

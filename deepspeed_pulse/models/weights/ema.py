@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError
+from deepspeed_pulse.models.weights.shards import apart
 
 FORMAT = "pulse-ema/1"
 SCHEDULE = "ema.json"
@@ -170,7 +171,7 @@ class EMA:
         if self._engine.grid.data_parallel_id != 0:
             return
         for index, averages in self._by_layer().items():
-            kept = {name: average.cpu().contiguous() for name, average in averages.items()}
+            kept = apart({name: average.cpu().contiguous() for name, average in averages.items()})
             _replace(folder / _file_of(index), lambda path, kept=kept: save_file(kept, path))
 
     def _read(self, folder: Path) -> None:
@@ -197,13 +198,13 @@ class EMA:
 
 
 def _trainable(module: Any) -> dict[str, nn.Parameter]:
-    """Trainable weights of this rank by layer index and name; a tied one stands under every layer that has it."""
+    """Trainable weights of this rank by layer index and name; a shared one stands under all its names."""
     owners = {index: getattr(layer, "module", layer) for index, layer in module.local_layers()}
     return {
         f"{index}.{name}": parameter
         for index, owner in owners.items()
         if isinstance(owner, nn.Module)
-        for name, parameter in owner.named_parameters()
+        for name, parameter in owner.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     }
 

@@ -146,6 +146,16 @@ def _layout(rows: list[Any], keys: Sequence[str] | None, names: _Names, max_shar
     )
 
 
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors with memory of their own, which safetensors asks for: a shared weight stands under each name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        found[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Names:
     """File names, as diffusers makes them of the single file's name and the variant."""
@@ -183,7 +193,7 @@ class _Writer:
 
     def write(self, name: str, shard: dict[str, Tensor]) -> None:
         """One file of tensors, beside its final name."""
-        self._try(name, lambda path: save_file(shard, path, metadata=self._metadata))
+        self._try(name, lambda path: save_file(apart(shard), path, metadata=self._metadata))
 
     def finish(self, layout: _Layout) -> None:
         """Make the new files the ones that are read, and remove what an earlier save left.
