@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.vae import Encoder
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D, UNetMidBlock2D
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import spec
+from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.models.bypassed import changed_methods, check_bypassed
+from deepspeed_pulse.models.units import refuse
+
+TAKES_APART = (Encoder, DownEncoderBlock2D, UNetMidBlock2D, ResnetBlock2D)
 
 
 class _Opening(nn.Module):
@@ -28,12 +37,12 @@ class _Closing(nn.Module):
     def __init__(self, resnet: Any) -> None:
         super().__init__()
         self.norm2, self.conv2, self.nonlinearity = resnet.norm2, resnet.conv2, resnet.nonlinearity
-        self.shortcut, self.scale = resnet.conv_shortcut, resnet.output_scale_factor
+        self.dropout, self.shortcut, self.scale = resnet.dropout, resnet.conv_shortcut, resnet.output_scale_factor
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         """What :class:`_Opening` gave to (b, channels, h, w)."""
         before, hidden = pair
-        hidden = self.conv2(self.nonlinearity(self.norm2(hidden)))
+        hidden = self.conv2(self.dropout(self.nonlinearity(self.norm2(hidden))))
         if self.shortcut is not None:
             before = self.shortcut(before.contiguous())
         return (before + hidden) / self.scale  # type: ignore[no-any-return]
@@ -43,8 +52,22 @@ def vae_encoder_layers(vae: Any) -> list[Any]:
     """The encoder of diffusers' ``AutoencoderKL``: pixels (b, 3, h, w) to the mean and log-variance of latents.
 
     The result is ``vae.encode(pixels).latent_dist.parameters``, bit for bit.
+
+    Raises :class:`GraphError` when it is another model, or one with tiling on, changed methods or hooks that no layer
+    would call.
     """
-    return [spec(layer, name=name) for name, layer in _vae_parts(vae)]
+    if not isinstance(vae, AutoencoderKL):
+        raise GraphError(f"vae_encoder_layers() takes an AutoencoderKL, found {type(vae).__name__}")
+    refuse(vae, _problems(vae))
+    layers = [spec(layer, name=name) for name, layer in _vae_parts(vae)]
+    check_bypassed(vae.encoder, layers, TAKES_APART)
+    return layers
+
+
+def _problems(vae: AutoencoderKL) -> Iterator[str]:
+    yield from (f"the model itself {line}" for line in changed_methods(vae, AutoencoderKL, "encode"))
+    if vae.use_tiling:
+        yield "encodes large pictures in tiles; call vae.disable_tiling(): layers encode them whole"
 
 
 def _vae_parts(vae: Any) -> Iterator[tuple[str, nn.Module]]:

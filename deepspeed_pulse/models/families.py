@@ -12,7 +12,8 @@ from torch import nn
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError, did_you_mean
 from deepspeed_pulse.models.adapters import without_wrapper
-from deepspeed_pulse.models.switches import NOT_ENTRIES, check_bypassed, check_switches
+from deepspeed_pulse.models.bypassed import check_bypassed
+from deepspeed_pulse.models.switches import NOT_ENTRIES, check_switches
 
 Granularity = Literal["block", "fine"]
 
@@ -39,16 +40,24 @@ FAMILIES = {
 
 def class_of(config: Mapping[str, Any], where: str) -> Any:
     """The class that a config names, of diffusers or of this package; ``where`` names the config in errors."""
-    import diffusers  # takes seconds, which a list of the user's own need not wait for
-
     name = config.get("_class_name")
     if name not in FAMILIES:
         raise FileError(
             f"{where}: expected one of {', '.join(FAMILIES)} in _class_name, found {name}"
             f"{did_you_mean(str(name), FAMILIES)}"
         )
-    family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[name]}")
-    return getattr(diffusers, name, None) or getattr(family, name)
+    return _known(str(name))
+
+
+def _known(name: str) -> Any:
+    """The class of that name in :data:`FAMILIES`."""
+    import diffusers  # takes seconds, which a list of the user's own need not wait for
+
+    return getattr(diffusers, name, None) or getattr(_family(name), name)
+
+
+def _family(name: str) -> Any:
+    return importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[name]}")
 
 
 def construct(kind: Any, config: Mapping[str, Any], where: str) -> Any:
@@ -84,12 +93,12 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
         raise ConfigError(f'granularity: expected "block" or "fine", found {granularity!r}')
     model = without_wrapper(model)
     for kind in type(model).__mro__:
-        if kind.__name__ in FAMILIES:
-            family = importlib.import_module(f"deepspeed_pulse.models.{FAMILIES[kind.__name__]}")
+        if kind.__name__ in FAMILIES and kind is _known(kind.__name__):
+            family = _family(kind.__name__)
             _check_names(kind.__name__, family.to_layers, what_the_batch_has)
             check_switches(model)
             layers: list[Declared] = family.to_layers(model, granularity=granularity, **what_the_batch_has)
-            check_bypassed(model, layers)
+            check_bypassed(model, layers, family.TAKES_APART)
             return layers
     raise GraphError(
         f"to_layers() takes one of {', '.join(FAMILIES)}, found {type(model).__name__}; "

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.models.units import refuse, unit_of
+from deepspeed_pulse.models.units import refuse
 
 NOT_ENTRIES = {
     "cross_attention_kwargs": "layers pass none on; set a LoRA scale on the model (set_adapters) before to_layers()",
@@ -23,7 +22,8 @@ NOT_ENTRIES = {
 def check_switches(model: nn.Module) -> None:
     """Refuse what is for sampling only, and say so when a switch has no effect on layers.
 
-    Raises :class:`GraphError` naming every such switch; warns of gradient checkpointing.
+    Raises :class:`GraphError` naming every such switch; warns of gradient checkpointing and
+    of compiling the whole model.
     """
     refuse(model, _for_sampling(model))
     if getattr(model, "is_gradient_checkpointing", False):
@@ -33,31 +33,12 @@ def check_switches(model: nn.Module) -> None:
             "layers instead (activation_checkpoint_interval, or the plan)",
             stacklevel=3,
         )
-
-
-def check_bypassed(model: nn.Module, layers: Iterable[Any]) -> None:
-    """Refuse hooks on modules that no layer calls: the model itself and what the layers take apart.
-
-    Such hooks (of users, of offloading, of accelerate) would silently never run. Raises :class:`GraphError`.
-    """
-    called = {id(module) for unit in map(unit_of, layers) if unit is not None for module in unit.modules()}
-    found = [
-        path or "the model itself"
-        for path, module in model.named_modules()
-        if id(module) not in called and _is_hooked(module)
-    ]
-    if found:
-        raise GraphError(
-            f"this {type(model).__name__} cannot become a layer list: there are hooks or a changed forward on "
-            f"{', '.join(found)}, which no layer calls; remove them before to_layers(), or put them on what "
-            "the layers are named after"
+    if model._compiled_call_impl is not None:
+        warnings.warn(
+            f"{type(model).__name__}.compile() is bypassed: layers call the model's parts; compile those instead, for "
+            "example its blocks",
+            stacklevel=3,
         )
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    own = vars(module).get("forward")
-    changed = own is not None and getattr(own, "__func__", None) is not type(module).forward
-    return changed or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _for_sampling(model: Any) -> Iterator[str]:

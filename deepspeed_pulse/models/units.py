@@ -122,7 +122,11 @@ def refuse(model: nn.Module, problems: Iterable[str]) -> None:
 def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
     parent, _, last = path.rpartition(".")
     part = getattr(model.get_submodule(parent), last)
-    assert isinstance(part, (nn.Module, nn.Parameter)), path
+    if not isinstance(part, (nn.Module, nn.Parameter)):
+        raise GraphError(
+            f"this {type(model).__name__} cannot become a layer list: {path} is computed (a parametrization), and no "
+            f"layer would compute it; call torch.nn.utils.parametrize.remove_parametrizations(MODULE, {last!r}) first"
+        )
     return part
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 Entries = dict[str, Tensor]
 
 
-def small_sd_unet(**overrides: Any) -> UNet2DConditionModel:
+def small_sd_unet(*, kind: type[UNet2DConditionModel] = UNet2DConditionModel, **overrides: Any) -> UNet2DConditionModel:
     """Stable Diffusion's 46 layers and 12 skips, 16x16 latents, under 4 M parameters."""
     config = {
         "sample_size": 16,
@@ -29,7 +29,7 @@ def small_sd_unet(**overrides: Any) -> UNet2DConditionModel:
         "cross_attention_dim": 32,
         "attention_head_dim": 4,
     }
-    return prepared(UNet2DConditionModel, {**config, **overrides})
+    return prepared(kind, {**config, **overrides})
 
 
 def small_sdxl_unet(**overrides: Any) -> UNet2DConditionModel:

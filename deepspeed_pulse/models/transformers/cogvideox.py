@@ -22,6 +22,7 @@ from deepspeed_pulse.models.transformers.joint_blocks import JointBlock, Streams
 from deepspeed_pulse.models.transformers.units import (
     Piece,
     TokenUnit,
+    classes_beside,
     declare,
     foreign,
     numbered,
@@ -31,6 +32,8 @@ from deepspeed_pulse.models.transformers.units import (
 from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
 ROTARY = "image_rotary_emb"
+BLOCKS = classes_beside(CogVideoXTransformer3DModel, "CogVideoXBlock")
+TAKES_APART = (CogVideoXTransformer3DModel, *BLOCKS)
 
 
 def to_layers(
@@ -44,7 +47,7 @@ def to_layers(
 
     With ``granularity="fine"`` the attention of a block is one layer and its feed-forward another.
     """
-    refuse(model, foreign(model, numbered(model, "transformer_blocks"), ("CogVideoXBlock",)))
+    refuse(model, foreign(model, numbered(model, "transformer_blocks"), BLOCKS))
     rotary = model.config.use_rotary_positional_embeddings if image_rotary_emb is None else image_rotary_emb
     origin = Origin.of(model)
     layers = list(_layers(model, origin, fine=granularity == "fine", rotary=(ROTARY,) if rotary else ()))

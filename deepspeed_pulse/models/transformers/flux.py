@@ -29,12 +29,17 @@ from deepspeed_pulse.models.transformers.units import (
     Remembered,
     Sharing,
     TokenUnit,
+    classes_beside,
     declare,
     foreign,
     numbered,
     same,
 )
 from deepspeed_pulse.models.units import Origin, check_cover, refuse
+
+BLOCKS = classes_beside(FluxTransformer2DModel, "FluxTransformerBlock")
+SINGLE_BLOCKS = classes_beside(FluxTransformer2DModel, "FluxSingleTransformerBlock")
+TAKES_APART = (FluxTransformer2DModel, *BLOCKS)
 
 
 def to_layers(model: FluxTransformer2DModel, *, granularity: str = "block") -> list[Declared]:
@@ -74,8 +79,8 @@ def _layers(model: FluxTransformer2DModel, origin: Origin, *, fine: bool) -> Ite
 
 
 def _problems(model: FluxTransformer2DModel) -> Iterator[str]:
-    yield from foreign(model, numbered(model, "transformer_blocks"), ("FluxTransformerBlock",))
-    yield from foreign(model, numbered(model, "single_transformer_blocks"), ("FluxSingleTransformerBlock",))
+    yield from foreign(model, numbered(model, "transformer_blocks"), BLOCKS)
+    yield from foreign(model, numbered(model, "single_transformer_blocks"), SINGLE_BLOCKS)
 
 
 class Stem(TokenUnit):

@@ -28,6 +28,7 @@ from deepspeed_pulse.models.transformers.units import (
     Piece,
     TokenUnit,
     Whole,
+    classes_beside,
     declare,
     foreign,
     numbered,
@@ -37,6 +38,8 @@ from deepspeed_pulse.models.transformers.units import (
 )
 from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
+BLOCKS = classes_beside(HunyuanDiT2DModel, "HunyuanDiTBlock")
+TAKES_APART = (HunyuanDiT2DModel, *BLOCKS)
 ATTENTIONS = ("skip_norm", "skip_linear", "norm1", "attn1", "norm2", "attn2")
 TEXT = ("encoder_hidden_states", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
 
@@ -52,7 +55,7 @@ def to_layers(model: HunyuanDiT2DModel, *, granularity: str = "block", image_rot
 
     With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
     """
-    refuse(model, foreign(model, numbered(model, "blocks"), ("HunyuanDiTBlock",)))
+    refuse(model, foreign(model, numbered(model, "blocks"), BLOCKS))
     origin = Origin.of(model)
     layers = list(_layers(model, origin, fine=granularity == "fine", rotary=image_rotary_emb))
     check_cover((declared.layer for declared in layers), origin)

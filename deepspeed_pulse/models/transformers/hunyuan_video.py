@@ -29,6 +29,7 @@ from deepspeed_pulse.models.transformers.units import (
     Remembered,
     Sharing,
     TokenUnit,
+    classes_beside,
     declare,
     foreign,
     numbered,
@@ -38,6 +39,15 @@ from deepspeed_pulse.models.transformers.units import (
 )
 from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
+BLOCKS = {
+    path: classes_beside(
+        HunyuanVideoTransformer3DModel, f"HunyuanVideo{kind}Block", f"HunyuanVideoTokenReplace{kind}Block"
+    )
+    for path, kind in (("transformer_blocks", "Transformer"), ("single_transformer_blocks", "SingleTransformer"))
+}
+"""List of blocks to the classes of blocks in it."""
+
+TAKES_APART = (HunyuanVideoTransformer3DModel, *BLOCKS["transformer_blocks"])
 MASK = "encoder_attention_mask"
 REPLACE = "token_replace"
 
@@ -81,10 +91,8 @@ def _layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bool
 
 
 def _problems(model: HunyuanVideoTransformer3DModel, *, fine: bool) -> Iterator[str]:
-    for kind in ("Transformer", "SingleTransformer"):
-        blocks = "transformer_blocks" if kind == "Transformer" else "single_transformer_blocks"
-        known = (f"HunyuanVideo{kind}Block", f"HunyuanVideoTokenReplace{kind}Block")
-        yield from foreign(model, numbered(model, blocks), known)
+    for path, known in BLOCKS.items():
+        yield from foreign(model, numbered(model, path), known)
     if fine and model.config.image_condition_type == REPLACE:
         yield (
             f"config.image_condition_type is {REPLACE!r}, whose blocks treat the first frame apart: they are layers "

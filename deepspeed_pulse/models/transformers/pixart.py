@@ -19,6 +19,7 @@ from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.transformers.units import (
     Piece,
     TokenUnit,
+    classes_beside,
     declare,
     foreign,
     numbered,
@@ -28,6 +29,8 @@ from deepspeed_pulse.models.transformers.units import (
 )
 from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
+BLOCKS = classes_beside(PixArtTransformer2DModel, "BasicTransformerBlock")
+TAKES_APART = (PixArtTransformer2DModel, *BLOCKS)
 ADDED = "added_cond_kwargs."
 TEXT = "encoder_hidden_states"
 
@@ -80,7 +83,7 @@ def _layers(
 def _problems(model: PixArtTransformer2DModel) -> Iterator[str]:
     if model.config.attention_type != "default":
         yield f"config.attention_type is {model.config.attention_type!r}, supported: 'default'"
-    yield from foreign(model, numbered(model, "transformer_blocks"), ("BasicTransformerBlock",))
+    yield from foreign(model, numbered(model, "transformer_blocks"), BLOCKS)
 
 
 class Stem(TokenUnit):

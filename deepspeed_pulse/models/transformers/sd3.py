@@ -19,6 +19,7 @@ from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward, joint_halves
 from deepspeed_pulse.models.transformers.units import (
     TokenUnit,
+    classes_beside,
     declare,
     foreign,
     numbered,
@@ -27,6 +28,9 @@ from deepspeed_pulse.models.transformers.units import (
     unpatchify,
 )
 from deepspeed_pulse.models.units import Origin, check_cover, refuse
+
+BLOCKS = classes_beside(SD3Transformer2DModel, "JointTransformerBlock")
+TAKES_APART = (SD3Transformer2DModel, *BLOCKS)
 
 
 def to_layers(model: SD3Transformer2DModel, *, granularity: str = "block") -> list[Declared]:
@@ -37,7 +41,7 @@ def to_layers(model: SD3Transformer2DModel, *, granularity: str = "block") -> li
 
     With ``granularity="fine"`` the attention of a block is one layer and its feed-forwards another.
     """
-    refuse(model, foreign(model, numbered(model, "transformer_blocks"), ("JointTransformerBlock",)))
+    refuse(model, foreign(model, numbered(model, "transformer_blocks"), BLOCKS))
     origin = Origin.of(model)
     layers = list(_layers(model, origin, fine=granularity == "fine"))
     check_cover((declared.layer for declared in layers), origin)

@@ -29,6 +29,7 @@ from deepspeed_pulse.models.transformers.units import (
     Piece,
     TokenUnit,
     Whole,
+    classes_beside,
     declare,
     foreign,
     numbered,
@@ -37,7 +38,8 @@ from deepspeed_pulse.models.transformers.units import (
 )
 from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
-BLOCKS = ("UniDiffuserBlock", "UTransformerBlock")
+BLOCKS = classes_beside(UniDiffuserModel, "UniDiffuserBlock", "UTransformerBlock")
+TAKES_APART = (UniDiffuserModel, *classes_beside(UniDiffuserModel, "UTransformer2DModel"), *BLOCKS)
 TEXT = "encoder_hidden_states"
 
 
@@ -195,7 +197,7 @@ class Half(Piece):
         block = model.get_submodule(at)
         self.join = join
         self.norm_first, self.only_text = bool(block.pre_layer_norm), bool(block.only_cross_attention)
-        self.norm_on_backbone = type(block).__name__ == "UniDiffuserBlock"
+        self.norm_on_backbone = isinstance(block, BLOCKS[0])
 
     def residual(self, hidden: Tensor, norm: Any, branch: Any) -> Tensor:
         """``branch`` of ``hidden``, normed before or after, in the branch alone or in what it is added to."""

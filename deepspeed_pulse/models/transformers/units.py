@@ -8,6 +8,7 @@ that it is known without reading memory, on every device. In a wave both layers 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -115,12 +116,18 @@ def declare(
     return spec(unit, stash=stash, pop=tuple(pop.values()), name=name or unit.paths[0])
 
 
-def foreign(model: nn.Module, paths: Iterable[str], kinds: tuple[str, ...]) -> Iterator[str]:
-    """Lines about submodules whose class is none of ``kinds``: they may read or return something else."""
+def foreign(model: nn.Module, paths: Iterable[str], kinds: tuple[type[nn.Module], ...]) -> Iterator[str]:
+    """Lines about submodules that are none of ``kinds``: they may read or return something else."""
     for path in paths:
-        kind = type(model.get_submodule(path)).__name__
-        if kind not in kinds:
-            yield f"{path} is a {kind}, supported: {', '.join(kinds)}"
+        module = model.get_submodule(path)
+        if not isinstance(module, kinds):
+            yield f"{path} is a {type(module).__name__}, supported: {', '.join(kind.__name__ for kind in kinds)}"
+
+
+def classes_beside(model_class: type[nn.Module], *names: str) -> tuple[type[nn.Module], ...]:
+    """Classes by the names they have where a model is written; those that this diffusers has."""
+    home = sys.modules[model_class.__module__]
+    return tuple(getattr(home, name) for name in names if hasattr(home, name))
 
 
 def numbered(model: nn.Module, path: str) -> list[str]:

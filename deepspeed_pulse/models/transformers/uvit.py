@@ -242,6 +242,9 @@ def _shape(shape: list[int] | None) -> str:
 # ---------------------------------------------------------------------------------------- layers
 
 
+TAKES_APART = (UViTModel, Block)
+
+
 def to_layers(model: UViTModel, *, granularity: str = "block") -> list[Declared]:
     """The layer list of a U-ViT; its modules and weights are the model's own, not copies.
 

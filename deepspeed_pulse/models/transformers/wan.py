@@ -22,6 +22,7 @@ from deepspeed_pulse.models.transformers.units import (
     Remembered,
     Sharing,
     TokenUnit,
+    classes_beside,
     declare,
     foreign,
     numbered,
@@ -31,6 +32,8 @@ from deepspeed_pulse.models.transformers.units import (
 )
 from deepspeed_pulse.models.units import Origin, check_cover, refuse
 
+BLOCKS = classes_beside(WanTransformer3DModel, "WanTransformerBlock")
+TAKES_APART = (WanTransformer3DModel, *BLOCKS)
 IMAGE = "encoder_hidden_states_image"
 ATTENTIONS = ("scale_shift_table", "norm1", "attn1", "norm2", "attn2")
 
@@ -48,7 +51,7 @@ def to_layers(
     """
     embeds_images = model.condition_embedder.image_embedder is not None
     image = embeds_images if encoder_hidden_states_image is None else encoder_hidden_states_image
-    problems = list(foreign(model, numbered(model, "blocks"), ("WanTransformerBlock",)))
+    problems = list(foreign(model, numbered(model, "blocks"), BLOCKS))
     if image and not embeds_images:
         problems.append(f"{IMAGE}=True was asked for, but config.image_dim is None")
     refuse(model, problems)

@@ -8,8 +8,10 @@ attends to the pixels alone, the first two of the others read ``encoder_hidden_s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
@@ -35,6 +37,13 @@ PARTS = {
     "downsamplers": (Downsample2D,),
     "upsamplers": (Upsample2D,),
 }
+
+TAKES_APART = (
+    blocks.AudioLDM2UNet2DConditionModel,
+    *chain(*BLOCKS.values()),
+    Transformer2DModel,
+    BasicTransformerBlock,
+)
 
 
 def to_layers(

@@ -31,9 +31,10 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.adapters import without_wrapper
-from deepspeed_pulse.models.switches import check_bypassed, check_switches
+from deepspeed_pulse.models.bypassed import check_bypassed
+from deepspeed_pulse.models.switches import check_switches
 from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
-from deepspeed_pulse.models.unets.unet_2d import BLOCKS, CONFIG, PARTS, PLAIN_PARTS, UnetWalk
+from deepspeed_pulse.models.unets.unet_2d import BLOCKS, CONFIG, IN_BLOCKS, PARTS, PLAIN_PARTS, UnetWalk
 from deepspeed_pulse.models.unets.units import Stem
 from deepspeed_pulse.models.unets.walk import Layers, Walk
 from deepspeed_pulse.models.units import Origin, Unit, check_cover, refuse
@@ -172,7 +173,7 @@ def controlled_layers(unet: Any, controlnet: Any, *, conditioning_scale: float =
     refuse(controlnet, _problems(controlnet, options.get("masks", ())))
     check_switches(controlnet)
     layers = ControlledWalk(unet, controlnet, conditioning_scale=conditioning_scale, **options).layers()
-    check_bypassed(controlnet, layers)
+    check_bypassed(controlnet, layers, (ControlNetModel, *IN_BLOCKS))
     return layers
 
 

@@ -22,6 +22,12 @@ from deepspeed_pulse.models.unets.units import Head, Producer, SkipResnet, Stem
 from deepspeed_pulse.models.unets.walk import Layers, Walk
 from deepspeed_pulse.models.units import Origin, Unit
 
+TAKES_APART = (
+    blocks.Kandinsky3UNet,
+    blocks.Kandinsky3DownSampleBlock,
+    blocks.Kandinsky3UpSampleBlock,
+    blocks.Kandinsky3AttentionBlock,
+)
 MASK = "encoder_attention_mask"
 
 

@@ -28,7 +28,7 @@ def unknown_blocks(
         plain_parts: what is different in blocks without.
     """
     for path, block, kinds in _blocks(model, down, mid, up):
-        if type(block) not in kinds:
+        if not isinstance(block, kinds):
             yield f"{path} is a {type(block).__name__}, supported: {_names(kinds)}"
         elif any(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2")):
             yield f"{path} has FreeU enabled; call model.disable_freeu() (it is for sampling)"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
@@ -37,6 +39,8 @@ PARTS = {
     "upsamplers": (Upsample2D, ResnetBlock2D),
 }
 PLAIN_PARTS = {"attentions": (Attention,)}
+IN_BLOCKS = (*chain(*BLOCKS.values()), Transformer2DModel, BasicTransformerBlock)
+TAKES_APART = (UNet2DConditionModel, UNet2DModel, *IN_BLOCKS)
 CONFIG = {
     "addition_embed_type": (None, "text", "text_time"),
     "encoder_hid_dim_type": (None, "text_proj"),

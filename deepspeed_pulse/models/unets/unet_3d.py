@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
+from diffusers import UNet3DConditionModel
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D, TemporalConvLayer
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -30,6 +33,14 @@ PARTS = {
     "downsamplers": (Downsample2D,),
     "upsamplers": (Upsample2D,),
 }
+
+TAKES_APART = (
+    UNet3DConditionModel,
+    *chain(*BLOCKS.values()),
+    Transformer2DModel,
+    TransformerTemporalModel,
+    BasicTransformerBlock,
+)
 
 
 def to_layers(

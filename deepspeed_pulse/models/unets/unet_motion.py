@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
+from diffusers import UNetMotionModel
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -33,6 +36,14 @@ PARTS = {
     "upsamplers": (Upsample2D,),
 }
 CONFIG = {"addition_embed_type": (None, "text_time"), "encoder_hid_dim_type": (None,)}
+
+TAKES_APART = (
+    UNetMotionModel,
+    *chain(*BLOCKS.values()),
+    Transformer2DModel,
+    blocks.AnimateDiffTransformer3D,
+    BasicTransformerBlock,
+)
 
 
 def to_layers(

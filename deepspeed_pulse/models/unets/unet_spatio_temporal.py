@@ -7,9 +7,12 @@ Every resnet and transformer has a spatial half, a temporal half and a learned m
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
+from diffusers import UNetSpatioTemporalConditionModel
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import SpatioTemporalResBlock
 from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
@@ -37,6 +40,13 @@ PARTS = {
     "downsamplers": (Downsample2D,),
     "upsamplers": (Upsample2D,),
 }
+
+TAKES_APART = (
+    UNetSpatioTemporalConditionModel,
+    *chain(*BLOCKS.values()),
+    TransformerSpatioTemporalModel,
+    BasicTransformerBlock,
+)
 
 
 def to_layers(model: Any, *, granularity: str = "block", upsample_size: bool | None = None) -> list[Declared]:

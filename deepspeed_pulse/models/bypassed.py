@@ -1,0 +1,188 @@
+"""What of a model no layer calls: modules that a layer list takes apart, and what users have changed of them.
+
+A list computes in its own code what such modules compute in their ``forward`` and in the methods that it calls. That
+is right only as long as these are the family's own: an override would silently not run, and neither would a hook.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from deepspeed_pulse.models.units import refuse, unit_of
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
+"""Modules that models only hold, and never call (an identity stands where a block has no attention)."""
+
+CALLING = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__", "forward"})
+"""What a call of any module runs, and how it finds its submodules."""
+
+HOLDING = frozenset(
+    {"__getitem__", "__iter__", "__len__", "__contains__", "keys", "items", "values", "_get_abs_string_index"}
+)
+"""How a model reaches what a container holds."""
+
+HOOKS = {
+    "forward pre-hooks": "_forward_pre_hooks",
+    "forward hooks": "_forward_hooks",
+    "backward pre-hooks": "_backward_pre_hooks",
+    "backward hooks": "_backward_hooks",
+}
+"""In words, where torch keeps them; hooks on the state dict run as ever."""
+
+OWN = ("torch", "diffusers", "deepspeed_pulse", "contextlib", "functools")
+"""Packages whose functions methods of models are made of, decorators included."""
+
+
+def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type[nn.Module]]) -> None:
+    """Refuse hooks and changed methods on modules that no layer calls: the model itself and what lists take apart.
+
+    Args:
+        layers: the list made of ``model``.
+        kinds: the classes that the list was written to take apart, the model's included.
+
+    Raises:
+        GraphError: names each module with what was changed. Classes derived from ``kinds`` pass as long as they
+            override nothing that the list computes in its own code.
+    """
+    called = {id(module) for layer in layers for module in _modules(layer)}
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if id(module) not in called:
+            for problem in _problems(module, (*kinds, *CONTAINERS)):
+                found.setdefault(problem, []).append(path or "the model itself")
+    for problem in _global_hooks():
+        found[problem] = ["every module"]
+    refuse(model, (_line(problem, paths) for problem, paths in found.items()))
+
+
+def changed_methods(module: nn.Module, kind: type[nn.Module], start: str) -> Iterator[str]:
+    """Lines about what the user has changed of ``start``, a method of ``kind``, and of what it reads of the module."""
+    for name in sorted(methods_of(kind, start)):
+        change = _change(module, kind, name)
+        if change:
+            yield (
+                f"{change}, and no layer calls it: layers compute what {kind.__name__}.{name} does in their own code; "
+                "take the change back, or make it on what layers are named after"
+            )
+
+
+@cache
+def methods_of(kind: type[nn.Module], start: str = "forward") -> frozenset[str]:
+    """Names of ``kind`` that a method of it reads of the module, and that the methods and properties found so read."""
+    if kind in CONTAINERS:
+        return CALLING | HOLDING
+    found, waiting = {start, *CALLING}, [start]
+    while waiting:
+        name = waiting.pop()
+        for owner in kind.__mro__:
+            for function in _functions(vars(owner).get(name)):
+                new = _reads(function) - found if _package(owner.__module__) != "torch" else set()
+                found |= new
+                waiting += new
+    return frozenset(found)
+
+
+def _problems(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> Iterator[str]:
+    """What about one module no layer would see."""
+    hooks = " and ".join(words for words, where in HOOKS.items() if getattr(module, where))
+    if hooks:
+        yield f"has {hooks}, and no layer calls it: remove them, or put them on what layers are named after"
+    kind = next((known for known in type(module).__mro__ if known in kinds), None)
+    if kind is None:
+        names = ", ".join(known.__name__ for known in kinds if known not in CONTAINERS)
+        yield f"is a {type(module).__name__}, which no layer calls; layers stand in for {names}"
+        return
+    yield from changed_methods(module, kind, "forward")
+
+
+def _change(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
+    """What the user has made of an attribute of ``kind``; None where it is the class's own."""
+    own, found = _lookup(kind, name), _lookup(type(module), name)
+    if found is not own:
+        return f"has a {name} of its own ({type(module).__name__}'s)"
+    if name in vars(module) and any(_functions(own)) and not isinstance(own, property):
+        patched = vars(module)[name]
+        return None if getattr(patched, "__func__", None) is own else f"has a {name} set on the instance"
+    foreign = [function for function in _functions(own) if not _is_own(function)]
+    if foreign:
+        return f"has a {name} that was replaced by {_source(foreign[0])}'s {foreign[0].__code__.co_name}"
+    if name == "forward" and not any(_functions(own)):
+        return f"has a {name} that was replaced by a {type(own).__name__}"
+    return None
+
+
+def _lookup(kind: type, name: str) -> Any:
+    return next((vars(owner)[name] for owner in kind.__mro__ if name in vars(owner)), None)
+
+
+def _functions(attribute: Any) -> Iterator[FunctionType]:
+    """The functions that an attribute of a class is made of: decorators, outermost first, and what they decorate."""
+    attribute = getattr(attribute, "fget", attribute)
+    waiting, seen = [getattr(attribute, "__func__", attribute)], set()
+    while waiting:
+        function = waiting.pop()
+        if isinstance(function, FunctionType) and function not in seen:
+            seen.add(function)
+            yield function
+            waiting += inspect.getclosurevars(function).nonlocals.values()
+
+
+def _is_own(function: FunctionType) -> bool:
+    return _package(_source(function)) in OWN
+
+
+def _source(function: FunctionType) -> str:
+    """The module that a function was written in; a decorated one names another in ``__module__``."""
+    return str(function.__globals__.get("__name__", ""))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _modules(layer: Any) -> Iterator[nn.Module]:
+    """Everything that a layer of a list calls, or holds."""
+    found = unit_of(layer) or getattr(layer, "layer", layer)
+    return found.modules() if isinstance(found, nn.Module) else iter(())
+
+
+@cache
+def _reads(function: FunctionType) -> frozenset[str]:
+    """Attributes that a method reads of its module, ``super()`` included; all names it has where the source is gone."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return frozenset(function.__code__.co_names)
+    first = function.__code__.co_varnames[:1]
+    return frozenset(
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_module(node.value, first)
+    )
+
+
+def _is_module(node: ast.expr, first: tuple[str, ...]) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "super"
+    return isinstance(node, ast.Name) and node.id in first
+
+
+def _global_hooks() -> Iterator[str]:
+    places = ("forward_pre", "forward", "backward_pre", "backward")
+    for place in places:
+        if getattr(torch_module, f"_global_{place}_hooks"):
+            yield (
+                f"has a hook of torch's register_module_{place}_hook, which would run for layers in place of modules; "
+                "remove it, and register it again behind to_layers() if that is what you want"
+            )
+
+
+def _line(problem: str, paths: Sequence[str]) -> str:
+    return f"{paths[0]} {problem}" + (f"; so {len(paths)} modules" if len(paths) > 1 else "")
