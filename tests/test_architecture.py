@@ -27,7 +27,7 @@ ALLOWED = {
     "planner": ("", "errors", "ir", "planner"),
     "report": ("errors", "ir", "report"),
     "runtime": ("errors", "ir", "runtime"),
-    "models": ("errors", "ir", "models", "engine.specs"),
+    "models": ("errors", "ir", "models", "engine.specs", "engine.rules"),
     "engine": ("errors", "config", "ir", "runtime", "engine", "report", "planner"),
     "cli": (
         "cli",

@@ -13,7 +13,8 @@ from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError, did_you_mean
 from deepspeed_pulse.models.adapters import without_wrapper
 from deepspeed_pulse.models.bypassed import check_bypassed
-from deepspeed_pulse.models.switches import NOT_ENTRIES, check_switches
+from deepspeed_pulse.models.entries import NOT_ENTRIES, set_entry_rules
+from deepspeed_pulse.models.switches import check_switches
 
 Granularity = Literal["block", "fine"]
 
@@ -99,6 +100,7 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
             check_switches(model)
             layers: list[Declared] = family.to_layers(model, granularity=granularity, **what_the_batch_has)
             check_bypassed(model, layers, family.TAKES_APART)
+            set_entry_rules(model, kind, layers, family.to_layers)
             return layers
     raise GraphError(
         f"to_layers() takes one of {', '.join(FAMILIES)}, found {type(model).__name__}; "

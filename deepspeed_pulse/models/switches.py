@@ -10,14 +10,6 @@ from torch import nn
 
 from deepspeed_pulse.models.units import refuse
 
-NOT_ENTRIES = {
-    "cross_attention_kwargs": "layers pass none on; set a LoRA scale on the model (set_adapters) before to_layers()",
-    "down_block_additional_residuals": "hand over the ControlNet itself: to_layers(unet, controlnet=controlnet)",
-    "mid_block_additional_residual": "hand over the ControlNet itself: to_layers(unet, controlnet=controlnet)",
-    "down_intrablock_additional_residuals": "adapters that add to the inside of blocks are not supported",
-}
-"""Arguments of models' forward that no layer can read, and what to do instead."""
-
 
 def check_switches(model: nn.Module) -> None:
     """Refuse what is for sampling only, and say so when a switch has no effect on layers.

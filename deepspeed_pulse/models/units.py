@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.models.adapters import base_keys, peft_configs
 
@@ -61,6 +62,7 @@ class Unit(nn.Module):
         super().__init__()
         self.origin = origin
         self.paths = paths
+        self.entry_rules: EntryRules | None = None
         for path in paths:
             _register(self, path, _part_of(model, path))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
 
@@ -51,13 +52,21 @@ class SplitBatch:
     """One microbatch: the first layer's input, the named entries and the labels.
 
     Entries of nested dicts have dotted names; an entry that is None is absent. ``input_made``: the first layer's input
-    is a frozen part's result, not in the data.
+    is a frozen part's result, not in the data. ``rules``: of the models that the layers were made of.
     """
 
     is_encoded = False
     """True where the data has what frozen parts would give."""
 
-    def __init__(self, batch: Any, graph: Graph, input_name: str, *, input_made: bool = False) -> None:
+    def __init__(
+        self,
+        batch: Any,
+        graph: Graph,
+        input_name: str,
+        *,
+        input_made: bool = False,
+        rules: Sequence[EntryRules] = (),
+    ) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise BatchError(
                 f"expected a batch (inputs, labels), found {kind(batch)}; let the data iterator yield pairs, with "
@@ -81,6 +90,8 @@ class SplitBatch:
             inputs = None if input_made else given.pop(first)
             self.entries = given
             self._check_names(graph, first, [name for name, value in named.items() if value is None])
+            for each in rules:
+                self.entries = each.apply(self.entries)
         elif graph.batch_entries:
             self._complain(graph, f"the inputs are {kind(inputs)}, not a dict with named entries")
         self.inputs = None if input_made else _tensors(inputs)
@@ -259,6 +270,7 @@ class ShapeKeeper:
     Args:
         input_made: a frozen part makes the first layer's input.
         plain: the model's own graph, for batches that have what the frozen parts ``made`` would give.
+        rules: of the models that the layers were made of.
     """
 
     def __init__(
@@ -270,7 +282,9 @@ class ShapeKeeper:
         input_made: bool = False,
         plain: Graph | None = None,
         made: Sequence[str] = (),
+        rules: Sequence[EntryRules] = (),
     ) -> None:
+        self._rules = rules
         self._graph, self._input_name, self._dynamic, self._input_made = graph, input_name, dynamic, input_made
         self._plain, self._made = plain, set(made)
         self._shapes: dict[str, str] | None = None
@@ -282,10 +296,10 @@ class ShapeKeeper:
 
     def split(self, batch: Any) -> SplitBatch:
         if self._plain is not None and self._has_results(batch):
-            found = SplitBatch(batch, self._plain, self._input_name)
+            found = SplitBatch(batch, self._plain, self._input_name, rules=self._rules)
             found.is_encoded = True
         else:
-            found = SplitBatch(batch, self._graph, self._input_name, input_made=self._input_made)
+            found = SplitBatch(batch, self._graph, self._input_name, input_made=self._input_made, rules=self._rules)
         if self._dynamic:
             return found
         shapes = found.shapes()

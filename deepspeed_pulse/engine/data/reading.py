@@ -56,6 +56,7 @@ class ReadingEngine(PipelineEngine):
                 module.job.reading_graph,
                 module.input_name,
                 dynamic=module.dynamic_shape,
+                rules=module.job.entry_rules,
                 input_made=module.frozen is not None and module.frozen.makes_input,
                 plain=None if mode == "train" else module.graph,
                 made=() if module.frozen is None else module.frozen.names,

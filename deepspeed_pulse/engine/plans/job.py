@@ -27,6 +27,7 @@ from deepspeed_pulse.engine.plans.asked import AUTO, asked_of, layout_of, num_st
 from deepspeed_pulse.engine.plans.choosing import Chosen, choose
 from deepspeed_pulse.engine.plans.costs import PlanRequest
 from deepspeed_pulse.engine.plans.planning import Planned, plan_job
+from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.engine.start import Config, load_config
 from deepspeed_pulse.errors import BatchError, ConfigError
@@ -41,6 +42,7 @@ class TrainingJob:
 
     Attributes:
         graph: the layers' declarations.
+        entry_rules: what the models that the layers were made of say about the entries of a batch.
         config: DeepSpeed's, with numbers in place of "auto" once settled; None where there is none.
         pulse: its block; None where the layers run as upstream runs them.
         frozen: encoders that run in idle time; None without.
@@ -66,6 +68,7 @@ class TrainingJob:
         self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
         self.input_name = input_name
         self.frozen = DeclaredParts(frozen, self.graph, input_name) if frozen else None
+        self.entry_rules = rules_of(layers, [value.name for value in self.reading_graph.batch_entries])
         self.config = load_config(config)
         self.pulse = self._resolve_pulse()
         self.chosen: Chosen | None = None
@@ -93,7 +96,9 @@ class TrainingJob:
     def _split(self, example_batch: Any) -> SplitBatch:
         try:
             made = self.frozen is not None and self.frozen.makes_input
-            return SplitBatch(example_batch, self.reading_graph, self.input_name, input_made=made)
+            return SplitBatch(
+                example_batch, self.reading_graph, self.input_name, input_made=made, rules=self.entry_rules
+            )
         except BatchError as problem:
             raise BatchError(f"example_batch: {problem}") from None
 

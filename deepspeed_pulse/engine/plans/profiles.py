@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.plans.costs import built, skips_of
 from deepspeed_pulse.engine.plans.hardware import clock_of, device_name
+from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import Job, TiedCall
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.graph import Graph
@@ -109,7 +110,8 @@ def _split(job: Job, graph: Graph) -> SplitBatch:
     if not job.layers:
         raise ConfigError(f"{job.name}: expected at least one layer, found none")
     try:
-        return SplitBatch(job.batch, graph, DEFAULT_INPUT)
+        rules = rules_of(job.layers, [value.name for value in graph.batch_entries])
+        return SplitBatch(job.batch, graph, DEFAULT_INPUT, rules=rules)
     except BatchError as problem:
         raise BatchError(f"{job.name}: example batch: {problem}") from None
 

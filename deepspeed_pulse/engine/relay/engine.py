@@ -87,7 +87,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
         graph = self.module.graph
         if batch is None or not (graph.uses_names or isinstance(batch[0], dict)):
             return batch
-        split = SplitBatch(batch, graph, self.module.input_name)
+        split = SplitBatch(batch, graph, self.module.input_name, rules=self.module.job.entry_rules)
         if not self._warned:
             warn_of_unread(split)
             self._warned = True

@@ -32,6 +32,7 @@ from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.adapters import without_wrapper
 from deepspeed_pulse.models.bypassed import check_bypassed
+from deepspeed_pulse.models.entries import set_entry_rules
 from deepspeed_pulse.models.switches import check_switches
 from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unets.unet_2d import BLOCKS, CONFIG, IN_BLOCKS, PARTS, PLAIN_PARTS, UnetWalk
@@ -174,6 +175,7 @@ def controlled_layers(unet: Any, controlnet: Any, *, conditioning_scale: float =
     check_switches(controlnet)
     layers = ControlledWalk(unet, controlnet, conditioning_scale=conditioning_scale, **options).layers()
     check_bypassed(controlnet, layers, (ControlNetModel, *IN_BLOCKS))
+    set_entry_rules(controlnet, ControlNetModel, layers, controlled_layers)
     return layers
 
 

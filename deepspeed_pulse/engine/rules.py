@@ -1,0 +1,100 @@
+"""What a model that became a layer list says about the entries of a batch."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.engine.specs import unwrap
+from deepspeed_pulse.errors import BatchError
+
+WITHOUT_FLOAT64 = ("mps", "npu")
+"""Accelerators on which models make shorter numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberType:
+    """What a model makes of a Python number: a tensor of one of these types."""
+
+    whole: torch.dtype
+    fraction: torch.dtype
+
+    def tensor(self, number: Any) -> torch.Tensor:
+        """The number as a tensor without dimensions."""
+        dtype = self.fraction if isinstance(number, float) else self.whole
+        if dtype is torch.float64 and get_accelerator().device_name() in WITHOUT_FLOAT64:
+            dtype = torch.float32
+        return torch.tensor(number, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryRules:
+    """Rules of one model.
+
+    Attributes:
+        model: name of its class.
+        numbers: entries that it also takes as Python numbers.
+        tensors: other entries that its layers pop.
+        unread: entries that its own forward would read and its layers do not, each with what to do.
+    """
+
+    model: str
+    numbers: Mapping[str, NumberType]
+    tensors: frozenset[str]
+    unread: Mapping[str, str]
+
+    def __deepcopy__(self, memo: Any) -> EntryRules:
+        return self  # copies of a layer come from the same model
+
+    def apply(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries with tensors in place of numbers.
+
+        Raises:
+            BatchError: an entry is one that the layers should read and do not, or a number where a tensor is expected.
+        """
+        for name in entries:
+            for argument in (name, name.partition(".")[0]):
+                if argument in self.unread:
+                    raise BatchError(
+                        f"the batch has {name!r}, which {self.model} reads and no layer of this list does: "
+                        f"{self.unread[argument]}, or leave it out of the batch"
+                    )
+        return {name: self._tensor(name, value) for name, value in entries.items()}
+
+    def _tensor(self, name: str, value: Any) -> Any:
+        if not isinstance(value, numbers.Real):
+            return value
+        if name in self.numbers:
+            return self.numbers[name].tensor(value)
+        if name in self.tensors:
+            raise BatchError(
+                f"batch entry {name!r}: {self.model} takes a tensor, found the number {value}; make it one: "
+                f"torch.full((batch_size,), {value})"
+            )
+        return value
+
+
+def rules_of(layers: Iterable[Any], read: Iterable[str]) -> tuple[EntryRules, ...]:
+    """The rules of all models in a list.
+
+    Args:
+        read: entries that some layer pops, or a frozen part: these are read, whatever a model says.
+    """
+    found: dict[int, EntryRules] = {}
+    for layer in layers:
+        for one in (getattr(layer, "unit", None), unwrap(layer)):
+            for module in one.modules() if isinstance(one, torch.nn.Module) else ():
+                rules = getattr(module, "entry_rules", None)
+                if isinstance(rules, EntryRules):
+                    found[id(rules)] = rules
+    known = set(read)
+    known |= {name.partition(".")[0] for name in known}
+    return tuple(
+        replace(one, unread={name: what for name, what in one.unread.items() if name not in known})
+        for one in found.values()
+    )
