@@ -281,10 +281,17 @@ def test_what_a_parameter_gets_does_not_depend_on_the_others():
     assert together["early"].std() > 0.5
 
 
-def test_a_config_is_a_dict_a_file_or_a_folder(saved):
+def test_a_config_is_a_dict_a_file_or_a_folder(saved, tmp_path):
     content = json.loads((saved / "config.json").read_text())
+    other = tmp_path / "my model.json"
+    other.write_text(json.dumps(content))
     first = from_config(content)[0].build().state_dict()
-    for config, options in ((saved, {}), (saved / "config.json", {}), (saved.parent, {"subfolder": "unet"})):
+    for config, options in (
+        (saved, {}),
+        (saved / "config.json", {}),
+        (other, {}),
+        (saved.parent, {"subfolder": "unet"}),
+    ):
         assert_same_state(from_config(config, **options)[0].build().state_dict(), first)
 
 

@@ -23,7 +23,7 @@ from deepspeed_pulse.engine.specs import Declared, LayerSpec
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.models.families import Granularity, class_of, construct, to_layers
 from deepspeed_pulse.models.units import Origin, Unit
-from deepspeed_pulse.models.weights.folder import CONFIG, WeightFiles, read_config
+from deepspeed_pulse.models.weights.folder import CONFIG, WeightFiles, read_config, read_object
 from deepspeed_pulse.models.weights.prepare import Prepare, run_prepare
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
@@ -132,7 +132,7 @@ def from_config(
     ``torch.manual_seed(seed)``, which would have to draw all of them on every rank.
 
     Args:
-        config: a config as diffusers has it, or a folder with ``config.json``, or such a file.
+        config: a config as diffusers has it, or a folder with ``config.json``, or such a file of any name.
         seed: of the weights.
         dtype: as in ``model.to(dtype)`` after the constructor.
         subfolder, model_class, prepare, granularity, what_the_batch_has: as for :func:`from_pretrained`.
@@ -195,4 +195,6 @@ def _config(config: Any, subfolder: str | None) -> tuple[str, Mapping[str, Any]]
     if isinstance(config, Mapping):
         return "config", config
     path = Path(config) / (subfolder or "")
+    if path.is_file():
+        return str(path), read_object(path)
     return str(path), read_config(path.parent if path.name == CONFIG else path)
