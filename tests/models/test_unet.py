@@ -220,6 +220,26 @@ def test_odd_latent_without_sizes_is_an_error_that_names_the_option():
         interpret(to_layers(small_sd_unet()), sd_entries(size=(10, 16)))
 
 
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (small_unet, {}),
+        (
+            lambda: small_sd_unet(up_block_types=("AttnUpBlock2D",) + ("CrossAttnUpBlock2D",) * 3),
+            {"upsample_size": True},
+        ),
+    ],
+    ids=["UNet2DModel", "blocks that only double"],
+)
+def test_no_option_is_named_where_none_helps(make, options):
+    model, batch = make(), pixel_entries() if make is small_unet else sd_entries()
+    batch["sample"] = batch["sample"][..., :10, :]
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        forward(model, batch)
+    with pytest.raises(BatchError, match=r"its skip .*this model takes no other sizes$"):
+        interpret(to_layers(model, **options), batch)
+
+
 def test_layers_keep_the_names_of_the_models_state_dict():
     model = small_sd_unet()
     layers = to_layers(model)

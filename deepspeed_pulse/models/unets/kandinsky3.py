@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.models.unets.tokens import bias_of_mask
-from deepspeed_pulse.models.unets.units import Head, Producer, SkipResnet, Stem
+from deepspeed_pulse.models.unets.units import NO_REMEDY, Head, Producer, SkipResnet, Stem
 from deepspeed_pulse.models.unets.walk import Layers, Walk
 from deepspeed_pulse.models.units import Origin, Unit
 
@@ -65,7 +65,7 @@ class KandinskyStem(Stem):
 class KandinskySkipResnet(SkipResnet):
     """The first resnet of an up block."""
 
-    remedy = "this model takes no other sizes"
+    remedy = NO_REMEDY
 
 
 class SelfAttentionBlock(Producer):

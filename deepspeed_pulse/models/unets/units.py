@@ -122,6 +122,9 @@ class Resnet(Producer):
         return self.part()(hidden, temb)
 
 
+NO_REMEDY = "this model takes no other sizes"
+
+
 class SkipResnet(Resnet):
     """A resnet on the way up: reads the hidden state joined with its skip."""
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from diffusers import UNet2DModel
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -31,6 +32,7 @@ from torch import nn
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.models.unets.tokens import Cut
 from deepspeed_pulse.models.unets.units import (
+    NO_REMEDY,
     CrossAttention,
     Downsample,
     Head,
@@ -74,6 +76,7 @@ class Walk:
         self.text = "text_states" if projects_text else "encoder_hidden_states"
         self.declared: Layers = []
         self._sized = self._sized_skips() if upsample_size else {}
+        self._takes_any_size = not upsample_size and not isinstance(model, UNet2DModel)
         self._waiting: list[str] = []  # skips stashed and not popped yet
         self._num_skips = 0
 
@@ -160,7 +163,7 @@ class Walk:
         for number, block in enumerate(self.model.up_blocks):
             path = f"up_blocks.{number}"
             for index in range(len(block.resnets)):
-                yield from self.skip_resnet(f"{path}.resnets.{index}", self.next_skip())
+                yield from self._advised(self.skip_resnet(f"{path}.resnets.{index}", self.next_skip()))
                 yield from self._after(path, block, index)
             size = (f"size{self._sized[number]}",) if number in self._sized else ()
             for index, sampler in enumerate(block.upsamplers or ()):
@@ -200,6 +203,13 @@ class Walk:
 
     def _after(self, path: str, block: nn.Module, index: int) -> Layers:
         return [layer for name in self.row_after(block, index) for layer in self.part(f"{path}.{name}")]
+
+    def _advised(self, layers: Layers) -> Layers:
+        """Resnets that say what to do about a size that does not fit, once ``upsample_size`` is no remedy."""
+        for declared in layers:
+            if isinstance(declared.layer, SkipResnet) and not self._takes_any_size:
+                declared.layer.remedy = NO_REMEDY
+        return layers
 
     def _sized_skips(self) -> dict[int, int]:
         """Up block -> the skip popped after it, whose height and width its upsampler has to produce."""
