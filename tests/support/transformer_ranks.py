@@ -24,8 +24,30 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "flux": (small.small_flux, small.flux_batch, {"granularity": "fine"}, {"placement": "linear"}),
     "flux relayed": (small.small_flux, small.flux_batch, {"granularity": "fine"}, {"enabled": False}),
     "svd": (unets.small_svd_unet, unets.svd_entries, {}, {"placement": "wave"}),
+    "numbers, data on the first rank only": (
+        lambda: small.small_unidiffuser(use_data_type_embedding=True),
+        lambda: {**small.unidiffuser_batch(), "timestep_img": 3, "timestep_text": 40.0, "data_type": 0},
+        {"data_type": True},
+        {"placement": "wave"},
+    ),
+    "an entry that no layer reads": (small.small_unidiffuser, small.unidiffuser_batch, {}, {"placement": "wave"}),
+    "numbers relayed": (
+        lambda: unets.small_unet(time_embedding_type="fourier"),
+        lambda: {**unets.pixel_entries(), "timestep": 7},
+        {},
+        {"enabled": False},
+    ),
+    "numbers, measured": (
+        lambda: unets.small_unet(time_embedding_type="fourier"),
+        lambda: {**unets.pixel_entries(), "timestep": 7},
+        {},
+        {"placement": "wave"},
+    ),
     "hunyuan-video": (small.small_hunyuan_video, small.hunyuan_video_batch, {}, {"placement": "wave"}),
 }
+
+
+REFUSED = ("an entry that no layer reads",)
 
 
 def trains(folder: str) -> None:
@@ -55,16 +77,37 @@ def train_case(name: str, folder: Path) -> None:
         "pulse": {"enabled": False} if "enabled" in pulse else {"solver_seconds": 0, **pulse},
     }
     layers = to_layers(model, **options)
-    module = PipelineModule(layers=layers, num_stages=2, loss_fn=loss_of, config=config, input=first)
+    example = next(batches(make_batch, 0)) if "measured" in name else None
+    module = PipelineModule(
+        layers=layers, num_stages=2, loss_fn=loss_of, config=config, input=first, example_batch=example
+    )
     engine, *_ = deepspeed.initialize(model=module, optimizer=sgd(module), config=config)
+    if name in REFUSED:
+        refuses_what_no_layer_reads(engine, make_batch)
+        engine.destroy()
+        return
     for step, wanted in enumerate(expected):
-        found = float(engine.train_batch(batches(make_batch, step)).detach())
+        data = batches(make_batch, step) if "first rank only" not in name or engine.is_first_stage() else None
+        found = float(engine.train_batch(data).detach())
         assert abs(found - wanted) <= 1e-5 * abs(wanted), (name, step, found, wanted)
     save_pretrained(engine, folder)
     loaded = type(model).from_pretrained(folder)
     for key, weight in reference.state_dict().items():
         assert error(loaded.state_dict()[key], weight) <= 1e-5, (name, key)
     engine.destroy()
+
+
+def refuses_what_no_layer_reads(engine: Any, make_batch: Any) -> None:
+    """On both ranks, before the first step, by data that only the first has."""
+    from deepspeed_pulse.errors import BatchError
+
+    batch = {**make_batch(), "cross_attention_kwargs": {"scale": 0.5}}
+    try:
+        engine.train_batch(itertools.repeat((batch, None)) if engine.is_first_stage() else None)
+    except BatchError as problem:
+        assert "has 'cross_attention_kwargs.scale', which UniDiffuserModel reads and no layer" in str(problem), problem
+    else:
+        raise AssertionError("not refused")
 
 
 def train_alone(model: Any, make_batch: Any) -> list[float]:
