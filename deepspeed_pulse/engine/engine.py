@@ -198,9 +198,10 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As upstream; data that was read ahead is dropped, so that the next step reads its own."""
+        found = super().load_checkpoint(*args, **kwargs)
         if self._encoding is not None:
             self._encoding.forget()
-        return super().load_checkpoint(*args, **kwargs)
+        return found
 
     @property
     def microbatches_ahead(self) -> int:

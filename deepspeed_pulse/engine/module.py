@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -72,6 +73,9 @@ class PipelineModule(upstream.PipelineModule):
     Raises:
         PulseError: anything known to be wrong before the first step, the same on every rank.
     """
+
+    synchronizes_tied_weights = True
+    """False while a checkpoint's layers are loaded: ranks meet over tied weights when all have theirs."""
 
     def __init__(
         self,
@@ -242,8 +246,9 @@ class PipelineModule(upstream.PipelineModule):
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
-        super()._synchronize_tied_weights()
-        self.shared.synchronize()
+        if self.synchronizes_tied_weights:
+            super()._synchronize_tied_weights()
+            self.shared.synchronize()
 
     def stage_owner(self, layer_idx: int) -> int:
         """Pipeline rank that holds a layer."""
@@ -325,7 +330,7 @@ class PipelineModule(upstream.PipelineModule):
         """
         index = self._local_layers[local_layer_idx]
         for layer in (index, *self._sharing_weights(index)):
-            found = list(super().ckpt_layer_path_list(ckpt_dir, layer - self._local_start))
+            found = list(super().ckpt_layer_path_list(glob.escape(ckpt_dir), layer - self._local_start))
             if found:
                 return found
         raise FileError(

@@ -8,7 +8,9 @@ import pytest
 import torch
 from support.launch import launch
 
-from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, find_tag, load_safely, write_text
+from deepspeed_pulse.engine.checkpoints.claim import LOCK_FILE
+from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, beside, find_tag, rename
+from deepspeed_pulse.engine.checkpoints.reading import load_safely
 from deepspeed_pulse.errors import FileError
 
 WAVE4, LINEAR4 = {"ranks": 4}, {"ranks": 4, "placement": "linear"}
@@ -76,21 +78,25 @@ def test_only_tensors_and_plain_data_are_read(tmp_path: Path) -> None:
         load_safely(tmp_path / "absent.pt")
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK_FILE)
+
+
 def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "step1")
-    (tmp_path / folder.writing).mkdir()
+    folder.prepare()
     assert find_tag(tmp_path, None) is None and not (tmp_path / "step1").exists()
     (tmp_path / folder.writing / "file").write_text("one")
     folder.commit(save_latest=True)
     assert find_tag(tmp_path, None) == "step1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step1"]
+    assert names_in(tmp_path) == ["latest", "step1"]
 
 
 def test_saving_over_a_checkpoint_never_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CheckpointFolder(tmp_path, "step1")
 
     def write(text: str) -> None:
-        (tmp_path / folder.writing).mkdir()
+        folder.prepare()
         (tmp_path / folder.writing / "file").write_text(text)
 
     def dies(source: Path, target: Path) -> None:
@@ -107,11 +113,11 @@ def test_saving_over_a_checkpoint_never_leaves_none(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "step1").exists()
     folder.recover()
     assert (tmp_path / "step1" / "file").read_text() == "one"
-    folder.clear()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step1"]
+    folder.discard()
+    assert names_in(tmp_path) == ["latest", "step1"]
 
 
 def test_small_files_are_replaced_whole(tmp_path: Path) -> None:
-    write_text(tmp_path / "latest", "a")
-    write_text(tmp_path / "latest", "b")
-    assert [path.name for path in tmp_path.iterdir()] == ["latest"] and (tmp_path / "latest").read_text() == "b"
+    for text in "ab":
+        rename(beside(tmp_path / "latest", text), tmp_path / "latest")
+    assert names_in(tmp_path) == ["latest"] and (tmp_path / "latest").read_text() == "b"

@@ -15,6 +15,7 @@ from support.parity import share_groups
 from support.precision_ranks import allow_fp16, cast, mse
 from support.toy import toy_batch, toy_layers
 
+from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, write_sums
 from deepspeed_pulse.errors import PulseError
 
 GLOBAL_MICROBATCHES = 4
@@ -208,9 +209,14 @@ def refuses(case: dict[str, Any]) -> None:
     if torch.distributed.get_rank() == 0:
         damaged.write_bytes(damaged.read_bytes()[:2000])
     torch.distributed.barrier()
-    expect(engine, folder, "mp_rank_01_model_states.pt: expected a whole file, found a damaged one")
+    expect(engine, folder, "mp_rank_01_model_states.pt: is damaged: expected SHA-256")
     engine.destroy()
     engine = engine_of(Job(ranks=2))
+    expect(engine, folder, "mp_rank_01_model_states.pt: is damaged: expected SHA-256")
+    change(record, text, "format", "pulse-checkpoint/1")
+    if torch.distributed.get_rank() == 0:
+        (place / SUMS_FILE).unlink()
+    torch.distributed.barrier()
     expect(engine, folder, "mp_rank_01_model_states.pt: expected a whole file, found a damaged one")
     print("PASSED", flush=True)
 
@@ -225,11 +231,14 @@ def expect(engine: Any, folder: Path, message: str, **options: Any) -> None:
 
 
 def change(record: Path, text: str, key: str | None, value: Any) -> None:
-    """The record with one field changed; without a key it is removed."""
+    """The record with one field changed, and its digest; without a key there is neither."""
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
+        sums = record.with_name(SUMS_FILE)
         if key is None:
             record.unlink()
+            sums.unlink()
         else:
             record.write_text(json.dumps({**json.loads(text), key: value}))
+            write_sums(record.parent, {path.name: digest_of(path) for path in record.parent.iterdir() if path != sums})
     torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""Checkpoint files that are complete or absent, and that run no code when they are read.
+"""Checkpoint files that are complete or absent, that are what was saved, and that run no code when they are read.
 
 A save writes into a folder beside its final name, syncs every file, and then renames: whoever reads
 finds the whole checkpoint or the one before. ``latest`` is written last, the same way.
@@ -8,79 +8,93 @@ from __future__ import annotations
 
 import os
 import shutil
-import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
-from deepspeed_pulse.errors import FileError
-
-SAFE_GLOBALS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
-"""Classes of upstream's that its optimizer files hold; nothing else but tensors and plain data is unpickled."""
-
-LATEST = "latest"
+from deepspeed_pulse.engine.checkpoints.claim import claim, claimed
+from deepspeed_pulse.engine.checkpoints.contents import LATEST, REPLACED, WRITING, check_loads_again, check_tag
+from deepspeed_pulse.engine.checkpoints.digests import HashedFile, Verifier
+from deepspeed_pulse.engine.checkpoints.reading import load_safely
+from deepspeed_pulse.errors import ConfigError, FileError
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """Upstream's files, synced to disk when written and read without running code."""
+    """Upstream's files: hashed and synced when written, verified and read without running code.
+
+    :meth:`stage` reads what upstream will ask for; it is given out when all ranks have read theirs.
+    """
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.digests: dict[str, str] = {}
+        """Of the files this rank has saved since the owner emptied it, by name."""
+        self._verifier = Verifier(None)
+        self._staged: dict[Path, Any] = {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        super().save(state_dict, path)
-        sync(Path(path))
+        where = Path(path)
+        check_loads_again(state_dict, where)
+        file = HashedFile(where)
+        try:
+            super().save(state_dict, file)
+        except Exception as problem:
+            raise (file.problem or problem) from None
+        finally:
+            file.close()
+        sync(where)
+        self.digests[where.name] = file.digest
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return load_safely(Path(path), map_location)
+        where = Path(path)
+        return self._staged[where] if where in self._staged else self._read(where, map_location)
 
+    def begin(self, sums: Mapping[str, str] | None) -> None:
+        """From now on files are verified against these digests; None: written without."""
+        self.end()
+        self._verifier = Verifier(sums)
 
-def load_safely(path: Path, map_location: Any = "cpu") -> Any:
-    """A torch file with tensors, plain data and :data:`SAFE_GLOBALS`.
+    def stage(self, paths: Iterable[Path]) -> None:
+        """Read files now, and verify them in parallel.
 
-    Raises:
-        FileError: the file cannot be read, or holds objects of other classes.
-    """
-    try:
-        with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
-            return torch.load(path, map_location=map_location, weights_only=True)
-    except FileNotFoundError:
-        raise FileError(f"{path}: expected a file of the checkpoint, found none; it was not saved whole") from None
-    except Exception as problem:  # torch raises many kinds for a damaged or foreign file
-        raise FileError(f"{path}: cannot be read safely: {_first_line(problem)}{_hint(problem)}") from problem
+        Raises:
+            FileError: one is missing or damaged, or holds objects that are not read.
+        """
+        paths = list(dict.fromkeys(paths))
+        for path in paths:
+            self._verifier.begin(path)
+        for path in paths:
+            self._staged[path] = self._read(path, "cpu")
 
+    def verify(self, path: Path) -> None:
+        """Raise a :class:`FileError` when a file is not what was saved."""
+        self._verifier.check(path)
 
-def _first_line(problem: Exception) -> str:
-    return next((line.strip() for line in str(problem).splitlines() if "GLOBAL" in line), str(problem).split("\n")[0])
+    def end(self) -> None:
+        """Drop what was staged."""
+        self._staged.clear()
+        self._verifier.close()
+        self._verifier = Verifier(None)
 
-
-def _hint(problem: Exception) -> str:
-    if "GLOBAL" not in str(problem):
-        return ""
-    return (
-        "; only tensors and plain data are read (put those into client_state); if you trust the file, call "
-        "torch.serialization.add_safe_globals([...]) with that class before load_checkpoint"
-    )
-
-
-def check_whole(folder: Path) -> None:
-    """Raise a :class:`FileError` when a torch file of a checkpoint is cut off, before any rank starts to load."""
-    for path in sorted(folder.glob("*.pt")):
-        with path.open("rb") as file:
-            is_zip = file.read(2) == b"PK"
-        if is_zip and not zipfile.is_zipfile(path):
-            raise FileError(
-                f"{path}: expected a whole file, found a damaged one (its end is missing); resume from an older "
-                "checkpoint by its tag"
-            )
+    def _read(self, path: Path, map_location: Any) -> Any:
+        self._verifier.begin(path)
+        try:
+            content = load_safely(path, map_location)
+        except FileError:
+            if path.exists():
+                self._verifier.check(path)  # says more
+            raise
+        self._verifier.check(path)
+        return content
 
 
 class CheckpointFolder:
     """``save_dir/tag`` while it is written and when it is there.
 
-    All ranks write into :attr:`writing` (a tag of its own); then one of them calls :meth:`commit`.
+    One rank calls :meth:`prepare`, all ranks write into :attr:`writing` (a tag of its own), then that one calls
+    :meth:`commit`, or :meth:`discard` when any of them failed.
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], tag: str) -> None:
@@ -89,48 +103,89 @@ class CheckpointFolder:
     @property
     def writing(self) -> str:
         """Tag under which the files are written."""
-        return f"{self.tag}.writing"
+        return f"{self.tag}{WRITING}"
 
     @property
     def _replaced(self) -> Path:
-        return self.save_dir / f"{self.tag}.replaced"
+        return self.save_dir / f"{self.tag}{REPLACED}"
 
-    def clear(self) -> None:
-        """Drop what an unfinished save has left."""
+    def prepare(self) -> None:
+        """Make room: what an unfinished save has left is dropped.
+
+        Raises:
+            FileError: another job saves here, or something stands in the way.
+            OSError: the folder cannot be written to.
+        """
+        self.save_dir.mkdir(parents=True, exist_ok=True)
+        claim(self.save_dir)
+        for path in (self.save_dir / self.tag, self.save_dir / self.writing, self._replaced):
+            if path.exists() and not path.is_dir():
+                raise FileError(f"{path}: expected a folder or nothing, found a file; remove it or give another tag")
+        if (self.save_dir / LATEST).is_dir():
+            raise FileError(f"{self.save_dir / LATEST}: expected a file or nothing, found a folder; remove it")
+        if (self.save_dir / self.writing).exists():
+            shutil.rmtree(self.save_dir / self.writing)
+        (self.save_dir / self.writing).mkdir()
+
+    def discard(self) -> None:
+        """Drop what was written."""
+        (self.save_dir / f"{LATEST}{WRITING}").unlink(missing_ok=True)
         shutil.rmtree(self.save_dir / self.writing, ignore_errors=True)
 
     def commit(self, *, save_latest: bool) -> None:
-        """Give the written folder its name, then point ``latest`` to it."""
+        """Give the written folder its name, then point ``latest`` to it.
+
+        Whatever needs room on the disk is written before the first rename.
+        """
         sync(self.save_dir / self.writing)
+        latest = beside(self.save_dir / LATEST, self.tag) if save_latest else None
         final = self.save_dir / self.tag
         if final.exists():
             shutil.rmtree(self._replaced, ignore_errors=True)
             rename(final, self._replaced)
         rename(self.save_dir / self.writing, final)
         shutil.rmtree(self._replaced, ignore_errors=True)
-        if save_latest:
-            write_text(self.save_dir / LATEST, self.tag)
+        if latest is not None:
+            rename(latest, self.save_dir / LATEST)
 
     def recover(self) -> None:
         """A save that died between its two renames left the old checkpoint under another name: take it back."""
         if self._replaced.is_dir() and not (self.save_dir / self.tag).exists():
-            rename(self._replaced, self.save_dir / self.tag)
+            with claimed(self.save_dir):
+                rename(self._replaced, self.save_dir / self.tag)
 
 
 def find_tag(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
-    """The tag given, or the one that ``latest`` names; None when there is neither."""
+    """The tag given, or the one that ``latest`` names; None when there is neither.
+
+    Raises:
+        ConfigError: the tag is no name.
+        FileError: ``latest`` names none, or a file stands where the folder should be.
+    """
     if tag is not None:
+        check_tag(str(tag))
         return str(tag)
+    if Path(load_dir).exists() and not Path(load_dir).is_dir():
+        raise FileError(f"{load_dir}: expected a folder of checkpoints, found a file")
     latest = Path(load_dir) / LATEST
-    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    if not latest.exists():
+        return None
+    try:
+        found = latest.read_text(encoding="utf-8").strip()
+        check_tag(found)
+    except (ConfigError, OSError, UnicodeDecodeError) as problem:
+        raise FileError(
+            f"{latest}: expected the tag of a checkpoint, cannot use it: {problem}; give the tag yourself"
+        ) from None
+    return found
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file: beside, synced, renamed."""
-    beside = path.with_name(f"{path.name}.writing")
-    beside.write_text(text, encoding="utf-8")
-    sync(beside)
-    rename(beside, path)
+def beside(path: Path, text: str) -> Path:
+    """A small file on disk beside its final name."""
+    found = path.with_name(f"{path.name}{WRITING}")
+    found.write_text(text, encoding="utf-8")
+    sync(found)
+    return found
 
 
 def rename(source: Path, target: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
-from deepspeed_pulse.engine.checkpoints.files import load_safely
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.gradients.scaling import keep_scale, set_scale
@@ -32,8 +30,8 @@ from deepspeed_pulse.errors import PlanError
 MASTER = "fp32"
 """Key of the full-precision copy of a parameter among its state."""
 
-FileOf = Callable[[int, int | None], Path]
-"""File of (pipeline rank, data-parallel index; None: the file all replicas share)."""
+Load = Callable[[int, int | None], Any]
+"""Content of the file of (pipeline rank, data-parallel index; None: the file all replicas share)."""
 
 Groups = Sequence[Sequence[str]]
 """Per parameter group, names of its parameters."""
@@ -85,7 +83,7 @@ def full_precision_copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def read_state(
-    record: CheckpointRecord, wanted: set[str], file_of: FileOf, where: str, sizes: Mapping[str, int]
+    record: CheckpointRecord, wanted: set[str], load: Load, where: str, sizes: Mapping[str, int]
 ) -> SavedState:
     """State of the parameters ``wanted``; each file that has some is read once and dropped.
 
@@ -100,10 +98,10 @@ def read_state(
         here = missing & {name for group in groups for name in group}
         if here:
             if record.partitioned:
-                files = (file_of(rank, replica) for replica in range(record.data_parallel))
+                files = (load(rank, replica) for replica in range(record.data_parallel))
                 _read_partitioned(saved, groups, here, files)
             else:
-                _read_whole(saved, groups, here, load_safely(file_of(rank, None))["optimizer"], sizes)
+                _read_whole(saved, groups, here, load(rank, None)["optimizer"], sizes)
             missing -= here
     if missing:
         raise PlanError(
@@ -134,10 +132,10 @@ def _read_whole(
     saved.scale.update(keep_scale(state))
 
 
-def _read_partitioned(saved: SavedState, groups: Groups, names: set[str], files: Iterator[Path]) -> None:
+def _read_partitioned(saved: SavedState, groups: Groups, names: set[str], files: Iterator[Any]) -> None:
     pieces: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for file in files:
-        state = load_safely(file)[OPTIMIZER_STATE_DICT]
+        state = file[OPTIMIZER_STATE_DICT]
         base = state[BASE_OPTIMIZER_STATE]
         for index, mapping in enumerate(state[PARAM_SLICE_MAPPINGS]):
             flat = {**base["state"].get(index, {}), MASTER: state[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
@@ -172,6 +170,24 @@ def _keep_options(saved: SavedState, groups: Groups, options: list[dict[str, Any
 
 
 # ------------------------------------------------------------------------------------------ write
+
+
+def check_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
+    """Raise what :func:`write_state` would, before anything is written.
+
+    Raises:
+        PlanError: a parameter group holds parameters that were trained with different options, or state of another
+            size.
+    """
+    for members in parameter_names(optimizer, names):
+        _options_of(members, saved)
+    for parameter, name in names.items():
+        for key, value in saved.tensors.get(name, {}).items():
+            if value.numel() != parameter.numel():
+                raise PlanError(
+                    f"optimizer state {key} of {name}: expected {parameter.numel()} numbers, found {value.numel()}; "
+                    "build the same model, or load weights only (load_optimizer_states=False)"
+                )
 
 
 def write_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:

@@ -7,10 +7,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from deepspeed_pulse.errors import PlanError
-from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE
+from deepspeed_pulse.errors import FileError, PlanError
+from deepspeed_pulse.ir.fields import Fields, read_file, read_format, read_json, write_json
 
-FORMAT = "pulse-checkpoint/1"
+FORMAT = "pulse-checkpoint/2"
+UNVERIFIED = "pulse-checkpoint/1"
+"""The same without digests of the files."""
 RECORD_FILE = "pulse_checkpoint.json"
 PLAN_FILE = "pulse_plan.json"
 CHOICE_FILE = "pulse_ds_config.json"
@@ -79,7 +82,14 @@ class CheckpointRecord:
         path = folder / RECORD_FILE
         if not path.is_file():
             return None
-        fields = read_json(read_file(path), str(path), FORMAT)
+        text = read_file(path)
+        found = read_format(text, str(path), (FORMAT, UNVERIFIED))
+        if found == FORMAT and not (folder / SUMS_FILE).is_file():
+            raise FileError(
+                f"{folder / SUMS_FILE}: expected the digests of the checkpoint's files, found none; the checkpoint was "
+                "not copied whole"
+            )
+        fields = read_json(text, str(path), found)
         record = cls(
             pipeline_ranks=fields.integer("pipeline_ranks", minimum=1),
             data_parallel=fields.integer("data_parallel", minimum=1),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine.data.batches import entry_text
-from deepspeed_pulse.errors import BatchError, ConfigError, PulseError, RunError
+from deepspeed_pulse.errors import BatchError, ConfigError, FileError, PulseError, RunError
+
+T = TypeVar("T")
 
 
 def check_same_block(module: Any, config: Any) -> None:
@@ -76,21 +78,39 @@ def told_by_all(item: Any, group_size: int, group: Any = None) -> list[Any]:
     return found
 
 
-def raise_everywhere(problem: Exception | None, what: str, group_size: int) -> None:
+def raise_everywhere(
+    problem: Exception | None, what: str, group_size: int, kind: type[PulseError] = BatchError
+) -> None:
     """Raise the first error any rank of the world has, on every rank.
 
     Args:
-        problem: this rank's error; one that is no PulseError (a loader's own) is told as a BatchError.
+        problem: this rank's error; one that is no PulseError (a loader's own) is told as one of ``kind``.
         what: names what failed then.
         group_size: ranks of the world.
     """
     told = problem
     if problem is not None and not isinstance(problem, PulseError):
-        told = BatchError(f"rank {dist.get_rank()}: {what}: {type(problem).__name__}: {problem}")
+        told = kind(f"rank {dist.get_rank()}: {what}: {type(problem).__name__}: {problem}")
     if group_size > 1:
         told = next((p for p in told_by_all(told, group_size) if p is not None), None)
     if told is not None:
         raise told from (None if problem is told else problem)
+
+
+def everywhere(act: Callable[[], T], what: str) -> T:
+    """Run ``act`` on every rank of the world; what one rank meets is raised by all.
+
+    Args:
+        act: makes no collective calls that a rank which fails would leave out.
+        what: names what failed, for an error that is no PulseError: it is told as a FileError.
+    """
+    problem: Exception | None = None
+    try:
+        result = act()
+    except Exception as found:
+        problem = found
+    raise_everywhere(problem, what, dist.get_world_size(), FileError)
+    return result
 
 
 def check_something_trains(parameters: Iterable[torch.nn.Parameter], group_size: int) -> None:
