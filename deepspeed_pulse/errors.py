@@ -19,9 +19,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST = 4000
+"""Characters of a message. What is quoted in it may be a whole file; the knob to turn stands at the end."""
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """``text`` without its middle when it is longer than that, saying how much was left out."""
+    if len(text) <= longest:
+        return text
+    left_out = f" ... ({len(text) - longest:,} characters left out) ... "
+    kept = longest - len(left_out)
+    return text[: kept - kept // 4] + left_out + text[len(text) - kept // 4 :]
+
 
 class PulseError(Exception):
     """Base of all errors that deepspeed_pulse raises for a user's mistake or a failed run."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(shortened(str(message)))
 
 
 class ConfigError(PulseError):

@@ -10,9 +10,10 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.pulse_files import PLAN, write_files
+from support.pulse_files import COSTS, PLAN, write_files
 
 from deepspeed_pulse.cli import main
 from deepspeed_pulse.ir.plan import Plan
@@ -263,6 +264,21 @@ def test_unusable_input_is_one_line_and_status_2(line: str, planned: Path, capsy
     assert printed.err.count("\n") == 1
     assert ERRORS[line] in printed.err
     assert {path.name: path.read_bytes() for path in planned.iterdir()} == before
+
+
+@pytest.mark.parametrize("field", ["schedule", "name", "format", "surprise"])
+def test_an_error_about_a_huge_field_is_a_line_that_can_be_read(
+    field: str, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = json.loads((planned / "plan.json").read_text())
+    huge: dict[str, Any] = {"schedule": [["0F0" * 40_000], []], "name": ["x" * 100_000], "format": "x" * 100_000}
+    (planned / "plan.json").write_text(
+        json.dumps({**plan, field + "x" * 100_000 * (field == "surprise"): huge.get(field)})
+    )
+    for line in (f"check plan.json {COSTS}", "show plan.json", f"show {'x' * 100_000}"):
+        assert run(line) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and len(said) < 1100 and said.startswith("ds_pulse: error: ")
 
 
 def test_a_plan_that_cannot_run_says_what_is_wrong(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from deepspeed_pulse.cli.parser import make_parser
-from deepspeed_pulse.errors import PulseError
+from deepspeed_pulse.errors import PulseError, shortened
 
 OK, UNUSABLE = 0, 2
+
+LONGEST_LINE = 1000
+"""Characters of an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,5 +37,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _complain(message: str) -> int:
     """The message on one line of stderr."""
-    print("ds_pulse: error: " + " ".join(message.split()), file=sys.stderr)
+    print("ds_pulse: error: " + shortened(" ".join(message.split()), LONGEST_LINE), file=sys.stderr)
     return UNUSABLE
