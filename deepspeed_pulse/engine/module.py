@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed_pulse.engine import hook
 from deepspeed_pulse.engine.checkpointing import CheckpointArguments
 from deepspeed_pulse.engine.communicator import carry_to_host
-from deepspeed_pulse.engine.data.agreement import agree
+from deepspeed_pulse.engine.data.agreement import agree, everywhere
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
@@ -355,6 +355,10 @@ class PipelineModule(upstream.PipelineModule):
     def decide_on_first(self, make: Callable[[], Any], what: str) -> Any:
         """What ``make`` gives on global rank 0, on every rank of the world; its error likewise."""
         return agree(make, what)
+
+    def together(self, act: Callable[[], Any], what: str) -> Any:
+        """What ``act`` gives on this rank; what any rank of the world meets in it is raised by all."""
+        return everywhere(act, what)
 
     def bring_to_first(
         self, tensor: torch.Tensor | None, *, owner: int, shape: Sequence[int], dtype: torch.dtype

@@ -154,8 +154,14 @@ def damage(folder: Path, how: str) -> None:
         (folder / "ema.json").write_text("{}")
     elif how == "renamed":
         save_file({f"{name}x": t for name, t in load_file(layer).items()}, layer)
-    elif how == "decay":
+    elif how == "bit":
+        content = bytearray(layer.read_bytes())
+        content[-3] ^= 1
+        layer.write_bytes(content)
+    elif how in ("decay", "schedule"):
         state = json.loads((folder / "ema.json").read_text())
+        if how == "decay":  # as an earlier version wrote it
+            del state["sha256"]
         (folder / "ema.json").write_text(json.dumps({**state, "decay": 7.0}))
 
 
@@ -163,9 +169,11 @@ def damage(folder: Path, how: str) -> None:
     ("how", "kind", "text"),
     [
         ("gone", FileError, r"layer_\d\d.safetensors: expected the averages of layer \d+, found: No such file"),
-        ("cut", FileError, r"layer_\d\d.safetensors: expected the averages of layer \d+, found: "),
+        ("cut", FileError, r"layer_\d\d.safetensors: is damaged: not the averages of layer \d+"),
         ("foreign", FileError, "ema.json: expected the format pulse-ema/1"),
-        ("renamed", ConfigError, "has no average of"),
+        ("renamed", FileError, r"layer_\d\d.safetensors: is damaged: not the averages of layer \d+"),
+        ("bit", FileError, r"layer_\d\d.safetensors: is damaged: not the averages of layer \d+"),
+        ("schedule", FileError, r"ema.json: is damaged: not the schedule"),
         ("decay", ConfigError, "Decay must be between 0 and 1"),
     ],
 )
@@ -174,9 +182,18 @@ def test_damaged_files_fail_on_every_rank(tmp_path, how, kind, text):
     damage(tmp_path, how)
     with pytest.raises(kind, match=text):
         on_ranks(to_layers(small()), lambda engine: EMA(engine).load(tmp_path), ranks=1)
-    if how in ("foreign", "decay"):
-        with pytest.raises(kind, match=text):
-            on_ranks(to_layers(small()), lambda engine: EMA(engine).load(tmp_path), ranks=2)
+
+    def load(engine: Any) -> None:
+        ema = EMA(engine)
+        before, weights = ema.schedule(), {name: t.clone() for name, t in ema.averages().items()}
+        try:
+            ema.load(tmp_path)
+        finally:  # nothing was changed, on no rank
+            assert ema.schedule() == before
+            assert all(torch.equal(t, weights[name]) for name, t in ema.averages().items())
+
+    with pytest.raises(kind, match=text):
+        on_ranks(to_layers(small()), load, ranks=2)
 
 
 def test_a_folder_that_is_a_file_fails_on_every_rank(tmp_path):
@@ -188,11 +205,11 @@ def test_a_folder_that_is_a_file_fails_on_every_rank(tmp_path):
 def test_a_save_that_broke_off_does_not_load(tmp_path, monkeypatch):
     averaged(lambda engine, ema: ema.save(tmp_path))
 
-    def fail(tensors: Any, path: Path) -> None:
+    def fail(path: Path, content: bytes) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("deepspeed_pulse.models.weights.ema.save_file", fail)
-    with pytest.raises(FileError, match="averages cannot be written: disk full"):
+    with monkeypatch.context() as patched, pytest.raises(FileError, match="averages cannot be written: disk full"):
+        patched.setattr(Path, "write_bytes", fail)
         averaged(lambda engine, ema: ema.save(tmp_path), ranks=2)
     with pytest.raises(FileError, match=r"ema\.json: expected what EMA\.save"):
         on_ranks(to_layers(small()), lambda engine: EMA(engine).load(tmp_path))

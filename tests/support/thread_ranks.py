@@ -45,6 +45,17 @@ class FakeModule:
             raise outcome
         return outcome
 
+    def together(self, act: Any, what: str) -> Any:
+        result = problem = None
+        try:
+            result = act()
+        except PulseError as found:
+            problem = found
+        for found in self.meet(problem):
+            if found is not None:
+                raise found
+        return result
+
     def bring_to_first(self, tensor: Any, *, owner: int, shape: Any, dtype: Any) -> Any:
         found = self.meet(tensor)[owner]
         if self.stage_id != 0:

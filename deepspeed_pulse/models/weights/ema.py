@@ -12,23 +12,26 @@ process would do to the whole model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusers.training_utils import EMAModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from deepspeed_pulse.errors import ConfigError, FileError, PulseError
+from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.models.weights.shards import apart
 
 FORMAT = "pulse-ema/1"
 SCHEDULE = "ema.json"
 SHADOW = "shadow_params"
+DIGESTS = "sha256"
+"""Key of the digests of the layers' files, by name."""
 
 
 class EMA:
@@ -104,6 +107,57 @@ class EMA:
         Raises:
             ConfigError: averages of this rank's layers are missing or of another shape. Nothing was changed.
         """
+        self._check(state)
+        found, mine = state[SHADOW], self.averages()
+        first = {parameter: name for name, parameter in reversed(self._names.items())}
+        self._set({**state, SHADOW: [found[first[p]].to(mine[first[p]]) for p in self._parameters]})
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state, one file a layer, for example into a checkpoint's folder; collective, every rank calls it.
+
+        The schedule is written last and removed first, so a folder that loads is whole.
+
+        Raises:
+            FileError: some rank cannot write; on every rank.
+        """
+        module, schedule, first = self._engine.module, Path(folder) / SCHEDULE, self._engine.global_rank == 0
+        what = f"saving averages in {folder}"
+        module.together(lambda: first and _writing(schedule, lambda path: path.unlink(missing_ok=True)), what)
+        mine = module.together(lambda: self._write_layers(Path(folder)), what)
+        rows = module.gather_to_first(mine) or []
+        digests = {name: digest for row in rows for name, digest in row.items()}
+        state = {**self.schedule(), DIGESTS: {SCHEDULE: _digest(self.schedule()), **digests}}
+        text = json.dumps({"format": FORMAT, **state}, indent=2) + "\n"
+        module.together(lambda: first and _replace(schedule, lambda path: path.write_text(text)), what)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from what :meth:`save` wrote, under this plan or another; collective, every rank calls it.
+
+        Raises:
+            FileError: a file is missing or damaged; on every rank.
+            ConfigError: the files belong to another model; on every rank.
+        """
+        state = self._engine.module.together(lambda: self._read(Path(folder)), f"loading averages from {folder}")
+        self.load_state_dict(state)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _weights(self) -> list[Tensor]:
+        """What is averaged: the weights, or the fp32 master copies of 2-byte ones."""
+        module = self._engine.module
+        return [
+            p if p.element_size() > 2 else module.full_precision(p).requires_grad_(p.requires_grad)
+            for p in self._parameters
+        ]
+
+    def _set(self, state: dict[str, Any], average: EMAModel | None = None) -> None:
+        """diffusers' own loading takes fields one by one until one is wrong: tried on another ``average`` first."""
+        try:
+            (average or self._average).load_state_dict(state)
+        except (TypeError, ValueError) as problem:
+            raise ConfigError(f"EMA: {problem}") from None
+
+    def _check(self, state: Mapping[str, Any]) -> None:
         found, mine = state.get(SHADOW, {}), self.averages()
         missing = [name for name in mine if name not in found]
         if missing:
@@ -117,49 +171,7 @@ class EMA:
                     f"EMA: {name}: expected shape {list(average.shape)}, found {list(found[name].shape)}; the state "
                     "belongs to another model"
                 )
-        first = {parameter: name for name, parameter in reversed(self._names.items())}
-        self._set({**state, SHADOW: [found[first[p]].to(mine[first[p]]) for p in self._parameters]})
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state, one file a layer, for example into a checkpoint's folder; collective, every rank calls it.
-
-        The schedule is written last and removed first, so a folder that loads is whole.
-
-        Raises:
-            FileError: some rank cannot write; on every rank.
-        """
-        schedule, first = Path(folder) / SCHEDULE, self._engine.global_rank == 0
-        text = json.dumps({"format": FORMAT, **self.schedule()}, indent=2) + "\n"
-        self._together(
-            lambda: first and _writing(schedule, lambda path: path.unlink(missing_ok=True)), "saving averages"
-        )
-        self._together(lambda: self._write_layers(Path(folder)), "saving averages")
-        self._together(lambda: first and _replace(schedule, lambda path: path.write_text(text)), "saving averages")
-
-    def load(self, folder: str | os.PathLike[str]) -> None:
-        """Go on from what :meth:`save` wrote, under this plan or another; collective, every rank calls it.
-
-        Raises:
-            FileError: a file is missing or damaged; on every rank.
-            ConfigError: the files belong to another model; on every rank.
-        """
-        self._together(lambda: self._read(Path(folder)), "loading averages")
-
-    # -- inside ------------------------------------------------------------------------------
-
-    def _weights(self) -> list[Tensor]:
-        """What is averaged: the weights, or the fp32 master copies of 2-byte ones."""
-        module = self._engine.module
-        return [
-            p if p.element_size() > 2 else module.full_precision(p).requires_grad_(p.requires_grad)
-            for p in self._parameters
-        ]
-
-    def _set(self, state: dict[str, Any]) -> None:
-        try:
-            self._average.load_state_dict(state)
-        except ValueError as problem:
-            raise ConfigError(f"EMA: {problem}") from None
+        self._set({**state, SHADOW: []}, EMAModel([]))
 
     def _by_layer(self) -> dict[int, dict[str, Tensor]]:
         layers: dict[int, dict[str, Tensor]] = {}
@@ -167,34 +179,32 @@ class EMA:
             layers.setdefault(int(name.partition(".")[0]), {})[name] = average
         return layers
 
-    def _write_layers(self, folder: Path) -> None:
-        if self._engine.grid.data_parallel_id != 0:
-            return
-        for index, averages in self._by_layer().items():
-            kept = apart({name: average.cpu().contiguous() for name, average in averages.items()})
-            _replace(folder / _file_of(index), lambda path, kept=kept: save_file(kept, path))
+    def _write_layers(self, folder: Path) -> dict[str, str]:
+        """Digests of the files by name."""
+        digests: dict[str, str] = {}
+        for index, averages in self._by_layer().items() if self._engine.grid.data_parallel_id == 0 else ():
+            content = save(apart({name: average.cpu().contiguous() for name, average in averages.items()}))
+            digests[_file_of(index)] = hashlib.sha256(content).hexdigest()
+            _replace(folder / _file_of(index), lambda path, content=content: path.write_bytes(content))
+        return digests
 
-    def _read(self, folder: Path) -> None:
+    def _read(self, folder: Path) -> dict[str, Any]:
+        """A state that fits, with the averages of this rank's layers."""
         state, averages = _schedule_in(folder / SCHEDULE), {}
+        digests = state.pop(DIGESTS, None)
         for index in self._by_layer():
             path = folder / _file_of(index)
             try:
-                averages |= load_file(path)
+                content = path.read_bytes()
+                if digests is not None and hashlib.sha256(content).hexdigest() != digests.get(path.name):
+                    raise FileError(f"{path}: is damaged: not the averages of layer {index} that EMA.save() wrote")
+                averages |= load(content)
             except (OSError, SafetensorError) as problem:
-                raise FileError(f"{path}: expected the averages of layer {index}, found: {problem}") from None
-        self.load_state_dict({**state, SHADOW: averages})
-
-    def _together(self, act: Callable[[], Any], what: str) -> None:
-        """Run ``act``; a rank that fails makes all fail."""
-        module, problem = self._engine.module, None
-        try:
-            act()
-        except PulseError as found:
-            problem = found
-        rows = module.gather_to_first(problem)
-        module.decide_on_first(lambda: _raise_first(rows or []), what)
-        if problem is not None:
-            raise problem
+                reason = getattr(problem, "strerror", None) or problem
+                raise FileError(f"{path}: expected the averages of layer {index}, found: {reason}") from None
+        state[SHADOW] = averages
+        self._check(state)
+        return state
 
 
 def _trainable(module: Any) -> dict[str, nn.Parameter]:
@@ -220,7 +230,15 @@ def _schedule_in(path: Path) -> dict[str, Any]:
         raise FileError(f"{path}: expected what EMA.save() wrote, found: {problem}") from None
     if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
         raise FileError(f"{path}: expected the format {FORMAT}; it was not written by EMA.save()")
+    digests = state.get(DIGESTS, {})
+    plain = {key: value for key, value in state.items() if key != DIGESTS}
+    if not isinstance(digests, dict) or digests.get(SCHEDULE, _digest(plain)) != _digest(plain):
+        raise FileError(f"{path}: is damaged: not the schedule that EMA.save() wrote")
     return state
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def _writing(path: Path, write: Callable[[Path], Any]) -> None:
@@ -243,9 +261,3 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
             beside.unlink(missing_ok=True)
 
     _writing(path, write_and_rename)
-
-
-def _raise_first(problems: Sequence[PulseError | None]) -> None:
-    for problem in problems:
-        if problem is not None:
-            raise problem
