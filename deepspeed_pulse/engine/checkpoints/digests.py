@@ -90,11 +90,12 @@ def read_sums(folder: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise FileError(f"{path}: cannot be read: {problem}; resume from another checkpoint by its tag") from None
+    lines = text.splitlines()
     found = {match[2]: match[1] for match in map(_LINE.fullmatch, lines) if match}
-    if not lines or len(found) != len(lines):
+    if not text.endswith("\n") or len(found) != len(lines):
         raise FileError(
             f"{path}: is damaged: expected a SHA-256 digest and a file name in each line; resume from another "
             "checkpoint by its tag"
@@ -131,7 +132,10 @@ class Verifier:
         self.begin(path)
         expected = self._sums.get(path.name)
         if expected is None:
-            raise FileError(f"{path}: is not in {SUMS_FILE}, so it is no file of this checkpoint; remove it")
+            raise FileError(
+                f"{path}: is not in {SUMS_FILE}: that file is damaged, or this one belongs to another checkpoint; "
+                "resume from another checkpoint by its tag"
+            )
         found = self._found[path].result()
         if found != expected:
             raise FileError(

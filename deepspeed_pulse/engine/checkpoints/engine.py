@@ -269,11 +269,11 @@ class CheckpointingEngine(PipelineEngine):
         self.checkpoint_engine.begin(sums)
         if self.global_rank == 0:
             self._check_folder(where, sums)
-        by_name = wants_state and (saved is None or not saved.same_layout(mine))
-        state = self._state_by_name(saved, mine, where, sizes) if by_name else None
         names = self._get_all_ckpt_names(str(load_dir), tag)
         if not names:
             raise FileError(f"{where}: expected a checkpoint, found no mp_rank_*_model_states.pt")
+        by_name = wants_state and (saved is None or not saved.same_layout(mine))
+        state = self._state_by_name(saved, mine, where, sizes) if by_name else None
         own = names[self.checkpoint_mp_rank] if len(names) == self.mp_world_size else names[0]
         layers = self._layer_files(where)
         optimizer = [self._get_zero_ckpt_name(str(load_dir), tag)] if wants_state and self.zero_optimization() else []
