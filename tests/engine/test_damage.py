@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.damage_ranks import FIRST_RANK, LATEST, cases_of
+from support.damage_ranks import FIRST_RANK, LATEST, cases_of, results
 from support.launch import launch
 
 WAVE, LINEAR, OFF = {"ranks": 2}, {"ranks": 2, "placement": "linear"}, {"ranks": 2, "off": True}
@@ -29,12 +28,6 @@ MORE_JOBS: Jobs = [
         BF16,
     ),
 ]
-
-
-def results(output: str) -> dict[str, str]:
-    """Case to what was wrong with it."""
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"case"')]
-    return {line["case"]: line["problem"] for line in lines}
 
 
 def run(jobs: Jobs, folder: Path) -> dict[str, str]:

@@ -286,6 +286,12 @@ def report(name: str, problem: str) -> None:
     print(json.dumps({"case": name, "problem": wrong}), flush=True)
 
 
+def results(output: str) -> dict[str, str]:
+    """Case to what was wrong with it."""
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"case"')]
+    return {line["case"]: line["problem"] for line in lines}
+
+
 def damaged_checkpoints(case: dict[str, Any]) -> None:
     """Every damage under every job: the checkpoint is copied, damaged and loaded; then the good one is."""
     share_groups()
