@@ -30,7 +30,7 @@ from deepspeed_pulse.engine.start import Config, check_world, init_distributed
 from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.upstream import check_version
-from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.errors import ConfigError, FileError, RunError
 from deepspeed_pulse.ir.effects import Effects
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
@@ -73,6 +73,9 @@ class PipelineModule(upstream.PipelineModule):
     Raises:
         PulseError: anything known to be wrong before the first step, the same on every rank.
     """
+
+    unusable: str | None = None
+    """Why weights and optimizer state do not belong together."""
 
     synchronizes_tied_weights = True
     """False while a checkpoint's layers are loaded: ranks meet over tied weights when all have theirs."""
@@ -358,7 +361,13 @@ class PipelineModule(upstream.PipelineModule):
 
     def together(self, act: Callable[[], Any], what: str) -> Any:
         """What ``act`` gives on this rank; what any rank of the world meets in it is raised by all."""
+        self.check_usable(what)
         return everywhere(act, what)
+
+    def check_usable(self, what: str) -> None:
+        """Raise a :class:`RunError`, the same on every rank, when a checkpoint was loaded by halves."""
+        if self.unusable is not None:
+            raise RunError(f"{what}: {self.unusable}; load a whole checkpoint first")
 
     def bring_to_first(
         self, tensor: torch.Tensor | None, *, owner: int, shape: Sequence[int], dtype: torch.dtype

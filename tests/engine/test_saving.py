@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.damage_ranks import results
-from support.launch import launch
+from support.launch import free_port, launch
 from support.saving_ranks import LOADS, PARTIAL, SAVES
 
 JOBS = [("pulse", {"ranks": 2}), ("ZeRO-1", {"ranks": 2, "zero": 1}), ("pulse off", {"ranks": 2, "off": True})]
@@ -55,3 +55,9 @@ CASES = [
 def test_a_save_or_load_that_cannot_be_is_refused_by_all_and_changes_nothing(case: str, found: dict[str, str]) -> None:
     assert case in found, f"did not run:\n{found['output'][-3000:]}"
     assert found[case] == ""
+
+
+def test_of_two_jobs_that_save_into_one_folder_the_second_is_told(tmp_path: Path) -> None:
+    launch(
+        "support.saving_ranks:two_jobs", 4, {"folder": str(tmp_path), "ports": [free_port(), free_port()]}, timeout=200
+    )

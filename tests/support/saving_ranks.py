@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -340,6 +342,7 @@ def partial(engine: Any, folder: Path, act: Act) -> str:
     for name, use in {
         "train_batch": lambda: train(engine, range(1)),
         "save_checkpoint": lambda: engine.save_checkpoint(folder, "half"),
+        "what saves averages and models": lambda: engine.module.together(lambda: None, "save_pretrained()"),
     }.items():
         refusals = told(error_of(use))
         if any(kind != "RunError" or "load a whole checkpoint first" not in text for kind, text in refusals):
@@ -348,3 +351,56 @@ def partial(engine: Any, folder: Path, act: Act) -> str:
     train(engine, range(1))
     engine.load_checkpoint(folder, "good")
     return problem
+
+
+# ------------------------------------------------------------------------------------------ two jobs
+
+
+def two_jobs(case: dict[str, Any]) -> None:
+    """Ranks 0 and 1 are one job, 2 and 3 another, which saves into the same folder until the first has ended.
+
+    The first is told nothing and overwrites its own checkpoint; the second is refused, and may save afterwards.
+    """
+    me = int(os.environ["RANK"])
+    second = me >= 2
+    os.environ.update(RANK=str(me % 2), LOCAL_RANK=str(me % 2), WORLD_SIZE="2", LOCAL_SIZE="2")
+    os.environ["MASTER_PORT"] = str(case["ports"][second])
+    import deepspeed
+
+    deepspeed.init_distributed()
+    folder, signs = Path(case["folder"]) / "shared", Path(case["folder"])
+    engine = engine_of(Job(ranks=2))
+    if not second:
+        engine.save_checkpoint(folder, "step")
+        tell(signs / "saved")
+        wait_for(signs / "refused")
+        engine.save_checkpoint(folder, "step")
+        assert (folder / "latest").read_text() == "step"
+        engine.load_checkpoint(folder)
+        torch.distributed.barrier()
+        if rank() == 0:
+            (signs / "first.pid").write_text(str(os.getpid()))
+        return
+    wait_for(signs / "saved")
+    files = files_in(folder)
+    found = told(error_of(lambda: engine.save_checkpoint(folder, "step")))
+    problem = check_error(found, f"another job saves into this folder (host {socket.gethostname()}, process ")
+    assert not problem and files_in(folder) == files, problem
+    engine.load_checkpoint(folder)  # reading is no business of the other job
+    tell(signs / "refused")
+    wait_for(signs / "first.pid")
+    while told(error_of(lambda: engine.save_checkpoint(folder, "step")))[0][0] != "nothing":
+        time.sleep(0.05)
+    engine.load_checkpoint(folder)
+
+
+def tell(sign: Path) -> None:
+    torch.distributed.barrier()
+    if rank() == 0:
+        sign.touch()
+
+
+def wait_for(sign: Path) -> None:
+    while not sign.exists():
+        time.sleep(0.05)
+    torch.distributed.barrier()

@@ -29,7 +29,7 @@ from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, Ch
 from deepspeed_pulse.engine.data.agreement import agree, everywhere, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.plans.pinned import pinned
-from deepspeed_pulse.errors import ConfigError, FileError, PlanError, PulseError, RunError
+from deepspeed_pulse.errors import ConfigError, FileError, PlanError, PulseError
 from deepspeed_pulse.ir.fields import write_json
 
 
@@ -51,9 +51,6 @@ class CheckpointingEngine(PipelineEngine):
 
     _last_save: tuple[Any, dict[str, Any]] | None = None
     """Folder and client state of the last save, for a run that is asked to stop."""
-
-    _unusable: str | None = None
-    """Why weights and optimizer state do not belong together; the same on every rank."""
 
     _problem: Exception | None = None
     """What this rank met while upstream wrote."""
@@ -96,7 +93,7 @@ class CheckpointingEngine(PipelineEngine):
             ConfigError: the tag is no name, ranks gave different ones, or client state could not be loaded again.
             FileError: a rank cannot write, or another job saves into the folder.
         """
-        self._check_usable("save_checkpoint")
+        self.module.check_usable("save_checkpoint")
         client_state = {} if client_state is None else client_state
         folder = self._checked_folder(save_dir, tag, client_state)
         record = self._record()
@@ -333,7 +330,7 @@ class CheckpointingEngine(PipelineEngine):
     def _apply(self, load_dir: str | os.PathLike[str], found: _Found, **options: Any) -> tuple[Any, Any]:
         """Let upstream load what was staged. A rank that fails now leaves no rank that could train on."""
         where = Path(load_dir) / found.tag
-        self._unusable = f"loading {where} broke off, so weights and optimizer state are half of that checkpoint"
+        self.module.unusable = f"loading {where} broke off, so weights and optimizer state are half of that checkpoint"
         self._layers_loaded, problem = None, None
         try:
             path, client_state = super().load_checkpoint(str(load_dir), found.tag, **options)
@@ -345,7 +342,7 @@ class CheckpointingEngine(PipelineEngine):
             problem = one
         # where this rank failed before its layers, the others meet it there
         raise_everywhere(problem, f"{where} cannot be loaded", dist.get_world_size(), FileError)
-        self._unusable = None
+        self.module.unusable = None
         return path, {key: value for key, value in client_state.items() if key not in RESERVED}
 
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -366,16 +363,12 @@ class CheckpointingEngine(PipelineEngine):
     # -- what trains and saves only whole state ----------------------------------------------
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_usable("train_batch")
+        self.module.check_usable("train_batch")
         return super().train_batch(*args, **kwargs)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_usable("eval_batch")
+        self.module.check_usable("eval_batch")
         return super().eval_batch(*args, **kwargs)
-
-    def _check_usable(self, what: str) -> None:
-        if self._unusable is not None:
-            raise RunError(f"{what}: {self._unusable}; load a whole checkpoint first")
 
     # -- parts -------------------------------------------------------------------------------
 

@@ -40,8 +40,10 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
         file = HashedFile(where)
         try:
             super().save(state_dict, file)
-        except Exception as problem:
-            raise (file.problem or problem) from None
+        except Exception:
+            if file.problem is None:
+                raise
+            raise OSError(file.problem.errno, file.problem.strerror, path) from file.problem
         finally:
             file.close()
         sync(where)

@@ -38,15 +38,17 @@ def load_safely(path: Path, map_location: Any = "cpu", *, file: Any = None) -> A
 
 
 def _first_line(problem: Exception) -> str:
-    return next((line.strip() for line in str(problem).splitlines() if "GLOBAL" in line), str(problem).split("\n")[0])
+    lines = str(problem).split("\n")
+    line = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
+    return line.partition(". Please use ")[0]
 
 
 def _hint(problem: Exception) -> str:
     if "GLOBAL" not in str(problem):
         return ""
     return (
-        "; only tensors and plain data are read (put those into client_state); if you trust the file, call "
-        "torch.serialization.add_safe_globals([...]) with that class before load_checkpoint"
+        "; only tensors and plain data are read: numbers (numpy's as x.item()), texts, lists, dicts; if you trust the "
+        "class, call torch.serialization.add_safe_globals([...]) with it before saving and loading"
     )
 
 
