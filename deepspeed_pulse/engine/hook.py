@@ -6,15 +6,23 @@ subclass, so Python then runs that class's ``__init__``). ``PipelineEngine`` sta
 other module gets the engine it always got. ``DeepSpeedConfig`` likewise: before it is parsed for a module of
 ours, "auto" is replaced by what the module has chosen. An upstream that asks the module itself (see
 ``patches/``) needs no hook.
+
+Any other engine would run a planned module's layers in another order, so the base of all engines refuses it
+(:func:`guard`): a subclass of ``PipelineEngine``, a plugin whose ``__new__`` came later, a plain ``DeepSpeedEngine``.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+
+from deepspeed_pulse.errors import ConfigError
 
 
 def needed() -> bool:
@@ -34,9 +42,35 @@ def install() -> None:
         deepspeed.DeepSpeedConfig.__new__ = _make_config
 
 
+def guard() -> None:
+    """Teach upstream's engines to refuse a planned module that is not theirs to run; once."""
+    genuine = DeepSpeedEngine.__init__
+    if hasattr(genuine, "refuses_planned"):
+        return
+
+    @functools.wraps(genuine)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_planned(self, kwargs["model"] if "model" in kwargs else args[1] if len(args) > 1 else None)
+        genuine(self, *args, **kwargs)
+
+    checked.refuses_planned = True  # type: ignore[attr-defined]
+    DeepSpeedEngine.__init__ = checked
+
+
+def _refuse_planned(engine: Any, model: Any) -> None:
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        if getattr(module, "pulse_enabled", False) and not (module is model and module.may_run_by(engine)):
+            raise ConfigError(
+                f"a PipelineModule with a plan was given to {type(engine).__module__}.{type(engine).__qualname__}, "
+                "which would run its layers in another order and train another network: expected the engine that "
+                "deepspeed.initialize(model=module) makes for it; leave out what replaces or wraps deepspeed's "
+                'PipelineEngine or the module, or set "enabled": false in the "pulse" block'
+            )
+
+
 def _make(cls: type, *args: Any, **kwargs: Any) -> Any:
     model = kwargs.get("model")
-    if cls is deepspeed.PipelineEngine and hasattr(model, "engine_class"):
+    if cls is PipelineEngine and hasattr(model, "engine_class"):
         cls = model.engine_class()
     return object.__new__(cls)
 
@@ -49,6 +83,6 @@ class SettledConfig(deepspeed.DeepSpeedConfig):  # type: ignore[misc]
 
 
 def _make_config(cls: type, config: Any = None, mpu: Any = None, mesh_device: Any = None) -> Any:
-    if cls is deepspeed.DeepSpeedConfig and hasattr(mpu, "settled_config"):
+    if cls is SettledConfig.__base__ and hasattr(mpu, "settled_config"):
         cls = SettledConfig
     return object.__new__(cls)

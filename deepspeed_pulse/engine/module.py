@@ -130,6 +130,7 @@ class PipelineModule(upstream.PipelineModule):
         num_stages = job.settle(num_stages, topology)
         check_world(num_stages, topology)
         hook.install()
+        hook.guard()
         super().__init__(
             layers=[unwrap(layer) for layer in self.layer_list],
             num_stages=num_stages,
@@ -158,6 +159,10 @@ class PipelineModule(upstream.PipelineModule):
         from deepspeed_pulse.engine.relay.engine import RelayEngine
 
         return PulseEngine if self.pulse_enabled else RelayEngine
+
+    def may_run_by(self, engine: Any) -> bool:
+        """True for the engine whose layers' order is this module's plan."""
+        return isinstance(engine, self.engine_class())
 
     def settled_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """A config, for example what ``deepspeed.initialize`` brings, with numbers in place of "auto".
@@ -313,7 +318,17 @@ class PipelineModule(upstream.PipelineModule):
     # -- forward, checkpoints, gathering -----------------------------------------------------
 
     def forward(self, forward_input: Any) -> Any:
-        """The layers of this rank, the upstream way; named values travel in the tuple."""
+        """The layers of this rank, the upstream way; named values travel in the tuple.
+
+        Raises:
+            ConfigError: the module has a plan, by which a rank's layers do not follow one another.
+        """
+        if self.pulse_enabled:
+            raise ConfigError(
+                "a PipelineModule with a plan was called directly, or by another engine than its own: its ranks hold "
+                "layers that do not follow one another; use engine.train_batch or engine.eval_batch of the engine that "
+                'deepspeed.initialize(model=module) returns, or set "enabled": false in the "pulse" block'
+            )
         if not self.graph.uses_names:
             return super().forward(forward_input)
         if self._relay is None:

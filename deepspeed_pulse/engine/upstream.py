@@ -77,6 +77,7 @@ RELIED_ON = {
         "train_batch",
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine": (
+        "__init__",
         "_backward_epilogue",
         "_backward_prologue",
         "_configure_checkpointing",
