@@ -19,6 +19,7 @@ from deepspeed_pulse.engine.data.agreement import (
     agree,
     check_batch_size,
     check_same_block,
+    check_same_step,
     check_zero_stage,
 )
 from deepspeed_pulse.engine.data.encoding import Encoding
@@ -88,6 +89,8 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         self._pulse = module.pulse
         self._plan: Plan = module.plan
         self._prepare_reading()
+        self._plans = {self._plan.microbatches: self._plan}
+        """By number of microbatches; all ranks have the same."""
         self._lowered: dict[Any, _Lowered] = {}
         timeout = self._pulse.timeout_seconds
         others = whereabouts.of_default_group(self.global_rank, dist.get_world_size(), beat_seconds(timeout))
@@ -135,15 +138,13 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         return int(self.grid.stage_to_global(self._plan.placement[-1]))
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As upstream; another number of microbatches plans the order anew."""
-        before = self.train_batch_size()
+        """As upstream; another number of microbatches plans the order anew, at the start of the next step.
+
+        Local: all ranks call it, and the next ``train_batch`` sees to it that they did.
+        """
         check_batch_size(train_batch_size, self.train_micro_batch_size_per_gpu(), self.dp_world_size)
+        self._check_may_run(train_batch_size // (self.train_micro_batch_size_per_gpu() * self.dp_world_size))
         super().set_train_batch_size(train_batch_size)
-        try:
-            self._lower(self.micro_batches, "train", self._readers.get("train", (True,) * self.num_stages))
-        except PulseError:
-            super().set_train_batch_size(before)
-            raise
 
     def _train_schedule(self) -> PulseSchedule:
         return self._begin(self.micro_batches, "train")
@@ -186,6 +187,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, forward only."""
         with self._watchdog.watching("the start of eval_batch"):
+            self._preemption.agreed()  # a stop waits for train_batch, but ranks in different calls do not
             self._engine_device.begin_step(exact=False)
             return super().eval_batch(*args, **kwargs)
 
@@ -220,6 +222,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         self._mode, training = mode, mode == "train"
         if training:
             self.module.shared.watch_buffers()
+        check_same_step(mode, micro_batches, self.train_micro_batch_size_per_gpu(), self._preemption._group)
         self._begin_reading(micro_batches, mode)
         if self._encoding is not None and training:
             self._batches = self._encoding.take() or self._batches
@@ -302,16 +305,25 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         return self._lowered[key]
 
     def _plan_for(self, micro_batches: int) -> Plan:
-        if micro_batches == self._plan.microbatches:
-            return self._plan
+        """The plan for so many microbatches, made if there is none yet: collective then."""
+        if micro_batches not in self._plans:
+            self._check_may_run(micro_batches)
+            self._plans[micro_batches] = agree(
+                lambda: planning.reorder(self.module.planned, self._pulse, micro_batches), "planning"
+            )
+        return self._plans[micro_batches]
+
+    def _check_may_run(self, micro_batches: int) -> None:
+        """Plans with frozen parts, and given ones, are for one number of microbatches."""
+        if micro_batches in self._plans:
+            return
         if self.module.frozen is not None:
             raise ConfigError(
                 f"{micro_batches} microbatches: with frozen parts expected {self._plan.microbatches} as planned, "
                 "because the data of a step is encoded during the one before; set gradient_accumulation_steps in the "
                 "config"
             )
-        plan: Plan = agree(lambda: planning.reorder(self.module.planned, self._pulse, micro_batches), "planning")
-        return plan
+        planning.check_may_differ(self.module.planned, self._pulse, micro_batches)
 
     def _exec_receive_messages(self, step: Step) -> None:
         self._watchdog.enter(f"action {step.action} (stage {step.action.stage}, microbatch {step.action.microbatch})")
@@ -407,8 +419,12 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         return [*self._runtime.spans, *([] if self._encoding is None else self._encoding.spans)]
 
     def pulse_planned_timeline(self) -> Timeline | None:
-        """The step as the simulator predicts it; None when layer costs were not measured. Local."""
-        return planning.planned_timeline(self.module.planned, self._plan_for(self.micro_batches))
+        """The step as the simulator predicts it; None when layer costs were not measured. Local.
+
+        After ``set_train_batch_size`` None until the next ``train_batch`` has planned the order.
+        """
+        plan = self._plans.get(self.micro_batches)
+        return None if plan is None else planning.planned_timeline(self.module.planned, plan)
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,

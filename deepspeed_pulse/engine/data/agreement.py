@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -49,6 +50,35 @@ def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
             f"set_train_batch_size: expected a multiple of {share} (microbatches of {microbatch_size} on {replicas} "
             f"data-parallel replicas), found {size!r}"
         )
+
+
+def check_same_step(kind: str, microbatches: int, microbatch_size: int, group: Any) -> None:
+    """All ranks of the world must begin the same step; collective, a few numbers.
+
+    Args:
+        kind: of step.
+        microbatches: that it has.
+        group: over the host's memory; None: the world's.
+
+    Raises:
+        BatchError: they differ; the same on every rank, with the numbers.
+    """
+    world = dist.get_world_size()
+    mine = (zlib.crc32(kind.encode()), microbatches, microbatch_size)
+    largest = torch.tensor([sign * number for number in mine for sign in (1, -1)])
+    if world > 1:
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
+    if all(high == -low for high, low in largest.view(-1, 2).tolist()):
+        return
+    steps = [
+        f"{count} microbatches of {size} samples ({name})"
+        for name, count, size in told_by_all((kind, microbatches, microbatch_size), world, group)
+    ]
+    other = next(rank for rank, step in enumerate(steps) if step != steps[0])
+    raise BatchError(
+        f"ranks begin different steps: rank 0 one of {steps[0]}, rank {other} one of {steps[other]}; call train_batch, "
+        "eval_batch(num_micro_batches=) and set_train_batch_size with the same numbers on every rank"
+    )
 
 
 def agree(make: Callable[[], Any], what: str) -> Any:
