@@ -75,7 +75,12 @@ class RunError(PulseError):
 
 
 class PeerError(RunError):
-    """Another rank sent or took nothing for too long, or died; says where the ranks are."""
+    """Another rank sent or took nothing for too long, or died; says where the ranks are.
+
+    ``is_told``: its message has that already.
+    """
+
+    is_told = False
 
 
 def add_note(problem: Exception, note: str) -> None:

@@ -41,14 +41,16 @@ from deepspeed_pulse.engine.instructions import (
     SendMessages,
 )
 from deepspeed_pulse.engine.losses import LossEngine
-from deepspeed_pulse.engine.observation import figures, whereabouts
+from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
 from deepspeed_pulse.engine.observation.observer import Observer
-from deepspeed_pulse.engine.observation.watchdog import Watchdog, beat_seconds
+from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.plans import planning
+from deepspeed_pulse.engine.sameness import check_same, config_facts
 from deepspeed_pulse.engine.schedule import PulseSchedule
+from deepspeed_pulse.engine.setting_up import watched_start
 from deepspeed_pulse.engine.unseen import check_buffers
-from deepspeed_pulse.errors import ConfigError, PulseError
+from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.effects import Effects, with_versions
 from deepspeed_pulse.ir.graph import Graph
@@ -80,12 +82,20 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
     """False while upstream's ``__init__`` runs: there "first" and "last" mean the topology."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        module, config = kwargs["model"], kwargs["config_class"]
-        check_same_block(module, kwargs.get("config"))
-        if isinstance(kwargs.get("config"), dict):
-            kwargs["config"] = module.settled_config(kwargs["config"])
-        _check_supported(config, module)
-        super().__init__(*args, **kwargs)
+        module, config = kwargs["model"], kwargs.get("config")
+        self._watchdog: Watchdog = module.watchdog
+        with watched_start(self._watchdog, "deepspeed.initialize"):
+            if dist.get_world_size() > 1:
+                check_same(config_facts(config if isinstance(config, dict) else None), "deepspeed.initialize")
+            check_same_block(module, config)
+            if isinstance(config, dict):
+                kwargs["config"] = module.settled_config(config)
+            _check_supported(kwargs["config_class"], module)
+            super().__init__(*args, **kwargs)
+            self._prepare_running(module)
+
+    def _prepare_running(self, module: Any) -> None:
+        """Everything that upstream's engine does not know of."""
         self._pulse = module.pulse
         self._plan: Plan = module.plan
         self._prepare_reading()
@@ -93,8 +103,6 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         """By number of microbatches; all ranks have the same."""
         self._lowered: dict[Any, _Lowered] = {}
         timeout = self._pulse.timeout_seconds
-        others = whereabouts.of_default_group(self.global_rank, dist.get_world_size(), beat_seconds(timeout))
-        self._watchdog = Watchdog(self.global_rank, timeout, whereabouts=others)
         self._communicator = PipelineCommunicator(
             self.grid.pp_group, self.grid.get_pipe_parallel_group(), torch.device(self.device)
         )
@@ -119,6 +127,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         self._reduction = stage_reduction(self, timeout)
         self._observer = Observer(self)
         self._breakdown = Breakdown(self)
+        self._watchdog.stop_request.ignore()  # from now on a step ends first
         self._preemption = Preemption()
         self._started = True
         if self.global_rank == 0:
@@ -193,17 +202,19 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> bool:
         """As upstream; beside the checkpoints lies a run file, what ``ds_pulse report`` reads."""
-        saved = super().save_checkpoint(save_dir, *args, **kwargs)
-        if self.global_rank == 0:
-            figures.write_run(Path(save_dir) / RUN_FILE, self._observer.run())
-        return saved
+        with self._watchdog.watching_patiently("save_checkpoint"):
+            saved = super().save_checkpoint(save_dir, *args, **kwargs)
+            if self.global_rank == 0:
+                figures.write_run(Path(save_dir) / RUN_FILE, self._observer.run())
+            return saved
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As upstream; data that was read ahead is dropped, so that the next step reads its own."""
-        found = super().load_checkpoint(*args, **kwargs)
-        if self._encoding is not None:
-            self._encoding.forget()
-        return found
+        with self._watchdog.watching_patiently("load_checkpoint"):
+            found = super().load_checkpoint(*args, **kwargs)
+            if self._encoding is not None:
+                self._encoding.forget()
+            return found
 
     @property
     def microbatches_ahead(self) -> int:
@@ -308,9 +319,10 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         """The plan for so many microbatches, made if there is none yet: collective then."""
         if micro_batches not in self._plans:
             self._check_may_run(micro_batches)
-            self._plans[micro_batches] = agree(
-                lambda: planning.reorder(self.module.planned, self._pulse, micro_batches), "planning"
-            )
+            with self._watchdog.watching_patiently(f"planning the order of {micro_batches} microbatches on rank 0"):
+                self._plans[micro_batches] = agree(
+                    lambda: planning.reorder(self.module.planned, self._pulse, micro_batches), "planning"
+                )
         return self._plans[micro_batches]
 
     def _check_may_run(self, micro_batches: int) -> None:
@@ -404,7 +416,8 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         On an accelerator that runs asynchronously, times are those of the device in steps that are traced, and of the
         host that hands it the work in others.
         """
-        found = self.gather_figures()
+        with self._watchdog.watching("pulse_timeline"):
+            found = self.gather_figures()
         return None if found is None else found[0]
 
     def gather_figures(self) -> tuple[Timeline, list[Stats]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,20 +17,21 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed_pulse.engine import hook
 from deepspeed_pulse.engine.checkpointing import CheckpointArguments
 from deepspeed_pulse.engine.communicator import carry_to_host
-from deepspeed_pulse.engine.data.agreement import agree, everywhere
+from deepspeed_pulse.engine.data.agreement import agree, as_pulse_error, everywhere, raise_everywhere
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.plans.job import TrainingJob
 from deepspeed_pulse.engine.relay.forward import explicit_parts, relaying
 from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
+from deepspeed_pulse.engine.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.shared import SharedWeights
 from deepspeed_pulse.engine.specs import unwrap
-from deepspeed_pulse.engine.start import Config, check_world, init_distributed
+from deepspeed_pulse.engine.start import Config, check_world
 from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.upstream import check_version
-from deepspeed_pulse.errors import ConfigError, FileError, RunError
+from deepspeed_pulse.errors import ConfigError, FileError, PulseError, RunError
 from deepspeed_pulse.ir.effects import Effects
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
@@ -106,45 +107,78 @@ class PipelineModule(upstream.PipelineModule):
             function=activation_checkpoint_func,
             checkpointable=checkpointable_layers,
         )
-        self.job = job = TrainingJob(
-            list(layers),
-            config=config,
-            input_name=input,
-            frozen=frozen,
-            example_batch=example_batch,
-            partition_method=partition_method,
-            checkpoint_arguments=arguments,
-        )
-        self.layer_list, self.graph, self.pulse = job.layers, job.graph, job.pulse
-        self.input_name, self.frozen = job.input_name, job.frozen
-        self.shared = SharedWeights(self.layer_list)
+
+        def make_job() -> TrainingJob:
+            job = TrainingJob(
+                layers,
+                config=config,
+                input_name=input,
+                frozen=frozen,
+                example_batch=example_batch,
+                partition_method=partition_method,
+                checkpoint_arguments=arguments,
+            )
+            self.shared = SharedWeights(job.layers)
+            if job.pulse is not None:
+                check_functions(job.layers, job.graph, loss_fn)
+                check_shared(self.shared, job.graph)
+            return job
+
+        given = {
+            "num_stages": num_stages,
+            "topology": None if topology is None else [topology.axes, topology.dims],
+            "loss_fn": loss_fn,
+            "seed_layers": seed_layers,
+            "seed_fn": seed_fn,
+            "base_seed": base_seed,
+            "partition_method": partition_method,
+            "activation_checkpoint_interval": activation_checkpoint_interval,
+            "activation_checkpoint_func": activation_checkpoint_func,
+            "checkpointable_layers": checkpointable_layers,
+            "dynamic_shape": dynamic_shape,
+            "input": input,
+            "example_batch": example_batch,
+            "frozen": frozen,
+        }
+        self.job, num_stages, self.watchdog = set_up(make_job, num_stages, topology, given)
+        self.layer_list, self.graph, self.pulse = self.job.layers, self.job.graph, self.job.pulse
+        self.input_name, self.frozen = self.job.input_name, self.job.frozen
         self.plan: Plan | None = None
         self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
         self._relay: list[RelayLayer] | None = None
         self._partition_method = partition_method
-        if self.pulse is not None:
-            check_functions(self.layer_list, self.graph, loss_fn)
-            check_shared(self.shared, self.graph)
-        num_stages = job.check(num_stages, topology, dynamic_shape=dynamic_shape)
-        init_distributed(self.pulse.timeout_seconds if self.pulse else None)
-        num_stages = job.settle(num_stages, topology)
-        check_world(num_stages, topology)
+        self._problem: PulseError | None = None
+        self._is_made = False
         hook.install()
         hook.guard()
-        super().__init__(
-            layers=[unwrap(layer) for layer in self.layer_list],
-            num_stages=num_stages,
-            topology=job.topology(num_stages) if topology is None else topology,
-            loss_fn=loss_fn,
-            seed_layers=seed_layers,
-            seed_fn=seed_fn,
-            base_seed=base_seed,
-            partition_method=partition_method if isinstance(partition_method, str) else "parameters",
-            activation_checkpoint_interval=activation_checkpoint_interval,
-            activation_checkpoint_func=arguments.of_upstream(relays=self.graph.uses_names, planned=job.enabled),
-            checkpointable_layers=checkpointable_layers,
-            dynamic_shape=dynamic_shape,
-        )
+        with watched_start(self.watchdog, 'PipelineModule(): settling what is "auto"'):
+            num_stages = self.job.settle(num_stages, topology)
+            check_world(num_stages, topology)
+            self._doing("PipelineModule(): making process groups")
+            super().__init__(
+                layers=[unwrap(layer) for layer in self.layer_list],
+                num_stages=num_stages,
+                topology=self.job.topology(num_stages) if topology is None else topology,
+                loss_fn=loss_fn,
+                seed_layers=seed_layers,
+                seed_fn=seed_fn,
+                base_seed=base_seed,
+                partition_method=partition_method if isinstance(partition_method, str) else "parameters",
+                activation_checkpoint_interval=activation_checkpoint_interval,
+                activation_checkpoint_func=arguments.of_upstream(
+                    relays=self.graph.uses_names, planned=self.job.enabled
+                ),
+                checkpointable_layers=checkpointable_layers,
+                dynamic_shape=dynamic_shape,
+            )
+
+    def _doing(self, what: str) -> None:
+        """Say what comes next while the module is made."""
+        if self.watchdog is not None:
+            self.watchdog.go_on(what)
+
+    def _watched(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.watchdog is None else self.watchdog.watching_patiently(what)
 
     # -- configuration -----------------------------------------------------------------------
 
@@ -183,7 +217,8 @@ class PipelineModule(upstream.PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         self._check_divides()
         if self.pulse_enabled:
-            self.planned = self.job.plan(self._grid, self._topo)
+            self._doing("PipelineModule(): planning")
+            self.planned = self.job.plan(self._grid, self._topo, self._doing)
             self.plan = self.planned.plan
             self.parts = list(self.plan.boundaries)
             self._local_layers = list(self.plan.layers_of(self.stage_id))
@@ -212,6 +247,38 @@ class PipelineModule(upstream.PipelineModule):
             )
 
     def _build(self) -> None:
+        self._doing("PipelineModule(): building layers")
+        with self._keeping_problem("while its layers are built"):
+            self._build_layers()
+
+    def to(self, *args: Any, **kwargs: Any) -> PipelineModule:
+        """As upstream; what goes wrong while the module is made is told to all ranks."""
+        if self._is_made:
+            return super().to(*args, **kwargs)
+        with self._keeping_problem("while its layers are moved to the device"):
+            super().to(*args, **kwargs)
+        return self
+
+    @contextmanager
+    def _keeping_problem(self, when: str) -> Iterator[None]:
+        """What one rank meets is raised by all where they meet next; without pulse, upstream's way."""
+        try:
+            yield
+        except Exception as problem:
+            if not self.pulse_enabled:
+                raise
+            self._problem = self._problem or as_pulse_error(problem, f"rank {self.global_rank}, {when}")
+
+    def _index_tied_modules(self) -> Any:
+        """As upstream, the first that ranks do together once all have built their layers."""
+        self._doing("PipelineModule(): waiting for the others to build their layers")
+        self._is_made = True
+        if self.pulse_enabled:
+            raise_everywhere(self._problem, "building layers", self.world_size)
+        self._doing("PipelineModule(): tying weights")
+        return super()._index_tied_modules()
+
+    def _build_layers(self) -> None:
         if not self.pulse_enabled:
             super()._build()
             adopt_tied_calls(self.forward_funcs, self.tied_modules)
@@ -372,7 +439,8 @@ class PipelineModule(upstream.PipelineModule):
 
     def decide_on_first(self, make: Callable[[], Any], what: str) -> Any:
         """What ``make`` gives on global rank 0, on every rank of the world; its error likewise."""
-        return agree(make, what)
+        with self._watched(what):
+            return agree(make, what)
 
     def together(self, act: Callable[[], Any], what: str) -> Any:
         """What ``act`` gives on this rank; what any rank of the world meets in it is raised by all."""
@@ -395,15 +463,16 @@ class PipelineModule(upstream.PipelineModule):
         """
         if self._grid.data_parallel_id != 0:
             return None
-        return carry_to_host(
-            tensor,
-            shape=shape,
-            dtype=dtype,
-            source=self._grid.pp_group[owner],
-            target=self._grid.pp_group[0],
-            group=self._grid.get_pipe_parallel_group(),
-            device=torch.device(get_accelerator().device_name(self.local_rank)),
-        )
+        with self._watched("bringing weights to rank 0"):
+            return carry_to_host(
+                tensor,
+                shape=shape,
+                dtype=dtype,
+                source=self._grid.pp_group[owner],
+                target=self._grid.pp_group[0],
+                group=self._grid.get_pipe_parallel_group(),
+                device=torch.device(get_accelerator().device_name(self.local_rank)),
+            )
 
     def full_precision(self, parameter: torch.Tensor) -> torch.Tensor:
         """The optimizer's fp32 master copy of a parameter, where it has one; all data-parallel replicas call it."""

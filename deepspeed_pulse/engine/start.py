@@ -6,8 +6,10 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,14 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import comm as upstream_comm
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
+from deepspeed_pulse.engine.observation.watchdog import START_SECONDS
 from deepspeed_pulse.errors import ConfigError
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
-
-START_SECONDS = 300.0
-"""Ranks wait at least so long for one another before the first step, however short ``timeout_seconds`` is."""
 
 
 def load_config(config: Config | None) -> dict[str, Any] | None:
@@ -56,7 +58,11 @@ def _config_on_command_line() -> str | None:
 
 
 def init_distributed(timeout_seconds: float | None) -> None:
-    """Start the process group when nobody has; alone on a machine no launcher is needed."""
+    """Start the process group when nobody has; alone on a machine no launcher is needed.
+
+    Args:
+        timeout_seconds: of the ``"pulse"`` block; None without one.
+    """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if "LOCAL_RANK" not in os.environ:
         if not alone or (dist.is_initialized() and dist.get_world_size() > 1):
@@ -75,8 +81,30 @@ def init_distributed(timeout_seconds: float | None) -> None:
         deepspeed.init_distributed()
     else:
         # Ranks start and plan at different times: a short timeout is for the steps.
-        deepspeed.init_distributed(timeout=timedelta(seconds=max(timeout_seconds, START_SECONDS)))
+        deepspeed.init_distributed(timeout=start_timeout(timeout_seconds))
     atexit.register(_end_distributed)
+
+
+def start_timeout(timeout_seconds: float) -> timedelta:
+    """How long ranks that live wait for one another before the first step."""
+    return timedelta(seconds=max(timeout_seconds, START_SECONDS))
+
+
+@contextmanager
+def groups_with_timeout(timeout_seconds: float) -> Iterator[None]:
+    """Process groups that upstream makes inside have a timeout of their own, not torch's half an hour.
+
+    A group over gloo waits in its making for its ranks; upstream passes no timeout on.
+    """
+    backend = upstream_comm.cdb
+    if type(backend).new_group is not TorchBackend.new_group:
+        yield
+        return
+    backend.new_group = partial(torch.distributed.new_group, timeout=start_timeout(timeout_seconds))
+    try:
+        yield
+    finally:
+        del backend.new_group
 
 
 def _skip_kernel() -> None:
@@ -89,14 +117,18 @@ def _skip_kernel() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def has_failed() -> bool:
+    """True while the interpreter goes down after an error."""
+    return getattr(sys, "last_value", None) is not None
+
+
 def _end_distributed() -> None:
     """End what :func:`init_distributed` started, unless the run failed.
 
     Threads of a process group that is still there while the interpreter goes down can abort the
     process; after a failure peers are gone and waiting for them would hang.
     """
-    failed = getattr(sys, "last_value", None) is not None
-    if torch.distributed.is_initialized() and not failed:
+    if torch.distributed.is_initialized() and not has_failed():
         torch.distributed.destroy_process_group()
 
 

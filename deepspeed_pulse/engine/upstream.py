@@ -76,6 +76,8 @@ RELIED_ON = {
         "set_train_batch_size",
         "train_batch",
     ),
+    "deepspeed.comm.comm": ("cdb",),
+    "deepspeed.comm.torch.TorchBackend": ("new_group",),
     "deepspeed.runtime.engine.DeepSpeedEngine": (
         "__init__",
         "_backward_epilogue",

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from deepspeed_pulse.engine.observation import whereabouts
+from deepspeed_pulse.engine.observation import processes, watchdog, whereabouts
+from deepspeed_pulse.engine.observation.processes import Process
 from deepspeed_pulse.engine.observation.watchdog import OUTSIDE, Watchdog
-from deepspeed_pulse.engine.observation.whereabouts import Whereabouts
+from deepspeed_pulse.engine.observation.whereabouts import Place, Whereabouts
 from deepspeed_pulse.errors import PeerError
 
 TIMEOUT = 0.05
 LIMIT = 1.2 * TIMEOUT + 1.0
 """When it acts: a little after the runtime's own waits would have raised."""
 
+BEAT = 0.05
 
-def wait_for(said: list[str], seconds: float) -> None:
+
+def soon(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
-    while not said and time.monotonic() < end:
+    while not holds() and time.monotonic() < end:
         time.sleep(0.01)
+    return holds()
 
 
 def test_it_says_rank_place_and_knob() -> None:
     said: list[str] = []
-    watchdog = Watchdog(3, TIMEOUT, said.append)
+    dog = Watchdog(3, TIMEOUT, said.append)
     start = time.monotonic()
-    watchdog.enter("action 2F0 (stage 2, microbatch 0)")
-    wait_for(said, LIMIT + 10)
+    dog.enter("action 2F0 (stage 2, microbatch 0)")
+    assert soon(lambda: bool(said))
     assert time.monotonic() - start > 1.0, "it gives the runtime's own errors time to come first"
     assert len(said) == 1
     for part in ("rank 3", "action 2F0 (stage 2, microbatch 0)", '"timeout_seconds" = 0.05'):
@@ -39,11 +49,11 @@ def test_it_says_rank_place_and_knob() -> None:
 
 def test_it_is_silent_while_places_change_and_after_leaving() -> None:
     said: list[str] = []
-    watchdog = Watchdog(0, TIMEOUT, said.append)
+    dog = Watchdog(0, TIMEOUT, said.append)
     end = time.monotonic() + LIMIT + 0.3
     while time.monotonic() < end:
-        with watchdog.watching("a place"):
-            watchdog.enter("another place")
+        with dog.watching("a place"):
+            dog.enter("another place")
             time.sleep(0.02)
     time.sleep(LIMIT + 0.3)
     assert said == []
@@ -51,56 +61,154 @@ def test_it_is_silent_while_places_change_and_after_leaving() -> None:
 
 def test_it_watches_inside_only_even_after_an_error() -> None:
     said: list[str] = []
-    watchdog = Watchdog(0, TIMEOUT, said.append)
-    try:
-        with watchdog.watching("a place"):
-            raise ValueError
-    except ValueError:
-        pass
-    wait_for(said, LIMIT + 0.3)
+    dog = Watchdog(0, TIMEOUT, said.append)
+    with pytest.raises(ValueError), dog.watching("a place"):
+        raise ValueError
+    time.sleep(LIMIT + 0.3)
     assert said == []
 
 
-BEAT = 0.05
+def test_what_lies_inside_another_place_leads_back_to_it() -> None:
+    dog = Watchdog(0, 1000.0)
+    with dog.watching("train_batch"):
+        with dog.watching_patiently("save_checkpoint"):
+            assert dog._place.doing == "save_checkpoint" and dog._place.patience == 1000.0
+        assert (dog._place.doing, dog._place.inside) == ("train_batch", True)
+    assert dog._place.doing == OUTSIDE
 
 
-def soon(holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
+@pytest.fixture
+def store() -> Any:
+    return torch.distributed.HashStore()
 
 
-def test_all_ranks_are_named_those_longest_in_one_place_first() -> None:
-    store = torch.distributed.HashStore()
-    ranks = [Whereabouts(store, rank, 4, 10.0 if rank == 0 else BEAT) for rank in range(3)]  # the first one reads
-    watchdogs = [Watchdog(rank, 1000.0, whereabouts=where) for rank, where in enumerate(ranks)]
-    watchdogs[1].enter("action 1F0 (stage 1, microbatch 0)")
-    assert soon(lambda: bool(store.check(["deepspeed_pulse/whereabouts/1"])))
-    # a rank that was stopped long ago; the last one has not begun
-    line = {"doing": "action 2B1 (stage 2, microbatch 1)", "seconds": 1.0, "inside": True, "at": time.time() - 50}
-    store.set("deepspeed_pulse/whereabouts/2", json.dumps(line))
-    with pytest.raises(PeerError) as caught, watchdogs[0].watching("action 0B0 (stage 0, microbatch 0)"):
+def begin(store: Any, rank: int, size: int, timeout: float = 1000.0, act: Any = None) -> Watchdog:
+    """The watchdog of a rank of several in this process."""
+    dog = Watchdog(rank, timeout, act or (lambda message: None), whereabouts=Whereabouts(store, rank, size, BEAT))
+    dog.start()
+    return dog
+
+
+def line_of(dog: Watchdog, rank: int, **changes: Any) -> None:
+    """Another rank's line, as if it had written it."""
+    process = {"machine": "", "number": 0, "started": ""}
+    line = {"doing": "there", "seconds": 1.0, "inside": True, "gave_up": "", "ended": False, "at": time.time()}
+    assert dog._whereabouts is not None
+    dog._whereabouts._store.set(
+        f"deepspeed_pulse/whereabouts/{rank}", json.dumps({**line, "process": process, **changes})
+    )
+
+
+@pytest.fixture
+def gone_process() -> dict[str, Any]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        found = Process.find(child.pid)
+        assert found is not None and not found.is_gone
+        child.kill()
+        assert soon(lambda: found.is_gone), "a process that waits for its parent to notice is gone"
+    assert found.is_gone
+    return vars(found)
+
+
+def test_all_ranks_are_named_those_gone_or_longest_in_one_place_first(store: Any, gone_process: Any) -> None:
+    dog = begin(store, 0, 6)
+    line_of(dog, 1, doing="action 1F0 (stage 1, microbatch 0)")
+    line_of(dog, 2, doing="action 2B1 (stage 2, microbatch 1)", at=time.time() - 50)
+    line_of(dog, 4, doing="action 4B1", process=gone_process)
+    line_of(dog, 5, doing="save_checkpoint", gave_up="FileError: disk full", inside=False)
+    with pytest.raises(PeerError) as caught, dog.watching("action 0B0 (stage 0, microbatch 0)"):
         raise PeerError("pipeline rank 1 did not send")
-    first, title, *rest = str(caught.value).splitlines()
+    first, gone, title, *rest = str(caught.value).splitlines()
     assert (first, title) == ("pipeline rank 1 did not send", "where the ranks are:")
-    assert [row.split(":")[0].strip() for row in rest] == ["rank 3", "rank 2", "rank 1", "rank 0"]
-    assert rest[0].endswith("has not begun a step")
-    assert "no sign of life for 5" in rest[1] and rest[1].endswith("it was in action 2B1 (stage 2, microbatch 1)")
-    assert "in action 1F0 (stage 1, microbatch 0) for" in rest[2]
-    assert "in action 0B0 (stage 0, microbatch 0) for" in rest[3]
-    watchdogs[1].leave()
+    assert gone == "rank 4 of this machine is gone"
+    assert {row.split(":")[0].strip() for row in rest[:2]} == {"rank 3", "rank 4"}
+    assert [row.split(":")[0].strip() for row in rest[2:4]] == ["rank 5", "rank 2"]
+    text = "\n".join(rest)
+    assert "rank 3: has not begun" in text
+    assert f"rank 4: is gone, its process {gone_process['number']} was killed or crashed; it was in action 4B1" in text
+    assert "rank 5: gave up in save_checkpoint: FileError: disk full" in text
+    assert "rank 2: no sign of life for 50." in text and "it was in action 2B1 (stage 2, microbatch 1)" in text
+    assert "rank 1: in action 1F0 (stage 1, microbatch 0) for" in text
+    assert "rank 0: in action 0B0 (stage 0, microbatch 0) for" in text
 
 
-def test_a_rank_outside_of_steps_is_said_to_be_there() -> None:
-    store = torch.distributed.HashStore()
-    watchdog = Watchdog(0, 1000.0, whereabouts=Whereabouts(store, 0, 2, BEAT))
-    with watchdog.watching("a place"):
-        assert soon(lambda: bool(store.check(["deepspeed_pulse/whereabouts/0"])))
-    assert soon(lambda: json.loads(store.get("deepspeed_pulse/whereabouts/0"))["doing"] == OUTSIDE)
-    other = Whereabouts(store, 1, 2, BEAT)
-    time.sleep(5 * BEAT)  # it writes no more, and is not called silent
-    assert f"rank 0: in {OUTSIDE} for" in other.text(("a place", time.monotonic(), True))
+def test_a_broken_connection_is_told_with_what_was_done_and_who_is_gone(store: Any, gone_process: Any) -> None:
+    dog = begin(store, 0, 2)
+    line_of(dog, 1, doing="load_checkpoint", process=gone_process)
+    closed = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:2")
+    with pytest.raises(PeerError) as caught, dog.watching_patiently("save_checkpoint"):
+        raise closed
+    assert str(caught.value).startswith("rank 0, in save_checkpoint: [/third_party/gloo")
+    assert "rank 1 of this machine is gone" in str(caught.value) and "it was in load_checkpoint" in str(caught.value)
+    assert caught.value.__cause__ is closed
+    with pytest.raises(RuntimeError, match=r"^mine$"), dog.watching("a place"):
+        raise RuntimeError("mine")
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(store: Any, gone_process: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(watchdog, "PARTING_SECONDS", 0.2)
+    said: list[str] = []
+    dog = begin(store, 0, 2, 4.0, said.append)
+    line_of(dog, 1, process=gone_process)
+    dog.meet()
+    time.sleep(1.5)
+    assert said == [], "outside there is nothing that it could wait for"
+    with dog.watching_patiently("building layers"):
+        assert soon(lambda: bool(said))
+    assert "rank 0 has been in building layers for" in said[0] and "and rank 1 is gone; this rank ends" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "rank 1: no sign of life"),
+        ({"gave_up": "OSError: no"}, "rank 1: gave up in there: OSError: no"),
+        ({"ended": True}, "rank 1: has ended as it should"),
+        (None, "rank 1: has not begun"),
+    ],
+)
+def test_a_silent_rank_is_not_waited_for(store: Any, changes: Any, told: str, monkeypatch: Any) -> None:
+    said: list[str] = []
+    dog = begin(store, 0, 3, 1.0, said.append)
+    begin(store, 2, 3)
+    if changes is not None:
+        line_of(dog, 1, **changes)
+    with dog.watching_patiently("planning"):
+        assert soon(lambda: bool(said))
+    assert 'longer than "timeout_seconds" = 1' in said[0] and told in said[0].splitlines()[0]
+    assert "rank 2" not in said[0].splitlines()[0]
+
+
+def test_ranks_that_live_are_waited_for_outside_of_steps(store: Any) -> None:
+    said: list[str] = []
+    dogs = [begin(store, rank, 2, 0.2, said.append) for rank in range(2)]
+    with dogs[0].watching_patiently("planning"):
+        time.sleep(2.5)
+    assert said == []
+
+
+def test_without_its_launcher_a_rank_ends(gone_process: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(watchdog, "launchers", lambda: (Process(**gone_process),))
+    said: list[str] = []
+    Watchdog(0, 1.0, said.append).start()
+    assert soon(lambda: bool(said))
+    assert f"the launcher (process {gone_process['number']}) is gone; this rank ends" in said[0]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("deepspeed", 1), ("train.py", 0), ("torchrun", 1)])
+def test_launchers_are_known_by_their_command_lines(name: str, expected: int, tmp_path: Path) -> None:
+    look = "from deepspeed_pulse.engine.observation.processes import launchers; print(len(launchers()))"
+    script = tmp_path / name
+    script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {look!r}], check=True)\n")
+    # behind a shell, as --no_python and user scripts have it
+    command = ["sh", "-c", f"{sys.executable} -u {script} --local_rank=0; true"]
+    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) == expected
+
+
+def test_a_process_of_another_machine_is_never_said_to_be_gone(gone_process: Any) -> None:
+    assert not Process(**{**gone_process, "machine": "another"}).is_gone
+    assert not Process(**{**gone_process, "machine": ""}).is_gone
+    assert Process(**{**vars(processes.this_process()), "started": "0"}).is_gone, "another process has the number now"
 
 
 class StoppedStore:
@@ -113,5 +221,29 @@ class StoppedStore:
 
 def test_a_store_that_does_not_answer_is_said_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whereabouts, "ANSWER_SECONDS", 0.1)
-    text = Whereabouts(StoppedStore(), 1, 2, BEAT).text(("a place", time.monotonic(), True))
-    assert "did not answer within 0.1 s" in text and "stopped or dead" in text
+    text = Whereabouts(StoppedStore(), 1, 2, BEAT).text(Place("a place"))
+    assert "the store of the process group does not answer" in text and "stopped or dead" in text
+
+
+@pytest.fixture
+def usual_sigterm() -> Iterator[None]:
+    yield
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_sigterm_is_heard_while_the_main_thread_is_busy(usual_sigterm: None) -> None:
+    from deepspeed_pulse.engine.observation.stopping import StopRequest
+
+    heard: list[bool] = []
+    request = StopRequest(lambda: heard.append(True))
+    request.listen()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)  # ends it, and its parent hears nothing
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    assert heard == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert soon(lambda: bool(heard))
+    request.ignore()

@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine.data.batches import entry_text
-from deepspeed_pulse.errors import BatchError, ConfigError, FileError, PulseError, RunError
+from deepspeed_pulse.errors import BatchError, ConfigError, FileError, PulseError, RunError, in_words
 
 T = TypeVar("T")
 
@@ -127,20 +127,29 @@ def raise_everywhere(
         raise told from (None if problem is told else problem)
 
 
-def everywhere(act: Callable[[], T], what: str) -> T:
+def everywhere(act: Callable[[], T], what: str, kind: type[PulseError] = FileError) -> T:
     """Run ``act`` on every rank of the world; what one rank meets is raised by all.
 
     Args:
         act: makes no collective calls that a rank which fails would leave out.
-        what: names what failed, for an error that is no PulseError: it is told as a FileError.
+        what: names what failed, for an error that is no PulseError: it is told as one of ``kind``.
     """
     problem: Exception | None = None
     try:
         result = act()
     except Exception as found:
         problem = found
-    raise_everywhere(problem, what, dist.get_world_size(), FileError)
+    raise_everywhere(problem, what, dist.get_world_size(), kind)
     return result
+
+
+def as_pulse_error(problem: Exception, what: str) -> PulseError:
+    """An error that can be told to other ranks; it names ``what`` where it is none of this package's."""
+    if isinstance(problem, PulseError):
+        return problem
+    told = RunError(f"{what}: {in_words(problem)}")
+    told.__cause__ = problem
+    return told
 
 
 def check_something_trains(parameters: Iterable[torch.nn.Parameter], group_size: int) -> None:

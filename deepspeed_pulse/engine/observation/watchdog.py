@@ -1,4 +1,4 @@
-"""Ends a rank that has been in one place for too long, saying where it and the other ranks are."""
+"""Ends a rank that waits for one that is gone, stopped or late, saying what it does and where the other ranks are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-from deepspeed_pulse.engine.observation.whereabouts import Place, Whereabouts
-from deepspeed_pulse.errors import PeerError
+import torch
 
-OUTSIDE = "the training script, outside train_batch and eval_batch,"
+from deepspeed_pulse.engine.observation.processes import launchers
+from deepspeed_pulse.engine.observation.stopping import StopRequest
+from deepspeed_pulse.engine.observation.whereabouts import Place, Whereabouts, named, of_default_group
+from deepspeed_pulse.errors import PeerError, PulseError
+
+OUTSIDE = "the training script, outside of pulse,"
+
+START_SECONDS = 300.0
+"""Before the first step, in saving and in loading, ranks that live wait at least so long for one another."""
+
+PARTING_SECONDS = 10.0
+"""How long a rank may take to find out by itself that another one is gone; it then says more than the watchdog can."""
+
+LOST_SECONDS = 2.0
+"""How long after a broken connection the watchdog looks for the process that is gone."""
+
+READ_SECONDS = 10.0
+"""The longest time between two looks at the others' lines while a rank waits long."""
 
 
 def beat_seconds(timeout_seconds: float) -> float:
@@ -21,14 +39,15 @@ def beat_seconds(timeout_seconds: float) -> float:
 
 
 class Watchdog:
-    """A thread that knows what the rank is doing and since when.
+    """Knows what the rank is doing and since when; a thread of its own looks after it.
 
-    It acts where an exception cannot: inside a collective that never returns. The process ends with
-    exit status 1 after the message, and the launcher ends the other ranks.
+    The thread acts where an exception cannot: inside a collective that never returns. The process ends with exit
+    status 1 after the message, and the launcher ends the other ranks. There is one watchdog a process
+    (:func:`of_process`), from before the process group is started to the end.
 
     Args:
         rank: global rank, for the message.
-        timeout_seconds: longest time in one place.
+        timeout_seconds: longest time in one place of a step; longest silence of another rank elsewhere.
         act: what to do when the time is up, for tests; ends the process by default.
         whereabouts: where the other ranks are; None where that is not known.
     """
@@ -40,55 +59,201 @@ class Watchdog:
         act: Callable[[str], None] | None = None,
         whereabouts: Whereabouts | None = None,
     ) -> None:
-        self._rank, self._timeout = rank, timeout_seconds
+        self._rank, self.timeout_seconds = rank, timeout_seconds
         self._act = act or _end_process
         self._whereabouts = whereabouts
-        self._place: Place = OUTSIDE, time.monotonic(), False
+        self._place = Place(OUTSIDE, inside=False)
         """One value, so that threads never see half of a change."""
         self._thread: threading.Thread | None = None
+        self._launchers = launchers()
+        self._looked_at: Place | None = None
+        self._next_look = 0.0
+        self._gone_since: float | None = None
+        self._group: Any = None
+        self.stop_request = StopRequest(self.asked_to_stop)
 
-    def enter(self, doing: str) -> None:
-        """The rank starts something that must be over in time."""
-        self._place = doing, time.monotonic(), True
+    def start(self) -> None:
+        """Begin to look, and to tell where this rank is."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="pulse-watchdog", daemon=True)
             self._thread.start()
             if self._whereabouts is not None:
                 self._whereabouts.start(lambda: self._place)
 
+    def join_others(self) -> None:
+        """The process group is there: tell the others where this rank is."""
+        group = torch.distributed.group.WORLD
+        if group is self._group:
+            return
+        self.end()
+        self._group = group
+        self._whereabouts = of_default_group(
+            self._rank, torch.distributed.get_world_size(), beat_seconds(self.timeout_seconds)
+        )
+        if self._whereabouts is not None:
+            self._whereabouts.start(lambda: self._place)
+
+    def meet(self) -> None:
+        """All ranks have come: keep who they are."""
+        if self._whereabouts is not None:
+            self._whereabouts.meet()
+
+    def end(self) -> None:
+        """The process ends as it should."""
+        if self._whereabouts is not None:
+            self._whereabouts.end()
+
+    def enter(self, doing: str) -> None:
+        """The rank starts something that must be over in time."""
+        self._place = Place(doing, patience=self.timeout_seconds)
+        self.start()
+
+    def go_on(self, doing: str) -> None:
+        """The next part of the same, with as much patience."""
+        self._place = replace(self._place, doing=doing, since=time.monotonic())
+
     def leave(self) -> None:
         """Nothing is under way."""
-        self._place = OUTSIDE, time.monotonic(), False
+        self._place = Place(OUTSIDE, inside=False)
 
     @contextmanager
     def watching(self, doing: str) -> Iterator[None]:
         """Watch while inside; :meth:`enter` says what comes next. Where a peer is missing, say where all ranks are."""
-        self.enter(doing)
+        with self._within(Place(doing, patience=self.timeout_seconds)):
+            yield
+
+    @contextmanager
+    def watching_patiently(self, doing: str) -> Iterator[None]:
+        """The same for what may take long while all ranks live: starting, planning, saving, loading."""
+        with self._within(Place(doing, patience=max(self.timeout_seconds, START_SECONDS))):
+            yield
+
+    @contextmanager
+    def _within(self, place: Place) -> Iterator[None]:
+        before, self._place = self._place, place
+        self.start()
+        after = before
         try:
             yield
-        except PeerError as problem:
-            raise PeerError(f"{problem}{self._where_all_are()}") from problem.__cause__
+        except Exception as problem:
+            last = Place(self._place.doing, inside=False, gave_up=f"{type(problem).__name__}: {problem}")
+            told = self._told(problem)
+            if self._whereabouts is not None:
+                self._whereabouts.tell(last)
+            after = before if before.inside else last
+            if told is problem:
+                raise
+            raise told from (problem.__cause__ if isinstance(problem, PeerError) else problem)
         finally:
-            self.leave()
+            self._place = replace(after, since=time.monotonic())
+
+    def _told(self, problem: Exception) -> Exception:
+        """What a missing rank has caused, with what this one did, who is gone and where all are; or the same."""
+        if self._whereabouts is None or getattr(problem, "is_told", False):
+            return problem
+        if isinstance(problem, PeerError):
+            text = str(problem)
+        elif _is_of_a_connection(problem):
+            text = f"rank {self._rank}, in {self._place.doing}: {str(problem).splitlines()[0]}"
+        else:
+            return problem
+        told = PeerError(f"{text}{self._who_is_gone()}")
+        told.is_told = True
+        return told
+
+    def _who_is_gone(self) -> str:
+        assert self._whereabouts is not None
+        gone = self._whereabouts.gone_soon(LOST_SECONDS)
+        lost = f"\n{named(gone)} of this machine is gone" if gone else ""
+        return f"{lost}{self._where_all_are()}"
+
+    def asked_to_stop(self) -> None:
+        """SIGTERM before there is an engine that could save: nothing is lost by ending."""
+        self._end_with(f"rank {self._rank}: SIGTERM in {self._place.doing}: this rank ends", status=143)
 
     def _watch(self) -> None:
         while True:
-            time.sleep(beat_seconds(self._timeout))
-            doing, since, inside = self._place
-            seconds = time.monotonic() - since if inside else 0.0
-            # Waits inside the runtime raise by themselves; a little later the watchdog makes sure.
-            if seconds > 1.2 * self._timeout + 1.0:
-                self._act(
-                    f"rank {self._rank} has been in {doing} for {seconds:.0f} s, longer than "
-                    f'"timeout_seconds" = {self._timeout:g}: a peer is silent or dead; this rank ends'
-                    f"{self._where_all_are()}"
-                )
+            time.sleep(beat_seconds(self.timeout_seconds))
+            problem = self._problem(self._place)
+            if problem:
+                self._act(f"{problem}; this rank ends{self._where_all_are()}")
                 return
+
+    def _problem(self, place: Place) -> str:
+        """Why the rank cannot go on; empty where it can."""
+        missing = next((process for process in self._launchers if process.is_gone), None)
+        if missing is not None:
+            return f"rank {self._rank} is in {place.doing}, and the launcher (process {missing.number}) is gone"
+        if not place.inside:
+            return ""
+        seconds = time.monotonic() - place.since
+        # Waits inside the runtime raise by themselves; a little later the watchdog makes sure.
+        if seconds > min(1.2 * place.patience, place.patience + 10.0) + 1.0:
+            return (
+                f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s, longer than "
+                f"{self._allowed(place)}: a peer is silent or dead"
+            )
+        return "" if self._whereabouts is None else self._missing_rank(place, seconds)
+
+    def _allowed(self, place: Place) -> str:
+        if place.patience == self.timeout_seconds:
+            return f'"timeout_seconds" = {self.timeout_seconds:g}'
+        return f'{place.patience:g} s, which ranks wait for one another here (or "timeout_seconds" where that is more)'
+
+    def _missing_rank(self, place: Place, seconds: float) -> str:
+        """Another rank that this one must not wait for; empty where there is none."""
+        assert self._whereabouts is not None
+        if place is not self._looked_at:
+            self._looked_at, self._gone_since, self._next_look = place, None, time.monotonic() + 1.0
+            self._whereabouts.look_anew()
+        gone = self._whereabouts.gone()
+        if gone:
+            if self._gone_since is None:
+                self._gone_since = time.monotonic()
+                self._whereabouts.meet()  # what they said last: they may have ended as they should
+            if time.monotonic() - self._gone_since > min(self.timeout_seconds, PARTING_SECONDS):
+                return f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s, and {named(gone)} is gone"
+        if place.patience == self.timeout_seconds or time.monotonic() < self._next_look:
+            return ""
+        self._next_look = time.monotonic() + min(self.timeout_seconds / 4, READ_SECONDS)
+        absent = self._whereabouts.absent(self.timeout_seconds)
+        if not absent:
+            return ""
+        return (
+            f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s and waits for others in vain, for longer "
+            f'than "timeout_seconds" = {self.timeout_seconds:g}: {"; ".join(absent[:4])}'
+        )
 
     def _where_all_are(self) -> str:
         return "" if self._whereabouts is None else f"\n{self._whereabouts.text(self._place)}"
 
+    def _end_with(self, message: str, status: int) -> None:
+        _end_process(f"{message}{self._where_all_are()}", status)
 
-def _end_process(message: str) -> None:
-    print(f"pulse: watchdog: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+
+def _is_of_a_connection(problem: Exception) -> bool:
+    """True for what collectives raise when another rank is gone or silent."""
+    if isinstance(problem, PulseError) or not isinstance(problem, RuntimeError):
+        return False
+    words = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(problem, torch.distributed.DistError) or any(word in str(problem) for word in words)
+
+
+def _end_process(message: str, status: int = 1) -> None:
+    # one write: lines of ranks do not mix
+    os.write(sys.stderr.fileno(), f"pulse: watchdog: {message}\n".encode())
+    os._exit(status)
+
+
+_found: tuple[int, Watchdog] | None = None
+
+
+def of_process(timeout_seconds: float) -> Watchdog:
+    """The process's watchdog, begun if there is none; the newest ``timeout_seconds`` counts."""
+    global _found
+    if _found is None or _found[0] != os.getpid():  # a child's threads are not the parent's
+        _found = os.getpid(), Watchdog(int(os.environ.get("RANK", "0")), timeout_seconds)
+    watchdog = _found[1]
+    watchdog.timeout_seconds = timeout_seconds
+    watchdog.start()
+    return watchdog

@@ -1,7 +1,8 @@
-"""Where every rank is, kept in the store of the default process group, to say who is late when one is.
+"""Where every rank is, kept in the store of the default process group, to say who is late or gone when one is.
 
-A thread of each rank writes a line about once a second while a step runs; nothing is written per action. Whoever gives
-up reads the lines of all. A rank that is stopped writes no more: its line is old, and says where it was.
+A thread of each rank writes a line about once a second; nothing is written per action. Whoever gives up reads the lines
+of all. A rank that is stopped writes no more: its line is old, and says where it was. Lines also name the ranks'
+processes: of one on the same machine that has ended without a word, the others know at once.
 """
 
 from __future__ import annotations
@@ -10,18 +11,40 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+
+from deepspeed_pulse.engine.observation.processes import Process, this_process
 
 ANSWER_SECONDS = 3.0
 """How long the store may take to answer; the rank that holds it may be the one that is stopped."""
 
 SHOWN = 32
-"""Lines of a message; the ranks that have been longest in one place come first."""
+"""Lines of a message; the ranks that are gone or have been longest in one place come first."""
 
-Place = tuple[str, float, bool]
-"""What a rank is in, since when (``time.monotonic``), and whether that is inside a step."""
+LONGEST_REASON = 200
+"""Characters of a rank's last words that others repeat."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank is in.
+
+    Attributes:
+        doing: in words.
+        since: ``time.monotonic``.
+        inside: false where the training script has control.
+        patience: seconds that it may last while all other ranks live.
+        gave_up: why the rank left its last place by an exception; empty where it did not.
+    """
+
+    doing: str
+    since: float = field(default_factory=time.monotonic)
+    inside: bool = True
+    patience: float = float("inf")
+    gave_up: str = ""
 
 
 class Whereabouts:
@@ -30,71 +53,151 @@ class Whereabouts:
     Args:
         store: shared by the ranks.
         rank, world_size: global.
-        beat_seconds: time between two lines of a rank that is inside a step.
+        beat_seconds: time between two lines of a rank.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._beat_seconds = beat_seconds
+        self._mine = this_process()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answers = True
+        self._known: dict[int, dict[str, Any]] = {}
+        """The last line that was read of each rank."""
+        self._unchanged: dict[int, tuple[Any, float]] = {}
+        """What tells that a rank goes on, and since when this rank has seen it unchanged."""
 
     def start(self, place: Callable[[], Place]) -> None:
-        """Begin to write where this rank is."""
+        """Begin to write where this rank is; the first line is there when this returns."""
         # A connection of its own: the process group's own waits would hold it up.
         store = self._store.clone()
-        threading.Thread(target=self._beat, args=(store, place), name="pulse-whereabouts", daemon=True).start()
+        _quietly(lambda: self._write(store, place()))
+        self._thread = threading.Thread(target=self._beat, args=(store, place), name="pulse-whereabouts", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """This rank ends as it should, or leaves this group: its last line says so."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(ANSWER_SECONDS)
+
+    def tell(self, place: Place) -> None:
+        """Write where this rank is, at once."""
+        self._ask(lambda store: self._write(store, place))
+
+    def meet(self) -> None:
+        """Read all lines, so that the others' processes are known when the store is gone."""
+        self._ask(self._read)
+
+    def gone(self) -> list[int]:
+        """Ranks on this machine whose processes have ended without a word."""
+        return [rank for rank, line in self._known.items() if _is_gone(line)]
+
+    def gone_soon(self, seconds: float) -> list[int]:
+        """The same, waited for: a connection is closed a little before its process is gone."""
+        end = time.monotonic() + seconds
+        self._ask(self._read)
+        while not self.gone() and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.gone()
+
+    def absent(self, seconds: float) -> list[str]:
+        """Lines of ranks that have given no sign of life while this rank looked, for so long, or gave up or ended."""
+        if not self._ask(self._read, seconds=max(ANSWER_SECONDS, seconds / 2)):
+            return [_NO_STORE]
+        now = time.monotonic()
+        found = []
+        for rank in range(self._world_size):
+            line = self._known.get(rank, {})
+            sign = None if line.get("ended") or line.get("gave_up") else line.get("at")
+            before = self._unchanged.setdefault(rank, (sign, now))
+            if before[0] != sign:
+                self._unchanged[rank] = sign, now
+            elif rank != self._rank and now - before[1] > seconds:
+                found.append(self._line(rank)[1])
+        return found
+
+    def look_anew(self) -> None:
+        """Forget how long others have been silent."""
+        self._unchanged.clear()
 
     def text(self, place: Place) -> str:
-        """All ranks, a line each, those that are longest in one place first; writes this rank's own line before."""
-        found: list[str] = []
+        """All ranks, a line each, those that are gone or longest in one place first; writes this rank's line before."""
 
-        def ask() -> None:
-            store = self._store.clone()
+        def ask(store: Any) -> None:
             self._write(store, place)
-            found.extend(self._lines(store))
+            self._read(store)
 
-        thread = threading.Thread(target=_quietly, args=(ask,), daemon=True)
+        lines = []
+        if not self._ask(ask):
+            lines.append(_NO_STORE)
+        rows = sorted((self._line(rank) for rank in range(self._world_size)), key=lambda row: -row[0])
+        more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
+        return "\n  ".join(["where the ranks are:", *lines, *(text for _, text in rows[:SHOWN]), *more])
+
+    def _ask(self, act: Callable[[Any], None], seconds: float | None = None) -> bool:
+        """Run ``act`` with a connection of its own; False where the store does not answer in time."""
+        done: list[bool] = []
+        thread = threading.Thread(target=lambda: done.append(_quietly(lambda: act(self._store.clone()))), daemon=True)
         thread.start()
-        thread.join(ANSWER_SECONDS)
-        lines = list(found) or [
-            f"not known: the store of the process group did not answer within {ANSWER_SECONDS:g} s; the process that "
-            "holds it (global rank 0, or the launcher) is stopped or dead"
-        ]
-        return "\n  ".join(["where the ranks are:", *lines])
+        # a store that has been waited for in vain is not waited for again
+        thread.join((seconds or ANSWER_SECONDS) if self._answers else ANSWER_SECONDS / 10)
+        self._answers = bool(done)
+        return done == [True]
 
     def _beat(self, store: Any, place: Callable[[], Place]) -> None:
-        inside = True
-        while True:
-            now = place()
-            # An engine that is done with leaves the line to the one that follows it.
-            if (now[2] or inside) and not _quietly(lambda now=now: self._write(store, now)):
-                return
-            inside = now[2]
-            time.sleep(self._beat_seconds)
+        going_on = True
+        while going_on and _quietly(lambda: self._write(store, place())):
+            going_on = not self._ended.is_set()
+            self._ended.wait(self._beat_seconds)
 
     def _write(self, store: Any, place: Place) -> None:
-        doing, since, inside = place
-        line = {"doing": doing, "seconds": time.monotonic() - since, "inside": inside, "at": time.time()}
+        line = {
+            "doing": place.doing,
+            "seconds": time.monotonic() - place.since,
+            "inside": place.inside,
+            "gave_up": place.gave_up,
+            "ended": self._ended.is_set(),
+            "at": time.time(),
+            "process": asdict(self._mine),
+        }
         store.set(_key(self._rank), json.dumps(line))
 
-    def _lines(self, store: Any) -> Sequence[str]:
-        rows = [self._line(store, rank) for rank in range(self._world_size)]
-        rows.sort(key=lambda row: -row[0])
-        more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
-        return [text for _, text in rows[:SHOWN]] + more
+    def _read(self, store: Any) -> None:
+        ranks = list(range(self._world_size))
+        if not store.check([_key(rank) for rank in ranks]):
+            ranks = [rank for rank in ranks if store.check([_key(rank)])]
+        found = store.multi_get([_key(rank) for rank in ranks])
+        self._known = {rank: json.loads(line) for rank, line in zip(ranks, found, strict=True)}
 
-    def _line(self, store: Any, rank: int) -> tuple[float, str]:
-        """Seconds without a sign of life or in one place, and the line."""
-        if not store.check([_key(rank)]):
-            return float("inf"), f"rank {rank}: has not begun a step"
-        line = json.loads(store.get(_key(rank)))
+    def _line(self, rank: int) -> tuple[float, str]:
+        """How far up it belongs, and the line."""
+        line = self._known.get(rank)
+        if line is None:
+            return float("inf"), f"rank {rank}: has not begun, or nothing is known of it"
+        doing = line["doing"]
+        if line["gave_up"]:
+            return 1e12, f"rank {rank}: gave up in {doing}: {line['gave_up'][:LONGEST_REASON]}"
+        if line["ended"]:
+            return 0.0, f"rank {rank}: has ended as it should"
+        if _is_gone(line):
+            number = line["process"]["number"]
+            return float("inf"), f"rank {rank}: is gone, its process {number} was killed or crashed; it was in {doing}"
         silent = max(0.0, time.time() - line["at"])
         seconds = line["seconds"] + silent
-        if line["inside"] and silent > 2.5 * self._beat_seconds:
+        if silent > 2.5 * self._beat_seconds + 0.5 and rank != self._rank:
             return (
-                seconds,
-                f"rank {rank}: no sign of life for {silent:.1f} s, stopped or dead; it was in {line['doing']}",
+                1e9 + seconds,
+                f"rank {rank}: no sign of life for {silent:.1f} s, stopped or dead; it was in {doing}",
             )
-        return seconds, f"rank {rank}: in {line['doing']} for {seconds:.1f} s"
+        return seconds, f"rank {rank}: in {doing} for {seconds:.1f} s"
+
+
+_NO_STORE = (
+    "the store of the process group does not answer: the process that holds it (global rank 0, or the launcher) is "
+    "stopped or dead, and of others the last that was heard is told"
+)
 
 
 def of_default_group(rank: int, world_size: int, beat_seconds: float) -> Whereabouts | None:
@@ -108,8 +211,17 @@ def of_default_group(rank: int, world_size: int, beat_seconds: float) -> Whereab
     return None if store is None else Whereabouts(store, rank, world_size, beat_seconds)
 
 
+def _is_gone(line: dict[str, Any]) -> bool:
+    return not line["ended"] and Process(**line["process"]).is_gone
+
+
 def _key(rank: int) -> str:
     return f"deepspeed_pulse/whereabouts/{rank}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """ "rank 2", "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _quietly(act: Callable[[], None]) -> bool:

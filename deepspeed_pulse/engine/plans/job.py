@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine.checkpointing import CheckpointArguments, Checkpointing
-from deepspeed_pulse.engine.data.agreement import agree
+from deepspeed_pulse.engine.data.agreement import agree, everywhere
 from deepspeed_pulse.engine.data.batches import SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
 from deepspeed_pulse.engine.frozen import DeclaredParts, FrozenSpec
@@ -30,7 +30,7 @@ from deepspeed_pulse.engine.plans.planning import Planned, plan_job
 from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.engine.start import Config, load_config
-from deepspeed_pulse.errors import BatchError, ConfigError
+from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
@@ -55,7 +55,7 @@ class TrainingJob:
 
     def __init__(
         self,
-        layers: Sequence[Any],
+        layers: Iterable[Any],
         *,
         config: Config | None,
         input_name: str,
@@ -64,8 +64,8 @@ class TrainingJob:
         partition_method: str | Sequence[int | str] | None,
         checkpoint_arguments: CheckpointArguments,
     ) -> None:
-        self.layers = layers
-        self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
+        self.layers = list(layers)
+        self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(self.layers)))
         self.input_name = input_name
         self.frozen = DeclaredParts(frozen, self.graph, input_name) if frozen else None
         self.entry_rules = rules_of(layers, [value.name for value in self.reading_graph.batch_entries])
@@ -163,7 +163,13 @@ class TrainingJob:
                 f'frozen beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan --frozen` tries some'
             )
         example = 1 if self._example is None else num_samples(self._example.inputs)
-        self.chosen = choose(self._request(_parsed(trial_config(self.config), None), microbatch_size=example), asked)
+        config = self.config
+        request = everywhere(
+            lambda: self._request(_parsed(trial_config(config), None), microbatch_size=example),
+            'what "auto" is chosen from',
+            RunError,
+        )
+        self.chosen = choose(request, asked)
         if dist.get_rank() == 0:
             figures.print_chosen(self.chosen)
         self.config = self.settled_config(self.config)
@@ -184,27 +190,31 @@ class TrainingJob:
             return None
         return ProcessTopology(axes=["data", "pipe"], dims=[dist.get_world_size() // num_stages, num_stages])
 
-    def plan(self, grid: Any, topology: ProcessTopology) -> Planned:
+    def plan(self, grid: Any, topology: ProcessTopology, doing: Callable[[str], None]) -> Planned:
         """The plan and what it was made from; all ranks call it and get the same, or the same error.
 
         Args:
             grid, topology: upstream's, of this module.
+            doing: told what comes next.
         """
+        request = everywhere(lambda: self._whole_request(grid, topology), "what a plan is made from", RunError)
+        chosen = None if self.chosen is None else self.chosen.planned
+        planned = plan_job(request, doing) if chosen is None else chosen
+        if self.frozen is not None:
+            assert planned.plan.fill is not None
+            self.frozen.check_planned(planned.plan.fill.parts, planned.costs)
+        return planned
+
+    def _whole_request(self, grid: Any, topology: ProcessTopology) -> PlanRequest:
         parsed = _parsed(self.config, grid)
         size = 1 if parsed is None else int(parsed.train_micro_batch_size_per_gpu)
-        request = replace(
+        return replace(
             self._request(parsed, microbatch_size=size),
             pipeline_ranks=topology.get_dim("pipe"),
             data_parallel=grid.data_parallel_size,
             microbatches=1 if parsed is None else int(parsed.gradient_accumulation_steps),
             layout=layout_of(topology),
         )
-        chosen = None if self.chosen is None else self.chosen.planned
-        planned = plan_job(request) if chosen is None else chosen
-        if self.frozen is not None:
-            assert planned.plan.fill is not None
-            self.frozen.check_planned(planned.plan.fill.parts, planned.costs)
-        return planned
 
     def _request(self, parsed: deepspeed.DeepSpeedConfig | None, *, microbatch_size: int) -> PlanRequest:
         """For one pipeline rank; costs do not depend on how many there are."""

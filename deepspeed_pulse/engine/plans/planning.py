@@ -6,7 +6,7 @@ The only place of the engine that imports the planner.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed import comm as dist
@@ -76,17 +76,23 @@ def _links(cluster: Cluster) -> str:
     )
 
 
-def plan_job(request: PlanRequest) -> Planned:
+def plan_job(request: PlanRequest, doing: Callable[[str], None] = lambda what: None) -> Planned:
     """The plan for a job; all ranks of the world call it and get the same, or the same error.
 
     Layer costs are measured by all ranks, everything else is done by rank 0.
+
+    Args:
+        doing: told what comes next.
     """
     if request.pulse.plan is not None:
         return agree(lambda: _given(request), "planning")  # type: ignore[no-any-return]
     profile, costs = agree(lambda: known_profile(request), "planning")
     if profile is None:
+        doing("PipelineModule(): measuring layer costs")
         (profile,) = measure_profiles(request, [request.microbatch_size])
+    doing("PipelineModule(): measuring links")
     cluster = job_cluster(request, timed=profile.device != NO_DEVICE)
+    doing("PipelineModule(): planning on rank 0")
     return agree(lambda: make_planned(request, profile, cluster, costs), "planning")  # type: ignore[no-any-return]
 
 

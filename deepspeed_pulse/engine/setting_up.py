@@ -1,0 +1,107 @@
+"""The first that ranks do together: they tell one another what they have met, and compare what they bring."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.data.agreement import as_pulse_error, raise_everywhere
+from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
+from deepspeed_pulse.engine.plans.job import TrainingJob
+from deepspeed_pulse.engine.sameness import check_same, config_facts, layer_facts, plain
+from deepspeed_pulse.engine.start import groups_with_timeout, has_failed, init_distributed
+from deepspeed_pulse.errors import ConfigError, PulseError
+
+WHERE = "PipelineModule()"
+
+
+def set_up(
+    make_job: Callable[[], TrainingJob], num_stages: Any, topology: Any, given: Mapping[str, Any]
+) -> tuple[TrainingJob, Any, Watchdog | None]:
+    """The job, the number of pipeline ranks as given or "auto", and the watchdog; None without pulse.
+
+    Every rank of the world comes here, also one that cannot go on.
+
+    Args:
+        make_job: of this rank; what it raises is raised by all.
+        num_stages, topology: as ``PipelineModule`` was given them.
+        given: its arguments that must be the same on all ranks.
+
+    Raises:
+        PulseError: the first that any rank has met, or what the ranks differ in; the same on every rank.
+    """
+    job: TrainingJob | None = None
+    problem: PulseError | None = None
+    try:
+        job = make_job()
+        num_stages = job.check(num_stages, topology, dynamic_shape=given["dynamic_shape"])
+    except Exception as met:
+        problem = as_pulse_error(met, WHERE)
+    if problem is not None and not _has_others():
+        raise problem
+    pulse = PulseConfig() if job is None else job.pulse
+    watchdog = None if pulse is None or not pulse.enabled else of_process(pulse.timeout_seconds)
+    with _first_watched(watchdog):
+        _meet(problem, watchdog, None if pulse is None else pulse.timeout_seconds)
+        assert job is not None
+        if dist.get_world_size() > 1:
+            layers = [layer_facts(index, layer) for index, layer in enumerate(job.layers)]
+            facts = {"layers": layers, **{name: plain(value) for name, value in given.items()}}
+            check_same({**facts, **config_facts(job.config)}, WHERE)
+    return job, num_stages, watchdog
+
+
+def _has_others() -> bool:
+    return dist.get_world_size() > 1 if dist.is_initialized() else os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+@contextmanager
+def _first_watched(watchdog: Watchdog | None) -> Iterator[None]:
+    if watchdog is None:
+        yield
+        return
+    watchdog.stop_request.listen()
+    with watchdog.watching_patiently(f"{WHERE}: joining the process group"):
+        yield
+
+
+def _meet(problem: PulseError | None, watchdog: Watchdog | None, timeout_seconds: float | None) -> None:
+    """Wait until all ranks have come, and raise what any has met."""
+    try:
+        init_distributed(timeout_seconds)
+    except ConfigError as met:  # no launcher
+        raise problem or met from None
+    if watchdog is not None:
+        watchdog.join_others()
+        _end_at_exit(watchdog)
+        watchdog.go_on(f"{WHERE}: waiting for all ranks to come here")
+    if dist.get_world_size() > 1:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # object gathers need it where ranks have devices
+    raise_everywhere(problem, WHERE, dist.get_world_size())
+    if watchdog is not None:
+        watchdog.meet()
+        watchdog.go_on(f"{WHERE}: comparing what ranks bring")
+
+
+@functools.cache
+def _end_at_exit(watchdog: Watchdog) -> None:
+    """Registered after, so called before, what ends the process group."""
+    atexit.register(lambda: has_failed() or watchdog.end())
+
+
+@contextmanager
+def watched_start(watchdog: Watchdog | None, doing: str) -> Iterator[None]:
+    """What comes before the first step: watched, and in groups that do not wait for ever; upstream's way without."""
+    if watchdog is None:
+        yield
+        return
+    with watchdog.watching_patiently(doing), groups_with_timeout(watchdog.timeout_seconds):
+        yield
