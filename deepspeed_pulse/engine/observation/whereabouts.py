@@ -63,6 +63,7 @@ class Whereabouts:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._answers = True
+        self._unanswered_since: float | None = None
         self._known: dict[int, dict[str, Any]] = {}
         """The last line that was read of each rank."""
         self._unchanged: dict[int, tuple[Any, float]] = {}
@@ -104,9 +105,12 @@ class Whereabouts:
 
     def absent(self, seconds: float) -> list[str]:
         """Lines of ranks that have given no sign of life while this rank looked, for so long, or gave up or ended."""
-        if not self._ask(self._read, seconds=max(ANSWER_SECONDS, seconds / 2)):
-            return [_NO_STORE]
+        began = time.monotonic()
+        answered = self._ask(self._read)
         now = time.monotonic()
+        self._unanswered_since = None if answered else self._unanswered_since or began
+        if self._unanswered_since is not None:
+            return [_NO_STORE] if now - self._unanswered_since > seconds else []
         found = []
         for rank in range(self._world_size):
             line = self._known.get(rank, {})
@@ -119,8 +123,9 @@ class Whereabouts:
         return found
 
     def look_anew(self) -> None:
-        """Forget how long others have been silent."""
+        """Forget how long others, and the store, have been silent."""
         self._unchanged.clear()
+        self._unanswered_since = None
 
     def text(self, place: Place) -> str:
         """All ranks, a line each, those that are gone or longest in one place first; writes this rank's line before."""
@@ -136,13 +141,13 @@ class Whereabouts:
         more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
         return "\n  ".join(["where the ranks are:", *lines, *(text for _, text in rows[:SHOWN]), *more])
 
-    def _ask(self, act: Callable[[Any], None], seconds: float | None = None) -> bool:
+    def _ask(self, act: Callable[[Any], None]) -> bool:
         """Run ``act`` with a connection of its own; False where the store does not answer in time."""
         done: list[bool] = []
         thread = threading.Thread(target=lambda: done.append(_quietly(lambda: act(self._store.clone()))), daemon=True)
         thread.start()
         # a store that has been waited for in vain is not waited for again
-        thread.join((seconds or ANSWER_SECONDS) if self._answers else ANSWER_SECONDS / 10)
+        thread.join(ANSWER_SECONDS if self._answers else ANSWER_SECONDS / 10)
         self._answers = bool(done)
         return done == [True]
 
