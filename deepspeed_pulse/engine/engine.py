@@ -28,6 +28,7 @@ from deepspeed_pulse.engine.data.reading import MODES, ReadingEngine, entry_rout
 from deepspeed_pulse.engine.discovery import Discovery
 from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
+from deepspeed_pulse.engine.gradients.coverage import covering
 from deepspeed_pulse.engine.gradients.placeholders import check_same_groups, without_empty_groups
 from deepspeed_pulse.engine.gradients.reduction import stage_reduction
 from deepspeed_pulse.engine.gradients.scaling import check_precision
@@ -162,8 +163,8 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         return self._begin(micro_batches, "eval" if self._compute_loss else "forward")
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        filled = without_empty_groups(client_optimizer, model_parameters, self.module, self.param_names)
-        super()._configure_optimizer(*filled)
+        optimizer, filled = without_empty_groups(client_optimizer, model_parameters, self.module, self.param_names)
+        super()._configure_optimizer(covering(optimizer, filled, self.module), filled)
         norm_of_nothing_is_zero(self.optimizer)
         grid = self.module._grid
         check_same_groups(self.basic_optimizer, grid.get_pipe_parallel_group(), grid.pipe_parallel_size)

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe import module as upstream
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.engine import hook
+from deepspeed_pulse.engine.arguments import check_arguments, listed
 from deepspeed_pulse.engine.checkpointing import CheckpointArguments
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.data.agreement import agree, as_pulse_error, everywhere, raise_everywhere
@@ -26,7 +27,7 @@ from deepspeed_pulse.engine.relay.forward import explicit_parts, relaying
 from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
 from deepspeed_pulse.engine.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.shared import SharedWeights
-from deepspeed_pulse.engine.specs import unwrap
+from deepspeed_pulse.engine.specs import graph_of, unwrap
 from deepspeed_pulse.engine.start import Config, check_world
 from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.unseen import check_builds, check_functions, check_shared
@@ -101,6 +102,7 @@ class PipelineModule(upstream.PipelineModule):
         input: str = DEFAULT_INPUT,
         frozen: Mapping[str, FrozenSpec] | None = None,
     ) -> None:
+        given = dict(locals())
         check_version()
         arguments = CheckpointArguments(
             interval=activation_checkpoint_interval,
@@ -109,8 +111,10 @@ class PipelineModule(upstream.PipelineModule):
         )
 
         def make_job() -> TrainingJob:
+            found = listed(layers)
+            check_arguments(graph_of(found), given)
             job = TrainingJob(
-                layers,
+                found,
                 config=config,
                 input_name=input,
                 frozen=frozen,
@@ -124,23 +128,12 @@ class PipelineModule(upstream.PipelineModule):
                 check_shared(self.shared, job.graph)
             return job
 
-        given = {
-            "num_stages": num_stages,
-            "topology": None if topology is None else [topology.axes, topology.dims],
-            "loss_fn": loss_fn,
-            "seed_layers": seed_layers,
-            "seed_fn": seed_fn,
-            "base_seed": base_seed,
-            "partition_method": partition_method,
-            "activation_checkpoint_interval": activation_checkpoint_interval,
-            "activation_checkpoint_func": activation_checkpoint_func,
-            "checkpointable_layers": checkpointable_layers,
-            "dynamic_shape": dynamic_shape,
-            "input": input,
-            "example_batch": example_batch,
-            "frozen": frozen,
+        # layers and config are compared by their contents
+        compared = {
+            name: value for name, value in given.items() if name not in ("self", "layers", "config", "__class__")
         }
-        self.job, num_stages, self.watchdog = set_up(make_job, num_stages, topology, given)
+        compared["topology"] = [getattr(topology, name, None) for name in ("axes", "dims")]
+        self.job, num_stages, self.watchdog = set_up(make_job, num_stages, topology, compared)
         self.layer_list, self.graph, self.pulse = self.job.layers, self.job.graph, self.job.pulse
         self.input_name, self.frozen = self.job.input_name, self.job.frozen
         self.plan: Plan | None = None

@@ -16,10 +16,22 @@ Names = str | Sequence[str]
 
 
 def _names(names: Names) -> tuple[str, ...]:
-    found = (names,) if isinstance(names, str) else tuple(names)
-    if any(not isinstance(name, str) or not name for name in found):
+    found: Any = (names,) if isinstance(names, str) else names
+    if not isinstance(found, Sequence) or any(not isinstance(name, str) or not name for name in found):
         raise GraphError(f"stash and pop take a non-empty name or a sequence of names, found {names!r}")
-    return found
+    return tuple(found)
+
+
+def _name(name: str | None) -> str | None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise GraphError(f"a layer's name: expected a non-empty word or None, found {name!r}")
+    return name
+
+
+def _module_class(typename: Any) -> Any:
+    if not isinstance(typename, type) or not issubclass(typename, torch.nn.Module):
+        raise GraphError(f"LayerSpec: expected a class of modules and the arguments to build one, found {typename!r}")
+    return typename
 
 
 class LayerSpec(upstream.LayerSpec):
@@ -41,8 +53,8 @@ class LayerSpec(upstream.LayerSpec):
         layer_name: str | None = None,
         **module_kwargs: Any,
     ) -> None:
-        super().__init__(typename, *module_args, **module_kwargs)
-        self.stash, self.pop, self.layer_name = _names(stash), _names(pop), layer_name
+        super().__init__(_module_class(typename), *module_args, **module_kwargs)
+        self.stash, self.pop, self.layer_name = _names(stash), _names(pop), _name(layer_name)
 
 
 class TiedLayerSpec(upstream.TiedLayerSpec):
@@ -63,10 +75,15 @@ class TiedLayerSpec(upstream.TiedLayerSpec):
         layer_name: str | None = None,
         **module_kwargs: Any,
     ) -> None:
+        if not isinstance(key, str) or not key:
+            raise GraphError(f"TiedLayerSpec: expected a name that layers with the same weights share, found {key!r}")
+        if forward_fn is not None and not callable(forward_fn):
+            raise GraphError(f"TiedLayerSpec {key!r}: forward_fn: expected a function or None, found {forward_fn!r}")
+        typename = _module_class(typename)
         super().__init__(
             key, typename, *module_args, forward_fn=forward_fn, tied_weight_attr=tied_weight_attr, **module_kwargs
         )
-        self.stash, self.pop, self.layer_name = _names(stash), _names(pop), layer_name
+        self.stash, self.pop, self.layer_name = _names(stash), _names(pop), _name(layer_name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +100,9 @@ def spec(
     layer: torch.nn.Module | Callable[..., Any], *, stash: Names = (), pop: Names = (), name: str | None = None
 ) -> Declared:
     """Declare the names that a plain ``nn.Module`` or function stashes and pops."""
-    if not callable(layer):
+    if not callable(layer) or (isinstance(layer, type) and issubclass(layer, torch.nn.Module)):
         raise GraphError(f"spec() takes a module or a function, found {layer!r}")
-    return Declared(layer=layer, stash=_names(stash), pop=_names(pop), name=name)
+    return Declared(layer=layer, stash=_names(stash), pop=_names(pop), name=_name(name))
 
 
 def unwrap(layer: Any) -> Any:
@@ -110,6 +127,15 @@ def describe(index: int, layer: Any) -> Layer:
     )
 
 
+def graph_of(layers: Sequence[Any]) -> Graph:
+    """The declarations of a layer list.
+
+    Raises:
+        GraphError: they do not fit together.
+    """
+    return Graph(layers=tuple(describe(index, layer) for index, layer in enumerate(layers)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A layer list with a batch ``(inputs, labels)`` to try it on; tensors may be on the meta device.
@@ -124,7 +150,7 @@ class Job:
 
     @property
     def graph(self) -> Graph:
-        return Graph(layers=tuple(describe(index, layer) for index, layer in enumerate(self.layers)))
+        return graph_of(self.layers)
 
 
 class TiedCall:

@@ -35,13 +35,15 @@ def load_config(config: Config | None) -> dict[str, Any] | None:
         return config
     if isinstance(config, Mapping):
         return dict(config)
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"config: expected a DeepSpeed configuration (a dict or a file), found {config!r}")
     if not Path(config).is_file():
         raise ConfigError(
             f"config: expected a DeepSpeed configuration (a dict or a file), found no file {str(config)!r}"
         )
     try:
         found = load_ds_config(str(config))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"config: {str(config)!r} is no JSON file: {problem}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"config: expected an object in {str(config)!r}, found a {type(found).__name__}")

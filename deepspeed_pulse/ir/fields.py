@@ -160,7 +160,7 @@ def read_file(path: str | Path) -> str:
     """Text of a UTF-8 file, or a :class:`FileError` that names it."""
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
+    except (OSError, ValueError) as problem:  # a path with a zero byte, a file that is no text
         raise FileError(f"{path}: cannot be read: {problem}") from None
 
 

@@ -18,7 +18,7 @@ from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.effects import Argument, Effects, Version
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.owning import released
-from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
+from deepspeed_pulse.runtime.payload import as_payload, map_tensors, tensors_in
 from deepspeed_pulse.runtime.stage import BoundLayer, module_of, naming, put_buffers, unstash, versions_of
 
 
@@ -149,6 +149,8 @@ def discover(
         )
         stashed: dict[str, Any] = {}
         output = unstash(layer.declared, result, stashed)
+        if index + 1 < len(graph.layers):
+            output = as_payload(output, f"layer {layer.declared.name} returned")
         renewed = {v.name: _renewed(later[v.name], v, arguments) for v in found[index].versions}
         reach.hidden = memory.places(output)
         reach.values = {**later, **renewed, **{name: memory.places(value) for name, value in stashed.items()}}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.errors import RunError
+from deepspeed_pulse.errors import GraphError, RunError
 
 Payload = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -56,12 +56,28 @@ def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def as_payload(value: Any, what: str) -> Payload:
-    """``value`` if it can travel; a list becomes a tuple."""
+    """``value`` if it can travel; a list becomes a tuple.
+
+    All that layers hand on must be able to, whether or not a plan cuts there: what a model may do never depends on it.
+
+    Raises:
+        GraphError: it cannot; ``what`` names the layer.
+    """
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, (tuple, list)) and value and all(isinstance(t, torch.Tensor) for t in value):
         return tuple(value)
-    raise RunError(f"{what}: expected a tensor or a tuple of tensors, found {type(value).__name__}")
+    raise GraphError(
+        f"{what}: expected a tensor or a tuple of tensors, which can travel between ranks, found {_described(value)}; "
+        "give numbers and words to the layers that need them when they are built, or as batch entries"
+    )
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    if not isinstance(value, (tuple, list)):
+        return "None" if value is None else f"a value of type {kind}"
+    return f"a {kind} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.errors import BatchError, GraphError
+from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.owning import copied
-from deepspeed_pulse.runtime.payload import map_tensors, num_bytes, tensors_in
+from deepspeed_pulse.runtime.payload import as_payload, map_tensors, num_bytes, tensors_in
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage, module_of, naming, versions_of
 
 
@@ -61,10 +61,6 @@ class Probe:
         before = {name: versions_of([given[name]]) for name in self._changes}
         output, stashed = self._stage.run(given[INPUT], given.__getitem__)
         self._changes = frozenset(name for name, versions in before.items() if versions_of([given[name]]) != versions)
-        if isinstance(output, (tuple, list)) and len(tensors_in(output)) < len(output):
-            raise GraphError(
-                f"layer {self.name} returned a {type(output).__name__} of more than tensors, expected tensors"
-            )
         read = tuple(t for value in (hidden, *popped.values()) for t in tensors_in(value))
         self._last = Pass(read=read, output=output, stashed=stashed)
         return self._last
@@ -158,6 +154,8 @@ class Walk:
             yield probe
             self.dtype = probe.dtype or self.dtype
             hidden, stashed = probe.leave()
+            if index + 1 < len(self._graph.layers):
+                hidden = as_payload(hidden, f"layer {self._graph.layers[index].name} returned")
             self._reach(index, hidden, stashed)
             if home is not None:
                 module.to(home)

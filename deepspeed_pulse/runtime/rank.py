@@ -230,8 +230,7 @@ class RankRuntime:
         self, stage: int, m: int, leaves: tuple[torch.Tensor, ...], output: Any, exported: dict[str, Any]
     ) -> None:
         last = stage == self._plan.num_stages - 1
-        values = {name: as_payload(value, f"named value {name!r}") for name, value in exported.items()}
-        for name, value in values.items():
+        for name, value in exported.items():
             self._values.put(name, m, value)
             if self._usage.stays(name):
                 self.stats.local_value_bytes += self._values.bytes_of(name, m)
@@ -239,14 +238,14 @@ class RankRuntime:
             loss = self._finish(output, m)
             outputs: tuple[torch.Tensor, ...] = (loss,) if self._training else ()
         else:
-            payload = as_payload(output, "the hidden state at the end of the stage")
+            payload = as_payload(output, f"layer {self._stages[stage].last} returned")
             self._hidden[stage + 1, m] = payload
             outputs = tensors_of(payload)
         if self._training:
             self._runs[stage, m] = _Run(
                 inputs=leaves,
                 outputs=outputs,
-                exported={name: tensors_of(value) for name, value in values.items()},
+                exported={name: tensors_of(value) for name, value in exported.items()},
                 is_loss=last,
             )
             self._count("activations", self._shapes[m].activation_bytes[stage])

@@ -15,7 +15,7 @@ from deepspeed_pulse.errors import GraphError, PulseError, RunError, add_note
 from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, changed_from_outside
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.runtime.owning import copied
-from deepspeed_pulse.runtime.payload import tensors_in
+from deepspeed_pulse.runtime.payload import as_payload, tensors_in
 from deepspeed_pulse.runtime.replay import Checkpoint, non_reentrant, replayed
 
 Lookup = Callable[[str], Any]
@@ -66,6 +66,8 @@ class Stage:
         self.changes = _changes(layers, ())
         self.exports = tuple(exports)
         self._checkpoint = checkpoint
+        self.last = self._runs[-1].last
+        """Name of the last layer."""
 
     def run(
         self, hidden: Any, lookup: Lookup, *, number: int = 0, saved: SavedBytes | None = None
@@ -85,7 +87,9 @@ class Stage:
                 stashed[name] = copied(lookup(name))
             return stashed[name] if name in stashed else lookup(name)
 
-        for run in self._runs:
+        for position, run in enumerate(self._runs):
+            if position:
+                hidden = as_payload(hidden, f"layer {self._runs[position - 1].last} returned")
             if run.recompute and torch.is_grad_enabled():
                 hidden, more = run.replayed(self._checkpoint, hidden, find, number, saved)
             else:
@@ -128,6 +132,7 @@ class _Run:
     def __init__(self, layers: Sequence[BoundLayer], later: Sequence[BoundLayer]) -> None:
         self._layers = tuple(layers)
         self.recompute = layers[0].recompute
+        self.last = layers[-1].declared.name
         made = {name for layer in layers for name in layer.declared.stash}
         popped = dict.fromkeys(name for layer in layers for name in layer.declared.pop)
         self._reads = tuple(name for name in popped if name not in made)
@@ -150,7 +155,9 @@ class _Run:
     def __call__(self, hidden: Any, find: Lookup, number: int) -> tuple[Any, dict[str, Any]]:
         """Hidden state out, and all that is stashed."""
         stashed: dict[str, Any] = {}
-        for layer in self._layers:
+        for position, layer in enumerate(self._layers):
+            if position:
+                hidden = as_payload(hidden, f"layer {self._layers[position - 1].declared.name} returned")
             popped = [stashed[name] if name in stashed else find(name) for name in layer.declared.pop]
             if layer.seed is not None:
                 layer.seed(number)
@@ -262,7 +269,8 @@ def unstash(layer: Layer, result: Any, stashed: dict[str, Any], num_versions: in
             f"{expected} (output, {', '.join(names)}), found {found}"
         )
     hidden, *values = result
-    stashed.update(zip(names, values, strict=True))
+    for name, value in zip(names, values, strict=True):
+        stashed[name] = as_payload(value, f"layer {layer.name} stashed {name!r}")
     return hidden
 
 

@@ -87,6 +87,9 @@ def asked_of(
         ConfigError: what is given contradicts itself or the job.
     """
     settings = batch_settings(config or {})
+    if pulse is not None and pulse.enabled:
+        for key, value in zip(BATCH_KEYS, settings, strict=True):
+            _number(key, value)
     names = _open(num_stages, settings)
     if names and (pulse is None or not pulse.enabled):
         raise ConfigError(f'{names[0]}: "auto" needs pulse: add a "pulse" block to the config that does not disable it')

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.errors import ConfigError, GraphError, PulseError
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
@@ -150,8 +150,14 @@ def stand_in(layer: Any) -> Any:
     """The module or function of a layer of the list; one to be built is built on the meta device."""
     bare = unwrap(layer)
     if isinstance(bare, upstream.LayerSpec):
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return bare.build()
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                return bare.build()
+        except PulseError:
+            raise
+        except Exception as problem:  # the layer's own
+            what = f"a layer {type_name(layer)} cannot be built"
+            raise GraphError(f"{what}: {type(problem).__name__}: {problem}") from problem
     return bare
 
 

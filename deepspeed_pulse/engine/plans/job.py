@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -26,9 +26,10 @@ from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.engine.plans.asked import AUTO, asked_of, layout_of, num_stages_of, settled, trial_config
 from deepspeed_pulse.engine.plans.choosing import Chosen, choose
 from deepspeed_pulse.engine.plans.costs import PlanRequest
+from deepspeed_pulse.engine.plans.kept import check_folder
 from deepspeed_pulse.engine.plans.planning import Planned, plan_job
 from deepspeed_pulse.engine.rules import rules_of
-from deepspeed_pulse.engine.specs import describe
+from deepspeed_pulse.engine.specs import graph_of
 from deepspeed_pulse.engine.start import Config, load_config
 from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.fill import FrozenPart
@@ -55,7 +56,7 @@ class TrainingJob:
 
     def __init__(
         self,
-        layers: Iterable[Any],
+        layers: Sequence[Any],
         *,
         config: Config | None,
         input_name: str,
@@ -64,8 +65,8 @@ class TrainingJob:
         partition_method: str | Sequence[int | str] | None,
         checkpoint_arguments: CheckpointArguments,
     ) -> None:
-        self.layers = list(layers)
-        self.graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(self.layers)))
+        self.layers = layers
+        self.graph = graph_of(layers)
         self.input_name = input_name
         self.frozen = DeclaredParts(frozen, self.graph, input_name) if frozen else None
         self.entry_rules = rules_of(layers, [value.name for value in self.reading_graph.batch_entries])
@@ -111,19 +112,14 @@ class TrainingJob:
             ConfigError: it is none, or something does not go with pulse or with frozen parts.
         """
         num_stages = num_stages_of(num_stages, self.config)
+        _check_num_stages(num_stages)
         if self.enabled:
-            self._refuse_unsupported(num_stages, topology)
+            self._refuse_unsupported(topology)
         if self.frozen is not None:
             self._refuse_with_frozen(num_stages, dynamic_shape)
         return num_stages
 
-    def _refuse_unsupported(self, num_stages: Any, topology: Any) -> None:
-        if num_stages not in (None, AUTO) and (
-            isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1
-        ):
-            raise ConfigError(
-                f'num_stages: expected the number of pipeline ranks, an integer >= 1 or "auto", found {num_stages!r}'
-            )
+    def _refuse_unsupported(self, topology: Any) -> None:
         if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
             raise ConfigError(
                 "topology: tensor-parallel ('model') dimensions are not supported under pulse; use pipe x data"
@@ -152,6 +148,9 @@ class TrainingJob:
             path = pulse.plan
             plan = agree(lambda: Plan.load(path), "planning")
             self._layout = plan.layout
+        elif self.enabled and pulse is not None and pulse.plan_cache is not None:
+            folder = pulse.plan_cache
+            agree(lambda: check_folder(folder), "planning")
         asked = asked_of(num_stages, topology, self.config, pulse, plan=plan, world=dist.get_world_size())
         if self.config is not None and asked is None:
             self.config = self.settled_config(self.config)
@@ -254,6 +253,15 @@ class TrainingJob:
         if self.frozen.makes_input:
             inputs = given.pop(self.input_name)
         return (inputs, {**entries, **given}), parts
+
+
+def _check_num_stages(found: Any) -> None:
+    if found is None or (isinstance(found, str) and found == AUTO):
+        return
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ConfigError(
+            f'num_stages: expected the number of pipeline ranks, an integer >= 1 or "auto", found {found!r}'
+        )
 
 
 def _parsed(config: dict[str, Any] | None, grid: Any) -> deepspeed.DeepSpeedConfig | None:

@@ -55,6 +55,17 @@ def keep_profiles(request: PlanRequest, measured: Sequence[Profile]) -> None:
         write_whole(files[profile.microbatch_size], profile.to_json())
 
 
+def check_folder(plan_cache: str) -> None:
+    """A folder that cannot be written to is refused before hours go into what would be kept there.
+
+    Raises:
+        FileError: it cannot.
+    """
+    probe = Path(plan_cache) / ".probe"
+    write_whole(probe, "")
+    probe.unlink(missing_ok=True)
+
+
 def read_cluster(path: Path, nodes: int, ranks_per_node: int) -> Cluster | None:
     """Kept links of machines of that shape; None where there are no usable ones."""
     if not path.exists():
@@ -83,9 +94,10 @@ def write_whole(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
-    except OSError as problem:
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
         raise FileError(
-            f"plan_cache: cannot keep {path.name} in {path.parent}: {problem.strerror or problem}; name another folder"
+            f"plan_cache: cannot keep {path.name} in {path.parent}: {reason}; name another folder"
         ) from None
 
 

@@ -1,0 +1,147 @@
+"""Arguments of ``PipelineModule`` that could only end in a traceback later: refused at once, on every rank alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import module as upstream
+
+from deepspeed_pulse.engine.frozen import FrozenSpec
+from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.errors import ConfigError, GraphError
+from deepspeed_pulse.ir.graph import Graph
+
+
+def listed(layers: Any, where: str = "") -> list[Any]:
+    """The layers of a list, a generator or an ``nn.Sequential``, each of a kind that can run.
+
+    Args:
+        where: said before an error.
+
+    Raises:
+        ConfigError: it is no list of layers.
+        GraphError: a layer is none; names its place.
+    """
+    if isinstance(layers, (str, bytes, Mapping)) or not isinstance(layers, Iterable):
+        raise ConfigError(
+            f"{where}layers: expected a list of layers, an nn.Sequential for example, found {shown(layers)}"
+        )
+    found = list(layers)
+    for index, layer in enumerate(found):
+        what = _no_layer(layer)
+        if what:
+            raise GraphError(
+                f"{where}layer {index}: expected a LayerSpec, spec(...), a module or a function, found {what}"
+            )
+    return found
+
+
+def _no_layer(layer: Any) -> str:
+    if isinstance(layer, (Declared, upstream.LayerSpec)):
+        return ""
+    if isinstance(layer, type) and issubclass(layer, torch.nn.Module):
+        return f"the class {layer.__name__} itself (LayerSpec({layer.__name__}, ...) builds one)"
+    return "" if callable(layer) else shown(layer)
+
+
+def check_arguments(graph: Graph, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of another kind than ``PipelineModule`` takes.
+
+    Raises:
+        ConfigError: names the argument, what was expected and what was found.
+        GraphError: a cut at a layer that does not exist.
+    """
+    for name, (is_right, expected) in _KINDS.items():
+        value = arguments[name]
+        left_out = value is None and name not in _NEEDED
+        if not left_out and not is_right(value):
+            raise ConfigError(f"{name}: expected {expected}, found {shown(value)}")
+    for name, part in (arguments["frozen"] or {}).items():
+        _check_part(name, part)
+    method = arguments["partition_method"]
+    if method is not None and not isinstance(method, str):
+        _check_cuts(graph, method)
+
+
+def _check_part(name: Any, part: Any) -> None:
+    if not _is_word(name) or not isinstance(part, FrozenSpec):
+        raise ConfigError(
+            f"frozen: expected a FrozenSpec under the name that layers pop, found {shown(part)} under {shown(name)}"
+        )
+    if not _is_word(part.input):
+        raise ConfigError(f"frozen part {name!r}: input: expected the name of what it reads, found {shown(part.input)}")
+    if part.dtype is not None and not isinstance(part.dtype, torch.dtype):
+        raise ConfigError(f"frozen part {name!r}: dtype: expected a torch.dtype or None, found {shown(part.dtype)}")
+    if part.ranks is not None and not (_is_list(part.ranks) and all(map(_is_count, part.ranks))):
+        raise ConfigError(f"frozen part {name!r}: ranks: expected pipeline ranks or None, found {shown(part.ranks)}")
+    listed(part.layers if _is_list(part.layers) else [part.layers], f"frozen part {name!r}: ")
+
+
+def _check_cuts(graph: Graph, cuts: Sequence[Any]) -> None:
+    """Inner cuts are the first layers of stages, by index or by name; how many it takes depends on the placement."""
+    for cut in cuts:
+        if not isinstance(cut, str) and not _is_integer(cut):
+            raise ConfigError(
+                f"partition_method: expected cuts by layer index or name, found {shown(cut)} in {shown(cuts)}"
+            )
+    indices = [graph.index_of(cut) if isinstance(cut, str) else cut for cut in cuts]
+    whole = [0, *indices, len(graph.layers)]
+    if any(a >= b for a, b in itertools.pairwise(whole)):
+        raise ConfigError(
+            f"partition_method: expected strictly increasing cuts inside the {len(graph.layers)} layers (from 1 to "
+            f"{len(graph.layers) - 1}), found {shown(cuts)}"
+        )
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut at a length that a line can hold."""
+    text = value.__name__ if isinstance(value, type) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _is_topology(value: Any) -> bool:
+    return callable(getattr(value, "get_axis_names", None)) and callable(getattr(value, "get_dim", None))
+
+
+_NEEDED = ("base_seed", "input")
+"""Arguments that None does not leave out."""
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "topology": (_is_topology, "a ProcessTopology of DeepSpeed"),
+    "loss_fn": (callable, "a function of the model's output and the labels"),
+    "seed_layers": (lambda value: isinstance(value, int), "True or False"),
+    "seed_fn": (callable, "a function of a seed"),
+    "base_seed": (_is_integer, "an integer"),
+    "partition_method": (
+        lambda value: isinstance(value, str) or _is_list(value),
+        "'profile', 'uniform', 'parameters', 'type:REGEX' or a list of cuts",
+    ),
+    "activation_checkpoint_interval": (_is_count, "a number of layers >= 0"),
+    "activation_checkpoint_func": (callable, "a checkpoint function"),
+    "checkpointable_layers": (
+        lambda value: isinstance(value, list) and all(map(_is_word, value)),
+        "a list of class names",
+    ),
+    "dynamic_shape": (lambda value: isinstance(value, int), "True or False"),
+    "input": (_is_word, "the name of the first layer's input"),
+    "frozen": (lambda value: isinstance(value, Mapping), "FrozenSpecs by the name that layers pop"),
+}
