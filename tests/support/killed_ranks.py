@@ -28,6 +28,9 @@ from support.launch import TESTS, free_port
 RANKS, STEPS, SAVE_EVERY, MICROBATCHES = 4, 8, 2, 3
 TIMEOUT = 20.0
 LEFT_SECONDS = TIMEOUT + 15.0
+LONGEST_WAIT = 0.3
+"""Seconds between a victim's coming into a phase and the strike, at most."""
+
 RUN_SECONDS = 240.0
 """A run that is not over by then, on whatever busy machine, hangs."""
 
@@ -261,8 +264,10 @@ class Run:
         for rank, process, place in places_in(self.folder):
             if rank >= 0:
                 processes[rank], doing[rank] = process, place
-                if due == float("inf") and re.search(PHASES[strike.phase], place) and len(processes) == RANKS:
-                    due = time.monotonic() + strike.moment % 1.0 * 0.6
+                if rank == (0 if isinstance(strike.victim, str) else strike.victim):
+                    inside = re.search(PHASES[strike.phase], place) is not None and len(processes) == RANKS
+                    if inside and due == float("inf"):
+                        due = time.monotonic() + strike.moment % 1.0 * LONGEST_WAIT
             elif time.monotonic() >= due:
                 break
             elif len(processes) == RANKS and not any(map(alive, processes.values())):
