@@ -12,6 +12,7 @@ from support.launch import TESTS
 ONCE = """
 from pathlib import Path
 
+import pytest
 
 def first_time(name):
     path = Path(name)
