@@ -159,7 +159,7 @@ CONSTRUCTION = {
     "example without entry": ("BatchError", "example_batch: layer 4.Middle pops 'c'", "entries are: t, unused"),
     "example with a stashed name": ("BatchError", "example_batch", "an entry 's1'", "layer 1.Square stashes"),
     "example is no pair": ("BatchError", "example_batch: expected a batch (inputs, labels), found a dict"),
-    "example of another width": ("RunError", "layer 0.First: RuntimeError", "2x3 and 8x8"),
+    "example of another width": ("RunError", "measuring on rank 0: RuntimeError", "in layer 0.First", "2x3 and 8x8"),
     "wrong count in the example": (
         "GraphError",
         "layer down_2 stashes 's2': expected it to return a tuple of 2 (output, s2), found a tuple of 3",
@@ -293,19 +293,25 @@ def test_what_a_step_refuses_is_told_to_every_rank(first_steps: Found, name: str
 
 
 IN_A_STEP = {
-    "wrong count": ("GraphError", "pipeline rank 0, stage 0, microbatch 0, action 0F0: layer down_2 stashes 's2'"),
+    "wrong count": (
+        "GraphError",
+        "before the first step, pipeline rank 0, stage 0, microbatch 0: layer down_2 stashes 's2'",
+    ),
     "no loss": ("ConfigError", "action 1F0: the last layer (there is no loss_fn)", "shape [2, 3]", "pass loss_fn="),
     "two losses": ("ConfigError", "loss_fn: expected a scalar loss, found tuple"),
     "loss of no gradient": ("ConfigError", "loss_fn: the loss depends on no trainable parameter"),
     "data ends in the step": ("BatchError", "action 0F1: the data iterator ended after 1 of 2 microbatches"),
     "another shape in the step": ("BatchError", "action 0F1: batch inputs: expected [2, 8]", "found [3, 8]"),
-    "loader broken in the step": ("RunError", "action 0F1: OSError: shard 3 cannot be read"),
+    "loader broken in the step": ("OSError", "shard 3 cannot be read", "step 1, pipeline rank 0", "action 0F1"),
     "another dtype in the step": ("BatchError", "batch labels: expected [2, 3] float32", "found [2, 3] float64"),
-    "labels of a dtype the loss refuses": ("RunError", "rank 0, stage 1, microbatch 0, action 1F0: RuntimeError"),
-    "no labels": ("RunError", "action 1F0", "NoneType"),
-    "an entry of another width": ("RunError", "action 0F0: layer 0.First: RuntimeError"),
-    "a word for a hidden state": ("GraphError", "action", "layer 5.<lambda> returned: expected a tensor", "type str"),
-    "a word for a stashed value": ("GraphError", "action 0F0", "stashed 's3': expected a tensor", "type str"),
+    "labels of a dtype the loss refuses": (
+        "RuntimeError",
+        "step 1, pipeline rank 0, stage 1, microbatch 0, action 1F0",
+    ),
+    "no labels": ("AttributeError", "NoneType", "action 1F0"),
+    "an entry of another width": ("RuntimeError", "in layer 0.First", "before the first step"),
+    "a word for a hidden state": ("GraphError", "layer 5.<lambda> returned: expected a tensor", "type str"),
+    "a word for a stashed value": ("GraphError", "stashed 's3': expected a tensor", "type str"),
     "several losses for every rank": ("ConfigError", "expected a scalar loss to give to every rank, found a list of 2"),
     "outputs for every rank": ("ConfigError", "found a tensor of shape [2, 3]", "pass bcast_loss=False"),
     "an entry missing later": ("BatchError", "action 0F1: layer 4.Middle pops 'c'"),

@@ -75,8 +75,8 @@ def run_with_launcher(how: str, timeout: float) -> tuple[int, str]:
 def test_an_exception_in_a_layer_ends_the_job_naming_the_place() -> None:
     status, output = run_with_launcher("exception", timeout=100)
     assert status != 0
-    where = r"RunError: pipeline rank \d, stage \d, microbatch 0, action \dF0: layer moody: "
-    assert re.search(where + "ValueError: the layer had enough", output), output[-6000:]
+    where = r"in layer moody\n.*step \d, pipeline rank \d, stage \d, microbatch 0, action \dF0"
+    assert re.search(f"ValueError: the layer had enough\n.*{where}", output), output[-6000:]
     # The launcher may end the others before they have printed the step that they did finish.
     assert 1 <= output.count("STEP 0") <= WORLD and "STEP 1" not in output
     assert_none_alive(output)
@@ -91,7 +91,7 @@ def test_a_killed_rank_ends_the_job_under_the_launcher() -> None:
 
 
 PEER = (
-    r"PeerError: pipeline rank \d, stage \d, microbatch 0, action \dF0: pipeline rank {rank} did not send hidden of "
+    r"PeerError: step \d, pipeline rank \d, stage \d, microbatch 0, action \dF0: pipeline rank {rank} did not send hidden of "
     r"microbatch 0 \(stage \d to stage \d\) within"
 )
 

@@ -28,12 +28,12 @@ def test_every_rank_measures_its_share() -> None:
 
 
 EXPECTED = {
-    f"{kind} of layer {at}": f"RunError: layer {at}.Fails{text}"
+    f"{kind} of layer {at}": text.format(at)
     for at in (0, 3, 5)
     for kind, text in (
-        ("build", ", while it is built: ValueError: no such"),
-        ("forward", ": ValueError: cannot run"),
-        ("backward", ": ValueError: cannot run back"),
+        ("build", "RunError: layer {}.Fails, while it is built: ValueError: no such"),
+        ("forward", ": ValueError: cannot run (in layer {}.Fails)"),
+        ("backward", ": ValueError: cannot run back (in layer {}.Fails)"),
     )
 } | {
     "no rows": "BatchError: example_batch: entry 'c': expected 2 rows, one a sample, to measure microbatches of 4",

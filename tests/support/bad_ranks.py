@@ -84,7 +84,8 @@ def run_cases(cases: dict[str, Case]) -> None:
             act()
         except Exception as problem:
             found = problem
-        print("CASE", json.dumps([name, type(found).__name__, str(found)]), flush=True)
+        text = "\n".join([str(found), *getattr(found, "__notes__", ())])
+        print("CASE", json.dumps([name, type(found).__name__, text]), flush=True)
 
 
 # -- before the first step -------------------------------------------------------------------

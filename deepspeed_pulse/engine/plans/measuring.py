@@ -22,7 +22,7 @@ from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
 from deepspeed_pulse.engine.plans.hardware import agreed_hardware, clock_of, device_name
 from deepspeed_pulse.engine.specs import TiedCall
-from deepspeed_pulse.errors import BatchError, PulseError, RunError
+from deepspeed_pulse.errors import BatchError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.runtime.probe import Reached, reach
 from deepspeed_pulse.runtime.profiler import Measured, measure_layers
@@ -66,7 +66,7 @@ def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]
     except PulseError as met:
         problem = met
     except Exception as met:
-        problem = RunError(f"measuring on rank {dist.get_rank()}: {type(met).__name__}: {met}")
+        problem = RunError(f"measuring on rank {dist.get_rank()}: {in_words(met)}")
         problem.__cause__ = met
     raise_everywhere(problem, "measuring layer costs", world)
     by_rank = [row for row in told_by_all(mine, world) if row]
@@ -113,7 +113,7 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
             _hand_on(rank, [_if_it_fits(partial(run, start=start), sizes) if start else None for start in starts])
     except Exception as problem:
         if rank + 1 < len(shared):
-            told = problem if isinstance(problem, PulseError) else RunError(f"{type(problem).__name__}: {problem}")
+            told = problem if isinstance(problem, PulseError) else RunError(in_words(problem))
             _hand_on(rank, told)
         raise
     return [
