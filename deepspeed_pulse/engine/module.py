@@ -258,7 +258,7 @@ class PipelineModule(upstream.PipelineModule):
         try:
             yield
         except Exception as problem:
-            if not self.pulse_enabled:
+            if self.pulse is None:
                 raise
             self._problem = self._problem or as_pulse_error(problem, f"rank {self.global_rank}, {when}")
 
@@ -266,9 +266,10 @@ class PipelineModule(upstream.PipelineModule):
         """As upstream, the first that ranks do together once all have built their layers."""
         self._doing("PipelineModule(): waiting for the others to build their layers")
         self._is_made = True
-        if self.pulse_enabled:
+        if self.pulse is not None:
             raise_everywhere(self._problem, "building layers", self.world_size)
         self._doing("PipelineModule(): tying weights")
+        self.shared.connect(self)
         return super()._index_tied_modules()
 
     def _build_layers(self) -> None:
@@ -302,10 +303,6 @@ class PipelineModule(upstream.PipelineModule):
             return named
         start = f"{prefix}." if prefix else ""
         return ((start + self.shared.name_of(p, name.removeprefix(start)), p) for name, p in named)
-
-    def _index_tied_modules(self) -> Any:
-        self.shared.connect(self)
-        return super()._index_tied_modules()
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
         """Trainable weights that other ranks of the pipeline hold too, and the groups of these ranks."""

@@ -104,7 +104,7 @@ def _listed(graph: Graph, layers: Sequence[int]) -> str:
 
 
 def check_builds(module: Any) -> None:
-    """No layer that was built has a trainable parameter of another one. Collective in the world.
+    """No layer that was built has a trainable parameter of another one.
 
     Layers of other ranks are built on the meta device, which costs no memory: what a build takes from outside
     of itself (an argument, a global, a cache) is the same object every time.
@@ -113,20 +113,18 @@ def check_builds(module: Any) -> None:
         module: the ``PipelineModule``, built.
 
     Raises:
-        GraphError: says which layers; the same on every rank.
+        GraphError: says which layers.
     """
-    problem: GraphError | None = None
     owners: dict[torch.Tensor, tuple[int, str]] = {}
     for index, owner in _all_modules(module):
         for name, parameter in parameters_in(owner):
             other, _ = owners.setdefault(parameter, (index, name))
             if parameter.requires_grad and not _openly(module.layer_list, other, index):
-                problem = problem or GraphError(
+                raise GraphError(
                     f"layers {_listed(module.graph, (other, index))} are built with one parameter ({name}): a layer "
                     "spec is built on the rank where it lies, so no other rank can know that; put the modules "
                     "themselves into the list (they may share parameters), or tie the layers with TiedLayerSpec"
                 )
-    raise_everywhere(problem, "the layers cannot be built", dist.get_world_size())
 
 
 def _openly(layers: Sequence[Any], first: int, second: int) -> bool:
