@@ -49,7 +49,7 @@ def options(folder: str) -> None:
         monitor = {"enabled": True, "output_path": folder, "job_name": name}
         engine = make_engine(2, MICROBATCHES, pulse=pulse, csv_monitor=monitor)
         engine.set_dataiterator(endless(engine))
-        losses, _ = reference_run("toy", MICROBATCHES, replicas, 0.0)
+        losses, *_ = reference_run("toy", MICROBATCHES, replicas, 0.0)
         with torch.no_grad():
             twin = Unpartitioned(toy_layers())
             check_options(engine, twin, replicas)

@@ -63,6 +63,10 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.buckets import token_batch, token_layers
 
         return token_layers, token_batch, "hidden"
+    if name.startswith("in place"):
+        from support.in_place import MODELS
+
+        return MODELS[name]
     if name == "unet buckets":
         from support.buckets import unet_bucket
         from support.small_unet import unet_layers
@@ -101,7 +105,8 @@ def _reference(model: str, microbatches: int, data_parallel: int, clip: float) -
         index: {name: (p.detach().clone(), _gradient(unpartitioned, gradients, p)) for name, p in m.named_parameters()}
         for index, m in unpartitioned.by_layer.items()
     }
-    return losses, by_layer
+    buffers = {index: dict(module.named_buffers()) for index, module in unpartitioned.by_layer.items()}
+    return losses, by_layer, buffers
 
 
 _REFERENCES: dict[Any, Any] = {}
@@ -152,7 +157,7 @@ def run_case(case: dict[str, Any]) -> None:
     if "pipelines" in case:
         assert engine.grid.topology().get_axis_comm_lists("pipe") == case["pipelines"]
     data_parallel, data_index = engine.grid.data_parallel_size, engine.grid.data_parallel_id
-    losses, expected = reference_run(case["model"], microbatches, data_parallel, clip)
+    losses, expected, buffers = reference_run(case["model"], microbatches, data_parallel, clip)
     feeds = not case.get("first_rank_only") or engine.is_first_stage() or engine.is_last_stage()
     for step in range(STEPS):
         data = (batch(step, m, data_index) for m in itertools.count())
@@ -169,9 +174,11 @@ def run_case(case: dict[str, Any]) -> None:
             scale = max(float(g.norm()) for layer in expected.values() for _, g in layer.values())
             if float(gradient.norm()) > 1e-6 * scale:
                 assert error(seen, gradient) <= TOLERANCE, (case, "gradient", index, name, error(seen, gradient))
+        for name, buffer in owner.named_buffers() if data_parallel == 1 else ():
+            assert error(buffer, buffers[index][name]) <= TOLERANCE, (case, "buffer", index, name)
     if case["model"].startswith("irregular"):
         check_routes(engine, case)
-    elif case["enabled"] and case.get("placement", "wave") == "wave":
+    elif case["enabled"] and case.get("placement", "wave") == "wave" and not case["model"].startswith("in place"):
         check_bytes(engine, case)
     engine.destroy()
 
