@@ -10,9 +10,9 @@
     └── RunError          something failed while a step ran; names rank, stage, microbatch, action
         └── PeerError     another rank sent or took nothing for too long, or died
 
-Every message says what was expected, what was found, where, and which knob to turn. An exception of the user's own, from
-a layer, a loss function or a loader in a step, keeps its class; layer, step, rank, stage, microbatch and action stand in
-its notes (:func:`add_note`).
+Every message says what was expected, what was found, where, and which knob to turn. An exception of the user's own,
+from a layer, a loss function or a loader in a step, keeps its class; layer, step, rank, stage, microbatch and action
+stand in its notes (:func:`add_note`).
 ``assert`` is kept for invariants that no user can break.
 """
 

@@ -17,6 +17,7 @@ from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.ir.program import Channel, Direction, Message
 from deepspeed_pulse.ir.timeline import FrozenSpan
+from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import Signature, as_payload
 from deepspeed_pulse.runtime.protocols import Communicator, Device
 from deepspeed_pulse.runtime.shapes import ShapeBook
@@ -146,7 +147,8 @@ class FrozenRuntime:
         for name in self._fill.part(run.part).needs:
             self._receive((name, len(self._fill.part(name).layers), m))
         start = self._device.mark()
-        result = part.run(before, run.first, run.end, lambda name: self._read(name, m))
+        # copies: an encoder may change its input in place, and others read the same
+        result = part.run(before, run.first, run.end, lambda name: copied(self._read(name, m)))
         self._marks.append((run, start, self._device.mark()))
         if run.end == len(part.layers):
             result = as_payload(result, f"the result of frozen part {run.part!r}")

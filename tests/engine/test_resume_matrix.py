@@ -21,13 +21,14 @@ SMALL: Cases = [
     (WAVE, [WAVE, LINEAR, OFF, {**REPLICAS, **ZERO}]),
     ({**REPLICAS, **ZERO, **BF16}, [{**WAVE, **ZERO, **BF16}, {**LINEAR, **BF16}]),
     ({"model": "lora", **ZERO}, [{"model": "lora", **LINEAR}]),
+    ({"model": "shared"}, [{"model": "shared", **LINEAR}, {"model": "shared", **REPLICAS, **ZERO}]),
 ]
 
 PLANS: list[dict[str, Any]] = [WAVE, LINEAR, OFF, REPLICAS]
 JOBS = [{**plan, **zero} for plan, zero in itertools.product(PLANS, ({}, ZERO))]
 WHOLE: Cases = [
     ({**base, **kind}, [{**target, **kind} for target in JOBS])
-    for kind in ({}, BF16, {"model": "lora"}, {"model": "lora", **BF16})
+    for kind in ({}, BF16, {"model": "lora"}, {"model": "lora", **BF16}, {"model": "shared"})
     for base in JOBS
 ]
 

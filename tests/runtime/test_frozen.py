@@ -62,3 +62,11 @@ def test_an_error_names_the_layer():
     frozen.begin(fill_of((0, (0, 2, 0))), lambda name, m: torch.ones(2), microbatches=1, mode="train")
     with pytest.raises(RuntimeError, match=r"(?s)tensor size.*\nin layer 1"):
         frozen.run(0)
+
+
+def test_an_encoder_that_changes_its_input_in_place_leaves_the_data_alone():
+    frozen = runtime(lambda x: x.mul_(3), lambda x: x + 1)
+    ids = torch.ones(2, dtype=torch.float64)
+    frozen.begin(fill_of((0, (0, 2, 0))), lambda name, m: ids, microbatches=1, mode="train")
+    frozen.run(0)
+    assert frozen.finish()["text", 0].tolist() == [4, 4] and ids.tolist() == [1, 1]

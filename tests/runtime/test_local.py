@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +54,61 @@ def test_evaluation_leaves_nothing_behind() -> None:
         for m, loss in world.losses.items():
             inputs, labels = toy_batch(0, m, 0)
             assert float(loss) == pytest.approx(float(loss_fn(model(inputs), labels)), rel=1e-6)
+
+
+class TheirsError(Exception):
+    """A user's own, whose constructor takes more than a message."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+
+
+PROBLEMS = [StopIteration("end"), torch.OutOfMemoryError("no memory left"), TheirsError(7, "lost"), KeyError("k")]
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, problem: Exception) -> torch.Tensor:
+        ctx.problem = problem
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise ctx.problem
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: type(problem).__name__)
+@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+def test_an_exception_of_the_users_keeps_its_class(where: str, problem: Exception) -> None:
+    """Step, rank, stage, microbatch and action are added to it, and the layer where there is one."""
+    problem.__notes__ = []
+    plan = random_plan(GRAPH, 5, ranks=2, microbatches=2)
+    model = Unpartitioned(toy_layers())
+    batches = [toy_batch(0, m, 0) for m in range(2)]
+    steps = []
+
+    def failing(hidden: torch.Tensor, *popped: torch.Tensor) -> Any:
+        result = model.by_layer[4](hidden, *popped)
+        if where == "forward" and len(steps) > 1:
+            raise problem
+        return Raises.apply(result, problem) if where == "backward" and len(steps) > 1 else result
+
+    def loss(output: torch.Tensor, m: int) -> torch.Tensor:
+        if where == "loss" and len(steps) > 1:
+            raise problem
+        return loss_fn(output, batches[m][1])
+
+    model.functions[4] = failing
+    world = LocalWorld(plan, GRAPH, model.functions, loss)
+    with pytest.raises(type(problem)) as caught:
+        for step in range(2):
+            steps.append(step)
+            world.step([(inputs["hidden"], inputs) for inputs, _ in batches])
+    assert caught.value is problem
+    notes = "\n".join(problem.__notes__)
+    action = {"forward": r"\dF0", "backward": r"\dB0", "loss": r"\dF0"}[where]
+    assert re.search(rf"step 2, pipeline rank \d, stage \d, microbatch 0, action {action}", notes)
+    assert ("in layer 4.Middle" in notes) == (where == "forward")
 
 
 def test_a_failing_layer_is_named_with_rank_stage_microbatch_and_action() -> None:

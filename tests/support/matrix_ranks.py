@@ -17,6 +17,8 @@ from support.parity import mse, share_groups
 from support.precision_ranks import cast
 from support.reference import error
 from support.resume_ranks import full_weights
+from support.shared_models import batch as shared_batch
+from support.shared_models import with_names
 from support.small_unet import unet_batch
 from support.toy import toy_batch, toy_layers
 
@@ -54,6 +56,7 @@ def lora_layers() -> list[Any]:
 MODELS: dict[str, tuple[Any, Any, str]] = {
     "toy": (toy_layers, toy_batch, "hidden"),
     "lora": (lora_layers, unet_batch, "sample"),
+    "shared": (with_names, shared_batch, "hidden"),
 }
 """Layer list, batch of (step, microbatch, data index), name of the input."""
 

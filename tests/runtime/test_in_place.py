@@ -1,0 +1,139 @@
+"""Autograd's own check holds in every microbatch; what is changed in place has names, copies and refusals by rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.random_plans import random_plan
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from deepspeed_pulse.errors import GraphError, RunError
+from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, changed_from_outside, with_versions
+from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.runtime.discovery import begin, discover
+from deepspeed_pulse.runtime.local import LocalWorld
+from deepspeed_pulse.runtime.owning import copied, released
+from deepspeed_pulse.runtime.stage import BoundLayer
+
+
+def world_of(graph: Graph, functions: list[Any], *, seed: int = 0, ranks: int = 2, microbatches: int = 1) -> LocalWorld:
+    plan = random_plan(graph, seed, ranks=ranks, microbatches=microbatches, placement=tuple(range(ranks)))
+    return LocalWorld(plan, graph, functions, lambda output, m: mse_loss(output, torch.zeros_like(output)))
+
+
+def plain(*names: str) -> Graph:
+    return Graph(layers=tuple(Layer(name=name) for name in names))
+
+
+@pytest.mark.parametrize("keys", [None, (1, 2)])
+def test_what_was_changed_too_early_is_autograds_error_in_every_microbatch(keys: Any) -> None:
+    """In the first one of a shape too, whose kept bytes are counted: tanh needs its output, which the next changes."""
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    functions = [lambda x: torch.tanh(modules[0](x)), lambda x: x.add_(1), modules[1]]
+    world = world_of(plain("tanh", "add", "linear"), functions, ranks=1, microbatches=1 if keys is None else 2)
+    batches = [(torch.randn(2 + m, 4), {}) for m in range(1 if keys is None else 2)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        world.step(batches, shape_keys=keys)
+
+
+def found(*layers: tuple[Layer, Any], **values: Any) -> tuple[Effects, ...]:
+    graph = Graph(layers=tuple(layer for layer, _ in layers))
+    bound = {index: BoundLayer(layer, function) for index, (layer, function) in enumerate(layers)}
+    hidden, entries, reach = begin(torch.ones(3, 4), values)
+    _, effects = discover(bound, graph, hidden, entries, reach)
+    return tuple(effects[index] for index in range(len(layers)))
+
+
+def test_a_stash_that_goes_on_as_the_hidden_state_has_a_version_behind_who_changes_it() -> None:
+    layers = [
+        (Layer(name="make", stash=("s",)), lambda x: (y := x * 2, y)),
+        (Layer(name="change"), lambda x: x.add_(1)),
+        (Layer(name="read", pop=("s",)), lambda x, s: x + s),
+    ]
+    make, change, read = found(*layers)
+    assert change.versions == (Version(name="s", is_tuple=False, tensors=(Argument(index=0, tensor=0),)),)
+    assert change.changes == make.reads[0] ^ make.reads[0] | change.reads[0] and not make.changes and not read.changes
+    graph = with_versions(Graph(layers=tuple(layer for layer, _ in layers)), (make, change, read))
+    assert graph.layers[1].stash == ("s after layer 1",) and graph.layers[2].pop == ("s after layer 1",)
+
+
+def test_a_list_that_changes_nothing_stays_as_it_is() -> None:
+    graph = plain("a", "b")
+    effects = found((graph.layers[0], lambda x: x * 2), (graph.layers[1], torch.sin))
+    assert with_versions(graph, effects) is graph
+    assert changed_from_outside(effects, [[INPUT], [""]]) == frozenset()
+
+
+def test_copies_where_others_read_and_none_where_nobody_does() -> None:
+    one, two = (
+        Effects(reads=(frozenset({1}), frozenset({2}))),
+        Effects(reads=(frozenset({3}),), changes=frozenset({2, 3})),
+    )
+    assert changed_from_outside([one, two], [[INPUT, "v"], [""]]) == {"v"}
+    assert changed_from_outside([one], [[INPUT, "v"]]) == frozenset()
+    assert changed_from_outside([one], [[INPUT, "v"]], until=[two]) == {"v"}
+    leaf = torch.ones(3, requires_grad=True)
+    assert released(leaf).data_ptr() == leaf.data_ptr() and copied(leaf).data_ptr() != leaf.data_ptr()
+    released(leaf).relu_().sum().backward()
+    assert leaf.grad is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_part_of_what_is_popped_later_is_refused_wherever_the_cut_is(ranks: int) -> None:
+    graph = Graph(
+        layers=(
+            Layer(name="make", stash=("s",)),
+            Layer(name="change"),
+            Layer(name="read", pop=("s",)),
+        )
+    )
+    linear = nn.Linear(4, 4)
+    functions = [lambda x: (y := linear(x), y[:, :2]), lambda x: x.add_(1), lambda x, s: x + s.sum()]
+    with pytest.raises(
+        GraphError, match=r"layer change changes in place memory of 's', which a later layer pops, .*clone"
+    ):
+        world_of(graph, functions, ranks=ranks).step([(torch.ones(3, 4), {})])
+
+
+def test_a_change_that_the_first_microbatch_does_not_show_is_an_error_when_it_comes() -> None:
+    linear, calls = nn.Linear(4, 4), []
+
+    def sometimes(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x.add_(1) if len(calls) > 2 else x + 1
+
+    world = world_of(plain("linear", "sometimes"), [linear, sometimes], ranks=1)
+    world.step([(torch.ones(3, 4), {})])
+    with pytest.raises(RunError, match="layer sometimes changed its input in place now and did not in the first"):
+        world.step([(torch.ones(3, 4), {})])
+
+
+class Counts(nn.Module):
+    """State of every kind that trying a layer must not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.norm(x)
+
+
+class Uncopied(Counts):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("holds a handle")
+
+
+@pytest.mark.parametrize("kind", [Counts, Uncopied])
+def test_trying_a_layer_leaves_it_as_it_was(kind: type[Counts]) -> None:
+    layer, state = kind(), torch.random.get_rng_state()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    (effects,) = found((Layer(name="counts"), layer))
+    assert effects.buffers == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert kind is Uncopied or layer.calls == 0
