@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ class Discovery:
         plan: with the routes of batch entries that some ranks are not given.
         graph: declarations of all layers.
         layers: this rank's, by index.
+        encoded: names that frozen parts make.
         rank: in the pipeline.
         global_ranks: of the pipeline's ranks.
         group: the pipeline's process group.
@@ -41,6 +42,7 @@ class Discovery:
         plan: Plan,
         graph: Graph,
         layers: Mapping[int, BoundLayer],
+        encoded: Collection[str],
         rank: int,
         global_ranks: Sequence[int],
         group: Any,
@@ -48,6 +50,7 @@ class Discovery:
         number: int,
     ) -> None:
         self._plan, self._graph, self._layers, self._number = plan, graph, layers, number
+        self._encoded = encoded
         self._rank, self._global_ranks, self._group, self._device = rank, global_ranks, group, device
         self._values: dict[str, Any] = {}
         self._hidden: Any = None
@@ -79,7 +82,11 @@ class Discovery:
     def _begin(self, batches: Batches) -> None:
         names = [value.name for value in self._graph.batch_entries]
         first = self._rank == self._plan.placement[0]
-        mine = {name: batches.entry(name, 0) for name in names if batches.has_entry(name)}
+        here = {name for layer in self._layers.values() for name in layer.declared.pop}
+        sent = {route.name for route in self._plan.routes if route.hops}
+        # the first rank sees all of the data, but an encoder's result only if it reads or sends it
+        wanted = [name for name in names if name in here or (first and (name in sent or name not in self._encoded))]
+        mine = {name: batches.entry(name, 0) for name in wanted if batches.has_entry(name)}
         self._hidden, self._values, reach = begin(batches.inputs(0) if first else (), mine)
         if first:
             self._reach = reach
@@ -119,7 +126,8 @@ class Discovery:
     def _send(self, target: int, names: Sequence[str], *, with_hidden: bool) -> None:
         values, hidden = {}, None
         if self._told is None:
-            values = {name: map_tensors(self._values[name], _on_host) for name in names}
+            # not the labels, which no layer reads
+            values = {name: map_tensors(self._values[name], _on_host) for name in names if name in self._values}
             hidden = (map_tensors(self._hidden, _on_host), self._reach) if with_hidden else None
         item = [(self._told, values, hidden)]
         torch.distributed.send_object_list(item, dst=self._global_ranks[target], group=self._group)

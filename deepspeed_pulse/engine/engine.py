@@ -291,6 +291,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             plan=plan,
             graph=self.module.graph,
             layers=self.module.bound_layers(),
+            encoded=() if self.module.frozen is None else self.module.frozen.names,
             rank=self.stage_id,
             global_ranks=self.grid.pp_group,
             group=self.grid.get_pipe_parallel_group(),

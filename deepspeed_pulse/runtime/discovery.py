@@ -133,6 +133,8 @@ def discover(
     for index, layer in layers.items():
         names = layer.declared.pop
         for name in names:
+            if name not in reach.values:  # read by this rank alone
+                reach.values[name] = memory.places(values[name])
             memory.know(tensors_in(values[name]), reach.values[name])
         if layer.seed is not None:
             layer.seed(number)

@@ -22,8 +22,8 @@ class _Alias(torch.autograd.Function):
 
 
 def released(value: Any) -> Any:
-    """Tensors that nobody else reads, free to be changed: no copy."""
-    return map_tensors(value, lambda t: _Alias.apply(t) if t.requires_grad else t)
+    """Tensors that nobody else reads, free to be changed: no copy. Those given stay what they are to autograd."""
+    return map_tensors(value, lambda t: _Alias.apply(t) if t.requires_grad else t.detach())
 
 
 def copied(value: Any) -> Any:

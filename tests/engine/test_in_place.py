@@ -15,6 +15,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "recomputed by twos": {"interval": 2, "placement": "linear"},
     "recomputed, reentrant": {"interval": 1, "reentrant": True},
     "data on the first rank only": {"first_rank_only": True},
+    "data on the first rank only, linear": {"first_rank_only": True, "placement": "linear"},
     "one microbatch": {"M": 1},
     "changing shapes": {"M": 1, "dynamic": True},
 }
