@@ -47,10 +47,10 @@ from deepspeed_pulse.engine.observation.breakdown import Breakdown
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.plans import planning
-from deepspeed_pulse.engine.sameness import check_same, config_facts
 from deepspeed_pulse.engine.schedule import PulseSchedule
-from deepspeed_pulse.engine.setting_up import watched_start
-from deepspeed_pulse.engine.unseen import check_buffers
+from deepspeed_pulse.engine.sharing.unseen import check_buffers
+from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
+from deepspeed_pulse.engine.starting.setting_up import watched_start
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.effects import Effects, with_versions

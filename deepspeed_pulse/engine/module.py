@@ -15,7 +15,6 @@ from deepspeed.runtime.pipe import module as upstream
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.engine import hook
-from deepspeed_pulse.engine.arguments import check_arguments, listed
 from deepspeed_pulse.engine.checkpointing import CheckpointArguments
 from deepspeed_pulse.engine.communicator import carry_to_host
 from deepspeed_pulse.engine.data.agreement import agree, as_pulse_error, everywhere, raise_everywhere
@@ -25,12 +24,13 @@ from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.plans.job import TrainingJob
 from deepspeed_pulse.engine.relay.forward import explicit_parts, relaying
 from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
-from deepspeed_pulse.engine.setting_up import set_up, watched_start
-from deepspeed_pulse.engine.shared import SharedWeights
+from deepspeed_pulse.engine.sharing.shared import SharedWeights
+from deepspeed_pulse.engine.sharing.tied import adopt_tied_calls, build_tied, tie_all_parameters
+from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.specs import graph_of, unwrap
-from deepspeed_pulse.engine.start import Config, check_world
-from deepspeed_pulse.engine.tied import adopt_tied_calls, build_tied, tie_all_parameters
-from deepspeed_pulse.engine.unseen import check_builds, check_functions, check_shared
+from deepspeed_pulse.engine.starting.arguments import check_arguments, listed
+from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
+from deepspeed_pulse.engine.starting.start import Config, check_world
 from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError, RunError
 from deepspeed_pulse.ir.effects import Effects

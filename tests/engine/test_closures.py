@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_pulse.engine.closures import weights_reached
+from deepspeed_pulse.engine.sharing.closures import weights_reached
 
 EMBED = nn.Linear(4, 4, bias=False)
 KEPT = [EMBED]

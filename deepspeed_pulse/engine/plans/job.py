@@ -30,7 +30,7 @@ from deepspeed_pulse.engine.plans.kept import check_folder
 from deepspeed_pulse.engine.plans.planning import Planned, plan_job
 from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import graph_of
-from deepspeed_pulse.engine.start import Config, load_config
+from deepspeed_pulse.engine.starting.start import Config, load_config
 from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph

@@ -19,7 +19,7 @@ from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_repl
 from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
 from deepspeed_pulse.engine.observation import events
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
-from deepspeed_pulse.engine.unseen import check_buffers
+from deepspeed_pulse.engine.sharing.unseen import check_buffers
 
 
 class RelayEngine(CheckpointingEngine, EvaluatingEngine):

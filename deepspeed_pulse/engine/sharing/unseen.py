@@ -13,10 +13,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe import module as upstream
 
-from deepspeed_pulse.engine.closures import weights_reached
 from deepspeed_pulse.engine.data.agreement import raise_everywhere
 from deepspeed_pulse.engine.plans.costs import stand_in
-from deepspeed_pulse.engine.shared import SharedWeights, parameters_in
+from deepspeed_pulse.engine.sharing.closures import weights_reached
+from deepspeed_pulse.engine.sharing.shared import SharedWeights, parameters_in
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.graph import Graph

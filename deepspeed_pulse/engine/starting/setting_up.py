@@ -16,8 +16,8 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.data.agreement import as_pulse_error, raise_everywhere
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.plans.job import TrainingJob
-from deepspeed_pulse.engine.sameness import check_same, config_facts, layer_facts, plain
-from deepspeed_pulse.engine.start import groups_with_timeout, has_failed, init_distributed
+from deepspeed_pulse.engine.starting.sameness import check_same, config_facts, layer_facts, plain
+from deepspeed_pulse.engine.starting.start import groups_with_timeout, has_failed, init_distributed
 from deepspeed_pulse.errors import ConfigError, PulseError
 
 WHERE = "PipelineModule()"
