@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 
 from deepspeed_pulse.engine.checkpoints.engine import CheckpointingEngine
@@ -177,7 +177,12 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
                 self.save_and_exit()
             self._engine_device.begin_step(exact=self._observer.begin_step())
             start = self._engine_device.now_ms()
-            loss = super().train_batch(data_iter)
+            try:
+                loss = super().train_batch(data_iter)
+            except Exception:
+                # upstream leaves it running, and a script that mends a refused batch could not go on
+                self.timers(TRAIN_BATCH_TIMER).reset()
+                raise
             step_ms = self._engine_device.end_step() - start
             self._watchdog.enter("the figures after a step")
             self._observer.end_step(step_ms, self._plan_for(self.micro_batches))

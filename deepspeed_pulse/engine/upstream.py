@@ -49,6 +49,7 @@ RELIED_ON = {
         "PIPE_RECV_INPUT_TIMER",
         "PIPE_SEND_GRAD_TIMER",
         "PIPE_SEND_OUTPUT_TIMER",
+        "TRAIN_BATCH_TIMER",
     ),
     "deepspeed.runtime.pipe.engine.PipelineEngine": (
         "_INSTRUCTION_MAP",

@@ -257,6 +257,7 @@ FIRST_STEPS = {
     "no data in step 2": ("BatchError", "was given one data iterator in the first step and none now"),
     "other microbatches than the plan": ("ConfigError", "is for 2 microbatches, the engine runs 4", 'remove "plan"'),
     "refused, then trains": ("RuntimeError", "trained"),
+    "batch refused, then trains": ("RuntimeError", "trained"),
     "batch size that is no multiple": ("ConfigError", "expected a multiple of 2", "found 3"),
     "batch size of nothing": ("ConfigError", "set_train_batch_size: expected a multiple of 2", "found 0"),
     "a list for an iterator": ("BatchError", "expected an iterator of batches, found a list of 2", "RepeatingLoader"),

@@ -343,6 +343,18 @@ def still_trains(plan: str) -> None:
         raise RuntimeError("trained") from None
 
 
+def mended_batch() -> None:
+    """After a batch was refused a good one trains."""
+    from deepspeed_pulse.errors import BatchError
+
+    made = engine()
+    try:
+        made.train_batch(without("c"))
+    except BatchError:
+        made.train_batch(batches())
+        raise RuntimeError("trained") from None
+
+
 def number_without_data() -> None:
     """A layer of rank 1 reads a number; only the first rank is given data."""
     made = engine(layers=scalar_layers(), input="latents.noisy")
@@ -396,6 +408,7 @@ def first_steps(plan: str) -> None:
         "no data in step 2": no_data_now,
         "other microbatches than the plan": lambda: resized(plan),
         "refused, then trains": lambda: still_trains(plan),
+        "batch refused, then trains": mended_batch,
         "batch size that is no multiple": lambda: engine().set_train_batch_size(3),
         "batch size of nothing": lambda: engine().set_train_batch_size(0),
         "a list for an iterator": lambda: engine().train_batch([toy_batch(0, 0, 0)] * 2),
