@@ -56,20 +56,27 @@ class Memory:
         self._numbers: dict[int, int] = {}
         self._graphs: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []
+        self._objects: list[torch.Tensor] = []
+
+    def begin_layer(self) -> None:
+        """Let go of the objects of the layer before, and with them of what it keeps for backward."""
+        self._graphs.clear()
+        self._objects.clear()
 
     def know(self, tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
         """These tensors stand for memory that has a number already."""
         for tensor, place in zip(tensors, places, strict=True):
             self._numbers[_address(tensor)] = place.memory
             self._graphs[id(tensor)] = place.graph
-            self._kept.append(tensor)
+            self._keep(tensor)
 
     def places(self, value: Any) -> tuple[Place, ...]:
         return tuple(map(self._place, tensors_in(value)))
 
     def _place(self, tensor: torch.Tensor) -> Place:
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-        self._kept += [tensor, base]
+        self._keep(tensor)
+        self._keep(base)
         return Place(
             memory=self._number(self._numbers, _address(tensor)),
             graph=self._number(self._graphs, id(base)),
@@ -78,6 +85,10 @@ class Memory:
             stride=tuple(tensor.stride()),
             gradient=tensor.requires_grad,
         )
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        self._kept.append(tensor.detach())
+        self._objects.append(tensor)
 
     def _number(self, numbers: dict[int, int], key: int) -> int:
         if key not in numbers:
@@ -131,6 +142,7 @@ def discover(
     last_use = {v.name: v.targets[-1] for v in (*graph.values, *graph.batch_entries)}
     found: dict[int, Effects] = {}
     for index, layer in layers.items():
+        memory.begin_layer()
         names = layer.declared.pop
         for name in names:
             if name not in reach.values:  # read by this rank alone

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.random_plans import random_plan
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import mse_loss
 
 from deepspeed_pulse.errors import GraphError, RunError
@@ -137,3 +138,18 @@ def test_trying_a_layer_leaves_it_as_it_was(kind: type[Counts]) -> None:
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), state)
     assert kind is Uncopied or layer.calls == 0
+
+
+def test_trying_layers_holds_what_one_of_them_keeps_for_backward() -> None:
+    """A model that fits only with recomputation must fit while it is tried."""
+    kept: list[StorageWeakRef] = []
+    linear, most = nn.Linear(4, 4), []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(linear(x))  # which backward needs
+        kept.append(StorageWeakRef(inner.untyped_storage()))
+        most.append(sum(not one.expired() for one in kept))
+        return inner * 2
+
+    found(*((Layer(name=str(i)), layer) for i in range(6)))
+    assert max(most) <= 2, "this layer's, and the one's before until it is over"

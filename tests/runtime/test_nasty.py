@@ -22,6 +22,7 @@ from deepspeed_pulse.ir.placement import linear_placement, loop_placement, wave_
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.make import forward_schedule
 from deepspeed_pulse.runtime.local import LocalWorld
+from deepspeed_pulse.runtime.payload import tensors_in
 from deepspeed_pulse.runtime.replay import non_reentrant
 
 STEPS = 2
@@ -126,7 +127,7 @@ class Whole(torch.nn.ModuleList):
             result = layer(hidden, *(values[name] for name in declared.pop))
             hidden, *stashed = result if declared.stash else (result,)
             values.update(zip(declared.stash, stashed, strict=True))
-            made += [t for t in (hidden, *stashed) if isinstance(t, torch.Tensor) and t.requires_grad]
+            made += [t for value in (hidden, *stashed) for t in tensors_in(value) if t.requires_grad]
         return hidden + sum(0 * t.sum() for t in made) if hidden.requires_grad else hidden
 
 
