@@ -258,6 +258,14 @@ FIRST_STEPS = {
     "other microbatches than the plan": ("ConfigError", "is for 2 microbatches, the engine runs 4", 'remove "plan"'),
     "refused, then trains": ("RuntimeError", "trained"),
     "batch refused, then trains": ("RuntimeError", "trained"),
+    **dict.fromkeys(
+        ("a view of what is changed", "a view of what is changed, linear"),
+        (
+            "GraphError",
+            "before the first step",
+            "layer changer changes in place memory of 's3', which a later layer pops",
+        ),
+    ),
     "batch size that is no multiple": ("ConfigError", "expected a multiple of 2", "found 3"),
     "batch size of nothing": ("ConfigError", "set_train_batch_size: expected a multiple of 2", "found 0"),
     "a list for an iterator": ("BatchError", "expected an iterator of batches, found a list of 2", "RepeatingLoader"),

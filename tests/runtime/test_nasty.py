@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint as deepspeed_reentrant
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from support.nasty import Network, draw_network, network_batch, network_layers
 from support.random_plans import random_plan
@@ -235,7 +235,7 @@ def check(case: Case) -> str:
 @example(454104366, 12)  # a path without gradient through a reentrant checkpoint
 @example(351908900, 13)  # an input that is popped, changed and stashed again
 def test_any_legal_network_trains_as_in_one_process(number: int, num_layers: int) -> None:
-    check(draw_case(number, num_layers))
+    assume(check(draw_case(number, num_layers)) != "illegal")  # so many legal ones
 
 
 @pytest.mark.soak

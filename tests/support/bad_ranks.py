@@ -104,6 +104,15 @@ def layers_with(index: int, layer: Any) -> list[Any]:
     return found
 
 
+def changed_view() -> list[Any]:
+    """A layer changes the hidden state, of which a later layer pops a view."""
+    from deepspeed_pulse import spec
+
+    found = layers_with(3, spec(lambda x: (y := 2 * x, y.t()), stash="s3"))
+    found[4] = spec(lambda x, c, temb: x.add_(1), pop=("c", "temb"), name="changer")
+    return found
+
+
 def wrong_count() -> list[Any]:
     from deepspeed_pulse import LayerSpec
 
@@ -409,6 +418,10 @@ def first_steps(plan: str) -> None:
         "other microbatches than the plan": lambda: resized(plan),
         "refused, then trains": lambda: still_trains(plan),
         "batch refused, then trains": mended_batch,
+        "a view of what is changed": lambda: engine(layers=changed_view()).train_batch(batches()),
+        "a view of what is changed, linear": lambda: engine({"placement": "linear"}, layers=changed_view()).train_batch(
+            batches()
+        ),
         "batch size that is no multiple": lambda: engine().set_train_batch_size(3),
         "batch size of nothing": lambda: engine().set_train_batch_size(0),
         "a list for an iterator": lambda: engine().train_batch([toy_batch(0, 0, 0)] * 2),
