@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.runtime.activation_checkpointing import checkpointing as upstream
@@ -21,11 +21,24 @@ class Checkpointing:
         layers: indices, or "auto": the planner recomputes as few as the memory needs.
         interval: so many recomputed layers in a row keep one input; 0: the user gave none, so each keeps its own.
         function: runs what is recomputed.
+        absent: class names that were given, but no layer is of; as upstream, they mean nothing.
     """
 
     layers: str | tuple[int, ...] = "auto"
     interval: int = 0
     function: Checkpoint = non_reentrant
+    absent: tuple[str, ...] = ()
+
+    def note(self, layers: Sequence[Any]) -> str | None:
+        """What is to be said of class names that no layer is of; None where there is none."""
+        if not self.absent:
+            return None
+        names = sorted({type_name(layer) for layer in layers})
+        hint = did_you_mean(self.absent[0], names)
+        return (
+            f"checkpointable_layers: no layer is a {' or a '.join(map(repr, self.absent))}{hint}, which is ignored, as "
+            f"upstream does; layers are of types {', '.join(names)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +62,7 @@ class CheckpointArguments:
             layers: the layer list.
 
         Raises:
-            ConfigError: no number of layers, or a class that no layer is of.
+            ConfigError: no number of layers.
         """
         interval = pipeline.get("activation_checkpoint_interval") or self.interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
@@ -61,17 +74,17 @@ class CheckpointArguments:
             function = non_reentrant
         if not interval:
             return Checkpointing(function=function)
-        return Checkpointing(layers=self._chosen(layers), interval=interval, function=function)
+        return replace(self.every(interval, layers), function=function)
 
-    def _chosen(self, layers: Sequence[Any]) -> tuple[int, ...]:
+    def every(self, interval: int, layers: Sequence[Any]) -> Checkpointing:
+        """Recompute so many layers in a row from one input; 0: none."""
         names = [type_name(layer) for layer in layers]
-        unknown = [name for name in self.checkpointable or () if name not in names]
-        if unknown:
-            raise ConfigError(
-                f"checkpointable_layers: no layer is a {unknown[0]!r}{did_you_mean(unknown[0], names)}; layers are of "
-                f"types {', '.join(sorted(set(names)))}"
-            )
-        return tuple(i for i, name in enumerate(names) if self.checkpointable is None or name in self.checkpointable)
+        chosen = range(len(names) if interval else 0)
+        return Checkpointing(
+            layers=tuple(i for i in chosen if self.checkpointable is None or names[i] in self.checkpointable),
+            interval=interval,
+            absent=tuple(name for name in self.checkpointable or () if name not in names),
+        )
 
     def of_upstream(self, *, relays: bool, planned: bool) -> Checkpoint:
         """What layers that run the upstream way are checkpointed with.

@@ -29,8 +29,8 @@ from deepspeed_pulse.engine.discovery import Discovery
 from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.coverage import covering
-from deepspeed_pulse.engine.gradients.placeholders import check_same_groups, without_empty_groups
-from deepspeed_pulse.engine.gradients.reduction import stage_reduction
+from deepspeed_pulse.engine.gradients.placeholders import with_groups
+from deepspeed_pulse.engine.gradients.reduction import StageReduction, stage_reduction
 from deepspeed_pulse.engine.gradients.scaling import check_precision
 from deepspeed_pulse.engine.instructions import (
     CompleteTiedGrads,
@@ -42,12 +42,13 @@ from deepspeed_pulse.engine.instructions import (
     SendMessages,
 )
 from deepspeed_pulse.engine.losses import LossEngine
-from deepspeed_pulse.engine.observation import figures
+from deepspeed_pulse.engine.observation import figures, notes
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.plans import planning
-from deepspeed_pulse.engine.schedule import PulseSchedule
+from deepspeed_pulse.engine.replaced import Instructions, clipping_is_replaced, replaced_instructions
+from deepspeed_pulse.engine.schedule import FROM_UPSTREAM, PulseSchedule
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
 from deepspeed_pulse.engine.starting.setting_up import watched_start
@@ -125,7 +126,11 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             timeout_seconds=timeout,
         )
         self._encoding = None if module.frozen is None else Encoding(self)
-        self._reduction = stage_reduction(self, timeout)
+        self._reduction: StageReduction | None = None
+        self._reduction_made_for: tuple[Any, Any] | None = None
+        self._replaced: Instructions = {}
+        self._asked = (module.job.checkpointing.interval, module.activation_checkpoint_func)
+        """Of activation checkpointing, when the plan was made or changed last."""
         self._observer = Observer(self)
         self._breakdown = Breakdown(self)
         self._watchdog.stop_request.ignore()  # from now on a step ends first
@@ -133,6 +138,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         self._started = True
         if self.global_rank == 0:
             figures.print_plan(module.planned, module.graph, module.layer_list)
+            notes.print_notes(self)
 
     # -- seams of upstream -------------------------------------------------------------------
 
@@ -163,11 +169,9 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         return self._begin(micro_batches, "eval" if self._compute_loss else "forward")
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        optimizer, filled = without_empty_groups(client_optimizer, model_parameters, self.module, self.param_names)
+        optimizer, filled = with_groups(client_optimizer, model_parameters, self, self.param_names)
         super()._configure_optimizer(covering(optimizer, filled, self.module), filled)
         norm_of_nothing_is_zero(self.optimizer)
-        grid = self.module._grid
-        check_same_groups(self.basic_optimizer, grid.get_pipe_parallel_group(), grid.pipe_parallel_size)
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
@@ -228,7 +232,10 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         return 0 if self._encoding is None else self._encoding.microbatches_ahead
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over all pipeline ranks, tied weights once."""
+        """Clip by the norm over all pipeline ranks, tied weights once; a program's own clipping goes first."""
+        if clipping_is_replaced(PulseEngine):
+            super().clip_fp32_gradients()
+            return
         self._global_grad_norm = clip_over_pipeline(
             self.module.parameters(), self.gradient_clipping(), self.grid.get_pipe_parallel_group()
         )
@@ -237,6 +244,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
     def _begin(self, micro_batches: int, mode: str) -> PulseSchedule:
         self._mode, training = mode, mode == "train"
+        self._follow_program()
         if training:
             self.module.shared.watch_buffers()
         check_same_step(mode, micro_batches, self.train_micro_batch_size_per_gpu(), self._preemption._group)
@@ -263,7 +271,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             number=self.global_steps + 1,
         )
         # 1-bit optimizers turn upstream's reduction off in the middle of a run
-        self._reducing_early = training and self._reduction is not None and self.pipeline_enable_backward_allreduce
+        self._reducing_early = training and self._may_reduce_early()
         if self._reducing_early:
             self._reduction.begin()
         return PulseSchedule(
@@ -275,6 +283,40 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             stage_id=self.stage_id,
             frozen_at=frozen_at,
         )
+
+    def _follow_program(self) -> None:
+        """What the program has put in the place of upstream's instructions runs."""
+        found = replaced_instructions(FROM_UPSTREAM)
+        if found != self._replaced:
+            self._replaced = found
+            vars(self)["_INSTRUCTION_MAP"] = {**PulseEngine._INSTRUCTION_MAP, **found}
+        asked = (self.module.activation_checkpoint_interval, self.module.activation_checkpoint_func)
+        if asked != self._asked:
+            self._recompute_every(asked[0], None if asked[1] is self._asked[1] else asked[1])
+            self._asked = asked
+
+    def _recompute_every(self, interval: int, function: Any) -> None:
+        """Other layers run again in backward from now on: memory is predicted anew."""
+        module = self.module
+        module.job.checkpoint_every(interval, function)
+        layers = module.job.checkpointing.layers
+        self._plans = {m: planning.recomputing(module.planned, plan, layers) for m, plan in self._plans.items()}
+        self._plan = module.plan = planning.recomputing(module.planned, self._plan, layers)
+        module.planned = replace(module.planned, plan=self._plan)
+        self._lowered.clear()
+        self._runtime.replay_bytes = planning.replay_bytes(module.planned, interval)
+        if self.global_rank == 0:
+            figures.print_recomputing(module.planned, interval)
+
+    def _may_reduce_early(self) -> bool:
+        """Not where a program reduces gradients by itself."""
+        if not self.pipeline_enable_backward_allreduce or ReduceGrads in self._replaced:
+            return False
+        made_for = (self.optimizer, self.communication_data_type)  # a program may set them after initialize
+        if made_for != self._reduction_made_for:
+            self._reduction = stage_reduction(self, self._pulse.timeout_seconds)
+            self._reduction_made_for = made_for
+        return self._reduction is not None
 
     def _begin_encoding(self, plan: Plan, mode: str) -> frozenset[int]:
         """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it."""

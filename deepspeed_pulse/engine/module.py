@@ -29,10 +29,11 @@ from deepspeed_pulse.engine.sharing.tied import adopt_tied_calls, build_tied, ti
 from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.specs import graph_of, unwrap
 from deepspeed_pulse.engine.starting.arguments import check_arguments, listed
+from deepspeed_pulse.engine.starting.late import take_late_block
 from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.starting.start import Config, check_world
 from deepspeed_pulse.engine.upstream import check_version
-from deepspeed_pulse.errors import ConfigError, FileError, PulseError, RunError
+from deepspeed_pulse.errors import ConfigError, FileError, PlanError, PulseError, RunError
 from deepspeed_pulse.ir.effects import Effects
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
@@ -197,6 +198,8 @@ class PipelineModule(upstream.PipelineModule):
         Raises:
             ConfigError: it asks for something else than the config that the module was given.
         """
+        if self.pulse is None and self._is_made:
+            take_late_block(self, config)
         return self.job.settled_config(config)
 
     def mpu(self) -> Any:
@@ -210,12 +213,7 @@ class PipelineModule(upstream.PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         self._check_divides()
         if self.pulse_enabled:
-            self._doing("PipelineModule(): planning")
-            self.planned = self.job.plan(self._grid, self._topo, self._doing)
-            self.plan = self.planned.plan
-            self.parts = list(self.plan.boundaries)
-            self._local_layers = list(self.plan.layers_of(self.stage_id))
-            self._set_bounds(start=0, stop=len(self._local_layers))
+            self._make_plan()
             return
         if self._partition_method is None or isinstance(self._partition_method, str):
             super()._partition_layers(method)
@@ -224,7 +222,31 @@ class PipelineModule(upstream.PipelineModule):
         # numpy integers break random.seed under seed_layers
         self.parts = [int(part) for part in self.parts]
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
-        self._local_layers = list(range(self._local_start, self._local_stop))
+
+    def _make_plan(self) -> None:
+        self._doing("PipelineModule(): planning")
+        self.planned = self.job.plan(self._grid, self._topo, self._doing)
+        self.plan = self.planned.plan
+        self.parts = list(self.plan.boundaries)
+        self._local_layers = list(self.plan.layers_of(self.stage_id))
+        self._set_bounds(start=0, stop=len(self._local_layers))
+
+    def plan_own_cuts(self) -> None:
+        """Plan the cuts that the module has: a subclass made them, or they were made before a block was known.
+
+        Raises:
+            PulseError: they cannot be planned, or the block asks for others.
+        """
+        cuts = explicit_parts(self.graph, list(self.parts)[1:-1], self.num_stages)
+        self.job.keep_cuts(cuts[1:-1])
+        self._make_plan()
+        assert self.plan is not None
+        if (list(self.plan.boundaries), list(self.plan.placement)) != (cuts, list(range(self.num_stages))):
+            raise PlanError(
+                f"the plan has cuts {list(self.plan.boundaries)} on ranks {list(self.plan.placement)}, the layers are "
+                f'already cut at {cuts}, one stage a rank; leave "plan" out of the block, or pass config= to '
+                "PipelineModule and leave its cuts to the plan"
+            )
 
     def _count_layer_params(self) -> Any:
         """As upstream, which builds every layer; layers that would read files are counted on the meta device."""
@@ -241,6 +263,8 @@ class PipelineModule(upstream.PipelineModule):
 
     def _build(self) -> None:
         self._doing("PipelineModule(): building layers")
+        if self.pulse_enabled and self.plan is None:
+            self.plan_own_cuts()  # a subclass's _partition_layers
         with self._keeping_problem("while its layers are built"):
             self._build_layers()
 
@@ -274,6 +298,7 @@ class PipelineModule(upstream.PipelineModule):
 
     def _build_layers(self) -> None:
         if not self.pulse_enabled:
+            self._local_layers = list(range(self._local_start, self._local_stop))
             super()._build()
             adopt_tied_calls(self.forward_funcs, self.tied_modules)
             if self.pulse is not None:
@@ -362,15 +387,6 @@ class PipelineModule(upstream.PipelineModule):
             )
             for stage in self.plan.stages_of(self.stage_id)
         }
-
-    def set_checkpoint_interval(self, interval: int) -> None:
-        """As upstream without pulse; the plan counts on what is recomputed, so under pulse it is fixed at the start."""
-        if self.pulse_enabled and interval != self.job.checkpointing.interval:
-            raise ConfigError(
-                f"set_checkpoint_interval({interval}): under pulse the plan counts on what is recomputed; pass "
-                "activation_checkpoint_interval to PipelineModule instead"
-            )
-        super().set_checkpoint_interval(interval)
 
     # -- forward, checkpoints, gathering -----------------------------------------------------
 

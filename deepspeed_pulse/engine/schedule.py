@@ -18,6 +18,9 @@ from deepspeed_pulse.engine.instructions import (
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.schedule import Op
 
+FROM_UPSTREAM = (upstream.ReduceTiedGrads, upstream.ReduceGrads, upstream.OptimizerStep)
+"""Upstream's instructions among those of a step."""
+
 
 class PulseSchedule(upstream.TrainSchedule):
     """The steps of one rank, then reduction and optimizer step when training.
@@ -56,12 +59,7 @@ class PulseSchedule(upstream.TrainSchedule):
             yield [RunFrozen(position=len(self._steps))]
         yield [FinishStep()]
         if self._training:
-            yield [
-                CompleteTiedGrads(),
-                upstream.ReduceTiedGrads(),
-                upstream.ReduceGrads(),
-                upstream.OptimizerStep(),
-            ]
+            yield [CompleteTiedGrads(), *(instruction() for instruction in FROM_UPSTREAM)]
 
     def num_pipe_buffers(self) -> int:
         """Upstream's per-buffer lists are not used: the runtime keeps its own."""

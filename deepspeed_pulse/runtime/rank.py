@@ -86,7 +86,7 @@ class RankRuntime:
         self._finish = finish
         self._parameters = parameters
         self._state_bytes = state_bytes
-        self._replay_bytes = dict(enumerate(replay_bytes))
+        self.replay_bytes = tuple(replay_bytes)
         self._transport = Transport(rank, communicator, device, timeout_seconds)
         self._values = ValueBuffer()
         self._hidden: dict[tuple[int, int], Payload] = {}
@@ -264,10 +264,11 @@ class RankRuntime:
             _pair(run.outputs, received, roots, gradients)
         for name, tensors in run.exported.items():
             _pair(tensors, self._values.gradients(name, m), roots, gradients)
-        self._count("recomputed", self._replay_bytes.get(stage, 0))
+        replayed = self.replay_bytes[stage] if self.replay_bytes else 0
+        self._count("recomputed", replayed)
         if roots:
             self._device.backward(roots, gradients)
-        self._count("recomputed", -self._replay_bytes.get(stage, 0))
+        self._count("recomputed", -replayed)
         if stage > 0:
             self._hidden_grads[stage, m] = [_gradient_of(leaf) for leaf in run.inputs]
         self._count("activations", -self._shapes[m].activation_bytes[stage])

@@ -142,9 +142,7 @@ CONSTRUCTION = {
     "auto and an mpu": ("AssertionError", "mpu must be None with pipeline parallelism"),
     "topology of another world": ("ConfigError", "topology: expected 2 ranks as this job has, found 4"),
     "negative interval": ("ConfigError", "activation_checkpoint_interval: expected a number of layers >= 0, found -1"),
-    "checkpointable layers of another model": ("ConfigError", "no layer is a 'Middel' (did you mean \"Middle\"?)"),
     "reentrant in the tuple": ("ConfigError", "activation_checkpoint_func", "non-reentrant", "turn pulse on"),
-    "interval set later": ("ConfigError", "set_checkpoint_interval(1)", "to PipelineModule instead"),
     "no layers": ("ConfigError", "layers: expected at least one layer, found none"),
     "one layer": ("ConfigError", "2 pipeline ranks for 1 layers", "use fewer ranks"),
     "three layers in a wave": ("InfeasibleError", "needs at least 4 layers", "has 3", "use fewer ranks or waves"),
@@ -193,11 +191,6 @@ CONSTRUCTION = {
     "fp16": ("ConfigError", "fp16.enabled: expected a device with fp16, found 'cpu'", "use bf16 or fp32"),
     "batches cast to fp16": ("ConfigError", "fp16.auto_cast: expected false", "yield float16"),
     "autocast": ("ConfigError", "torch_autocast.enabled: expected false under pulse", "use bf16 or fp16"),
-    "parameter groups by rank": (
-        "ConfigError",
-        "optimizer: expected as many parameter groups on every pipeline rank, found 1, 2",
-        "empty where a rank has no such parameter",
-    ),
     "a breakdown that is never printed": (
         "ConfigError",
         "wall_clock_breakdown: expected steps_per_print",
@@ -210,6 +203,12 @@ CONSTRUCTION = {
     ),
     "another block": ("ConfigError", 'another "pulse" block', "found {'waves': 2", "pass config= to PipelineModule"),
     "no block": ("ConfigError", 'another "pulse" block', "found none", "pass config= to PipelineModule"),
+    "a wave only at initialize": ("ConfigError", "asks for placement 'wave'", "already cut", "pass config= to"),
+    "two waves only at initialize": ("ConfigError", "asks for waves 2", "already cut", "leave the key out"),
+    "an unknown key only at initialize": ("ConfigError", "unknown key 'wave'", "known: enabled, placement"),
+    "a block on one rank only": ("ConfigError", "ranks 0 and 1 differ in config", "give every rank the same"),
+    "a plan of other cuts only at initialize": ("PlanError", "already cut at [0, ", 'leave "plan" out'),
+    "a trained function only at initialize": ("GraphError", "is a function that reads trainable weights"),
 }
 
 
@@ -229,6 +228,11 @@ def test_construction_refuses_with_the_same_words_on_every_rank(construction: Fo
 
 
 FIRST_STEPS = {
+    "an instruction that never runs": (
+        "ConfigError",
+        "_INSTRUCTION_MAP[ForwardPass] was replaced by support.bad_ranks.replaced_instruction",
+        "expected none but ReduceTiedGrads, ReduceGrads, OptimizerStep",
+    ),
     "entry missing": ("BatchError", "layer 4.Middle pops 'c'", "the batch's entries are: t, unused"),
     "entry with a stashed name": ("BatchError", "an entry 's1'", "layer 1.Square stashes", "rename one"),
     "no pair": ("BatchError", "expected a batch (inputs, labels), found a Tensor", "yield pairs"),

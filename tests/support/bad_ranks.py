@@ -10,8 +10,10 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,12 +129,30 @@ def without_local_rank() -> None:
         os.environ["LOCAL_RANK"] = local_rank
 
 
-def groups_by_rank() -> None:
-    import deepspeed
+def late_cases() -> dict[str, Case]:
+    """The block comes only with ``deepspeed.initialize``."""
+    weight = nn.Parameter(torch.ones(WIDTH))
 
-    made = module()
-    groups = [{"params": [p]} for p in made.parameters()][: 1 + rank()]
-    deepspeed.initialize(model=made, optimizer=torch.optim.SGD(groups, lr=0.1), config=config_with())
+    def late(pulse: Any, extra: Any = None) -> Any:
+        layers = [*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), *([] if extra is None else [extra])]
+        block = {} if pulse is None else {"pulse": pulse}
+        return engine(layers=layers, config=CONFIG, initialize={**CONFIG, **block})
+
+    def other_cuts() -> None:
+        plain = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/plan.json"
+            Path(path).write_text(module({"placement": "linear"}, layers=plain, partition_method=[1]).plan.to_json())
+            late({"plan": path})
+
+    return {
+        "a wave only at initialize": lambda: late({"placement": "wave"}),
+        "two waves only at initialize": lambda: late({"waves": 2}),
+        "an unknown key only at initialize": lambda: late({"wave": 2}),
+        "a block on one rank only": lambda: late({} if rank() else None),
+        "a plan of other cuts only at initialize": other_cuts,
+        "a trained function only at initialize": lambda: late({}, lambda x: x * weight),
+    }
 
 
 def auto_cases(paths: dict[str, str]) -> dict[str, Case]:
@@ -228,13 +248,9 @@ def construction(paths: dict[str, str]) -> None:
         "popped twice": lambda: module(layers=layers_with(4, LayerSpec(nn.Identity, pop=("c", "c")))),
         "empty name": lambda: LayerSpec(nn.Identity, pop=""),
         "negative interval": lambda: module(activation_checkpoint_interval=-1),
-        "checkpointable layers of another model": lambda: module(
-            activation_checkpoint_interval=1, checkpointable_layers=["Middel"]
-        ),
         "reentrant in the tuple": lambda: module(
             {"enabled": False}, activation_checkpoint_func=deepspeed.checkpointing.checkpoint
         ),
-        "interval set later": lambda: module().set_checkpoint_interval(1),
         "no layers": lambda: module(layers=[]),
         "one layer": lambda: module(layers=[LayerSpec(nn.Linear, 2, 2)]),
         "three layers in a wave": lambda: module(
@@ -281,7 +297,6 @@ def construction(paths: dict[str, str]) -> None:
         "fp16": on_a_device_without_fp16,
         "batches cast to fp16": lambda: engine(config=config_with(fp16={"enabled": True, "auto_cast": True})),
         "autocast": lambda: engine(config=config_with(torch_autocast={"enabled": True, "dtype": "bfloat16"})),
-        "parameter groups by rank": groups_by_rank,
         "a breakdown that is never printed": lambda: engine(
             config={**config_with(wall_clock_breakdown=True), "steps_per_print": None}
         ),
@@ -290,11 +305,24 @@ def construction(paths: dict[str, str]) -> None:
         ),
         "another block": lambda: engine(initialize=config_with({"waves": 2})),
         "no block": lambda: engine(initialize=CONFIG),
+        **late_cases(),
     }
     run_cases(cases)
 
 
 # -- data ------------------------------------------------------------------------------------
+
+
+def replaced_instruction() -> None:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.pipe.schedule import ForwardPass
+
+    before = PipelineEngine._INSTRUCTION_MAP[ForwardPass]
+    PipelineEngine._INSTRUCTION_MAP[ForwardPass] = lambda self, buffer_id: None
+    try:
+        engine().train_batch(batches())
+    finally:
+        PipelineEngine._INSTRUCTION_MAP[ForwardPass] = before
 
 
 def noise_by_rank() -> Iterator[Any]:
@@ -398,6 +426,7 @@ def first_steps(plan: str) -> None:
     """Two ranks; errors in ``train_batch`` that every rank finds or is told of."""
     given = rank() != 0
     cases: dict[str, Case] = {
+        "an instruction that never runs": replaced_instruction,
         "entry missing": lambda: engine().train_batch(without("c")),
         "entry with a stashed name": lambda: engine().train_batch(with_entry("s1")),
         "no pair": lambda: engine().train_batch(iter([torch.zeros(2, WIDTH)] * 2)),

@@ -10,10 +10,8 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 
-from deepspeed_pulse.engine.data.agreement import raise_everywhere, told_by_all
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.engine.data.agreement import told_by_all
 
 PLACEHOLDER = "pulse_placeholder"
 
@@ -32,49 +30,52 @@ def add_placeholder(module: torch.nn.Module) -> tuple[str, torch.nn.Parameter]:
     return name, parameter
 
 
-def without_empty_groups(
-    client_optimizer: Any, model_parameters: Iterable[Any], module: torch.nn.Module, names: MutableMapping[Any, str]
+def sums_norms_by_group(engine: Any) -> bool:
+    """True where upstream's optimizer will reduce norms over the pipeline once a parameter group: ZeRO-1, fp16."""
+    return bool(engine.zero_optimization_stage() or engine.fp16_enabled())
+
+
+def with_groups(
+    client_optimizer: Any, model_parameters: Iterable[Any], engine: Any, names: MutableMapping[Any, str]
 ) -> tuple[Any, list[Any]]:
     """What a user gives to train with (an optimizer, a factory or None, and parameters), no parameter group empty.
+
+    Where upstream's optimizer needs it, ranks that have fewer groups than others of their pipeline get more, of one
+    placeholder each. Collective in the pipeline then.
 
     Args:
         names: of the module's parameters; those of new placeholders are added.
     """
 
+    def placeholder() -> torch.nn.Parameter:
+        name, parameter = add_placeholder(engine.module)
+        names[parameter] = name
+        return parameter
+
     def filled(groups: Iterable[Any]) -> list[Any]:
         found = list(groups)
         for group in found:
             if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor):
-                group["params"] = list(group["params"])
-                if not group["params"]:
-                    name, parameter = add_placeholder(module)
-                    names[parameter] = name
-                    group["params"].append(parameter)
+                group["params"] = list(group["params"]) or [placeholder()]
         return found
 
-    def made(parameters: Any) -> Any:
-        optimizer = client_optimizer(parameters)
+    def missing(count: int) -> range:
+        if not sums_norms_by_group(engine):
+            return range(0)
+        grid = engine.module._grid
+        counts = told_by_all(count, grid.pipe_parallel_size, grid.get_pipe_parallel_group())
+        return range(max(counts) - count)
+
+    def completed(optimizer: Any) -> Any:
         filled(optimizer.param_groups)
+        for _ in missing(len(optimizer.param_groups)):
+            optimizer.add_param_group({"params": [placeholder()]})
         return optimizer
 
     if hasattr(client_optimizer, "param_groups"):
-        filled(client_optimizer.param_groups)
-        return client_optimizer, list(model_parameters)
-    return None if client_optimizer is None else made, filled(model_parameters)
-
-
-def check_same_groups(optimizer: Any, pipeline: Any, size: int) -> None:
-    """Every rank of a pipeline must have as many parameter groups. Collective in the world.
-
-    Args:
-        pipeline: its process group.
-        size: ranks of the pipeline.
-    """
-    counts = told_by_all(len(optimizer.param_groups), size, pipeline)
-    problem = None
-    if len(set(counts)) > 1:
-        problem = ConfigError(
-            f"optimizer: expected as many parameter groups on every pipeline rank, found {', '.join(map(str, counts))}"
-            "; build the same groups on every rank, empty where a rank has no such parameter"
-        )
-    raise_everywhere(problem, "the optimizer cannot be built", dist.get_world_size())
+        return completed(client_optimizer), list(model_parameters)
+    if client_optimizer is not None:
+        return lambda parameters: completed(client_optimizer(parameters)), filled(model_parameters)
+    groups = filled(model_parameters) or [placeholder()]
+    more = [{"params": [placeholder()]} for _ in missing(len(groups) if isinstance(groups[0], dict) else 1)]
+    return None, [*groups, *more] if not more or isinstance(groups[0], dict) else [{"params": groups}, *more]

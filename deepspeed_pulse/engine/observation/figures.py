@@ -49,6 +49,17 @@ def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
     Console().print(table)
 
 
+def print_recomputing(planned: Planned, interval: int) -> None:
+    """What another interval of activation checkpointing means for memory, where that is known."""
+    found, cluster = planned.plan.estimate, planned.cluster
+    line = f"activation_checkpoint_interval is {interval} from the next step on"
+    if found is not None and cluster is not None:
+        line += f"; predicted peak {max(found.peak_bytes) / 1e9:.3g} GB a rank"
+        if max(found.peak_bytes) > cluster.memory_bytes:
+            line += f", more than the {cluster.memory_bytes / 1e9:.3g} GB there are"
+    print(f"pulse: {line}", flush=True)
+
+
 def print_chosen(chosen: Chosen) -> None:
     """What "auto" stands for in this run, once."""
     if not chosen.options:

@@ -36,6 +36,7 @@ from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.runtime.replay import Checkpoint
 
 
 class TrainingJob:
@@ -76,6 +77,7 @@ class TrainingJob:
         self.checkpointing: Checkpointing
         self._example = None if example_batch is None else self._split(example_batch)
         self._partition_method = partition_method
+        self._keeps_cuts = False
         self._checkpoint_arguments = checkpoint_arguments
         self._layout = Layout.PIPE_MAJOR
 
@@ -102,6 +104,28 @@ class TrainingJob:
             )
         except BatchError as problem:
             raise BatchError(f"example_batch: {problem}") from None
+
+    def bring_config(self, config: dict[str, Any]) -> None:
+        """A config that comes after the module was made without a block."""
+        self.config = config
+        self.pulse = self._resolve_pulse()
+
+    def keep_cuts(self, cuts: Sequence[int]) -> None:
+        """Plan these inner cuts, one stage a rank, whatever else the block leaves open: the layers are cut already.
+
+        Raises:
+            ConfigError: the block asks for a wave.
+        """
+        assert self.pulse is not None
+        if self.pulse.placement == "wave" or self.pulse.waves not in (1, AUTO):
+            key = "placement" if self.pulse.placement == "wave" else "waves"
+            raise ConfigError(
+                f'the "pulse" block asks for {key} {getattr(self.pulse, key)!r}, but the layers are already cut into '
+                "one stage a rank: by a subclass of PipelineModule, or because the block came only with "
+                "deepspeed.initialize; pass config= to PipelineModule and leave its cuts to the plan, or leave the key "
+                "out"
+            )
+        self._partition_method, self._keeps_cuts = list(cuts), True
 
     # -- before there are ranks --------------------------------------------------------------
 
@@ -204,6 +228,16 @@ class TrainingJob:
             self.frozen.check_planned(planned.plan.fill.parts, planned.costs)
         return planned
 
+    def checkpoint_every(self, interval: int, function: Checkpoint | None) -> None:
+        """What a program asks for after the plan was made.
+
+        Args:
+            interval: layers that keep one input; 0: none is recomputed.
+            function: None: as before.
+        """
+        found = self._checkpoint_arguments.every(interval, self.layers)
+        self.checkpointing = replace(found, function=function or self.checkpointing.function)
+
     def _whole_request(self, grid: Any, topology: ProcessTopology) -> PlanRequest:
         parsed = _parsed(self.config, grid)
         size = 1 if parsed is None else int(parsed.train_micro_batch_size_per_gpu)
@@ -224,7 +258,7 @@ class TrainingJob:
         return PlanRequest(
             graph=self.graph,
             layers=self.layers,
-            pulse=self.pulse,
+            pulse=self.pulse.model_copy(update={"placement": "linear"}) if self._keeps_cuts else self.pulse,
             pipeline_ranks=1,
             data_parallel=dist.get_world_size(),
             microbatches=1,

@@ -183,6 +183,16 @@ def _predicted(plan: Plan, profile: Profile, cluster: Cluster, how: PlanRequest 
     return replace(plan, estimate=estimate(plan, profile, cluster, shard_optimizer=shard, reduce_early=early))
 
 
+def recomputing(planned: Planned, plan: Plan, layers: Sequence[int]) -> Plan:
+    """A plan of the same cuts and order that recomputes these layers in backward, predicted anew."""
+    found = replace(plan, recompute=tuple(layers), estimate=None)
+    if planned.profile is None or planned.cluster is None:
+        return found
+    shard, early = planned.shard_optimizer, planned.reduce_early
+    figures = estimate(found, planned.profile, planned.cluster, shard_optimizer=shard, reduce_early=early)
+    return replace(found, estimate=figures)
+
+
 def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     """The same cuts with another number of microbatches."""
     check_may_differ(planned, pulse, microbatches)

@@ -17,8 +17,9 @@ from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
 from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
-from deepspeed_pulse.engine.observation import events
+from deepspeed_pulse.engine.observation import events, notes
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
+from deepspeed_pulse.engine.replaced import clipping_is_replaced, replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
 
 
@@ -41,8 +42,10 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
         self._names_out = live_after(graph, self.module._local_layers[-1])
         if self.global_rank == 0:
             print("pulse: off: 1F1B, named values relayed through every stage in the tuple", flush=True)
+            notes.print_notes(self)
 
     def train_batch(self, data_iter: Any = None) -> Any:
+        vars(self)["_INSTRUCTION_MAP"] = {**RelayEngine._INSTRUCTION_MAP, **replaced_instructions()}
         self._sent.clear()
         self.module.shared.watch_buffers()
         start = time.perf_counter()
@@ -75,7 +78,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine):
         return {"p2p_bytes": dict(self._sent)}
 
     def clip_fp32_gradients(self) -> None:
-        if self.module.pulse is None:
+        if self.module.pulse is None or clipping_is_replaced(RelayEngine):
             super().clip_fp32_gradients()
             return
         self._global_grad_norm = clip_over_pipeline(

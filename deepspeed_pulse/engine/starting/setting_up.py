@@ -80,8 +80,7 @@ def _meet(problem: PulseError | None, watchdog: Watchdog | None, timeout_seconds
     except ConfigError as met:  # no launcher
         raise problem or met from None
     if watchdog is not None:
-        watchdog.join_others()
-        _end_at_exit(watchdog)
+        join_others(watchdog)
         watchdog.go_on(f"{WHERE}: waiting for all ranks to come here")
     if dist.get_world_size() > 1:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # object gathers need it where ranks have devices
@@ -89,6 +88,12 @@ def _meet(problem: PulseError | None, watchdog: Watchdog | None, timeout_seconds
     if watchdog is not None:
         watchdog.meet()
         watchdog.go_on(f"{WHERE}: comparing what ranks bring")
+
+
+def join_others(watchdog: Watchdog) -> None:
+    """Tell the ranks of the process group where this one is, until it ends."""
+    watchdog.join_others()
+    _end_at_exit(watchdog)
 
 
 @functools.cache

@@ -1,0 +1,61 @@
+"""What a program has put in the place of upstream's own: it is called, or an error says that it cannot be.
+
+Training programs change DeepSpeed from outside: another clipping, another reduction of gradients. Engines that override
+the same would hide that without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from deepspeed_pulse.errors import ConfigError
+
+Instructions = Mapping[type, Any]
+"""Kinds of instruction to the functions that run them, as upstream's ``_INSTRUCTION_MAP``."""
+
+
+def _is_upstreams(function: Any, owner: type) -> bool:
+    """False for a function of another module, and for a wrapper that only says it is upstream's."""
+    return getattr(function, "__module__", "") == owner.__module__ and not hasattr(function, "__wrapped__")
+
+
+def clipping_is_replaced(engine: type) -> bool:
+    """True when upstream's ``clip_fp32_gradients`` is a program's own.
+
+    Args:
+        engine: the class that overrides it.
+    """
+    above = engine.__mro__[engine.__mro__.index(PipelineEngine) :]
+    found = next(vars(owner)["clip_fp32_gradients"] for owner in above if "clip_fp32_gradients" in vars(owner))
+    return not _is_upstreams(found, DeepSpeedEngine)
+
+
+def replaced_instructions(runs: Collection[type] | None = None) -> Instructions:
+    """The functions that a program has assigned into ``PipelineEngine._INSTRUCTION_MAP``.
+
+    Args:
+        runs: upstream's instructions that the engine's schedules have; None: all.
+
+    Raises:
+        ConfigError: the program replaces one that would never run.
+    """
+    found = {
+        kind: function
+        for kind, function in PipelineEngine._INSTRUCTION_MAP.items()
+        if not _is_upstreams(function, PipelineEngine)
+    }
+    never = next((kind for kind in found if runs is not None and kind not in runs), None)
+    if never is not None:
+        function = found[never]
+        name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+        may_be = ", ".join(kind.__name__ for kind in runs or ())
+        raise ConfigError(
+            f"PipelineEngine._INSTRUCTION_MAP[{never.__name__}] was replaced by {name}, which would never run, as the "
+            f"steps of a plan have no such instruction: expected none but {may_be} to be replaced; leave it out, "
+            'or set "enabled": false in the "pulse" block'
+        )
+    return found

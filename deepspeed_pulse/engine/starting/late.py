@@ -1,0 +1,91 @@
+"""A "pulse" block that comes with ``deepspeed.initialize``, after the module was built without one.
+
+Many training programs build their module deep inside a model's code and know the config only later. The layers then lie
+where upstream's cuts put them: one stage a rank. That is a plan too, so they run by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed import comm as dist
+
+from deepspeed_pulse.config import parse_pulse
+from deepspeed_pulse.engine.data.agreement import everywhere
+from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
+from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
+from deepspeed_pulse.engine.sharing.tied import tie_all_parameters
+from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
+from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
+from deepspeed_pulse.engine.starting.setting_up import join_others, watched_start
+
+WHERE = "deepspeed.initialize"
+
+
+def take_late_block(module: Any, config: dict[str, Any]) -> None:
+    """Plan a module that has none, if this config says so; collective in the world.
+
+    Args:
+        module: the ``PipelineModule``, built without a block.
+        config: what ``deepspeed.initialize`` was given.
+
+    Raises:
+        PulseError: the block is wrong, or asks for what the layers' cuts do not fit; the same on every rank.
+    """
+    if dist.get_world_size() > 1:
+        check_same(config_facts({"pulse": config.get("pulse")}), WHERE)
+    pulse = parse_pulse(config.get("pulse"))
+    if pulse is None:
+        return
+    watchdog = of_process(pulse.timeout_seconds) if pulse.enabled else None
+    before = module.job.config
+    try:
+        with watched_start(watchdog, WHERE):
+            _take(module, config, watchdog)
+    except Exception:
+        module.job.bring_config(before)
+        module.pulse = module.job.pulse
+        raise
+
+
+def _take(module: Any, config: dict[str, Any], watchdog: Watchdog | None) -> None:
+    if watchdog is not None:
+        watchdog.stop_request.listen()
+        join_others(watchdog)
+        watchdog.meet()
+        module.watchdog = watchdog
+    module.job.bring_config(config)
+    module.pulse = module.job.pulse
+    everywhere(lambda: _check(module), WHERE)
+    _tie(module)
+    if module.pulse_enabled:
+        module.plan_own_cuts()
+        _say(module)
+
+
+def _check(module: Any) -> None:
+    """What a module with a block is held to before it is built."""
+    job = module.job
+    job.check(module.num_stages, module._topo, dynamic_shape=module.dynamic_shape)
+    check_functions(job.layers, job.graph, module.loss_fn)
+    check_shared(module.shared, job.graph)
+    check_builds(module)
+
+
+def _tie(module: Any) -> None:
+    """All parameters of a tied module are tied, as if the block had been there when it was built."""
+    tie_all_parameters(module)
+    module.tied_comms = module._index_tied_modules()
+    module._synchronize_tied_weights()
+    if module.pulse_enabled and not any(p.requires_grad for p in module.parameters()):
+        add_placeholder(module)
+
+
+def _say(module: Any) -> None:
+    if module.global_rank == 0:
+        print(
+            'pulse: the "pulse" block came with deepspeed.initialize, after the layers were cut: they run by a plan of '
+            f"these cuts, one stage a rank ({', '.join(map(str, module.parts))}); for a wave give PipelineModule the "
+            "same config (config=)",
+            flush=True,
+        )

@@ -1,0 +1,283 @@
+"""Constructs of programs written for DeepSpeed's ``PipelineModule``: each trains as with upstream's class."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH, STEPS, MICROBATCHES = 6, 3, 2
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": MICROBATCHES,
+    "gradient_clipping": 0.0,
+    "steps_per_print": 10**9,
+}
+BLOCKS: dict[str, Any] = {
+    "no block": {},
+    "a block": {"pulse": {"solver_seconds": 0, "timeout_seconds": 60}},
+    "off": {"pulse": {"enabled": False}},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) + x
+
+
+def batches() -> Iterator[Any]:
+    for seed in itertools.count():
+        generator = torch.Generator().manual_seed(seed)
+        yield torch.randn(2, WIDTH, generator=generator), torch.randn(2, WIDTH, generator=generator)
+
+
+def modules(count: int = 6) -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [Block() for _ in range(count)]
+
+
+def train(module: Any, config: dict[str, Any], *, data: Any = None, optimizer: Any = None, **options: Any) -> Any:
+    """Losses of a few steps, the engine's class, and the engine."""
+    import deepspeed
+
+    made = optimizer or torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=made, config=copy.deepcopy({**CONFIG, **config}))
+    return losses(engine, data, **options), engine
+
+
+def losses(engine: Any, data: Any = None, steps: int = STEPS) -> list[float]:
+    data = batches() if data is None else data
+    return [float(engine.train_batch(data).detach()) for _ in range(steps)]
+
+
+def block_at_initialize(base: Any, config: dict[str, Any]) -> Any:
+    """The module is built without a config."""
+    module = base(layers=modules(), num_stages=2, loss_fn=nn.functional.mse_loss)
+    found, engine = train(module, config)
+    evaluated = float(engine.eval_batch(batches(), num_micro_batches=2).detach())
+    return [*found, evaluated]
+
+
+def tied_at_initialize(base: Any, config: dict[str, Any]) -> Any:
+    """With tied layers, one of them with a ``forward_fn``."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    weights = {"tied_weight_attr": ["inner.weight", "inner.bias"]}
+    layers = [
+        TiedLayerSpec("tied", Block, **weights),
+        *(LayerSpec(Block) for _ in range(4)),
+        TiedLayerSpec("tied", Block, forward_fn=lambda module, x: module.inner(x), **weights),
+    ]
+    arguments = {"num_stages": 2, "loss_fn": nn.functional.mse_loss, "seed_layers": True, "partition_method": "uniform"}
+    module = base(layers=layers, **arguments)
+    return train(module, config)[0]
+
+
+def own_cuts(base: Any, config: dict[str, Any]) -> Any:
+    """A subclass cuts the layers by itself."""
+
+    class Manual(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, split: list[int], **kwargs: Any) -> None:
+            self.split = split
+            super().__init__(*args, **kwargs)
+
+        def _partition_layers(self, method: str = "uniform") -> None:
+            if method != "manual":
+                super()._partition_layers(method)
+                return
+            self.parts = [0, *self.split, len(self._layer_specs)]
+            stage = self._topo.get_coord(self.global_rank).pipe
+            self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    module = Manual(
+        layers=modules(), num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="manual", split=[1]
+    )
+    found = train(module, config)[0]
+    return [*found, list(module.parts), len(module.forward_funcs)]
+
+
+def own_cuts_with_config(base: Any, config: dict[str, Any]) -> Any:
+    """The same, with the config given to the module where it is ours."""
+    given = {} if base.__module__.startswith("deepspeed.") else {"config": {**CONFIG, **config}}
+    return own_cuts(lambda_base(base, given), config)
+
+
+def lambda_base(base: Any, given: dict[str, Any]) -> Any:
+    class WithConfig(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, **given})
+
+    return WithConfig
+
+
+def own_clipping(base: Any, config: dict[str, Any]) -> Any:
+    """The program puts its own clipping in the place of DeepSpeed's."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    calls: list[float] = []
+
+    def clip(self: Any) -> None:
+        calls.append(float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.gradient_clipping())))
+
+    before = DeepSpeedEngine.clip_fp32_gradients
+    DeepSpeedEngine.clip_fp32_gradients = clip
+    try:
+        module = base(layers=modules(), num_stages=2, loss_fn=nn.functional.mse_loss)
+        return [*train(module, {**config, "gradient_clipping": 0.01})[0], calls]
+    finally:
+        DeepSpeedEngine.clip_fp32_gradients = before
+
+
+def own_reduction(base: Any, config: dict[str, Any]) -> Any:
+    """The program assigns its own reduction of gradients, after the engine was made."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.pipe.schedule import ReduceGrads
+
+    calls: list[int] = []
+
+    def reduce(self: Any) -> None:
+        for parameter in self.module.parameters():
+            calls.append(parameter.grad.mul_(2).numel())
+
+    module = base(layers=modules(), num_stages=2, loss_fn=nn.functional.mse_loss)
+    first, engine = train(module, config)
+    before = PipelineEngine._INSTRUCTION_MAP[ReduceGrads]
+    PipelineEngine._INSTRUCTION_MAP[ReduceGrads] = reduce
+    try:
+        return [*first, *losses(engine), len(calls)]
+    finally:
+        PipelineEngine._INSTRUCTION_MAP[ReduceGrads] = before
+
+
+def optimizer_later(base: Any, config: dict[str, Any]) -> Any:
+    """``deepspeed.initialize`` gets no optimizer; one is made with the engine, and a scheduler of torch's over it."""
+    import deepspeed
+
+    module = base(layers=modules(), num_stages=2, loss_fn=nn.functional.mse_loss)
+    engine, *_ = deepspeed.initialize(model=module, config=copy.deepcopy({**CONFIG, **config}))
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    engine._configure_optimizer(lambda given: torch.optim.SGD(given, lr=0.1), parameters)
+    engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+    return losses(engine)
+
+
+def intervals_later(base: Any, config: dict[str, Any]) -> Any:
+    """Activation checkpointing is switched on, changed and switched off between steps."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return checkpointing.non_reentrant_checkpoint(*args)
+
+    module = base(layers=modules(), num_stages=2, loss_fn=nn.functional.mse_loss, activation_checkpoint_func=counted)
+    found, engine = train(module, config)
+    counts = []
+    for interval in (1, 3, 0):
+        calls.clear()
+        module.set_checkpoint_interval(interval)
+        found += losses(engine, steps=1)
+        counts.append(len(calls))
+    return [*found, counts]
+
+
+def absent_classes(base: Any, config: dict[str, Any]) -> Any:
+    """``checkpointable_layers`` names classes that this model has not, as a framework for many models does."""
+    module = base(
+        layers=modules(),
+        num_stages=2,
+        loss_fn=nn.functional.mse_loss,
+        activation_checkpoint_interval=1,
+        checkpointable_layers=["GMLPBlock", "ParallelTransformerLayerPipe"],
+    )
+    return train(module, config)[0]
+
+
+def groups_of(module: Any) -> list[dict[str, Any]]:
+    """Biases without decay; a rank that has none gives one group less."""
+    decayed = [p for p in module.parameters() if p.ndim > 1]
+    others = [p for p in module.parameters() if p.ndim <= 1]
+    return [{"params": decayed}, *([{"params": others, "weight_decay": 0.0}] if others else [])]
+
+
+def groups_dropped(base: Any, config: dict[str, Any]) -> Any:
+    """Ranks have other numbers of parameter groups."""
+    found = []
+    for precision in ({}, {"bf16": {"enabled": True}}):
+        layers = modules()
+        layers[:2] = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+        module = base(layers=layers, num_stages=2, partition_method="uniform", loss_fn=loss_of)
+        settings = {**config, **precision, "gradient_clipping": 0.0}
+        optimizer = torch.optim.SGD(groups_of(Biased(module)), lr=0.1, weight_decay=0.1)
+        found += train(module, settings, data=batches_of(precision), optimizer=optimizer)[0]
+    if config.get("pulse") == BLOCKS["a block"]["pulse"]:  # upstream's ranks wait for each other for ever
+        sharded = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+        assert groups_dropped(base, {**config, **sharded, "pulse": {"solver_seconds": 0}})[:STEPS] == found[:STEPS]
+    return found
+
+
+class Biased:
+    """The first rank's layers lose their biases."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def parameters(self) -> list[torch.Tensor]:
+        import os
+
+        return [p for p in self._module.parameters() if os.environ["RANK"] == "1" or p.ndim > 1]
+
+
+def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output.float(), labels.float())
+
+
+def batches_of(precision: dict[str, Any]) -> Iterator[Any]:
+    return ((x.bfloat16(), y) if precision else (x, y) for x, y in batches())
+
+
+CONSTRUCTS: tuple[Callable[[Any, dict[str, Any]], Any], ...] = (
+    block_at_initialize,
+    tied_at_initialize,
+    own_cuts,
+    own_cuts_with_config,
+    own_clipping,
+    own_reduction,
+    optimizer_later,
+    intervals_later,
+    absent_classes,
+    groups_dropped,
+)
+
+
+def drop_in(_: Any) -> None:
+    """Every construct with upstream's class, then with ours under every block, each told by its name."""
+    import traceback
+
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import deepspeed_pulse
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    for construct in CONSTRUCTS:
+        expected = construct(PipelineModule, {})
+        for name, block in BLOCKS.items():
+            case = f"{construct.__name__}, {name}"
+            try:
+                found = construct(deepspeed_pulse.PipelineModule, block)
+                verdict = "right" if found == expected else f"expected {expected}, found {found}"
+            except Exception:
+                verdict = traceback.format_exc()
+            print("CASE", json.dumps([case, verdict]), flush=True)
