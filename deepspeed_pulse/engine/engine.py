@@ -133,6 +133,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         """Of activation checkpointing, when the plan was made or changed last."""
         self._observer = Observer(self)
         self._breakdown = Breakdown(self)
+        self._watchdog.hint = _hint(self._plan, self.grid.pp_group)
         self._watchdog.stop_request.ignore()  # from now on a step ends first
         self._preemption = Preemption()
         self._started = True
@@ -175,7 +176,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
-        with self._watchdog.watching("the start of train_batch"):
+        with self._watchdog.watching("the start of train_batch", meets=True):
             # here, not at the end: what the script does after a step (logs, averaged weights) is done by now
             if self._preemption.agreed():
                 self.save_and_exit()
@@ -205,7 +206,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, forward only."""
-        with self._watchdog.watching("the start of eval_batch"):
+        with self._watchdog.watching("the start of eval_batch", meets=True):
             self._preemption.agreed()  # a stop waits for train_batch, but ranks in different calls do not
             self._engine_device.begin_step(exact=False)
             return super().eval_batch(*args, **kwargs)
@@ -248,6 +249,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         if training:
             self.module.shared.watch_buffers()
         check_same_step(mode, micro_batches, self.train_micro_batch_size_per_gpu(), self._preemption._group)
+        self._watchdog.go_on("the start of a step")
         self._begin_reading(micro_batches, mode)
         if self._encoding is not None and training:
             self._batches = self._encoding.take() or self._batches
@@ -504,6 +506,19 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
 
 def _routes(plan: Plan, graph: Graph) -> tuple[Route, ...]:
     return make_routes(plan.boundaries, plan.placement, graph.values)
+
+
+def _hint(plan: Plan, ranks: Sequence[int]) -> str:
+    """For a program that sends data between the ranks that it takes for the first and the last."""
+    first, last = plan.placement[0], plan.placement[-1]
+    if first != last:
+        return ""
+    return (
+        f". Under this wave pipeline rank {first} (rank {ranks[first]}) holds the first and the last stage, so "
+        "is_first_stage() and is_last_stage() are true on it alone: a loader that sends labels between the two has no "
+        "partner. Let that rank's loader give whole batches, dicts or pairs (inputs, labels), and send nothing: what "
+        'other ranks read is sent to them; or set "placement": "linear" in the "pulse" block'
+    )
 
 
 def _check_supported(config: Any, module: Any) -> None:

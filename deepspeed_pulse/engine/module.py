@@ -28,7 +28,7 @@ from deepspeed_pulse.engine.sharing.shared import SharedWeights
 from deepspeed_pulse.engine.sharing.tied import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.specs import graph_of, unwrap
-from deepspeed_pulse.engine.starting.arguments import check_arguments, listed
+from deepspeed_pulse.engine.starting.arguments import check_arguments, check_methods, listed
 from deepspeed_pulse.engine.starting.late import take_late_block
 from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.starting.start import Config, check_world
@@ -124,6 +124,8 @@ class PipelineModule(upstream.PipelineModule):
                 checkpoint_arguments=arguments,
             )
             self.shared = SharedWeights(job.layers)
+            if job.enabled:
+                check_methods(type(self))
             if job.pulse is not None:
                 check_functions(job.layers, job.graph, loss_fn)
                 check_shared(self.shared, job.graph)

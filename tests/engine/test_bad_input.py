@@ -208,6 +208,7 @@ CONSTRUCTION = {
     "an unknown key only at initialize": ("ConfigError", "unknown key 'wave'", "known: enabled, placement"),
     "a block on one rank only": ("ConfigError", "ranks 0 and 1 differ in config", "give every rank the same"),
     "a plan of other cuts only at initialize": ("PlanError", "already cut at [0, ", 'leave "plan" out'),
+    "a subclass with a forward": ("ConfigError", "Wrapping.forward would never run", "put what it does into layers"),
     "a trained function only at initialize": ("GraphError", "is a function that reads trainable weights"),
 }
 

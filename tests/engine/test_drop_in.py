@@ -20,3 +20,19 @@ def test_a_program_trains_as_with_upstream(outputs: list[str], construct: str, b
     for output in outputs:
         cases = dict(json.loads(line[5:]) for line in output.splitlines() if line.startswith("CASE "))
         assert cases.get(f"{construct}, {block}", output[-3000:]) == "right"
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["in train_batch", "before train_batch"])
+def test_a_loader_that_sends_labels_has_no_partner_in_a_wave(before: bool) -> None:
+    case = {"placement": "wave", "before": before}
+    (_, first), (_, last) = launch("support.drop_in_ranks:sending_loader", 2, case, timeout=200, check=False)
+    assert "TRAINED" not in first + last
+    where = "the training script, outside of pulse" if before else "the data loader"
+    parts = (f"rank 0, in {where}", "send, called at drop_in_ranks.py:", "nobody will answer")
+    parts += ("holds the first and the last stage", "give whole batches, dicts", '"placement": "linear"')
+    assert all(part in first for part in parts), first[-3000:]
+
+
+def test_a_loader_that_sends_labels_trains_on_a_linear_placement() -> None:
+    for _, output in launch("support.drop_in_ranks:sending_loader", 2, {"placement": "linear", "before": True}):
+        assert "TRAINED" in output

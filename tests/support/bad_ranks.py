@@ -129,6 +129,16 @@ def without_local_rank() -> None:
         os.environ["LOCAL_RANK"] = local_rank
 
 
+def own_forward() -> None:
+    from deepspeed_pulse import PipelineModule
+
+    class Wrapping(PipelineModule):
+        def forward(self, forward_input: Any) -> Any:
+            return super().forward(forward_input)
+
+    Wrapping(layers=toy_layers(), num_stages=2, loss_fn=loss_fn, config=config_with())
+
+
 def late_cases() -> dict[str, Case]:
     """The block comes only with ``deepspeed.initialize``."""
     weight = nn.Parameter(torch.ones(WIDTH))
@@ -151,6 +161,7 @@ def late_cases() -> dict[str, Case]:
         "an unknown key only at initialize": lambda: late({"wave": 2}),
         "a block on one rank only": lambda: late({} if rank() else None),
         "a plan of other cuts only at initialize": other_cuts,
+        "a subclass with a forward": own_forward,
         "a trained function only at initialize": lambda: late({}, lambda x: x * weight),
     }
 

@@ -281,3 +281,37 @@ def drop_in(_: Any) -> None:
             except Exception:
                 verdict = traceback.format_exc()
             print("CASE", json.dumps([case, verdict]), flush=True)
+
+
+def between_first_and_last(engine: Any) -> Any:
+    """A loader for upstream: the first rank makes the labels and sends them to the last."""
+    from deepspeed import comm as dist
+
+    for inputs, labels in batches():
+        if engine.is_first_stage():
+            dist.send(labels, engine.grid.stage_to_global(engine.num_stages - 1))
+        else:
+            dist.recv(labels, engine.grid.stage_to_global(0))
+        yield inputs, labels
+
+
+def sending_loader(case: dict[str, Any]) -> None:
+    """One that asks for the first and the last stage, drawn in ``train_batch`` or before it."""
+    import deepspeed
+
+    import deepspeed_pulse
+
+    torch.set_num_threads(1)
+    config = {**CONFIG, "pulse": {"solver_seconds": 0, "timeout_seconds": 40, "placement": case["placement"]}}
+    module = deepspeed_pulse.PipelineModule(
+        layers=modules(), num_stages=2, loss_fn=nn.functional.mse_loss, config=config
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    loader = between_first_and_last(engine) if engine.is_first_stage() or engine.is_last_stage() else None
+    for _ in range(STEPS):
+        data = loader
+        if case["before"] and loader is not None:
+            data = iter([next(loader) for _ in range(MICROBATCHES)])
+        engine.train_batch(data)
+    print("TRAINED", flush=True)

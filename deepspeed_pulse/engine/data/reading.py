@@ -43,6 +43,7 @@ class ReadingEngine(PipelineEngine):
 
     _plan: Plan
     _breakdown: Any
+    _watchdog: Any
     _compute_loss: bool
 
     def _prepare_reading(self) -> None:
@@ -97,7 +98,7 @@ class ReadingEngine(PipelineEngine):
         )
 
     def _timed_next_batch(self) -> Any:
-        with self._breakdown.drawing():
+        with self._watchdog.aside("the data loader"), self._breakdown.drawing():
             return self._next_batch()
 
     def _agree_on_data(self, mode: str) -> tuple[bool, ...]:
@@ -125,6 +126,7 @@ class ReadingEngine(PipelineEngine):
             )
         except Exception as found:  # whatever a loader raises
             problem = found
+        self._watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
         raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())
         if mode == "train":
             ours = (p for name, p in self.module.named_parameters() if not is_placeholder(name))

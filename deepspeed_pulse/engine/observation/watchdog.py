@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.engine.observation.processes import launchers
+from deepspeed_pulse.engine.observation.program import communication
 from deepspeed_pulse.engine.observation.stopping import StopRequest
 from deepspeed_pulse.engine.observation.whereabouts import Place, Whereabouts, named, of_default_group
 from deepspeed_pulse.errors import PeerError, PulseError
@@ -28,6 +29,9 @@ PARTING_SECONDS = 10.0
 
 LOST_SECONDS = 2.0
 """How long after a broken connection the watchdog looks for the process that is gone."""
+
+UNANSWERED_SECONDS = 20.0
+"""How long the training program may be in a communication of its own while all other ranks wait for this one."""
 
 READ_SECONDS = 10.0
 """The longest time between two looks at the others' lines while a rank waits long."""
@@ -70,6 +74,9 @@ class Watchdog:
         self._next_look = 0.0
         self._gone_since: float | None = None
         self._group: Any = None
+        self._communicating: tuple[str | None, float] = (None, 0.0)
+        self.hint = ""
+        """What is said to a program whose communication nobody answers."""
         self.stop_request = StopRequest(self.asked_to_stop)
 
     def start(self) -> None:
@@ -78,7 +85,11 @@ class Watchdog:
             self._thread = threading.Thread(target=self._watch, name="pulse-watchdog", daemon=True)
             self._thread.start()
             if self._whereabouts is not None:
-                self._whereabouts.start(lambda: self._place)
+                self._whereabouts.start(self._described)
+
+    def _described(self) -> Place:
+        found = communication()
+        return self._place if found is None else replace(self._place, communication=found)
 
     def join_others(self) -> None:
         """The process group is there: tell the others where this rank is."""
@@ -91,7 +102,7 @@ class Watchdog:
             self._rank, torch.distributed.get_world_size(), beat_seconds(self.timeout_seconds)
         )
         if self._whereabouts is not None:
-            self._whereabouts.start(lambda: self._place)
+            self._whereabouts.start(self._described)
 
     def meet(self) -> None:
         """All ranks have come: keep who they are."""
@@ -108,18 +119,32 @@ class Watchdog:
         self._place = Place(doing, patience=self.timeout_seconds)
         self.start()
 
-    def go_on(self, doing: str) -> None:
-        """The next part of the same, with as much patience."""
-        self._place = replace(self._place, doing=doing, since=time.monotonic())
+    def go_on(self, doing: str, *, meets: bool = False) -> None:
+        """The next part of the same, with as much patience; ``meets``: it waits for all ranks."""
+        self._place = replace(self._place, doing=doing, since=time.monotonic(), meets=meets)
+
+    @contextmanager
+    def aside(self, doing: str) -> Iterator[None]:
+        """A call into the program; how long it lasts counts for the whole."""
+        before = self._place
+        self._place = replace(before, doing=f"{doing} ({before.doing})", meets=False)
+        try:
+            yield
+        finally:
+            self._place = before
 
     def leave(self) -> None:
         """Nothing is under way."""
         self._place = Place(OUTSIDE, inside=False)
 
     @contextmanager
-    def watching(self, doing: str) -> Iterator[None]:
-        """Watch while inside; :meth:`enter` says what comes next. Where a peer is missing, say where all ranks are."""
-        with self._within(Place(doing, patience=self.timeout_seconds)):
+    def watching(self, doing: str, *, meets: bool = False) -> Iterator[None]:
+        """Watch while inside; :meth:`enter` says what comes next. Where a peer is missing, say where all ranks are.
+
+        Args:
+            meets: it begins by waiting for all ranks.
+        """
+        with self._within(Place(doing, patience=self.timeout_seconds, meets=meets)):
             yield
 
     @contextmanager
@@ -184,8 +209,9 @@ class Watchdog:
         missing = next((process for process in self._launchers if process.is_gone), None)
         if missing is not None:
             return f"rank {self._rank} is in {place.doing}, and the launcher (process {missing.number}) is gone"
-        if not place.inside:
-            return ""
+        unanswered = self._unanswered(place)
+        if unanswered or not place.inside:
+            return unanswered
         seconds = time.monotonic() - place.since
         # Waits inside the runtime raise by themselves; a little later the watchdog makes sure.
         if seconds > min(1.2 * place.patience, place.patience + 10.0) + 1.0:
@@ -194,6 +220,23 @@ class Watchdog:
                 f"{self._allowed(place)}: a peer is silent or dead"
             )
         return "" if self._whereabouts is None else self._missing_rank(place, seconds)
+
+    def _unanswered(self, place: Place) -> str:
+        """The program waits for an answer of ranks that wait for this one; empty where it does not."""
+        found, now = communication(), time.monotonic()
+        if found is None or self._whereabouts is None or found != self._communicating[0]:
+            self._communicating = found, now
+            return ""
+        seconds, enough = now - self._communicating[1], min(UNANSWERED_SECONDS, self.timeout_seconds / 8)
+        if seconds < enough or not self._whereabouts.nobody_answers(enough):
+            return ""
+        where = place.doing.rstrip(",")
+        what = (
+            f"rank {self._rank}, in {where}, has been in {found}, for {seconds:.0f} s, while all other ranks wait for "
+            f"this one: nobody will answer{self.hint}"
+        )
+        self._whereabouts.tell(replace(place, gave_up=what))
+        return what
 
     def _allowed(self, place: Place) -> str:
         if place.patience == self.timeout_seconds:

@@ -38,6 +38,8 @@ class Place:
         inside: false where the training script has control.
         patience: seconds that it may last while all other ranks live.
         gave_up: why the rank left its last place by an exception; empty where it did not.
+        meets: the rank waits for all others there, so that none can answer anything else.
+        communication: what the training program has called of torch's communication and is in; empty where it is not.
     """
 
     doing: str
@@ -45,6 +47,8 @@ class Place:
     inside: bool = True
     patience: float = float("inf")
     gave_up: str = ""
+    meets: bool = False
+    communication: str = ""
 
 
 class Whereabouts:
@@ -122,6 +126,17 @@ class Whereabouts:
                 found.append(self._line(rank)[1])
         return found
 
+    def nobody_answers(self, seconds: float) -> bool:
+        """True when all other ranks wait, some of them for all ranks, and have for so long."""
+        if not self._ask(self._read):
+            return False
+        lines = [line for rank, line in self._known.items() if rank != self._rank]
+        if len(lines) < self._world_size - 1 or any(line["gave_up"] or line["ended"] for line in lines):
+            return False
+        return all(line["waits"] and line["seconds"] > seconds for line in lines) and any(
+            line["meets"] for line in lines
+        )
+
     def look_anew(self) -> None:
         """Forget how long others, and the store, have been silent."""
         self._unchanged.clear()
@@ -159,10 +174,12 @@ class Whereabouts:
 
     def _write(self, store: Any, place: Place) -> None:
         line = {
-            "doing": place.doing,
+            "doing": f"{place.doing} in {place.communication}" if place.communication else place.doing,
             "seconds": time.monotonic() - place.since,
             "inside": place.inside,
             "gave_up": place.gave_up,
+            "waits": place.meets or bool(place.communication),
+            "meets": place.meets and not place.communication,
             "ended": self._ended.is_set(),
             "at": time.time(),
             "process": asdict(self._mine),

@@ -66,6 +66,20 @@ def check_arguments(graph: Graph, arguments: Mapping[str, Any]) -> None:
         _check_cuts(graph, method)
 
 
+def check_methods(found: type) -> None:
+    """Refuse a subclass of ``PipelineModule`` with a ``forward``, which a plan would never call.
+
+    Raises:
+        ConfigError: names the class.
+    """
+    owner = next(owner for owner in found.__mro__ if "forward" in vars(owner))
+    if not owner.__module__.startswith("deepspeed_pulse."):
+        raise ConfigError(
+            f"{owner.__qualname__}.forward would never run: under a plan the engine calls a rank's layers stage by "
+            'stage, not the module; put what it does into layers, or set "enabled": false in the "pulse" block'
+        )
+
+
 def _check_part(name: Any, part: Any) -> None:
     if not _is_word(name) or not isinstance(part, FrozenSpec):
         raise ConfigError(

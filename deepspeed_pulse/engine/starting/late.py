@@ -16,6 +16,7 @@ from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.sharing.tied import tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
+from deepspeed_pulse.engine.starting.arguments import check_methods
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
 from deepspeed_pulse.engine.starting.setting_up import join_others, watched_start
 
@@ -67,6 +68,8 @@ def _check(module: Any) -> None:
     """What a module with a block is held to before it is built."""
     job = module.job
     job.check(module.num_stages, module._topo, dynamic_shape=module.dynamic_shape)
+    if job.enabled:
+        check_methods(type(module))
     check_functions(job.layers, job.graph, module.loss_fn)
     check_shared(module.shared, job.graph)
     check_builds(module)
