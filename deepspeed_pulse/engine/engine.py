@@ -126,8 +126,7 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
             timeout_seconds=timeout,
         )
         self._encoding = None if module.frozen is None else Encoding(self)
-        self._reduction: StageReduction | None = None
-        self._reduction_made_for: tuple[Any, Any] | None = None
+        self._reduction = self._made_reduction()
         self._replaced: Instructions = {}
         self._asked = (module.job.checkpointing.interval, module.activation_checkpoint_func)
         """Of activation checkpointing, when the plan was made or changed last."""
@@ -314,11 +313,14 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         """Not where a program reduces gradients by itself."""
         if not self.pipeline_enable_backward_allreduce or ReduceGrads in self._replaced:
             return False
-        made_for = (self.optimizer, self.communication_data_type)  # a program may set them after initialize
-        if made_for != self._reduction_made_for:
-            self._reduction = stage_reduction(self, self._pulse.timeout_seconds)
-            self._reduction_made_for = made_for
+        if self._reduction_made_for != (self.optimizer, self.communication_data_type):
+            self._reduction = self._made_reduction()
         return self._reduction is not None
+
+    def _made_reduction(self) -> StageReduction | None:
+        """For the optimizer and the dtype of now: a program may set others after ``deepspeed.initialize``."""
+        self._reduction_made_for = (self.optimizer, self.communication_data_type)
+        return stage_reduction(self, self._pulse.timeout_seconds)
 
     def _begin_encoding(self, plan: Plan, mode: str) -> frozenset[int]:
         """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it."""
