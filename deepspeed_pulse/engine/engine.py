@@ -196,8 +196,8 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         """End a run that was asked to stop: a checkpoint where the last one went, then exit status 143."""
         saved = "nothing saved: this run has not saved a checkpoint yet, so it is not known where to"
         if self._last_save is not None:
-            save_dir, client_state = self._last_save
-            self.save_checkpoint(save_dir, client_state=client_state)
+            save_dir, more = self._last_save
+            self.save_checkpoint(save_dir, **more)
             saved = f"saved {save_dir}/global_step{self.global_steps}"
         if self.global_rank == 0:
             print(f"pulse: SIGTERM after step {self.global_steps}: {saved}; exit", flush=True)

@@ -49,6 +49,21 @@ def reference(options: dict[str, Any]) -> tuple[Any, EMAModel]:
     return model, average
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_cur_decay_value_is_diffusers(options):
+    _, average = reference(options)
+    on_ranks(to_layers(small()), lambda engine: check_none(EMA(engine).cur_decay_value))
+    averaged(lambda engine, ema: check_same(ema.cur_decay_value, average.cur_decay_value), options)
+
+
+def check_none(value: Any) -> None:
+    assert value is None
+
+
+def check_same(found: Any, expected: Any) -> None:
+    assert found == expected
+
+
 def averaged(
     act: Callable[[Any, EMA], Any], options: dict[str, Any] | None = None, *, ranks: int = 3, model: Any = None
 ) -> None:

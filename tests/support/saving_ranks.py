@@ -168,6 +168,13 @@ SAVES: dict[str, tuple[Act, str]] = {
         lambda engine, folder: engine.save_checkpoint(on_rank(1, folder, folder / "other"), "new"),
         "expected the same folder and tag on every rank",
     ),
+    **{
+        f"a limit of {limit!r}": (
+            save(tag="new", checkpoints_total_limit=limit),
+            f"checkpoints_total_limit: expected a number of checkpoints >= 1 or None, found {limit!r}",
+        )
+        for limit in (0, -1, True, "2", 1.5)
+    },
     "no folder": (into(lambda _: None), "save_dir: expected a folder, found None"),
     "an empty folder name": (into(lambda _: ""), "save_dir: expected a folder, found ''"),
     "a number for a folder": (into(lambda _: 3), "save_dir: expected a folder, found 3"),

@@ -15,8 +15,10 @@ from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.ir.run import RUN_FILE
 
 LATEST = "latest"
-WRITING, REPLACED = ".writing", ".replaced"
-"""What a tag's folder is called while it is written, and while another takes its place."""
+WRITING, REPLACED, REMOVED = ".writing", ".replaced", ".removed"
+"""What a tag's folder is called while it is written, while another takes its place, and while it is removed."""
+EMA_FOLDER = "ema"
+"""Of averaged weights, inside a checkpoint."""
 
 RESERVED = frozenset(
     {
@@ -50,7 +52,7 @@ def check_tag(tag: str) -> None:
     Raises:
         ConfigError: it is another path, or a name that means something else there.
     """
-    taken = tag in (LATEST, "latest_universal", LOCK_FILE, RUN_FILE) or tag.endswith((WRITING, REPLACED))
+    taken = tag in (LATEST, "latest_universal", LOCK_FILE, RUN_FILE) or tag.endswith((WRITING, REPLACED, REMOVED))
     if not tag.strip() or tag in (".", "..") or taken or any(c in tag for c in "/\\\0\n\r"):
         raise ConfigError(
             f"tag: expected the name of one folder, found {tag!r}: no path, not empty, and not {LATEST!r} or another "

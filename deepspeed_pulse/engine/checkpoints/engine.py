@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine.checkpoints.contents import RESERVED, check_client_state, check_tag
+from deepspeed_pulse.engine.checkpoints.contents import EMA_FOLDER, RESERVED, check_client_state, check_tag
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, read_sums, write_sums
 from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, SafeCheckpointEngine, find_tag, sync
 from deepspeed_pulse.engine.checkpoints.optimizer_state import (
@@ -50,7 +50,7 @@ class CheckpointingEngine(PipelineEngine):
     """
 
     _last_save: tuple[Any, dict[str, Any]] | None = None
-    """Folder and client state of the last save, for a run that is asked to stop."""
+    """Folder, client state and averages of the last save, for a run that is asked to stop."""
 
     _problem: Exception | None = None
     """What this rank met while upstream wrote."""
@@ -83,11 +83,20 @@ class CheckpointingEngine(PipelineEngine):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        ema: Any = None,
+        checkpoints_total_limit: int | None = None,
     ) -> bool:
         """As upstream; the checkpoint appears under its name when all of it is on disk.
 
         Data-parallel replicas share the writing of layers. When any rank fails, all raise, and the folder
         is as it was.
+
+        Args:
+            ema: a ``deepspeed_pulse.models.EMA``, saved in the checkpoint: both are there, or neither is.
+            checkpoints_total_limit: when this checkpoint is there, so many of its series stay, the last written:
+                those whose tags differ from this one in the number at their end. Never removed: this one, the one
+                that ``latest`` names, and tags of another kind.
 
         Raises:
             ConfigError: the tag is no name, ranks gave different ones, or client state could not be loaded again.
@@ -95,6 +104,7 @@ class CheckpointingEngine(PipelineEngine):
         """
         self.module.check_usable("save_checkpoint")
         client_state = {} if client_state is None else client_state
+        everywhere(lambda: _check_limit(checkpoints_total_limit), "save_checkpoint")
         folder = self._checked_folder(save_dir, tag, client_state)
         record = self._record()
         leader = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
@@ -105,6 +115,8 @@ class CheckpointingEngine(PipelineEngine):
         on_leader(folder.prepare)
         try:
             digests = self._write_files(folder, client_state, exclude_frozen_parameters)
+            if ema is not None:
+                ema.save(folder.save_dir / folder.writing / EMA_FOLDER)
             on_leader(lambda: self._write_record(folder, record, digests))
             on_leader(lambda: folder.commit(save_latest=save_latest))
         except PulseError:
@@ -113,7 +125,9 @@ class CheckpointingEngine(PipelineEngine):
             raise
         if leader and self.save_zero_checkpoint:
             self._write_recovery_script(save_dir)
-        self._last_save = save_dir, client_state
+        if leader and checkpoints_total_limit is not None:
+            _keep(folder, checkpoints_total_limit)
+        self._last_save = save_dir, {"client_state": client_state, "ema": ema}
         return True
 
     def _checked_folder(self, save_dir: Any, tag: Any, client_state: Any) -> CheckpointFolder:
@@ -203,11 +217,16 @@ class CheckpointingEngine(PipelineEngine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
+        *,
+        ema: Any = None,
     ) -> tuple[Any, Any]:
         """As upstream, from a checkpoint of any plan, number of ranks or placement, or of stock 1F1B.
 
         Every rank reads and verifies its files before any of them changes a weight. The client state is
         what was given to :meth:`save_checkpoint`.
+
+        Args:
+            ema: goes on from the averages that were saved with the checkpoint.
 
         Raises:
             PlanError: optimizer state cannot be carried over; says why and the way round.
@@ -229,7 +248,8 @@ class CheckpointingEngine(PipelineEngine):
                 lambda: self._read(Path(load_dir), settled, mine, sizes, wants_state, load_module_strict),
                 f"{Path(load_dir) / settled} cannot be read",
             )
-            return self._apply(
+            averages = everywhere(lambda: _averages(ema, Path(load_dir) / settled), "reading averages")
+            loaded = self._apply(
                 load_dir,
                 found,
                 load_module_strict=load_module_strict,
@@ -237,6 +257,9 @@ class CheckpointingEngine(PipelineEngine):
                 load_lr_scheduler_states=load_lr_scheduler_states,
                 load_module_only=load_module_only,
             )
+            if ema is not None:
+                ema.load_state_dict(averages)
+            return loaded
         finally:
             self.checkpoint_engine.end()
 
@@ -406,6 +429,31 @@ def _writing(folder: Path, act: Callable[[], Any]) -> None:
             f"{problem.filename or folder}: the checkpoint cannot be written: {problem.strerror or problem}; "
             f"{folder} holds what it held before; make room there, or name another folder"
         ) from problem
+
+
+def _check_limit(limit: Any) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ConfigError(f"checkpoints_total_limit: expected a number of checkpoints >= 1 or None, found {limit!r}")
+
+
+def _keep(folder: CheckpointFolder, limit: int) -> None:
+    """The new checkpoint is there whatever happens to old ones."""
+    try:
+        folder.keep(limit)
+    except (OSError, FileError) as problem:
+        print(f"pulse: warning: {folder.save_dir}: older checkpoints are not removed: {problem}", flush=True)
+
+
+def _averages(ema: Any, checkpoint: Path) -> Any:
+    """The state of averages in a checkpoint; None without an EMA that wants one."""
+    if ema is None:
+        return None
+    if not (checkpoint / EMA_FOLDER).is_dir():
+        raise FileError(
+            f"{checkpoint}: expected averages in its folder {EMA_FOLDER}, found none; load it without ema= to let "
+            "averages start from its weights, or save with ema="
+        )
+    return ema.read(checkpoint / EMA_FOLDER)
 
 
 def _check_same(mine: tuple[str, ...], what: str) -> None:

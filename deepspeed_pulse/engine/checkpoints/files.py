@@ -7,6 +7,7 @@ finds the whole checkpoint or the one before. ``latest`` is written last, the sa
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,9 +16,18 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from deepspeed_pulse.engine.checkpoints.claim import claim, claimed
-from deepspeed_pulse.engine.checkpoints.contents import LATEST, REPLACED, WRITING, check_loads_again, check_tag
+from deepspeed_pulse.engine.checkpoints.contents import (
+    EMA_FOLDER,
+    LATEST,
+    REMOVED,
+    REPLACED,
+    WRITING,
+    check_loads_again,
+    check_tag,
+)
 from deepspeed_pulse.engine.checkpoints.digests import HashedFile, Verifier
 from deepspeed_pulse.engine.checkpoints.reading import load_safely
+from deepspeed_pulse.engine.checkpoints.record import RECORD_FILE
 from deepspeed_pulse.errors import ConfigError, FileError
 
 
@@ -139,7 +149,9 @@ class CheckpointFolder:
 
         Whatever needs room on the disk is written before the first rename.
         """
-        sync(self.save_dir / self.writing)
+        for folder in (self.save_dir / self.writing / EMA_FOLDER, self.save_dir / self.writing):
+            if folder.is_dir():
+                sync(folder)
         latest = beside(self.save_dir / LATEST, self.tag) if save_latest else None
         final = self.save_dir / self.tag
         if final.exists():
@@ -150,11 +162,42 @@ class CheckpointFolder:
         if latest is not None:
             rename(latest, self.save_dir / LATEST)
 
+    def keep(self, limit: int) -> None:
+        """Of the checkpoints whose tags differ from this one in the number at their end, keep the last ``limit``.
+
+        Called when this one is there; it stays, and so does the one that ``latest`` names. A folder loses its name
+        before its files, so what has a name is whole; what a process that died has left of one goes with the next.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        for left in self.save_dir.glob(f"*{REMOVED}"):
+            shutil.rmtree(left)
+        stays = {self.tag, find_tag(self.save_dir, None)}
+        found = sorted(filter(self._is_alike, self.save_dir.iterdir()), key=_written)
+        for path in [path for path in found if path.name not in stays][: max(0, len(found) - limit)]:
+            removed = path.with_name(f"{path.name}{REMOVED}")
+            rename(path, removed)
+            shutil.rmtree(removed)
+
+    def _is_alike(self, path: Path) -> bool:
+        """True for a whole checkpoint of the same series: ``step20`` beside ``step10``."""
+        return _series(path.name) == _series(self.tag) and (path / RECORD_FILE).is_file()
+
     def recover(self) -> None:
         """A save that died between its two renames left the old checkpoint under another name: take it back."""
         if self._replaced.is_dir() and not (self.save_dir / self.tag).exists():
             with claimed(self.save_dir):
                 rename(self._replaced, self.save_dir / self.tag)
+
+
+def _series(tag: str) -> str:
+    return re.sub(r"\d+$", "#", tag)
+
+
+def _written(checkpoint: Path) -> int:
+    """When; a run that goes on from an earlier step overtakes numbers that are there."""
+    return (checkpoint / RECORD_FILE).stat().st_mtime_ns
 
 
 def find_tag(load_dir: str | os.PathLike[str], tag: Any) -> str | None:

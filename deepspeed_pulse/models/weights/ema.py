@@ -4,6 +4,7 @@
     for _ in range(num_steps):
         engine.train_batch(data)
         ema.step()
+    engine.save_checkpoint("out", ema=ema)  # and load_checkpoint("out", ema=ema)
     save_pretrained(engine, "out/unet", ema=ema)  # out/unet and out/unet_ema
 
 The averaging is diffusers' ``EMAModel`` with its options and its schedule, so every rank does what one
@@ -86,6 +87,11 @@ class EMA:
             raise ConfigError("EMA.restore(): nothing is stored; call store() before copy_to()")
         self._average.restore(self._parameters)
 
+    @property
+    def cur_decay_value(self) -> float | None:
+        """The decay of the last :meth:`step`, as ``EMAModel`` calls it; None before the first."""
+        return self._average.cur_decay_value
+
     # -- state -------------------------------------------------------------------------------
 
     def schedule(self) -> dict[str, Any]:
@@ -137,8 +143,31 @@ class EMA:
             FileError: a file is missing or damaged; on every rank.
             ConfigError: the files belong to another model; on every rank.
         """
-        state = self._engine.module.together(lambda: self._read(Path(folder)), f"loading averages from {folder}")
-        self.load_state_dict(state)
+        self.load_state_dict(self._engine.module.together(lambda: self.read(folder), f"loading averages from {folder}"))
+
+    def read(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
+        """A state that :meth:`load_state_dict` takes, of what :meth:`save` wrote and this rank needs; local.
+
+        Raises:
+            FileError: a file is missing or damaged.
+            ConfigError: the files belong to another model.
+        """
+        folder = Path(folder)
+        state, averages = _schedule_in(folder / SCHEDULE), {}
+        digests = state.pop(DIGESTS, None)
+        for index in self._by_layer():
+            path = folder / _file_of(index)
+            try:
+                content = path.read_bytes()
+                if digests is not None and hashlib.sha256(content).hexdigest() != digests.get(path.name):
+                    raise FileError(f"{path}: is damaged: not the averages of layer {index} that EMA.save() wrote")
+                averages |= load(content)
+            except (OSError, SafetensorError) as problem:
+                reason = getattr(problem, "strerror", None) or problem
+                raise FileError(f"{path}: expected the averages of layer {index}, found: {reason}") from None
+        state[SHADOW] = averages
+        self._check(state)
+        return state
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -188,24 +217,6 @@ class EMA:
             _replace(folder / _file_of(index), lambda path, content=content: path.write_bytes(content))
         return digests
 
-    def _read(self, folder: Path) -> dict[str, Any]:
-        """A state that fits, with the averages of this rank's layers."""
-        state, averages = _schedule_in(folder / SCHEDULE), {}
-        digests = state.pop(DIGESTS, None)
-        for index in self._by_layer():
-            path = folder / _file_of(index)
-            try:
-                content = path.read_bytes()
-                if digests is not None and hashlib.sha256(content).hexdigest() != digests.get(path.name):
-                    raise FileError(f"{path}: is damaged: not the averages of layer {index} that EMA.save() wrote")
-                averages |= load(content)
-            except (OSError, SafetensorError) as problem:
-                reason = getattr(problem, "strerror", None) or problem
-                raise FileError(f"{path}: expected the averages of layer {index}, found: {reason}") from None
-        state[SHADOW] = averages
-        self._check(state)
-        return state
-
 
 def _trainable(module: Any) -> dict[str, nn.Parameter]:
     """Trainable weights of this rank by layer index and name; a shared one stands under all its names."""
@@ -250,12 +261,14 @@ def _writing(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside the final name, then rename."""
+    """Write beside the final name, wait until it is on disk, then rename."""
     beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
 
     def write_and_rename(path: Path) -> None:
         try:
             write(beside)
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
