@@ -10,6 +10,7 @@ _LAZY = {
     "freeze": "deepspeed_pulse.models.weights.freezing",
     "from_config": "deepspeed_pulse.models.weights.lazy",
     "from_pretrained": "deepspeed_pulse.models.weights.lazy",
+    "gather_model": "deepspeed_pulse.models.weights.gather",
     "save_lora": "deepspeed_pulse.models.weights.lora",
     "save_pretrained": "deepspeed_pulse.models.weights.export",
     "to_layers": "deepspeed_pulse.models.families",

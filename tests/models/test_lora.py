@@ -54,12 +54,14 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"P": 2, "lora": "last", "clip": 0.01, "ema": {"decay": 0.5, "foreach": True}},
         {"P": 2, "freeze": MIDDLE_ON, "clip": 0.0},
         {"P": 2, "lora": "everywhere", "bf16": True},
+        {"P": 2, "lora": "everywhere", "mixed": True, "clip": 0.01},
     ],
     4: [
         {"P": 4, "lora": "everywhere", "clip": 0.01, "ema": {"use_ema_warmup": True, "power": 0.75}},
         {"P": 4, "lora": "middle", "clip": 0.0},
         {"P": 4, "lora": "middle", "clip": 0.01, "zero": 1},
         {"P": 2, "lora": "last", "clip": 0.01, "zero": 1},
+        {"P": 2, "lora": "everywhere", "mixed": True, "clip": 0.01, "zero": 1},
         {"P": 4, "freeze": MIDDLE_ON, "clip": 0.01},
     ],
 }

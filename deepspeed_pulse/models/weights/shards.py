@@ -87,23 +87,48 @@ def write_sharded(
     """
     module, folder, wanted = engine.module, Path(folder), dict(dtypes or {})
     names = _Names(name=name, variant=variant)
-    mine = [(key, tuple(t.shape), wanted.get(key, t.dtype)) for key, t in tensors.items()]
-    rows = module.gather_to_first(mine if engine.grid.data_parallel_id == 0 else None)
-    layout = module.decide_on_first(lambda: _layout(rows or [], keys, names, max_shard_size), "save")
+    rows = _rows(engine, tensors, wanted)
+    layout = module.decide_on_first(lambda: _layout(_entries(rows, keys), names, max_shard_size), "save")
     writer = _Writer(folder, names, dict(metadata or {"format": "pt"}), dict(texts or {}))
     try:
         for filename, entries in layout.files.items():
-            shard = {}
-            for entry in entries:
-                value = _value(module, engine, entry, tensors)
-                value = module.bring_to_first(value, owner=entry.owner, shape=entry.shape, dtype=entry.dtype)
-                if value is not None:
-                    shard[entry.key] = value
+            shard = _bring(engine, entries, tensors)
             module.decide_on_first(lambda f=filename, s=shard: writer.write(f, s), "save")
         module.decide_on_first(lambda: writer.finish(layout), "save")
     finally:
         writer.discard()
     return folder
+
+
+def gather(
+    engine: Any, tensors: Mapping[str, Tensor], *, keys: Sequence[str], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """Copies of tensors that are spread over the ranks, on the CPU of global rank 0; empty on the others. Collective.
+
+    Arguments and errors are those of :func:`write_sharded`.
+    """
+    rows = _rows(engine, tensors, dtypes)
+    entries = engine.module.decide_on_first(lambda: _entries(rows, keys), "gather")
+    found = _bring(engine, entries.values(), tensors)
+    # what this rank holds itself may have come without a copy
+    return {key: t.clone() if entries[key].owner == engine.module.stage_id else t for key, t in found.items()}
+
+
+def _rows(engine: Any, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> list[Any]:
+    """Key, shape and dtype of what each rank sends, on the first rank."""
+    mine = [(key, tuple(t.shape), dtypes.get(key, t.dtype)) for key, t in tensors.items()]
+    return engine.module.gather_to_first(mine if engine.grid.data_parallel_id == 0 else None) or []
+
+
+def _bring(engine: Any, entries: Iterable[_Entry], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Some entries on global rank 0; nothing on the others."""
+    found = {}
+    for entry in entries:
+        value = _value(engine.module, engine, entry, tensors)
+        value = engine.module.bring_to_first(value, owner=entry.owner, shape=entry.shape, dtype=entry.dtype)
+        if value is not None:
+            found[entry.key] = value
+    return found
 
 
 def _value(module: Any, engine: Any, entry: _Entry, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -116,7 +141,7 @@ def _value(module: Any, engine: Any, entry: _Entry, tensors: Mapping[str, Tensor
     return value.detach().to(entry.dtype) if engine.grid.data_parallel_id == 0 else None
 
 
-def _layout(rows: list[Any], keys: Sequence[str] | None, names: _Names, max_shard_size: int | str) -> _Layout:
+def _entries(rows: list[Any], keys: Sequence[str] | None) -> dict[str, _Entry]:
     found: dict[str, _Entry] = {}
     for owner, row in enumerate(rows):
         for key, shape, dtype in row or ():
@@ -130,7 +155,11 @@ def _layout(rows: list[Any], keys: Sequence[str] | None, names: _Names, max_shar
         )
     if not keys:
         raise ConfigError("no rank holds anything to be saved; expected at least one tensor")
-    shapes = {key: torch.empty(found[key].shape, dtype=found[key].dtype, device="meta") for key in keys}
+    return {key: found[key] for key in keys}
+
+
+def _layout(found: dict[str, _Entry], names: _Names, max_shard_size: int | str) -> _Layout:
+    shapes = {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in found.items()}
     try:
         split = split_torch_state_dict_into_shards(
             shapes, filename_pattern=names.pattern, max_shard_size=max_shard_size

@@ -1,0 +1,103 @@
+"""The whole model in one process, for sampling while the ranks train.
+
+unet = gather_model(engine)  # every rank calls it
+if engine.global_rank == 0:
+    images = DDPMPipeline(unet=unet, scheduler=scheduler).to(engine.device)(batch_size=4).images
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.models.families import construct
+from deepspeed_pulse.models.units import Origin, Unit, origin_of
+from deepspeed_pulse.models.weights.shards import gather
+from deepspeed_pulse.models.weights.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from deepspeed_pulse.models.weights.ema import EMA
+
+WHAT = "gather_model()"
+
+
+def gather_model(
+    engine: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    ema: EMA | None = None,
+    model_class: type[nn.Module] | None = None,
+) -> Any:
+    """The trained diffusers model on the CPU of global rank 0, in evaluation mode; None on the other ranks.
+
+    A collective call: every rank makes it. Weights are copies: training may go on. LoRA adapters are on the model.
+    The other ranks wait for rank 0 at their next step, and no longer than ``timeout_seconds``. A model too large for
+    one rank is sampled by all of them, with ``engine.eval_batch``.
+
+    Args:
+        engine: trains a list that ``to_layers``, ``from_pretrained`` or ``from_config`` made.
+        dtype: of the floating-point weights, as for :func:`.save_pretrained`.
+        ema: averages in place of the weights, in the dtype of those.
+        model_class: which model, when the list was made of two (a U-Net and its ControlNet).
+
+    Raises:
+        ConfigError: the layer list was not made from a diffusers model or layers of it were left out; it has several
+            adapters, or parts that its config does not know; on every rank.
+    """
+    origin = origin_of(engine.module.layer_list, WHAT, model_class)
+    if len(origin.peft_config) > 1:
+        raise ConfigError(
+            f"{WHAT}: expected one adapter at most, found {', '.join(origin.peft_config)}; write them with save_lora()"
+        )
+    weights = _weights(engine, origin)
+    floats = {key: t.dtype if dtype is None else origin.dtype_of(key, dtype) for key, (_, t) in weights.items()
+              if t.is_floating_point()}  # fmt: skip
+    averages = {} if ema is None else ema.averages()
+    tensors = {key: averages.get(place, tensor) for key, (place, tensor) in weights.items()}
+    found = gather(engine, tensors, keys=origin.state_keys, dtypes=floats)
+    made: list[Any] = []
+    engine.module.decide_on_first(lambda: made.append(_model(origin, found)), WHAT)
+    return made[0] if made else None
+
+
+def _weights(engine: Any, origin: Origin) -> dict[str, tuple[str, Tensor]]:
+    """By name in the model, this rank's tensors and what the averages call them."""
+    return {
+        key: (f"{index}.{key}", tensor)
+        for index, layer in engine.module.local_layers()
+        if isinstance(layer, Unit) and layer.origin is origin
+        for key, tensor in layer.state_dict(keep_vars=True).items()
+    }
+
+
+def _model(origin: Origin, tensors: dict[str, Tensor]) -> Any:
+    model = Skeleton(lambda: construct(origin.model_class, json.loads(origin.config_json), WHAT)).model
+    for name, config in origin.peft_config.items():
+        _add_adapter(model, name, config)
+    missing, unknown = model.load_state_dict(tensors, strict=False, assign=True)
+    if missing or unknown:
+        raise ConfigError(
+            f"{WHAT}: the {origin.model_class.__name__} of the config has other parts than the one that trains, the "
+            f"first is {[*missing, *unknown][0]}; build the model yourself and load what save_pretrained() wrote"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _add_adapter(model: Any, name: str, config: Any) -> None:
+    """An adapter whose weights come later: none are computed from the model's, which are not there yet."""
+    from peft import inject_adapter_in_model
+
+    bare = copy.copy(config)
+    if hasattr(bare, "init_lora_weights"):
+        bare.init_lora_weights = False
+    add = getattr(model, "add_adapter", None)
+    if add is None:
+        inject_adapter_in_model(bare, model, name)
+    else:
+        add(bare, name)
+    model.peft_config[name] = config
