@@ -40,7 +40,6 @@ RESERVED = frozenset(
         "ds_config",
         "ds_version",
         "checkpoint_parallel_dimensions",
-        "universal_checkpoint_info",
     }
 )
 """Upstream's own keys beside which client state is saved; a test holds them against a file."""

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine.checkpoints.contents import EMA_FOLDER, RESERVED, check_client_state, check_tag
+from deepspeed_pulse.engine.checkpoints.contents import EMA_FOLDER, LATEST, RESERVED, check_client_state, check_tag
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, read_sums, write_sums
 from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, SafeCheckpointEngine, find_tag, sync
 from deepspeed_pulse.engine.checkpoints.optimizer_state import (
+    Groups,
     SavedState,
     check_state,
     full_precision_copies,
@@ -26,6 +28,16 @@ from deepspeed_pulse.engine.checkpoints.optimizer_state import (
 )
 from deepspeed_pulse.engine.checkpoints.reading import check_layer, check_whole
 from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, CheckpointRecord
+from deepspeed_pulse.engine.checkpoints.universal import (
+    LATEST_UNIVERSAL,
+    check_kind,
+    is_universal,
+    name_once,
+    own_tensors,
+    read_named_state,
+    read_weights,
+    write_weights,
+)
 from deepspeed_pulse.engine.data.agreement import agree, everywhere, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.plans.pinned import pinned
@@ -39,6 +51,8 @@ class _Found:
 
     tag: str
     state: SavedState | None
+    weights: dict[str, torch.Tensor] | None = None
+    """Of a universal checkpoint, by name; None: upstream reads layer files."""
 
 
 class CheckpointingEngine(PipelineEngine):
@@ -58,6 +72,9 @@ class CheckpointingEngine(PipelineEngine):
     _layers_loaded: bool | None = None
     """While a checkpoint is loaded: whether all ranks have their layers; None before they have met over that."""
 
+    _weights: dict[str, torch.Tensor] | None = None
+    """While a universal checkpoint is loaded: what it has of this rank's layers."""
+
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         if type(self.checkpoint_engine) is not TorchCheckpointEngine:
@@ -66,13 +83,13 @@ class CheckpointingEngine(PipelineEngine):
                 "writers finish after save_checkpoint() returns, so a save could not be complete or absent; remove "
                 '"checkpoint.writer" (and "nebula"/"datastates") from the config'
             )
-        if self.load_universal_checkpoint():
-            raise ConfigError(
-                "checkpoint.load_universal: expected false: universal checkpoints are pickles that DeepSpeed executes; "
-                "remove it, a checkpoint of any plan, number of ranks or ZeRO stage is resumed as it is"
-            )
+        name_once(self.optimizer, self.param_names)
         self.checkpoint_engine = SafeCheckpointEngine(self._config)
         self.module.full_precision_copies = full_precision_copies(self.optimizer)
+
+    def load_universal_checkpoint(self) -> bool:
+        """False for upstream, which would unpickle: such a checkpoint is read here, when the config asks for it."""
+        return False
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -265,7 +282,13 @@ class CheckpointingEngine(PipelineEngine):
 
     def _settled_tag(self, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
         """On rank 0."""
-        tag = find_tag(load_dir, tag)
+        universal = self._config.load_universal_checkpoint
+        tag = find_tag(load_dir, tag, LATEST_UNIVERSAL if universal else LATEST)
+        if tag is None and universal:
+            raise FileError(
+                f"{load_dir}: expected a universal checkpoint, found no file {LATEST_UNIVERSAL}; make one with "
+                "python -m deepspeed.checkpoint.ds_to_universal, or give its tag"
+            )
         if tag is None:
             return None
         try:
@@ -285,23 +308,48 @@ class CheckpointingEngine(PipelineEngine):
     ) -> _Found:
         """Everything that this rank needs, verified; changes nothing."""
         where = load_dir / tag
+        if self._config.load_universal_checkpoint or is_universal(where):
+            return self._read_universal(load_dir, tag, mine.parameters[self.stage_id] if wants_state else None)
         sums, saved = read_sums(where), CheckpointRecord.read(where)
         self.checkpoint_engine.begin(sums)
         if self.global_rank == 0:
             self._check_folder(where, sums)
-        names = self._get_all_ckpt_names(str(load_dir), tag)
-        if not names:
-            raise FileError(f"{where}: expected a checkpoint, found no mp_rank_*_model_states.pt")
+        names = self._rank_files(load_dir, tag)
         by_name = wants_state and (saved is None or not saved.same_layout(mine))
         state = self._state_by_name(saved, mine, where, sizes) if by_name else None
-        own = names[self.checkpoint_mp_rank] if len(names) == self.mp_world_size else names[0]
         layers = self._layer_files(where)
         optimizer = [self._get_zero_ckpt_name(str(load_dir), tag)] if wants_state and self.zero_optimization() else []
-        self.checkpoint_engine.stage(map(Path, [names[0], own, *layers, *([] if by_name else optimizer)]))
+        self.checkpoint_engine.stage(
+            map(Path, [names[0], self._own_file(names), *layers, *([] if by_name else optimizer)])
+        )
         _check_count(where, names, self.checkpoint_engine.load(names[0]))
         for path, layer in layers.items():
             check_layer(layer, self.checkpoint_engine.load(path), Path(path), strict=strict)
         return _Found(tag=tag, state=state)
+
+    def _read_universal(self, load_dir: Path, tag: str, groups: Groups | None) -> _Found:
+        """The same from files by parameter name; a rank's state that is not of parameters lies beside them."""
+        where, load = load_dir / tag, self.checkpoint_engine.load
+        check_kind(where, asked=self._config.load_universal_checkpoint)
+        self.checkpoint_engine.begin(None)
+        names = self._rank_files(load_dir, tag)
+        self.checkpoint_engine.stage(map(Path, [names[0], self._own_file(names)]))
+        _check_count(where, names, load(names[0]))
+        weights = read_weights(where, own_tensors(self.module), load)
+        state = None if groups is None else read_named_state(where, groups, load)
+        if state is not None:
+            check_state(self.optimizer, self.param_names, state)
+        return _Found(tag=tag, state=state, weights=weights)
+
+    def _rank_files(self, load_dir: Path, tag: str) -> list[str]:
+        """Files of the ranks' own state."""
+        names = self._get_all_ckpt_names(str(load_dir), tag)
+        if not names:
+            raise FileError(f"{load_dir / tag}: expected a checkpoint, found no mp_rank_*_model_states.pt")
+        return names
+
+    def _own_file(self, names: list[str]) -> str:
+        return names[self.checkpoint_mp_rank] if len(names) == self.mp_world_size else names[0]
 
     def _check_folder(self, where: Path, sums: dict[str, str] | None) -> None:
         """What no rank reads is looked at too: a checkpoint that is not whole is none."""
@@ -354,7 +402,7 @@ class CheckpointingEngine(PipelineEngine):
         """Let upstream load what was staged. A rank that fails now leaves no rank that could train on."""
         where = Path(load_dir) / found.tag
         self.module.unusable = f"loading {where} broke off, so weights and optimizer state are half of that checkpoint"
-        self._layers_loaded, problem = None, None
+        self._layers_loaded, self._weights, problem = None, found.weights, None
         try:
             path, client_state = super().load_checkpoint(str(load_dir), found.tag, **options)
             if found.state is not None:
@@ -370,7 +418,7 @@ class CheckpointingEngine(PipelineEngine):
 
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As upstream; ranks meet for tied weights after all of them have loaded their layers."""
-        load = super().load_module_state_dict
+        load = super().load_module_state_dict if self._weights is None else self._write_weights
         self._layers_loaded = self.module.synchronizes_tied_weights = False
         try:
             everywhere(lambda: load(*args, **kwargs), "layers cannot be loaded")
@@ -378,6 +426,14 @@ class CheckpointingEngine(PipelineEngine):
             self.module.synchronizes_tied_weights = True
         self._layers_loaded = True
         self.module._synchronize_tied_weights()
+
+    def _write_weights(self, *_: Any, **__: Any) -> None:
+        write_weights(self._weights or {}, own_tensors(self.module))
+
+    def _get_zero_param_shapes(self) -> list[dict[str, Any]]:
+        """As upstream; the converter to universal checkpoints looks for the state of each, so no placeholders."""
+        groups = super()._get_zero_param_shapes()
+        return [{name: shape for name, shape in group.items() if not is_placeholder(name)} for group in groups]
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
         """As upstream, for folders with ``[``, ``*`` or ``?`` in their path too."""

@@ -200,8 +200,8 @@ def _written(checkpoint: Path) -> int:
     return (checkpoint / RECORD_FILE).stat().st_mtime_ns
 
 
-def find_tag(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
-    """The tag given, or the one that ``latest`` names; None when there is neither.
+def find_tag(load_dir: str | os.PathLike[str], tag: Any, named_by: str = LATEST) -> str | None:
+    """The tag given, or the one that the file ``named_by`` names; None when there is neither.
 
     Raises:
         ConfigError: the tag is no name.
@@ -212,7 +212,7 @@ def find_tag(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
         return str(tag)
     if Path(load_dir).exists() and not Path(load_dir).is_dir():
         raise FileError(f"{load_dir}: expected a folder of checkpoints, found a file")
-    latest = Path(load_dir) / LATEST
+    latest = Path(load_dir) / named_by
     if not latest.exists():
         return None
     try:

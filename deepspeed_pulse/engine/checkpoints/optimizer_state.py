@@ -128,7 +128,7 @@ def _read_whole(
         for index, name in enumerate(name for group in groups for name in group):
             if name in names:
                 _sort_in(saved, name, {**base["state"].get(index, {}), **({MASTER: copies[index]} if copies else {})})
-    _keep_options(saved, groups, base["param_groups"])
+    keep_options(saved, groups, base["param_groups"])
     saved.scale.update(keep_scale(state))
 
 
@@ -142,7 +142,7 @@ def _read_partitioned(saved: SavedState, groups: Groups, names: set[str], files:
             for name, address in mapping.items():
                 if name in names:
                     pieces[name].append(_cut_out(flat, address.start, address.numel))
-        _keep_options(saved, groups, base["param_groups"])
+        keep_options(saved, groups, base["param_groups"])
         saved.scale.update(keep_scale(vars(state[LOSS_SCALER]) if LOSS_SCALER in state else {}))
     for name, found in pieces.items():
         # replicas hold the fragments of a parameter in order
@@ -163,7 +163,8 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _keep_options(saved: SavedState, groups: Groups, options: list[dict[str, Any]]) -> None:
+def keep_options(saved: SavedState, groups: Groups, options: list[dict[str, Any]]) -> None:
+    """Note the options of each parameter's group."""
     for names, group in zip(groups, options, strict=True):
         mine = {key: value for key, value in group.items() if key != "params"}
         saved.options.update(dict.fromkeys(names, mine))
