@@ -214,12 +214,12 @@ def test_show_reads_a_pipe() -> None:
 
 ERRORS = {
     "show nowhere.json": "nowhere.json",
-    "show cluster.json": "cluster.json: field 'format': expected 'pulse-plan/1' or 'pulse-profile/1', found 'pulse-cl",
+    "show cluster.json": "cluster.json: field 'format': expected 'pulse-plan/2' or 'pulse-plan/1' or 'pulse-profile/1'",
     "show profile.json --out a.html": "--out a.html: expected a name ending in one of .png, .svg, .pdf",
     "show profile.json --cluster cluster.json": "--cluster goes with a plan: profile.json is a profile",
     "show profile.json --memory": "--memory goes with a plan",
     "show profile.json --plan nowhere.json": "nowhere.json: cannot be read",
-    "show profile.json --plan cluster.json": "expected 'pulse-plan/1', found 'pulse-cluster/1'",
+    "show profile.json --plan cluster.json": "expected 'pulse-plan/2', found 'pulse-cluster/1'",
     "show other.json --plan plan.json": "plan.json was made from another profile than other.json",
     "show plan.json --plan plan.json": "--plan goes with a profile: plan.json is none",
     "show plan.json --out a.gif": "--out a.gif: expected a name ending in one of .png, .svg",

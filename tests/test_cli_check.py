@@ -61,12 +61,13 @@ def test_simulate_marks_ranks_that_do_not_fit(capsys: pytest.CaptureFixture[str]
 @pytest.mark.usefixtures("planned")
 def test_zero_stage_1_shares_the_optimizer_state(capsys: pytest.CaptureFixture[str]) -> None:
     """4 layers of 10 MB a rank: 160 MB of state; over two ranks half of it is divided by two."""
-    change("plan.json", lambda plan: plan.update(data_parallel=2))
     for stage, peak in ((0, "0.17"), (1, "0.13")):
-        assert run(f"simulate plan.json {COSTS} --zero-stage {stage}") == 0
+        rules = {"zero_stage": stage, "reduce_early": not stage}
+        change("plan.json", lambda plan, rules=rules: plan.update(data_parallel=2, rules=rules))
+        assert run(f"simulate plan.json {COSTS}") == 0
         printed = capsys.readouterr().out
         files = Plan.load("plan.json"), Profile.load("profile.json"), Cluster.load("cluster.json")
-        figures = estimate(*files, shard_optimizer=stage == 1)
+        figures = estimate(*files)
         assert f" {peak} " in printed and f"{figures.samples_per_second:.4g} samples/s" in printed
 
 
@@ -221,7 +222,7 @@ def test_bad_files_are_one_line_with_status_2_and_nothing_is_written(
         ),
         (PLAN.replace("ranks 2", "ranks 4") + " --waves 2 --placement wave", ["needs at least 16 layers", "has 8"]),
         (PLAN.replace("ranks 2", "ranks 99999999"), ["the cluster 'toy' has 4"]),
-        (f"simulate plan.json {COSTS} --zero-stage 2", ["invalid choice: 2"]),
+        (PLAN + " --zero-stage 2", ["invalid choice: 2"]),
         ("simulate plan.json --profile profile.json", ["required: --cluster"]),
     ],
 )

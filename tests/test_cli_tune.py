@@ -51,8 +51,8 @@ def test_plan_config_profile_and_picture(folder: Path, capsys: pytest.CaptureFix
     assert config["gradient_accumulation_steps"] == plan.microbatches
     block = parse_pulse(config["pulse"])
     assert block is not None and block.plan == "plan.json"
-    stage = config["zero_optimization"]["stage"]
-    assert run(f"check plan.json --profile b.json --cluster cluster.json --zero-stage {stage}") == 0
+    assert plan.rules.zero_stage == config["zero_optimization"]["stage"]
+    assert run("check plan.json --profile b.json --cluster cluster.json") == 0
     assert image.imread("tuned.png").shape[1] > 1000
     names = ["b.json", "cluster.json", "ds.json", "plan.json", "profile.json", "tuned.png"]
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -121,3 +121,6 @@ def test_a_plan_for_zero_1_fits_where_another_does_not(capsys: pytest.CaptureFix
     assert run(f"{plan} --zero-stage 1") == 0
     estimate = Plan.load("plan.json").estimate
     assert estimate is not None and 120e6 <= max(estimate.peak_bytes) <= 140e6
+    cluster = json.loads(Path("cluster.json").read_text())
+    Path("cluster.json").write_text(json.dumps({**cluster, "memory_bytes": 140_000_000}))
+    assert run("check plan.json --profile profile.json --cluster cluster.json") == 0, "it knows what it was made for"

@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,16 @@ def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
 def figures(
     engine: Any, steps: dict[str, list[float]], makespans: list[float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
+    from deepspeed_pulse.ir.rules import Rules
     from deepspeed_pulse.planner.simulate import estimate
 
     planned = engine.module.planned
+
+    def under(plan: Any, *, early: bool) -> Any:
+        return replace(plan, rules=Rules(reduce_early=early))
+
     simulated = {
-        way: estimate(planned.plan, planned.profile, planned.cluster, reduce_early=way == "early") for way in steps
+        way: estimate(under(planned.plan, early=way == "early"), planned.profile, planned.cluster) for way in steps
     }
     return {
         "mbit": arguments.mbit,

@@ -17,6 +17,7 @@ from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import linear_placement, loop_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.making.request import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
@@ -154,7 +155,7 @@ def _relayed(setting: Setting, shard: bool, name: str) -> Best:
     place, options = RELAYED[name]
     cuts = _balanced(setting.costs.layers, place(setting.ranks))
     plan = with_relays(_planned(setting, shard, boundaries=cuts, **options), setting.costs)
-    figures = estimate(plan, setting.costs, setting.cluster, shard_optimizer=shard)
+    figures = estimate(plan, setting.costs, setting.cluster)
     if max(figures.peak_bytes) > setting.cluster.memory_bytes:
         raise InfeasibleError("relayed values do not fit")
     return Best(samples_per_second=figures.samples_per_second, way=setting.way + (", ZeRO-1" if shard else ""))
@@ -168,7 +169,7 @@ def _planned(setting: Setting, shard: bool, **options: Any) -> Plan:
         data_parallel=setting.group,
         microbatches=setting.microbatches,
         solver_seconds=0.0,
-        shard_optimizer=shard,
+        rules=Rules.of(int(shard)),
         within_ms=setting.within_ms,
         **options,
     )
@@ -217,7 +218,7 @@ def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
                 placement="linear",
                 solver_seconds=0.0,
                 memory_bytes=UNLIMITED,
-                shard_optimizer=shards > 1,
+                rules=Rules.of(int(shards > 1)),
             )
             assert plan.estimate is not None
             yield name, Best(samples_per_second=plan.estimate.samples_per_second, way=f"{passes} passes of {samples}")

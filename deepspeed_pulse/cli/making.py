@@ -64,6 +64,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.clusters import load_cluster
     from deepspeed_pulse.ir.frozen import FrozenParts
     from deepspeed_pulse.ir.profile import Profile
+    from deepspeed_pulse.ir.rules import Rules
     from deepspeed_pulse.planner.make import make_plan
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
     from deepspeed_pulse.report.files import replacing
@@ -89,7 +90,7 @@ def plan(arguments: argparse.Namespace) -> int:
             tolerance=arguments.tolerance,
             progress=progress,
             recompute=arguments.recompute,
-            shard_optimizer=arguments.zero_stage == 1,
+            rules=Rules.of(arguments.zero_stage),
             frozen=frozen,
         )
         out.write_text(plan.to_json(), encoding="utf-8")

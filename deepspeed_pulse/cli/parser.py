@@ -88,7 +88,9 @@ def _add_plan(subparsers: argparse._SubParsersAction[_Parser]) -> None:
         help='layers that run again in backward: "none", "all", "auto" (as few as the memory needs), or indices and '
         "names",
     )
-    _add_zero_stage(plan)
+    plan.add_argument(
+        "--zero-stage", default=0, type=int, choices=(0, 1), help="1: data-parallel ranks share the optimizer state"
+    )
     plan.add_argument(
         "--frozen", metavar="FILE", help="encoders that run in idle time for the next batch (pulse-frozen/1)"
     )
@@ -151,22 +153,15 @@ def _add_check(subparsers: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_files(command: argparse.ArgumentParser) -> None:
-    command.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/1)")
+    command.add_argument("plan", metavar="PLAN", help="a plan (pulse-plan/2)")
     command.add_argument("--profile", required=True, help="layer costs (pulse-profile/1)")
     command.add_argument("--cluster", required=True, help=SPELLINGS)
-    _add_zero_stage(command)
-
-
-def _add_zero_stage(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--zero-stage", default=0, type=int, choices=(0, 1), help="1: data-parallel ranks share the optimizer state"
-    )
 
 
 def _add_show(subparsers: argparse._SubParsersAction[_Parser]) -> None:
     show = subparsers.add_parser("show", help="a plan as grid, picture, trace or table; a profile's layers and skips")
     show.set_defaults(command=showing.show)
-    show.add_argument("file", metavar="FILE", help="a plan (pulse-plan/1) or a profile (pulse-profile/1)")
+    show.add_argument("file", metavar="FILE", help="a plan (pulse-plan/2) or a profile (pulse-profile/1)")
     show.add_argument("--plan", help="goes with a profile: draw this plan's cuts, and what it sends")
     show.add_argument("--profile", help="real times; without it a forward takes 1 ms, a backward 2 ms")
     show.add_argument("--cluster", help="goes with --profile")

@@ -27,7 +27,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
     plan, profile, cluster = _costs(arguments, arguments.plan, Plan.load(arguments.plan))
     _check_plan(arguments.plan, plan, profile)
-    instance = Instance(plan, profile, cluster, shard_optimizer=arguments.zero_stage == 1)
+    instance = Instance(plan, profile, cluster)
     timeline = run(instance, plan.schedule)
     estimate = summarize(instance, timeline)
     print_text(estimate_table(plan, timeline, estimate, memory_bytes=cluster.memory_bytes))
@@ -43,7 +43,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     plan = Plan.load(arguments.plan)
     profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
-    found = audit(plan, profile, cluster, shard_optimizer=arguments.zero_stage == 1)
+    found = audit(plan, profile, cluster)
     print_text(audit_text(arguments.plan, found.problems, found.rows))
     return FAILED_CHECK if found.problems else OK
 
@@ -53,8 +53,8 @@ def show(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.fields import read_file, read_format
 
     text = read_file(arguments.file)  # once: it may be a pipe
-    found = read_format(text, arguments.file, (plan.FORMAT, profile.FORMAT))
-    return _show_plan(arguments, text) if found == plan.FORMAT else _show_model(arguments, text)
+    found = read_format(text, arguments.file, (*plan.FORMATS, profile.FORMAT))
+    return _show_plan(arguments, text) if found in plan.FORMATS else _show_model(arguments, text)
 
 
 def _show_model(arguments: argparse.Namespace, text: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.rules import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Given:
 
     Attributes:
         waves: numbers that are tried, 0 for linear placement.
+        reduce_early: gradients are summed early whatever the ZeRO stage, or never; None: as the engine does.
         schedule: a generator's name, or "auto".
         recompute: layers that run again in backward; None: as memory needs it.
     """
@@ -71,9 +73,15 @@ class Given:
     microbatches: int | None = None
     waves: tuple[int, ...] = (0, 1, 2)
     zero_stage: int | None = None
+    reduce_early: bool | None = None
     layout: Layout | None = None
     schedule: str = "auto"
     recompute: tuple[int, ...] | None = None
+
+    def rules(self, zero_stage: int) -> Rules:
+        """Of a choice with this ZeRO stage."""
+        found = Rules.of(zero_stage)
+        return found if self.reduce_early is None else replace(found, reduce_early=self.reduce_early)
 
     @property
     def sets_microbatches(self) -> bool:

@@ -131,11 +131,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_json(text: str, where: str, expected_format: str) -> Fields:
-    """Parse ``text`` as an object whose ``format`` is ``expected_format``."""
+def read_json(text: str, where: str, *formats: str) -> Fields:
+    """Parse ``text`` as an object whose ``format`` is one of these, the one written today first."""
     fields = _parse(text, where)
-    if fields.raw("format") != expected_format:
-        raise fields.error("format", f"{expected_format!r}")
+    if fields.raw("format") not in formats:
+        raise fields.error("format", f"{formats[0]!r}")
     return fields
 
 

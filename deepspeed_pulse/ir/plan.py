@@ -1,6 +1,7 @@
 """A Plan: where the layer list is cut, which rank holds which stage, in which order each rank works.
 
-Pure data (file format ``pulse-plan/1``). Whoever runs a plan never imports whoever made it.
+Pure data (file format ``pulse-plan/2``; a ``pulse-plan/1``, which lacks rules, is read too). Whoever runs a plan never
+imports whoever made it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
 from deepspeed_pulse.ir.fill import Fill, FrozenPart, read_fill
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.rules import PLAIN, Rules
 from deepspeed_pulse.ir.schedule import Action, Schedule, format_schedule
 
-FORMAT = "pulse-plan/1"
+FORMAT = "pulse-plan/2"
+FORMATS = (FORMAT, "pulse-plan/1")
+"""Those that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,9 @@ class Solver:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Contents of a file ``pulse-plan/1``. ``boundaries`` has one entry more than ``placement``.
+    """Contents of a plan's file. ``boundaries`` has one entry more than ``placement``.
+
+    ``rules``: of the job that it was made for; its times and memory are simulated by them.
 
     ``recompute``: layers that run their forward again in backward instead of keeping activations, ascending; the file
     leaves the field out where there are none. ``layout``: how ranks are numbered; the file leaves upstream's own out.
@@ -79,6 +85,7 @@ class Plan:
     routes: tuple[Route, ...] = ()
     recompute: tuple[int, ...] = ()
     layout: Layout = Layout.PIPE_MAJOR
+    rules: Rules = PLAIN
     fill: Fill | None = None
     profile_fingerprint: str | None = None
     estimate: Estimate | None = None
@@ -140,6 +147,7 @@ class Plan:
             ],
             **({"recompute": list(self.recompute)} if self.recompute else {}),
             **({"layout": self.layout.value} if self.layout is not Layout.PIPE_MAJOR else {}),
+            "rules": self.rules.to_dict(),
             **({"fill": self.fill.to_dict()} if self.fill is not None else {}),
             "estimate": None if self.estimate is None else asdict(self.estimate),
             "solver": None if self.solver is None else asdict(self.solver),
@@ -151,7 +159,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
         """Read a plan. Checks its form only; ``planner.validate`` checks what it says."""
-        fields = read_json(text, where, FORMAT)
+        fields = read_json(text, where, *FORMATS)
         fields.done(("format", *(f for f in cls.__dataclass_fields__)))
         plan = cls(
             pipeline_ranks=fields.integer("pipeline_ranks", minimum=1),
@@ -165,6 +173,7 @@ class Plan:
             routes=fields.objects("routes", _read_route),
             recompute=fields.integers("recompute") if fields.has("recompute") else (),
             layout=_read_layout(fields) if fields.has("layout") else Layout.PIPE_MAJOR,
+            rules=Rules.read(fields.object("rules")) if fields.has("rules") else PLAIN,
             fill=_read_fill(fields) if fields.has("fill") else None,
             profile_fingerprint=fields.text("profile_fingerprint") if fields.has("profile_fingerprint") else None,
             estimate=_read_estimate(fields.object("estimate")) if fields.has("estimate") else None,

@@ -18,7 +18,7 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import FORMAT, Plan
 from deepspeed_pulse.ir.profile import Profile
 
-PLANNER_VERSION = 4
+PLANNER_VERSION = 5
 """Raised when the planner's answers change, so that kept ones are not used any more."""
 
 WORTH_KEEPING_SECONDS = 1.0

@@ -30,8 +30,6 @@ def explain(
     *,
     step_ms: float,
     peaks: Sequence[Mapping[str, int]] = (),
-    shard_optimizer: bool = False,
-    reduce_early: bool | None = None,
 ) -> Difference:
     """The parts of ``step_ms`` minus the planned step, and per rank those of its memory.
 
@@ -39,9 +37,8 @@ def explain(
         measured: every action of the plan once, with what its rank waited before it.
         step_ms: the measured step, from the start of ``train_batch`` to its end.
         peaks: per rank what its memory held at most, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`; empty: unknown.
-        shard_optimizer, reduce_early: see :class:`~deepspeed_pulse.planner.instance.Instance`.
     """
-    instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer, reduce_early=reduce_early)
+    instance = Instance(plan, profile, cluster)
     durations = {span.action: span.end_ms - span.start_ms for span in measured.spans}
     pauses = measured.pauses_ms()
     as_planned = run(instance, plan.schedule)

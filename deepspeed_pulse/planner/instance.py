@@ -10,6 +10,7 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile, Skip
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Lowering, Message, Program, Step
+from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts, data_parallel_link, link
 from deepspeed_pulse.planner.order import Key, key_of, needs
@@ -28,26 +29,10 @@ class Delay:
 
 
 class Instance:
-    """A plan's cuts, placement and routes with the costs of a profile on a cluster; its schedule is not looked at.
+    """A plan's cuts, placement, routes and rules with the costs of a profile on a cluster; not its schedule."""
 
-    Args:
-        shard_optimizer: data-parallel peers share the optimizer state (ZeRO-1).
-        reduce_early: a stage's gradients are reduced from its last backward on, not all after the rank's last action.
-            None: as the engine does, which is early unless DeepSpeed's ZeRO optimizer holds the gradients.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        profile: Profile,
-        cluster: Cluster,
-        *,
-        shard_optimizer: bool = False,
-        reduce_early: bool | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
         _check_fit(plan, profile)
-        self.shard_optimizer = shard_optimizer
-        self.reduce_early = not shard_optimizer if reduce_early is None else reduce_early
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self._replayed = {split: replay_bytes(profile, plan, split=split) for split in (False, True)}
         self._values: dict[str, Skip] = {}
@@ -64,9 +49,12 @@ class Instance:
         """Of layers, and of their messages what these cost the rank."""
 
     def with_plan(self, plan: Plan) -> Instance:
-        """Another plan with the same costs and rules."""
-        how = {"shard_optimizer": self.shard_optimizer, "reduce_early": self.reduce_early}
-        return Instance(plan, self.profile, self.cluster, **how)
+        """Another plan with the same costs."""
+        return Instance(plan, self.profile, self.cluster)
+
+    @property
+    def rules(self) -> Rules:
+        return self.plan.rules
 
     @property
     def num_ranks(self) -> int:

@@ -13,6 +13,7 @@ from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.rules import PLAIN, Rules
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import kept, plan_file
 from deepspeed_pulse.planner.filling.fill import fill_plan
@@ -23,7 +24,7 @@ from deepspeed_pulse.planner.recompute import recomputed_layers
 from deepspeed_pulse.planner.schedules.heuristics import forward_only
 from deepspeed_pulse.planner.search.synthesize import Progress, synthesize
 
-_NOT_OPTIONS = ("profile", "cluster", "progress", "frozen")
+_NOT_OPTIONS = ("profile", "cluster", "progress", "frozen", "rules")
 
 MOST_STAGES = 10_000
 MOST_FORWARDS = 500_000
@@ -48,7 +49,7 @@ def make_plan(
     tolerance: float = 0.0,
     progress: Progress | None = None,
     recompute: str | Sequence[int | str] = "none",
-    shard_optimizer: bool = False,
+    rules: Rules = PLAIN,
     layout: Layout = Layout.PIPE_MAJOR,
     frozen: Sequence[FrozenPart] = (),
     within_ms: float = math.inf,
@@ -67,8 +68,7 @@ def make_plan(
         split_backward: the order may run backward as ``I`` and ``W``.
         recompute: layers that run again in backward: "none", "all", a list of indices and names, or "auto": none if
             that fits the memory, else those that free most for their time, where that is faster than other cuts.
-        shard_optimizer: data-parallel peers share the optimizer state (ZeRO-1): less memory, and weights are gathered
-            at the end of a step.
+        rules: of the job: ZeRO stage, and when gradients are summed.
         layout: how global ranks are numbered, which decides what crosses nodes.
         frozen: parts that encode the next step's batch in idle time, for the profile's microbatch size.
         within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
@@ -103,7 +103,7 @@ def make_plan(
         progress=progress,
         recompute=recomputed_layers(profile, recompute),
         recompute_more=recompute == "auto",
-        shard_optimizer=shard_optimizer,
+        rules=rules,
         layout=layout,
         frozen=tuple(frozen),
         within_ms=within_ms,
@@ -112,6 +112,7 @@ def make_plan(
     if plan_cache is None or solver_seconds <= 0:
         return best_plan(request, places)
     options = {name: value for name, value in vars(request).items() if name not in _NOT_OPTIONS}
+    options["rules"] = rules.to_dict()
     if request.frozen:
         options["frozen"] = [asdict(part) for part in request.frozen]
     path = plan_file(plan_cache, profile, cluster, places=places, **options)
@@ -129,9 +130,8 @@ def reorder(
     split_backward: bool = False,
     solver_seconds: float = 30.0,
     seed: int = 0,
-    shard_optimizer: bool = False,
 ) -> Plan:
-    """The same cuts, placement, routes and frozen parts with another number of microbatches."""
+    """The same cuts, placement, routes, rules and frozen parts with another number of microbatches."""
     _check_counts(microbatches=microbatches)
     _check_forwards(plan.num_stages, microbatches)
     found = synthesize(
@@ -143,7 +143,6 @@ def reorder(
         split_backward=split_backward,
         solver_seconds=solver_seconds,
         seed=seed,
-        shard_optimizer=shard_optimizer,
     )
     if plan.fill is None:
         return found
@@ -154,7 +153,6 @@ def reorder(
         plan.fill.parts,
         memory_bytes=memory_bytes,
         solver_seconds=solver_seconds / 2,
-        shard_optimizer=shard_optimizer,
     )
 
 

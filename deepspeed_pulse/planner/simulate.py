@@ -37,20 +37,13 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     return run(Instance(plan, profile, cluster), plan.schedule)
 
 
-def estimate(
-    plan: Plan,
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    shard_optimizer: bool = False,
-    reduce_early: bool | None = None,
-) -> Estimate:
+def estimate(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     """All figures of a plan. The optimizer step counts as 0 ms; gradient reduction is what is not hidden.
 
-    ``peak_bytes`` includes weights, gradients and optimizer state; ``shard_optimizer`` divides the optimizer part
-    by the data-parallel degree (ZeRO-1). ``reduce_early``: see :class:`~deepspeed_pulse.planner.instance.Instance`.
+    ``peak_bytes`` includes weights, gradients and optimizer state, of which the optimizer's part is divided by the
+    data-parallel degree where the plan's rules say so (ZeRO-1).
     """
-    instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer, reduce_early=reduce_early)
+    instance = Instance(plan, profile, cluster)
     return summarize(instance, run(instance, plan.schedule))
 
 
@@ -177,7 +170,7 @@ class _Clock:
         """A backward is done: behind a stage's last one come its gradients, now or when the rank has nothing to do."""
         self._backwards[stage] -= 1
         if not self._backwards[stage]:
-            if self.instance.reduce_early:
+            if self.instance.rules.reduce_early:
                 self._reduce(rank, stage, end)
             else:
                 self._unreduced.append((rank, stage))
@@ -190,7 +183,7 @@ class _Clock:
     def _reduce(self, rank: int, stage: int, ready: float) -> None:
         """With a sharded optimizer, gradients that are not summed early are only scattered: half of an all-reduce."""
         instance, port = self.instance, self.instance.sums_port(rank)
-        share = 0.5 if instance.shard_optimizer and not instance.reduce_early else 1.0
+        share = 0.5 if instance.rules.shards_optimizer and not instance.rules.reduce_early else 1.0
         start = max(ready, self._port_free[port])
         end = self._port_free[port] = start + share * reduction_ms(instance, stage)
         self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
@@ -248,7 +241,7 @@ def peak_bytes(instance: Instance, timeline: Timeline) -> tuple[int, ...]:
 def rank_state_bytes(instance: Instance, rank: int) -> int:
     """Weights, gradients and optimizer state of a rank's stages, and weights of the frozen layers it runs."""
     params = sum(instance.costs.param_bytes[stage] for stage in instance.plan.stages_of(rank))
-    shards = instance.plan.data_parallel if instance.shard_optimizer else 1
+    shards = instance.rules.shards(instance.plan.data_parallel)
     fill = instance.plan.fill
     return state_bytes(instance.profile, params, shards=shards) + (0 if fill is None else fill.param_bytes(rank))
 
@@ -262,7 +255,7 @@ def _reduction_end_ms(instance: Instance, timeline: Timeline) -> float:
     gather: dict[int, float] = defaultdict(float)
     for reduction in timeline.reductions:
         ends[reduction.rank] = max(ends[reduction.rank], reduction.end_ms)
-        if instance.shard_optimizer:
+        if instance.rules.shards_optimizer:
             gather[reduction.rank] += 0.5 * reduction_ms(instance, reduction.stage)
     return max((end + gather[rank] for rank, end in ends.items()), default=0.0)
 

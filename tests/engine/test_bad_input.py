@@ -64,7 +64,7 @@ def write_files(folder: Path) -> dict[str, str]:
         "broken": '{"pulse": ',
         "a list": "[1]",
         "plan truncated": plan.to_json()[:200],
-        "plan of another format": json.dumps({**data, "format": "pulse-plan/2"}),
+        "plan of another format": json.dumps({**data, "format": "pulse-plan/3"}),
         "plan of another model": toy_plan(shorter).to_json(),
         "plan with unknown routes": json.dumps({**data, "routes": renamed}),
         "plan in deadlock": json.dumps({**data, "schedule": DEADLOCK}),
@@ -168,7 +168,7 @@ CONSTRUCTION = {
     "config a list": ("ConfigError", "expected an object in", "a_list.json", "found a list"),
     "plan missing": ("FileError", "missing.json: cannot be read"),
     "plan truncated": ("FileError", "plan_truncated.json: not a JSON file", "line 7"),
-    "plan of another format": ("FileError", "field 'format': expected 'pulse-plan/1', found 'pulse-plan/2'"),
+    "plan of another format": ("FileError", "field 'format': expected 'pulse-plan/2', found 'pulse-plan/3'"),
     "plan of another model": (
         "PlanError",
         "_model.json: the plan cannot run",

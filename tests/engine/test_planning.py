@@ -17,6 +17,7 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner.make import make_plan
 
 
@@ -60,7 +61,7 @@ def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(
     request = request_for(pulse, data_parallel=2)
     with pytest.raises(InfeasibleError, match=r"fits 0\.150 GB"):
         from_files(request)
-    shared = from_files(replace(request, shard_optimizer=True))
+    shared = from_files(replace(request, rules=Rules(zero_stage=1)))
     for plan in (shared.plan, reorder(shared, pulse, 8)):
         assert 120e6 < peak(plan) <= 150e6
 

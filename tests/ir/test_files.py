@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Estimate, Plan, Route, Solver
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.ir.schedule import Action, Op, format_schedule, parse_schedule
 
 actions = st.builds(Action, st.integers(0, 10**6), st.sampled_from(list(Op)), st.integers(0, 10**6))
@@ -132,6 +134,13 @@ def test_what_a_plan_may_leave_out():
     assert Plan.from_json(json.dumps(nulls)) == bare
 
 
+def test_a_plan_of_the_first_format_was_made_for_plain_rules():
+    data = replace(PLAN, rules=Rules(zero_stage=1, reduce_early=False)).to_dict()
+    assert Plan.from_json(json.dumps(data)).rules == Rules.of(1)
+    del data["rules"]
+    assert Plan.from_json(json.dumps({**data, "format": "pulse-plan/1"})) == PLAN
+
+
 DELETE = object()
 
 
@@ -179,6 +188,8 @@ def broken(thing, path, value):
         (CLUSTER, ["intra_node", "one_port"], 1, ["'one_port'", "true or false", "found 1"]),
         (CLUSTER, ["intra_node", "overhead_us"], -1, ["'overhead_us'", "a finite number >= 0"]),
         (CLUSTER, ["intra_node", "bandwith"], 1, ["unknown field 'bandwith'"]),
+        (PLAN, ["rules", "zero_stage"], 2, ["'zero_stage'", "0 or 1", "found 2"]),
+        (PLAN, ["rules", "zero"], 1, ["unknown field 'zero'", "known: zero_stage, reduce_early"]),
         (PLAN, ["placement"], [0, 2, 2, 0], ["'placement'", "every rank 0..1 at least once"]),
         (PLAN, ["boundaries"], [0, 1, 2, 4], ["'boundaries'", "5 layer indices for 4 stages"]),
         (PLAN, ["boundaries"], [0, 1, 1, 3, 4], ["'boundaries'", "strictly increasing"]),

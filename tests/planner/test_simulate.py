@@ -8,9 +8,15 @@ from toys import INSTANT, cluster, layer, plan, profile, rows, skip, uniform
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.schedules.heuristics import forward_only, gpipe, one_f_one_b, wave
 from deepspeed_pulse.planner.simulate import estimate, simulate
+
+
+def under(plan: Plan, *, zero_stage: int = 0, reduce_early: bool = True) -> Plan:
+    return replace(plan, rules=Rules(zero_stage=zero_stage, reduce_early=reduce_early))
 
 
 def staircase(timeline, width):
@@ -131,8 +137,12 @@ def test_gradients_hold_up_messages_where_one_port_is_all_there_is():
     assert (apart.makespan_ms, apart.step_ms) == (pytest.approx(16), pytest.approx(31))
     held_up = estimate(found, costs, shared)
     assert (held_up.makespan_ms, held_up.step_ms) == (pytest.approx(24), pytest.approx(34))
-    late = estimate(found, costs, shared, reduce_early=False)
+    late = estimate(under(found, reduce_early=False), costs, shared)
     assert (late.makespan_ms, late.step_ms) == (pytest.approx(16), pytest.approx(36))
+    sharded = under(found, zero_stage=1, reduce_early=False)
+    assert (
+        simulate(sharded, costs, shared).makespan_ms == estimate(sharded, costs, shared).makespan_ms == late.makespan_ms
+    )
     assert [(r.stage, r.start_ms) for r in simulate(found, costs, shared).reductions] == [
         (3, 9),
         (2, 11),
@@ -180,8 +190,10 @@ def test_a_sharded_optimizer_scatters_and_gathers_at_the_end():
     costs = uniform(2, param_bytes=1_000_000)
     found = plan((0, 0), 1, schedule=rows("0F0 1F0 1B0 0B0"), data_parallel=2)
     assert estimate(found, costs, cluster(link)).step_ms == pytest.approx(6 + 1)
-    assert estimate(found, costs, cluster(link), shard_optimizer=True).step_ms == pytest.approx(6 + 2 * 0.5 + 2 * 0.5)
-    early = estimate(found, costs, cluster(link), shard_optimizer=True, reduce_early=True)
+    assert estimate(under(found, zero_stage=1, reduce_early=False), costs, cluster(link)).step_ms == pytest.approx(
+        6 + 2 * 0.5 + 2 * 0.5
+    )
+    early = estimate(under(found, zero_stage=1), costs, cluster(link))
     assert early.step_ms == pytest.approx(6 + 1 + 2 * 0.5)
 
 
@@ -191,7 +203,7 @@ def test_reduction_at_the_end_hides_nothing():
     found = plan((0, 0), 1, schedule=rows("0F0 1F0 1B0 0B0"), data_parallel=2)
     costs = uniform(2, param_bytes=4_000_000)
     assert estimate(found, costs, cluster(link)).step_ms == pytest.approx(12)
-    assert estimate(found, costs, cluster(link), reduce_early=False).step_ms == pytest.approx(14)
+    assert estimate(under(found, reduce_early=False), costs, cluster(link)).step_ms == pytest.approx(14)
 
 
 def test_reductions_of_one_rank_follow_one_another():
@@ -208,7 +220,7 @@ def test_peak_is_state_plus_what_is_live(dtype, factor, sharded):
     costs = profile([layer(param_bytes=100, activation_bytes=7)], dtype=dtype)
     found = plan((0,), 2, schedule=rows("0F0 0F1 0B0 0B1"), data_parallel=2)
     assert estimate(found, costs, cluster()).peak_bytes == (factor * 100 + 2 * 7,)
-    assert estimate(found, costs, cluster(), shard_optimizer=True).peak_bytes == (sharded * 100 + 2 * 7,)
+    assert estimate(under(found, zero_stage=1), costs, cluster()).peak_bytes == (sharded * 100 + 2 * 7,)
 
 
 def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():

@@ -43,8 +43,7 @@ def tuned(costs, cluster, batch, **options):
     found = tune(costs, cluster=cluster, global_batch=batch, **options)
     best = found.best
     check(best.planned, num_layers=costs[0].num_layers, values=named_values(costs[0]))
-    shard = best.choice.zero_stage == 1
-    again = estimate(best.planned, found.profiles[best.choice.microbatch_size], cluster, shard_optimizer=shard)
+    again = estimate(best.planned, found.profiles[best.choice.microbatch_size], cluster)
     assert again == best.planned.estimate
     assert max(again.peak_bytes) <= found.memory_bytes
     return found

@@ -192,7 +192,7 @@ def falls_back() -> None:
     sparse.destroy()
     for more in ({}, {"bf16": {"enabled": True}}):
         engine = plain_engine(linears(4), optimizer=torch.optim.AdamW, zero_optimization={"stage": 1}, **more)
-        assert engine._reduction is None and not engine.module.planned.reduce_early, more
+        assert engine._reduction is None and not engine.module.plan.rules.reduce_early, more
         engine.destroy()
     one_bit = plain_engine(linears(4))
     one_bit.pipeline_enable_backward_allreduce = False  # as a 1-bit optimizer does

@@ -111,7 +111,7 @@ def _chosen(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], clu
     return Chosen(
         asked=asked,
         choice=tuning.best.choice,
-        planned=planned_as_tuned(request, tuning, cluster, f"{costs}, microbatches of {sizes}"),
+        planned=planned_as_tuned(tuning, cluster, f"{costs}, microbatches of {sizes}"),
         options=options(tuning),
         reasons=rejected(tuning),
     )

@@ -17,6 +17,7 @@ from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.ir.rules import PLAIN, Rules
 from deepspeed_pulse.runtime.state import param_bytes
 
 NO_DEVICE = "none"
@@ -38,9 +39,7 @@ class PlanRequest:
     example: tuple[Any, dict[str, Any]] | None
     device: torch.device
     recompute: str | Sequence[int] = "auto"
-    reduce_early: bool = True
-    """Gradients are reduced over data-parallel replicas stage by stage, not all at the end of the step."""
-    shard_optimizer: bool = False
+    rules: Rules = PLAIN
     layout: Layout = Layout.PIPE_MAJOR
     dtype: torch.dtype | None = None
     """What layers are cast to before they train (bf16, fp16); None: they stay as they are built."""

@@ -36,6 +36,7 @@ from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.rules import PLAIN, Rules
 from deepspeed_pulse.runtime.replay import Checkpoint
 
 
@@ -270,8 +271,7 @@ class TrainingJob:
             frozen=parts,
             has_frozen=self.frozen is not None,
             recompute=self.checkpointing.layers,
-            reduce_early=parsed is None or reduces_early(parsed),
-            shard_optimizer=parsed is not None and parsed.zero_optimization_stage == 1,
+            rules=PLAIN if parsed is None else _rules(parsed),
         )
 
     def _measured_example(
@@ -287,6 +287,10 @@ class TrainingJob:
         if self.frozen.makes_input:
             inputs = given.pop(self.input_name)
         return (inputs, {**entries, **given}), parts
+
+
+def _rules(parsed: deepspeed.DeepSpeedConfig) -> Rules:
+    return Rules(zero_stage=int(parsed.zero_optimization_stage), reduce_early=reduces_early(parsed))
 
 
 def _check_num_stages(found: Any) -> None:

@@ -46,8 +46,6 @@ class Planned:
     profile: Profile | None
     cluster: Cluster | None
     costs: str
-    reduce_early: bool = True
-    shard_optimizer: bool = False
 
     @property
     def measured(self) -> bool:
@@ -131,20 +129,12 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
         schedule=request.pulse.schedule,
         solver_seconds=request.pulse.solver_seconds,
         recompute=request.recompute,
-        shard_optimizer=request.shard_optimizer,
+        rules=request.rules,
         layout=request.layout,
         frozen=request.frozen,
         plan_cache=request.pulse.plan_cache,
     )
-    plan = _predicted(plan, profile, cluster, request)
-    return Planned(
-        plan=plan,
-        profile=profile,
-        cluster=cluster,
-        costs=costs,
-        reduce_early=request.reduce_early,
-        shard_optimizer=request.shard_optimizer,
-    )
+    return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
 
 
 def tune_job(
@@ -158,29 +148,14 @@ def tune_job(
         global_batch=global_batch,
         world_size=world,
         solver_seconds=request.pulse.solver_seconds,
-        given=replace(given, recompute=recompute),
+        given=replace(given, recompute=recompute, reduce_early=request.rules.reduce_early),
     )
 
 
-def planned_as_tuned(request: PlanRequest, tuning: Tuning, cluster: Cluster, costs: str) -> Planned:
+def planned_as_tuned(tuning: Tuning, cluster: Cluster, costs: str) -> Planned:
     """The best of a tuning, as this job runs it."""
     profile = tuning.profiles[tuning.best.choice.microbatch_size]
-    return Planned(
-        plan=_predicted(tuning.best.planned, profile, cluster, request),
-        profile=profile,
-        cluster=cluster,
-        costs=costs,
-        reduce_early=request.reduce_early,
-        shard_optimizer=request.shard_optimizer,
-    )
-
-
-def _predicted(plan: Plan, profile: Profile, cluster: Cluster, how: PlanRequest | Planned) -> Plan:
-    """The plan with the step time of gradients that are reduced as this job does it."""
-    if plan.data_parallel == 1:
-        return plan
-    shard, early = how.shard_optimizer, how.reduce_early
-    return replace(plan, estimate=estimate(plan, profile, cluster, shard_optimizer=shard, reduce_early=early))
+    return Planned(plan=tuning.best.planned, profile=profile, cluster=cluster, costs=costs)
 
 
 def recomputing(planned: Planned, plan: Plan, layers: Sequence[int]) -> Plan:
@@ -188,25 +163,21 @@ def recomputing(planned: Planned, plan: Plan, layers: Sequence[int]) -> Plan:
     found = replace(plan, recompute=tuple(layers), estimate=None)
     if planned.profile is None or planned.cluster is None:
         return found
-    shard, early = planned.shard_optimizer, planned.reduce_early
-    figures = estimate(found, planned.profile, planned.cluster, shard_optimizer=shard, reduce_early=early)
-    return replace(found, estimate=figures)
+    return replace(found, estimate=estimate(found, planned.profile, planned.cluster))
 
 
 def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     """The same cuts with another number of microbatches."""
     check_may_differ(planned, pulse, microbatches)
     assert planned.profile is not None and planned.cluster is not None
-    plan = planner.reorder(
+    return planner.reorder(
         planned.plan,
         planned.profile,
         cluster=planned.cluster,
         microbatches=microbatches,
         schedule=pulse.schedule,
         solver_seconds=pulse.solver_seconds,
-        shard_optimizer=planned.shard_optimizer,
     )
-    return _predicted(plan, planned.profile, planned.cluster, planned)
 
 
 def check_may_differ(planned: Planned, pulse: PulseConfig, microbatches: int) -> None:
@@ -256,7 +227,7 @@ def _given_plan(request: PlanRequest) -> Plan:
     except PlanError as problem:
         raise PlanError(f'{path}: {problem}\nplan anew with ds_pulse plan, or remove "plan" from the block') from None
     asked = () if isinstance(request.recompute, str) else tuple(request.recompute)
-    return replace(plan, recompute=plan.recompute or asked)
+    return replace(plan, rules=request.rules, recompute=plan.recompute or asked)
 
 
 def replay_bytes(planned: Planned, interval: int) -> tuple[int, ...]:
@@ -314,6 +285,4 @@ def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Differen
         measured.timeline,
         step_ms=measured.step_ms,
         peaks=[rank.peak_parts for rank in measured.ranks],
-        shard_optimizer=planned.shard_optimizer,
-        reduce_early=planned.reduce_early,
     )

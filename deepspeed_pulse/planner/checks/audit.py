@@ -33,7 +33,7 @@ class Audit:
     estimate: Estimate | None = field(default=None)
 
 
-def audit(plan: Plan, profile: Profile, cluster: Cluster, *, shard_optimizer: bool = False) -> Audit:
+def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
     """Every violation of a plan: its form, routes, order, deadlock, and memory against ``cluster.memory_bytes``.
 
     Memory is simulated, so it is looked at only when the plan can run.
@@ -43,7 +43,7 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster, *, shard_optimizer: bo
     enough_ranks = plan.pipeline_ranks * plan.data_parallel <= cluster.num_ranks
     if found or not enough_ranks:
         return Audit(problems=(*about_files, *found), rows=tuple(marked_rows(plan)))
-    instance = Instance(plan, profile, cluster, shard_optimizer=shard_optimizer)
+    instance = Instance(plan, profile, cluster)
     timeline = run(instance, plan.schedule)
     estimate = summarize(instance, timeline)
     peaks = _peaks(timeline, estimate, cluster.memory_bytes)

@@ -48,8 +48,6 @@ def fill_plan(
     *,
     memory_bytes: int | None = None,
     solver_seconds: float = 10.0,
-    shard_optimizer: bool = False,
-    reduce_early: bool | None = None,
 ) -> Plan:
     """The plan with frozen work for the next step's batch in its idle time.
 
@@ -63,7 +61,7 @@ def fill_plan(
         InfeasibleError: no rank has the memory that a part needs.
     """
     empty = replace(plan, fill=None)
-    instance = Instance(empty, profile, cluster, shard_optimizer=shard_optimizer, reduce_early=reduce_early)
+    instance = Instance(empty, profile, cluster)
     cap = cluster.memory_bytes if memory_bytes is None else memory_bytes
     way = _Ways(instance, _checked(parts, plan), cap)
     best = way.best(solver_seconds)

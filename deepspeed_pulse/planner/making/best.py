@@ -61,7 +61,7 @@ def _dropped(plan: Plan, request: Request, layers: Sequence[int]) -> Plan:
     if not layers:
         return plan
     fewer = replace(plan, recompute=tuple(i for i in plan.recompute if i not in layers))
-    estimated = estimate(fewer, request.profile, request.cluster, shard_optimizer=request.shard_optimizer)
+    estimated = estimate(fewer, request.profile, request.cluster)
     if max(estimated.peak_bytes) <= request.memory_bytes:
         return replace(fewer, estimate=estimated)
     half = len(layers) // 2

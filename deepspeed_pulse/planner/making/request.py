@@ -14,6 +14,7 @@ from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.routes import make_routes
+from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.instance import Instance
@@ -59,7 +60,7 @@ class Request:
     progress: Progress | None
     recompute: tuple[int, ...]
     recompute_more: bool
-    shard_optimizer: bool
+    rules: Rules
     layout: Layout
     frozen: tuple[FrozenPart, ...]
     within_ms: float
@@ -155,7 +156,6 @@ class Request:
             self.frozen,
             memory_bytes=self.memory_bytes,
             solver_seconds=self.solver_seconds / 2,
-            shard_optimizer=self.shard_optimizer,
         )
 
     def _ordered(self, plan: Plan, memory_bytes: int) -> Plan:
@@ -169,7 +169,6 @@ class Request:
             solver_seconds=self.solver_seconds,
             seed=self.seed,
             progress=self.progress,
-            shard_optimizer=self.shard_optimizer,
         )
 
     def _cut(self, placement: Placement, view: Profile) -> Plan:
@@ -183,7 +182,7 @@ class Request:
             data_parallel=self.data_parallel,
             tolerance=self.tolerance,
             layout=self.layout,
-            shard_optimizer=self.shard_optimizer,
+            shards=self.rules.shards(self.data_parallel),
         )
         return Plan(
             pipeline_ranks=self.pipeline_ranks,
@@ -197,6 +196,7 @@ class Request:
             routes=make_routes(cuts, placement, named_values(self.profile)),
             recompute=self.recompute,
             layout=self.layout,
+            rules=self.rules,
         )
 
 

@@ -51,7 +51,7 @@ def partition(
     data_parallel: int = 1,
     tolerance: float = 0.0,
     layout: Layout = Layout.PIPE_MAJOR,
-    shard_optimizer: bool = False,
+    shards: int = 1,
 ) -> Cuts:
     """Boundaries, one more than there are stages: the cuts of :func:`best_partition`."""
     weights = Weights(
@@ -61,7 +61,7 @@ def partition(
         data_parallel=data_parallel,
         memory_bytes=memory_bytes,
         layout=layout,
-        shard_optimizer=shard_optimizer,
+        shards=shards,
     )
     return best_partition(weights, microbatches=microbatches, tolerance=tolerance).cuts
 

@@ -62,7 +62,7 @@ class Weights:
     """A profile's layers and values, for partitioning onto a placement.
 
     ``in_flight`` in its methods: per stage, how many microbatches' activations count against memory.
-    ``shard_optimizer``: data-parallel peers share the optimizer state (ZeRO-1).
+    ``shards``: parts that the optimizer state is cut into (ZeRO-1).
     """
 
     def __init__(
@@ -74,14 +74,13 @@ class Weights:
         data_parallel: int,
         memory_bytes: int | None,
         layout: Layout = Layout.PIPE_MAJOR,
-        shard_optimizer: bool = False,
+        shards: int = 1,
     ) -> None:
         self.profile, self.placement, self.memory_bytes = profile, tuple(placement), memory_bytes
         self.num_layers = profile.num_layers
         self.collocates = describe_placement(self.placement).startswith("wave")
         """Whether the placement is meant to keep both ends of a value on one rank."""
         self.work_ms = _prefix([x.forward_ms + x.backward_ms for x in profile.layers])
-        shards = data_parallel if shard_optimizer else 1
         self.state = _prefix([state_bytes(profile, x.param_bytes, shards=shards) for x in profile.layers])
         self.activations = _prefix([x.activation_bytes for x in profile.layers])
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])

@@ -67,11 +67,10 @@ def synthesize(
     solver_seconds: float = 30.0,
     seed: int = 0,
     progress: Progress | None = None,
-    shard_optimizer: bool = False,
 ) -> Plan:
     """The plan with the best order found, its estimate and solver; the plan's own schedule is not looked at.
 
-    ``memory_bytes`` caps ``peak_bytes`` of every rank (None: no cap), ``shard_optimizer`` counts them under ZeRO-1.
+    ``memory_bytes`` caps ``peak_bytes`` of every rank (None: no cap).
     ``split_backward``: orders may use ``I`` and ``W``. Never worse than the best generator. The same arguments give the
     same plan as long as the search ends before ``solver_seconds`` (its part with few microbatches, where there are
     many, before half of them); 0 seconds: generators only.
@@ -82,7 +81,7 @@ def synthesize(
     """
     deadline = time.monotonic() + solver_seconds
     bare = replace(plan, schedule=((),) * plan.pipeline_ranks)
-    instance = Instance(bare, profile, cluster, shard_optimizer=shard_optimizer)
+    instance = Instance(bare, profile, cluster)
     pool = _Pool(instance, memory_bytes, split_backward, progress)
     pool.generate(schedule)
     start: Candidate | None = None

@@ -248,7 +248,7 @@ class Tuner:
             memory_bytes=memory_bytes,
             solver_seconds=0.0,
             recompute=recompute,
-            shard_optimizer=choice.zero_stage == 1,
+            rules=self.given.rules(choice.zero_stage),
             layout=choice.layout,
             frozen=() if self.frozen is None else self.frozen.at(choice.microbatch_size),
             within_ms=self._within_ms,
@@ -264,7 +264,7 @@ class Tuner:
         if free is not None:
             figures = self.figures(choice, free)
             if max(figures.peak_bytes) <= self.memory_bytes:
-                return _success(choice, replace(free, estimate=figures))
+                return _success(choice, replace(free, rules=self.given.rules(choice.zero_stage), estimate=figures))
         cuts = None if free is None or choice.waves <= 1 else free.boundaries
         try:
             recompute = self._recompute("auto")
@@ -279,9 +279,10 @@ class Tuner:
 
     def figures(self, choice: Choice, plan: Plan) -> Estimate:
         """Of a plan under the choice's ZeRO stage."""
-        if choice.zero_stage == 0 and plan.estimate is not None:
+        rules = self.given.rules(choice.zero_stage)
+        if rules == plan.rules and plan.estimate is not None:
             return plan.estimate
-        return estimate(plan, self.sizes.at(choice.microbatch_size), self.cluster, shard_optimizer=True)
+        return estimate(replace(plan, rules=rules), self.sizes.at(choice.microbatch_size), self.cluster)
 
     def least_state_bytes(self, choice: Choice) -> int:
         """No cuts have less on their fullest rank: state in equal parts."""
@@ -317,7 +318,6 @@ class Tuner:
             schedule=self.given.schedule,
             memory_bytes=self.memory_bytes,
             solver_seconds=seconds,
-            shard_optimizer=choice.zero_stage == 1,
         )
         if self.frozen is None:
             return min(trial, _success(choice, plan), key=rank_of)
@@ -329,7 +329,6 @@ class Tuner:
                 self.frozen.at(choice.microbatch_size),
                 memory_bytes=self.memory_bytes,
                 solver_seconds=seconds,
-                shard_optimizer=choice.zero_stage == 1,
             )
         except InfeasibleError:  # a better order may keep more activations, and leave no room
             return trial
