@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "an example on one rank": ("ConfigError", "differ in example_batch", "rank 1 has null"),
     "another frozen part": ("ConfigError", "differ in frozen", "(8, 8)", "(3, 8)"),
     "what may differ": ("RuntimeError", "accepted"),
+    "settings with a rank": ("RuntimeError", "accepted"),
     "another accumulation in initialize": ("ConfigError", "deepspeed.initialize", "gradient_accumulation_steps"),
     "resized on one rank": (
         "BatchError",

@@ -5,6 +5,7 @@ Two ranks; the second one differs. Each rank prints the error of every case, as 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,6 +113,28 @@ class Up2(Down):
     """Another class with the same parameters."""
 
 
+@dataclass
+class Settings:
+    """What scripts hand to every layer: whose rank it is among the rest."""
+
+    rank: int
+    seed: int
+
+
+class Configured(nn.Linear):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+def settings_of_one_rank() -> None:
+    from deepspeed_pulse import LayerSpec
+
+    settings = Settings(rank=rank(), seed=1234 + rank())
+    made = module(layers=[LayerSpec(Configured, settings) for _ in range(4)])
+    assert made.plan is not None
+    raise RuntimeError("accepted")
+
+
 def accepted() -> None:
     """What may differ: paths, and where logs go."""
     config = config_with({"plan_cache": f"/tmp/nowhere-{rank()}"})
@@ -167,6 +190,7 @@ def cases(_: Any) -> None:
         {
             **construction_cases(),
             "what may differ": accepted,
+            "settings with a rank": settings_of_one_rank,
             "another accumulation in initialize": initialized_otherwise,
             "resized on one rank": resized_on_one,
             "evaluated with another number": evaluated_otherwise,

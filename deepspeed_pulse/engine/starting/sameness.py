@@ -52,7 +52,10 @@ def config_facts(config: Mapping[str, Any] | None) -> Facts:
 
 
 def plain(value: Any) -> Any:
-    """Plain values as they are, modules by classes and shapes, functions and objects by name, tensors by shape."""
+    """Plain values as they are, modules by classes and shapes, functions and objects by name, tensors by shape.
+
+    Of objects of others the class alone: settings that a script hands to its layers hold its rank and seed too.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -64,11 +67,15 @@ def plain(value: Any) -> Any:
         return _of_torch(value)
     if isinstance(value, partial):
         return [plain(value.func), plain(value.args), plain(value.keywords)]
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not isinstance(value, type) and _is_ours(value):
         return [_named(value), plain(vars(value))]
     if isinstance(value, torch.dtype):
         return str(value)
     return _named(value)
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("deepspeed_pulse.")
 
 
 def _of_torch(value: torch.Tensor | torch.nn.Module | upstream.LayerSpec) -> Any:
