@@ -21,10 +21,14 @@ _LAZY = {
     "PulseError": "deepspeed_pulse.errors",
 }
 
+_CHECK = "deepspeed_pulse.engine.waist.check"
+
 __all__ = ["FrozenSpec", "LayerSpec", "PipelineModule", "PulseError", "TiedLayerSpec", "__version__", "spec"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _LAZY[name].startswith("deepspeed_pulse.engine"):
+        importlib.import_module(_CHECK).check_names()
     return getattr(importlib.import_module(_LAZY[name]), name)

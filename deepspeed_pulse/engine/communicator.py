@@ -12,6 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.waist.older import irecv, isend
 from deepspeed_pulse.ir.program import Channel, Direction
 
 _HOST_BACKENDS = ("gloo", "mpi")
@@ -95,12 +96,12 @@ class PipelineCommunicator:
     def isend(self, tensor: torch.Tensor, channel: Channel) -> _Sent:
         buffer = tensor.cpu().pin_memory() if self._staged else tensor
         peer = self._global_ranks[channel.target_rank]
-        return _Sent(dist.isend(buffer, peer, group=self._of(channel), tag=_tag(channel)), buffer)
+        return _Sent(isend(buffer, peer, group=self._of(channel), tag=_tag(channel)), buffer)
 
     def irecv(self, tensor: torch.Tensor, channel: Channel) -> _Sent:
         peer = self._global_ranks[channel.source_rank]
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if self._staged else tensor
-        work = dist.irecv(buffer, peer, group=self._of(channel), tag=_tag(channel))
+        work = irecv(buffer, peer, group=self._of(channel), tag=_tag(channel))
         return _Sent(work, buffer, tensor if self._staged else None)
 
     def _of(self, channel: Channel) -> Any:

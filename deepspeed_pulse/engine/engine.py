@@ -52,6 +52,7 @@ from deepspeed_pulse.engine.schedule import FROM_UPSTREAM, PulseSchedule
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
 from deepspeed_pulse.engine.starting.setting_up import watched_start
+from deepspeed_pulse.engine.waist.older import EngineWithSeams
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.effects import Effects, with_versions
@@ -77,7 +78,7 @@ class _Lowered:
     stages: dict[int, Stage]
 
 
-class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngine):
+class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngine, EngineWithSeams):
     """``PipelineEngine`` whose schedule, placement and messages come from the module's plan."""
 
     _started = False

@@ -32,7 +32,6 @@ from deepspeed_pulse.engine.starting.arguments import check_arguments, check_met
 from deepspeed_pulse.engine.starting.late import take_late_block
 from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.starting.start import Config, check_world
-from deepspeed_pulse.engine.upstream import check_version
 from deepspeed_pulse.errors import ConfigError, FileError, PlanError, PulseError, RunError
 from deepspeed_pulse.ir.effects import Effects
 from deepspeed_pulse.ir.graph import Graph
@@ -104,7 +103,6 @@ class PipelineModule(upstream.PipelineModule):
         frozen: Mapping[str, FrozenSpec] | None = None,
     ) -> None:
         given = dict(locals())
-        check_version()
         arguments = CheckpointArguments(
             interval=activation_checkpoint_interval,
             function=activation_checkpoint_func,

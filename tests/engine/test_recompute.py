@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.launch import launch
+from support.versions import has_checkpoints
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
@@ -18,7 +19,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *[{"model": "noisy", "P": 2, "M": m, "interval": n, "reentrant": m == 3} for n, m in ((0, 1), (1, 1), (4, 3))],
         {"model": "noisy", "P": 2, "M": 3, "interval": 1, "checkpointable": ["Noisy"]},
         {"model": "noisy", "P": 4, "M": 3, "interval": 1, "placement": "linear"},
-        {"model": "noisy", "P": 2, "M": 3, "interval": 8, "enabled": False},
+        *[{"model": "noisy", "P": 2, "M": 3, "interval": 8, "enabled": False} for _ in range(has_checkpoints())],
         {"model": "toy", "P": 4, "M": 3, "interval": 1, "clip": 0.1},
         {"model": "toy", "P": 2, "M": 3, "interval": 2, "reentrant": True, "W": 2},
         {"model": "tokens", "P": 4, "M": 3, "interval": 1, "dynamic": True},

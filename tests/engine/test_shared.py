@@ -13,6 +13,7 @@ import pytest
 from support.launch import launch
 from support.shared_models import MODELS, REFUSED
 from support.shared_ranks import case_name
+from support.versions import plain_microbatches
 
 Case = dict[str, Any]
 
@@ -35,7 +36,7 @@ def cases(world: int) -> list[Case]:
         {"model": "with names", "P": 2, "W": 2, "clip": 0.1},
         {"model": "with a tied spec", "P": 2, "pulse": "off", "clip": 0.1},
         {"model": "submodule", "P": 2, **LINEAR, "interval": 1},
-        {"model": "three places", "P": 4, "pulse": "none"},
+        {"model": "three places", "P": 4, "pulse": "none", "M": plain_microbatches()},
         {"model": "three places", "P": 4, **LINEAR, "precision": "fp16"},
     ]
 

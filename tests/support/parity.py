@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from support.reference import Unpartitioned, error, train
+from support.versions import reentrant_checkpoint
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -149,7 +150,7 @@ def run_case(case: dict[str, Any]) -> None:
         input=first,
         dynamic_shape=case.get("dynamic", False),
         activation_checkpoint_interval=case.get("interval", 0),
-        activation_checkpoint_func=deepspeed.checkpointing.checkpoint if case.get("reentrant") else None,
+        activation_checkpoint_func=reentrant_checkpoint() if case.get("reentrant") else None,
         checkpointable_layers=case.get("checkpointable"),
     )
     optimizer = RecordingSGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)

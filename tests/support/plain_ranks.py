@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from support.toy import WIDTH, Square, transposed
+from support.versions import plain_microbatches
 from torch import nn
 
 BEFORE, AFTER = 2, 2
 """Optimizer steps before and after the checkpoint."""
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 3,
+    "gradient_accumulation_steps": plain_microbatches(),
     "gradient_clipping": 0.0,
     "steps_per_print": 10**9,
 }

@@ -349,7 +349,7 @@ class CheckpointingEngine(PipelineEngine):
         return names
 
     def _own_file(self, names: list[str]) -> str:
-        return names[self.checkpoint_mp_rank] if len(names) == self.mp_world_size else names[0]
+        return names[self.mpu.get_model_parallel_rank()] if len(names) == self.mp_world_size else names[0]
 
     def _check_folder(self, where: Path, sums: dict[str, str] | None) -> None:
         """What no rank reads is looked at too: a checkpoint that is not whole is none."""

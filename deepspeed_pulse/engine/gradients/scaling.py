@@ -65,8 +65,9 @@ def keep_scale(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def set_scale(optimizer: Any, scale: Mapping[str, Any]) -> None:
     """Let an optimizer's dynamic scaling go on from there."""
-    scaler = getattr(optimizer, "loss_scale_config", getattr(optimizer, "loss_scaler", None))
-    if scaler is not None and getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
+    # up to 0.18.5 an optimizer without ZeRO is its own scaler
+    scaler = getattr(optimizer, "loss_scale_config", getattr(optimizer, "loss_scaler", optimizer))
+    if getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
         for name, value in scale.items():
             if hasattr(scaler, name):
                 setattr(scaler, name, value)

@@ -88,9 +88,9 @@ def _backend() -> str:
 
 def _hook() -> str:
     from deepspeed_pulse.engine import hook
-    from deepspeed_pulse.engine.upstream import check_version
+    from deepspeed_pulse.engine.waist.check import check_names
 
-    check_version()
+    check_names()
     if not hook.needed():
         return "not needed: this DeepSpeed asks the module for its engine"
     hook.install()

@@ -21,9 +21,10 @@ from deepspeed_pulse.engine.observation import events, notes
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
 from deepspeed_pulse.engine.replaced import clipping_is_replaced, replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
+from deepspeed_pulse.engine.waist.older import EngineDividingOnce
 
 
-class RelayEngine(CheckpointingEngine, EvaluatingEngine):
+class RelayEngine(CheckpointingEngine, EvaluatingEngine, EngineDividingOnce):
     """Upstream's engine for our module without a plan.
 
     Without a ``"pulse"`` block clipping and loss scaling are upstream's. With ``"enabled": false`` clipping is over all

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import hjson
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm as upstream_comm
 from deepspeed.comm.torch import TorchBackend
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from deepspeed_pulse.engine.observation.watchdog import START_SECONDS
 from deepspeed_pulse.errors import ConfigError
@@ -42,7 +43,8 @@ def load_config(config: Config | None) -> dict[str, Any] | None:
             f"config: expected a DeepSpeed configuration (a dict or a file), found no file {str(config)!r}"
         )
     try:
-        found = load_ds_config(str(config))
+        with Path(config).open(encoding="utf-8") as file:
+            found = hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"config: {str(config)!r} is no JSON file: {problem}") from None
     if not isinstance(found, dict):

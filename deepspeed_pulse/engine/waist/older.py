@@ -1,0 +1,88 @@
+"""What older versions of DeepSpeed lack, on top of what they have.
+
+Each adapter stands where a feature is missing, whatever the version calls itself. Elsewhere its name is upstream's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.comm import comm
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+_HAS_SEAMS = hasattr(PipelineEngine, "_train_schedule")
+_DIVIDES_ONCE = "_backward_prologue_per_tensor" in vars(PipelineEngine)
+
+
+class _Stepping(PipelineEngine):
+    """``PipelineEngine`` whose ZeRO-1 steps: torch takes its gather for a change of a differentiable view."""
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            super()._take_model_step(*args, **kwargs)
+
+
+class _WithSeams(_Stepping):
+    """``PipelineEngine`` that asks itself for its schedule and for the rank of the loss."""
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        if isinstance(pipe_schedule, TrainSchedule):
+            super()._exec_schedule(self._train_schedule())
+        else:
+            super()._exec_schedule(self._inference_schedule(pipe_schedule.micro_batches))
+
+    def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, **options: Any) -> Any:
+        source = self._loss_stage_global_rank() if src_rank is None else src_rank
+        return super()._bcast_pipe_scalar(data, source, **options)
+
+    def _aggregate_total_loss(self) -> Any:
+        # upstream takes the loss from the last of so many ranks, and reads the number for nothing else there
+        num_stages = self.num_stages
+        self.num_stages = self.grid.pp_group.index(self._loss_stage_global_rank()) + 1
+        try:
+            return super()._aggregate_total_loss()
+        finally:
+            self.num_stages = num_stages
+
+
+class _DividingOnce(_Stepping):
+    """``PipelineEngine`` that divides gradients by the accumulation steps in the last stage only.
+
+    Before 0.19.3 every stage does it to what it gets from the next one. Without a ``"pulse"`` block that is upstream's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not _DIVIDES_ONCE and self.module.pulse is not None and self.global_rank == 0:
+            print(
+                "pulse: gradients are divided by the accumulation steps once; "
+                f"DeepSpeed {deepspeed.__version__} by itself does it in every stage",
+                flush=True,
+            )
+
+    def _backward_prologue_per_tensor(self, grad: Any) -> Any:
+        if self.module.pulse is None or self.is_last_stage():
+            return super()._backward_prologue_per_tensor(grad)
+        return grad
+
+
+EngineWithSeams = PipelineEngine if _HAS_SEAMS else _WithSeams
+"""``PipelineEngine`` with ``_train_schedule``, ``_inference_schedule`` and ``_loss_stage_global_rank``."""
+
+EngineDividingOnce = PipelineEngine if _HAS_SEAMS else _DividingOnce
+"""``PipelineEngine`` whose gradients are right with several microbatches."""
+
+isend, irecv = comm.isend, comm.irecv
+
+if not _HAS_SEAMS:  # up to 0.19.5 these two wait for the message
+
+    @comm.timed_op
+    def isend(tensor: Any, dst: int, group: Any = None, tag: int = 0, log_name: str = "isend") -> Any:
+        return comm.cdb.isend(tensor=tensor, dst=dst, group=group, tag=tag)
+
+    @comm.timed_op
+    def irecv(tensor: Any, src: int, group: Any = None, tag: int = 0, log_name: str = "irecv") -> Any:
+        return comm.cdb.irecv(tensor=tensor, src=src, group=group, tag=tag)
