@@ -5,6 +5,7 @@
 #   make text-to-image            text to image on 4 ranks, STEPS= DATA= RANKS= change it; FLAGS= are train.py's
 #   make soak bench pictures      slow proofs, benchmarks, the pictures of docs/
 #   make test-diffusers-old       tests of the models with the oldest diffusers supported, in .venv-old
+#   make test-deepspeed-old       tests of the engine with the last DeepSpeed 0.18, in .venv-deepspeed-old
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -23,11 +24,12 @@ TEXT_TO_IMAGE_FLAGS = --center_crop --cache_latents --proportion_empty_prompts 0
 # A rank is one process with one thread, and tests never depend on the accelerator at hand.
 TEST_ENV = OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=1
 
-.PHONY: all .venv .venv-old test test-diffusers-old lint types train text-to-image soak bench pictures clean
+.PHONY: all .venv .venv-old .venv-deepspeed-old test test-diffusers-old test-deepspeed-old lint types train text-to-image soak bench pictures clean
 all: test
 
 .venv: .venv/.stamp
 .venv-old: .venv-old/.stamp
+.venv-deepspeed-old: .venv-deepspeed-old/.stamp
 
 # DeepSpeed is built from source: its setup imports torch, so torch goes first and the build is not
 # isolated. DS_BUILD_OPS=0 keeps it from compiling kernels; none is needed here.
@@ -35,7 +37,9 @@ all: test
 .venv/.stamp: constraints.txt
 .venv-old/.stamp: CONSTRAINTS := constraints-diffusers-old.txt
 .venv-old/.stamp: constraints-diffusers-old.txt
-.venv/.stamp .venv-old/.stamp: %/.stamp: setup.py
+.venv-deepspeed-old/.stamp: CONSTRAINTS := constraints-deepspeed-old.txt
+.venv-deepspeed-old/.stamp: constraints-deepspeed-old.txt
+.venv/.stamp .venv-old/.stamp .venv-deepspeed-old/.stamp: %/.stamp: setup.py
 	test -x $*/bin/python || $(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet -c $(CONSTRAINTS) setuptools wheel ninja torch
 	DS_BUILD_OPS=0 $*/bin/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
@@ -54,6 +58,10 @@ test: lint types
 
 test-diffusers-old: .venv-old
 	$(TEST_ENV) $(OLD)/python -m pytest -n 2 --dist loadfile $(or $(TESTS),tests/models)
+
+# DeepSpeed 0.18 compiles a function when it is imported, and torch warns of one of its own on the way.
+test-deepspeed-old: .venv-deepspeed-old
+	$(TEST_ENV) .venv-deepspeed-old/bin/python -m pytest -W 'ignore:`torch.jit:DeprecationWarning' -n 2 --dist loadfile $(or $(TESTS),tests/engine)
 
 # $(call ranks,SCRIPT FLAGS): with fewer accelerators than ranks, the ranks are processes on the CPU. A free port lets
 # runs stand side by side.
@@ -89,4 +97,4 @@ pictures: .venv
 	$(BIN)/ds_pulse show out/pictures/profile.json --plan out/pictures/plan.json --out docs/model.png
 
 clean:
-	rm -rf .venv .venv-old build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-old .venv-deepspeed-old build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,9 +10,10 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["deepspeed_pulse", "deepspeed_pulse.*"]),
     install_requires=[
-        "deepspeed==0.19.8",
+        "deepspeed>=0.18.4,<0.20",
         "diffusers>=0.35.2",
         "highspy>=1.7",
+        "hjson",
         "huggingface_hub>=0.25",
         "matplotlib",
         "numpy",
