@@ -246,6 +246,13 @@ def batches_of(precision: dict[str, Any]) -> Iterator[Any]:
     return ((x.bfloat16(), y) if precision else (x, y) for x, y in batches())
 
 
+def labels_of_other_data(base: Any, config: dict[str, Any]) -> Any:
+    """Data is not seeded alike on the ranks: inputs are the first rank's, labels the last one's."""
+    module = base(layers=modules(), num_stages=2, loss_fn=nn.functional.mse_loss)
+    later = itertools.islice(batches(), 100 * torch.distributed.get_rank(), None)
+    return train(module, config, data=later)[0]
+
+
 CONSTRUCTS: tuple[Callable[[Any, dict[str, Any]], Any], ...] = (
     block_at_initialize,
     tied_at_initialize,
@@ -257,6 +264,7 @@ CONSTRUCTS: tuple[Callable[[Any, dict[str, Any]], Any], ...] = (
     intervals_later,
     absent_classes,
     groups_dropped,
+    labels_of_other_data,
 )
 
 

@@ -10,7 +10,6 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
-from deepspeed_pulse.engine.data.batches import entry_text
 from deepspeed_pulse.errors import BatchError, ConfigError, FileError, PulseError, RunError, in_words
 
 T = TypeVar("T")
@@ -216,7 +215,7 @@ def _with_data(patterns: Sequence[Sequence[bool]]) -> str:
     return "; ".join(str([rank for rank, has in enumerate(pattern) if has]) for pattern in patterns)
 
 
-def check_same_data(
+def difference_in_data(
     names: Sequence[str],
     checksums: Sequence[int | None],
     *,
@@ -224,9 +223,10 @@ def check_same_data(
     group: Any,
     size: int,
     device: torch.device,
-    step: int,
-) -> None:
-    """Every rank that read its own data must have read what the first rank read.
+) -> tuple[str, int] | None:
+    """A batch entry that a rank has read otherwise than the first rank, and that rank; None where there is none.
+
+    Collective in the pipeline; every rank gets the same.
 
     Args:
         names: batch entries in one order everywhere.
@@ -239,8 +239,5 @@ def check_same_data(
     for rank, others in enumerate(found):
         for name, expected, value in zip(names, first, others.tolist(), strict=True):
             if value not in (-1, expected):
-                raise BatchError(
-                    f"step {step}: {entry_text(name)} of pipeline rank {rank} differ from those of the first pipeline "
-                    "rank; every rank of a pipeline must draw the same batches: seed noise, timesteps and "
-                    "shuffling by step and data-parallel index, or give data_iter to the first rank only"
-                )
+                return name, rank
+    return None

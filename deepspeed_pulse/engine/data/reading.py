@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_pulse.engine.data.agreement import (
-    check_same_data,
     check_something_trains,
+    difference_in_data,
     raise_everywhere,
     told_by_first,
     who_has_data,
@@ -45,6 +45,7 @@ class ReadingEngine(PipelineEngine):
     _breakdown: Any
     _watchdog: Any
     _compute_loss: bool
+    _told_difference = False
 
     def _prepare_reading(self) -> None:
         module = self.module
@@ -192,16 +193,30 @@ class ReadingEngine(PipelineEngine):
         if self._checking and self.num_stages > 1:
             names = self._all_checked()
             mine = self._batches.checksums
-            check_same_data(
+            found = difference_in_data(
                 names,
                 [mine.get(name) for name in names],
                 first_rank=self._plan.placement[0],
                 group=self.grid.get_pipe_parallel_group(),
                 size=self.num_stages,
                 device=torch.device(self.device),
-                step=self._steps[mode] + 1,
             )
+            if found is not None:
+                self._tell_difference(*found, step=self._steps[mode] + 1)
         self._steps[mode] += 1
+
+    def _tell_difference(self, name: str, rank: int, *, step: int) -> None:
+        """Labels of other data than the inputs are what upstream trains with too: a program of its keeps training."""
+        problem = (
+            f"step {step}: {entry_text(name)} of pipeline rank {rank} differ from those of the first pipeline rank; "
+            "every rank of a pipeline must draw the same batches: seed noise, timesteps and shuffling by step and "
+            "data-parallel index, or give data_iter to the first rank only"
+        )
+        if name != LABELS or not self.module.job.keeps_cuts:
+            raise BatchError(problem)
+        if not self._told_difference and self.is_last_stage():
+            print(f"pulse: warning: trained as upstream does, on the last rank's labels: {problem}", flush=True)
+        self._told_difference = True
 
     def _all_checked(self) -> list[str]:
         return [*self._data_names, LABELS]

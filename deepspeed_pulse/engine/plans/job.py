@@ -78,7 +78,7 @@ class TrainingJob:
         self.checkpointing: Checkpointing
         self._example = None if example_batch is None else self._split(example_batch)
         self._partition_method = partition_method
-        self._keeps_cuts = False
+        self.keeps_cuts = False
         self._checkpoint_arguments = checkpoint_arguments
         self._layout = Layout.PIPE_MAJOR
 
@@ -126,7 +126,7 @@ class TrainingJob:
                 "deepspeed.initialize; pass config= to PipelineModule and leave its cuts to the plan, or leave the key "
                 "out"
             )
-        self._partition_method, self._keeps_cuts = list(cuts), True
+        self._partition_method, self.keeps_cuts = list(cuts), True
 
     # -- before there are ranks --------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class TrainingJob:
         return PlanRequest(
             graph=self.graph,
             layers=self.layers,
-            pulse=self.pulse.model_copy(update={"placement": "linear"}) if self._keeps_cuts else self.pulse,
+            pulse=self.pulse.model_copy(update={"placement": "linear"}) if self.keeps_cuts else self.pulse,
             pipeline_ranks=1,
             data_parallel=dist.get_world_size(),
             microbatches=1,
