@@ -138,7 +138,8 @@ def train(folder: Path) -> None:
             with (folder / "losses.jsonl").open("a") as file:
                 file.write(json.dumps([engine.global_steps, loss]) + "\n")
         if engine.global_steps % SAVE_EVERY == 0:
-            engine.save_checkpoint(folder)
+            # the tightest limit: whenever a rank dies, the last checkpoint must be there
+            engine.save_checkpoint(folder, checkpoints_total_limit=None if folder.name == "undisturbed" else 1)
 
 
 # -- a run -----------------------------------------------------------------------------------
