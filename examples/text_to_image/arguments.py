@@ -91,6 +91,7 @@ def _add_training(group: Any) -> None:
 def _add_output(group: Any) -> None:
     group.add_argument("--output_dir", type=Path, default=Path("out/text_to_image"))
     group.add_argument("--checkpointing_steps", type=positive, default=500)
+    group.add_argument("--checkpoints_total_limit", type=positive, help="how many stay (default: all)")
     group.add_argument(
         "--resume_from_checkpoint", metavar="NAME", help='"latest", or a checkpoint in the output folder'
     )

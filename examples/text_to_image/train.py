@@ -79,9 +79,9 @@ class Training:
         self._export()
 
     def _save(self, name: str) -> None:
-        self.engine.save_checkpoint(str(self.out), tag=name)
-        if self.ema is not None:
-            self.ema.save(self.out / name / AVERAGES)
+        self.engine.save_checkpoint(
+            str(self.out), tag=name, ema=self.ema, checkpoints_total_limit=self.args.checkpoints_total_limit
+        )
 
     def _is_validated(self, step: int) -> bool:
         args = self.args

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import DDPMScheduler, StableDiffusionPipeline
+from diffusers import DDPMScheduler, StableDiffusion3Pipeline, StableDiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
 from support.launch import launch
@@ -55,7 +55,7 @@ def runs(pipeline, tmp_path_factory) -> dict[str, Path]:
         *("--pretrained_model_name_or_path", str(pipeline), "--center_crop", "--random_flip"),
         *("--train_batch_size", "2", "--gradient_accumulation_steps", "2", "--snr_gamma", "5", "--noise_offset", "0.1"),
         *("--proportion_empty_prompts", "0.2", "--num_inference_steps", "2", "--learning_rate", "1e-3"),
-        *("--lr_scheduler", "linear", "--checkpointing_steps", "2"),
+        *("--lr_scheduler", "linear", "--checkpointing_steps", "2", "--checkpoints_total_limit", "2"),
     ]
 
     def words(name: str, pulse: object, *more: str) -> list[str]:
@@ -66,20 +66,40 @@ def runs(pipeline, tmp_path_factory) -> dict[str, Path]:
     wave = {"placement": "wave", "solver_seconds": 0, "plan_cache": str(out / "plans")}
     whole = ("--max_train_steps", "3", "--validation_prompts", *PROMPTS)
     cached = ("--max_train_steps", "3", "--cache_latents", "--use_ema")
+    sd3 = [*("--checkpointing_steps", "1", "--checkpoints_total_limit", "1"), *wave_config(out)]
     launch(
         "support.text_to_image_ranks:run_all",
         2,
-        [
-            words("whole", wave, *whole),
-            words("cached", wave, *cached),
-            words("cached", wave, *cached, "--resume_from_checkpoint", "checkpoint-2"),
-            words("linear", wave | {"placement": "linear"}, *whole, "--use_ema"),
-            words("relayed", False, *whole),
-            words("lora", wave, *whole, "--rank", "2"),
-        ],
+        {
+            "out": str(out),
+            "train": [
+                words("whole", wave, *whole),
+                words("cached", wave, *cached),
+                words("cached", wave, *cached, "--resume_from_checkpoint", "checkpoint-2"),
+                words("linear", wave | {"placement": "linear"}, *whole, "--use_ema"),
+                words("relayed", False, *whole),
+                words("lora", wave, *whole, "--rank", "2"),
+            ],
+            "train_sd3_lora": [
+                [*sd3, "--output_dir", str(out / name), "--max_train_steps", str(steps), *more]
+                for name, steps, more in (
+                    ("sd3", 3, ("--validation_prompt", PROMPTS[0], "--num_inference_steps", "2")),
+                    ("sd3_resumed", 2, ()),
+                    ("sd3_resumed", 3, ()),
+                )
+            ],
+        },
         timeout=550,
     )
     return {path.name: path for path in out.iterdir() if path.is_dir()}
+
+
+def wave_config(out: Path) -> list[str]:
+    """Of the example, without solving for better orders."""
+    config = json.loads((EXAMPLE / "ds_config.json").read_text())
+    config["pulse"] = {"placement": "wave", "solver_seconds": 0}
+    (out / "sd3.json").write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": 2}))
+    return ["--deepspeed_config", str(out / "sd3.json")]
 
 
 def losses(out: Path) -> list[float]:
@@ -129,6 +149,21 @@ def test_validation_images_are_those_of_the_pipeline(runs, pipeline, name):
             difference = np.abs(np.asarray(image, np.int16) - np.asarray(found, np.int16))
         assert difference.max() <= 1
     assert (runs[name] / "validation" / "step000003.png").is_file()
+
+
+def test_a_transformer_is_tuned_and_resumes(runs):
+    """Adapters in fp32 over a bf16 base, read by diffusers; one checkpoint stays; the prompt has its picture."""
+    whole, begun, resumed = json.loads((runs["sd3"].parent / "sd3_losses.json").read_text())
+    np.testing.assert_allclose(begun + resumed, whole, rtol=1e-4)
+    assert (runs["sd3"] / "step000003.png").is_file()
+    for name in ("sd3", "sd3_resumed"):
+        assert [path.name for path in runs[name].glob("checkpoint-*")] == ["checkpoint-3"]
+    weights = load_file(runs["sd3"] / "lora" / "pytorch_lora_weights.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert all(bool(tensor.any()) for key, tensor in weights.items() if "lora_B" in key and "to_out" in key)
+    loaded = StableDiffusion3Pipeline.from_pretrained(runs["sd3"] / "small_pipeline")
+    loaded.load_lora_weights(runs["sd3"] / "lora")
+    assert loaded.transformer.peft_config
 
 
 # ------------------------------------------------------------------------------------------ data

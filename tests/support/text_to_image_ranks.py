@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_to_image"
 
 
-def run_all(runs: list[list[str]]) -> None:
-    """Entry point of a rank: each run is the words of a command line."""
+def run_all(runs: dict[str, Any]) -> None:
+    """Entry point of a rank: script to its runs, each the words of a command line; ``out`` gets losses."""
     sys.path.insert(0, str(EXAMPLE))
     import train
+    import train_sd3_lora
     from support.parity import share_groups
 
     share_groups()
     train.save_row = keep_images(train.save_row)
-    for words in runs:
+    for words in runs["train"]:
         train.main(words).engine.destroy()
         print("DONE", flush=True)
+    losses = [train_sd3_lora.main(words) for words in runs["train_sd3_lora"]]
+    Path(runs["out"], "sd3_losses.json").write_text(json.dumps(losses))
 
 
 def keep_images(save_row: Any) -> Any:
