@@ -113,7 +113,10 @@ def make(case: dict[str, Any], **options: Any) -> tuple[Any, RecordingSGD]:
 
 
 def data_of(engine: Any, step: int) -> Any:
-    return (unet_batch(step, m, engine.grid.data_parallel_id) for m in itertools.count())
+    """Yields inside ``no_grad``, as loops do that encode images; the layers of a rank that reads must not see it."""
+    with torch.no_grad():
+        for m in itertools.count():
+            yield unet_batch(step, m, engine.grid.data_parallel_id)
 
 
 def run_case(case: dict[str, Any]) -> None:

@@ -99,7 +99,9 @@ class ReadingEngine(PipelineEngine):
         )
 
     def _timed_next_batch(self) -> Any:
-        with self._watchdog.aside("the data loader"), self._breakdown.drawing():
+        """A generator that yields inside ``torch.no_grad()`` leaves it on for whoever draws: layers must not see it."""
+        gradients = torch.set_grad_enabled(torch.is_grad_enabled())
+        with self._watchdog.aside("the data loader"), self._breakdown.drawing(), gradients:
             return self._next_batch()
 
     def _agree_on_data(self, mode: str) -> tuple[bool, ...]:
