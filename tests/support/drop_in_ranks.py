@@ -253,6 +253,90 @@ def labels_of_other_data(base: Any, config: dict[str, Any]) -> Any:
     return train(module, config, data=later)[0]
 
 
+class Embed(nn.Module):
+    """Hidden state, mask and labels travel in the tuple, two of them whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, WIDTH).requires_grad_(False)
+
+    def forward(self, batch: Any) -> Any:
+        ids, mask, labels = batch
+        return self.table(ids), mask, labels
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained part beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, batch: Any) -> Any:
+        hidden, mask, labels = batch
+        changed = torch.tanh(self.base(hidden) + self.up(self.down(hidden)))
+        return hidden + changed * mask[..., None], mask, labels
+
+
+class LossHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 9).requires_grad_(False)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        hidden, _, labels = batch
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def sentences() -> Iterator[Any]:
+    for seed in itertools.count():
+        ids = torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        yield (ids, mask, labels), labels
+
+
+def loss_in_the_last_layer(base: Any, config: dict[str, Any]) -> Any:
+    """No ``loss_fn``: adapters on frozen layers, labels in the tuple; evaluated too."""
+    torch.manual_seed(1)
+    layers = [Embed(), *(LowRank() for _ in range(4)), LossHead()]
+    module = base(layers=layers, num_stages=2, partition_method="parameters")
+    found, engine = train(module, config, data=sentences())
+    return [*found, float(engine.eval_batch(sentences()))]
+
+
+def picture_layers() -> list[Any]:
+    """A list as ``[*net.features, net.avgpool, flatten, *net.classifier]`` gives it, with in-place layers apart."""
+    torch.manual_seed(1)
+    features = [nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True)]
+    classifier = [nn.Dropout(0.0), nn.Linear(16, 8), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(8, 5)]
+    return [*features, nn.AdaptiveAvgPool2d(2), lambda x: torch.flatten(x, 1), *classifier]
+
+
+def picture(index: int) -> tuple[torch.Tensor, int]:
+    return torch.randn(3, 10, 10, generator=torch.Generator().manual_seed(index)), index % 5
+
+
+def in_place_layers(base: Any, config: dict[str, Any]) -> Any:
+    """A list of modules and a function, fed by ``training_data``."""
+    import deepspeed
+
+    found = []
+    for method in ("parameters", "uniform"):
+        loss_fn = nn.CrossEntropyLoss()
+        module = base(layers=picture_layers(), num_stages=2, loss_fn=loss_fn, partition_method=method)
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            config=copy.deepcopy({**CONFIG, **config}),
+            training_data=[picture(index) for index in range(16)],
+        )
+        found += [float(engine.train_batch().detach()) for _ in range(STEPS)]
+    return found
+
+
 CONSTRUCTS: tuple[Callable[[Any, dict[str, Any]], Any], ...] = (
     block_at_initialize,
     tied_at_initialize,
@@ -265,6 +349,8 @@ CONSTRUCTS: tuple[Callable[[Any, dict[str, Any]], Any], ...] = (
     absent_classes,
     groups_dropped,
     labels_of_other_data,
+    loss_in_the_last_layer,
+    in_place_layers,
 )
 
 
