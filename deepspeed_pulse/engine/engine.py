@@ -50,6 +50,7 @@ from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.replaced import Instructions, clipping_is_replaced, replaced_instructions
 from deepspeed_pulse.engine.schedule import FROM_UPSTREAM, PulseSchedule
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
+from deepspeed_pulse.engine.starting.kernels import compile_kernel
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
 from deepspeed_pulse.engine.starting.setting_up import watched_start
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
@@ -173,6 +174,15 @@ class PulseEngine(CheckpointingEngine, EvaluatingEngine, ReadingEngine, LossEngi
         optimizer, filled = with_groups(client_optimizer, model_parameters, self, self.param_names)
         super()._configure_optimizer(covering(optimizer, filled, self.module), filled)
         norm_of_nothing_is_zero(self.optimizer)
+
+    def _configure_basic_optimizer(self, model_parameters: list[Any]) -> Any:
+        compile_kernel(
+            self.optimizer_name(),
+            self.optimizer_params(),
+            offloads=bool(self.zero_use_cpu_optimizer()),
+            is_first=self.global_rank == 0,
+        )
+        return super()._configure_basic_optimizer(model_parameters)
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""

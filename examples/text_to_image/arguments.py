@@ -145,7 +145,8 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     if args.gradient_accumulation_steps:
         config["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     if args.learning_rate is not None:
-        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.learning_rate
+        usual = {"type": "AdamW", "params": {"torch_adam": True}}
+        config.setdefault("optimizer", usual).setdefault("params", {})["lr"] = args.learning_rate
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if not isinstance(config.get(key), int):
             refuse(f"{path}: expected a number for {key!r}, found {config.get(key)!r}")

@@ -90,6 +90,7 @@ def small_cluster() -> Cluster:
 
 
 CONSTRUCTION = {
+    "an optimizer without a compiler": ("ConfigError", "cannot compile one", "Ninja", '"torch_adam": true'),
     "tensor-parallel topology": ("ConfigError", "tensor-parallel ('model') dimensions", "use pipe x data"),
     "block is a word": ("ConfigError", "expected an object, true or false, found 'on'"),
     "zero waves": ("ConfigError", "key 'waves': expected an integer from 1", "found 0"),

@@ -230,6 +230,24 @@ def initialized_with_mpu(config: dict[str, Any]) -> None:
     deepspeed.initialize(model=made, model_parameters=made.parameters(), mpu=made.mpu(), config=config)
 
 
+def uncompiled() -> None:
+    """The second rank has no compiler; the first has the kernel already."""
+    from unittest.mock import patch
+
+    from deepspeed.ops.op_builder.cpu import FusedAdamBuilder
+
+    def load(self: Any) -> None:
+        if rank() == 1:
+            raise RuntimeError("Ninja is required to load C++ extensions")
+
+    import deepspeed
+
+    config = config_with(optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+    made = module(config=config)
+    with patch.object(FusedAdamBuilder, "load", load):
+        deepspeed.initialize(model=made, model_parameters=made.parameters(), config=config)
+
+
 def construction(paths: dict[str, str]) -> None:
     """Two ranks; errors at ``PipelineModule(...)`` and at ``deepspeed.initialize``."""
     import deepspeed
@@ -247,6 +265,7 @@ def construction(paths: dict[str, str]) -> None:
         "zero stages": lambda: module(stages=0),
         **auto_cases(paths),
         "topology of another world": lambda: module(stages=None, topology=topology(pipe=2, data=2)),
+        "an optimizer without a compiler": uncompiled,
         "tensor-parallel topology": lambda: module(stages=None, topology=topology(pipe=1, model=2)),
         "block is a word": lambda: module(config={**CONFIG, "pulse": "on"}),
         "zero waves": lambda: module({"waves": 0}),

@@ -1,0 +1,88 @@
+"""What DeepSpeed compiles on a CPU for an optimizer of its config: said before it starts, and when it fails.
+
+A compiler takes minutes, in which ranks wait for a lock and nothing is printed; without one its error names no knob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from deepspeed_pulse.engine.data.agreement import everywhere
+from deepspeed_pulse.errors import ConfigError, in_words
+
+TORCH_ADAM = "torch_adam"
+"""Key of an optimizer's ``params`` with which upstream takes torch's Adam."""
+
+_ADAM = frozenset({"adam", "adamw", "muon"})
+
+_FUSED = {**dict.fromkeys(_ADAM, "FusedAdamBuilder"), "lamb": "FusedLambBuilder", "lion": "FusedLionBuilder"}
+
+_ON_HOST = {**dict.fromkeys(_ADAM, "CPUAdamBuilder"), "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
+"""With the optimizer's state on the host (``offload_optimizer``)."""
+
+
+def kernel_of(name: str, params: Mapping[str, Any], *, offloads: bool) -> str | None:
+    """Upstream's builder of the kernel that an optimizer needs on a CPU; None where it needs none.
+
+    Args:
+        name: the config's ``optimizer.type``.
+        params: its ``optimizer.params``.
+        offloads: ZeRO keeps the optimizer's state on the host.
+    """
+    kind = name.lower()
+    if kind in _ADAM and params.get(TORCH_ADAM, False):
+        return None
+    return _ON_HOST.get(kind, _FUSED.get(kind)) if offloads else _FUSED.get(kind)
+
+
+def compile_kernel(name: str | None, params: Mapping[str, Any] | None, *, offloads: bool, is_first: bool) -> None:
+    """Load the kernel that upstream's optimizer will ask for, compiled if need be; all ranks of the world call it.
+
+    On a CPU only: a kernel of an accelerator is a matter of its installation.
+
+    Args:
+        name, params, offloads: as :func:`kernel_of`; ``name`` is None without an optimizer in the config.
+        is_first: this rank prints.
+
+    Raises:
+        ConfigError: a rank has no such kernel and cannot compile it; the same on every rank.
+    """
+    if name is None or get_accelerator().device_name() != "cpu":
+        return
+    kernel = kernel_of(name, params or {}, offloads=offloads)
+    if kernel is None:
+        return
+    builder = get_accelerator().create_op_builder(kernel)
+    if is_first and not _is_there(builder):
+        print(
+            f'pulse: "optimizer" {name!r}: DeepSpeed compiles its CPU kernel {builder.name} now, which takes minutes '
+            f"where it has not been compiled before; {_way_out(name)}",
+            flush=True,
+        )
+
+    def load() -> None:
+        try:
+            builder.load()
+        except Exception as problem:  # the compiler's, ninja's, or there is no such kernel for a CPU
+            raise ConfigError(
+                f'"optimizer" {name!r}: DeepSpeed has no CPU kernel for it here and cannot compile one '
+                f"({in_words(problem)}); {_way_out(name)}"
+            ) from problem
+
+    everywhere(load, "deepspeed.initialize: loading the optimizer's kernel")
+
+
+def _is_there(builder: OpBuilder) -> bool:
+    return builder.name in OpBuilder._loaded_ops or bool(installed_ops.get(builder.name, False))
+
+
+def _way_out(name: str) -> str:
+    torch_optimizer = "pass a torch optimizer to deepspeed.initialize"
+    if name.lower() not in _ADAM:
+        return f"to do without, {torch_optimizer}"
+    return f'to do without, write "{TORCH_ADAM}": true in the optimizer\'s "params", or {torch_optimizer}'
