@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from support.versions import has_checkpoints, mend_upstream
 from torch import nn
 
 WIDTH, STEPS, MICROBATCHES = 6, 3, 2
@@ -345,7 +346,7 @@ CONSTRUCTS: tuple[Callable[[Any, dict[str, Any]], Any], ...] = (
     own_clipping,
     own_reduction,
     optimizer_later,
-    intervals_later,
+    *((intervals_later,) if has_checkpoints() else ()),
     absent_classes,
     groups_dropped,
     labels_of_other_data,
@@ -365,6 +366,7 @@ def drop_in(_: Any) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed()
+    mend_upstream()
     for construct in CONSTRUCTS:
         expected = construct(PipelineModule, {})
         for name, block in BLOCKS.items():

@@ -13,6 +13,7 @@ import torch
 from support.parity import share_groups
 from support.plain_ranks import batch, layers_of
 from support.toy import WIDTH, toy_batch, toy_layers
+from support.versions import mend_upstream
 from torch import nn
 
 from deepspeed_pulse.errors import FileError, PlanError
@@ -109,6 +110,7 @@ def resumes(folder: str) -> None:
 
     share_groups()
     deepspeed.init_distributed()
+    mend_upstream()
     stock, off, linear4 = Job(ranks=2, plan="stock"), Job(ranks=2, plan="off"), Job(ranks=4, plan="linear")
     wave2, wave4_without_zero = Job(ranks=2), Job(ranks=4, zero=0)
     shared2, shared4 = Job(ranks=2, model="shared"), Job(ranks=4, plan="linear", model="shared")

@@ -17,6 +17,19 @@ def plain_microbatches() -> int:
     return 3 if "_backward_prologue_per_tensor" in _source("runtime/pipe/engine.py") else 1
 
 
+def mend_upstream() -> None:
+    """Let upstream's plain pipeline train right, to compare with, where an older one does not; in this process."""
+    import torch
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    if plain_microbatches() == 1:
+        divided = PipelineEngine._backward_prologue_per_tensor
+        PipelineEngine._backward_prologue_per_tensor = lambda engine, gradient: (
+            divided(engine, gradient) if engine.is_last_stage() else gradient
+        )
+        PipelineEngine._take_model_step = torch.no_grad()(PipelineEngine._take_model_step)
+
+
 def _source(path: str) -> str:
     """Of a module of DeepSpeed, which is not imported."""
     found = importlib.util.find_spec("deepspeed")

@@ -13,12 +13,27 @@ from deepspeed.comm import comm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
+from deepspeed_pulse.errors import ConfigError
+
 _HAS_SEAMS = hasattr(PipelineEngine, "_train_schedule")
+_LOSES_STATE = "bfloat16_enabled" in PipelineEngine._save_checkpoint.__code__.co_names
 _DIVIDES_ONCE = "_backward_prologue_per_tensor" in vars(PipelineEngine)
 
 
 class _Stepping(PipelineEngine):
-    """``PipelineEngine`` whose ZeRO-1 steps: torch takes its gather for a change of a differentiable view."""
+    """``PipelineEngine`` whose ZeRO-1 steps: torch takes its gather for a change of a differentiable view.
+
+    0.18.4 with bf16 and neither ZeRO nor sums in fp32 writes its optimizer's state into no file of a checkpoint.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plain_bf16 = self.bfloat16_enabled() and not self.zero_optimization() and not self.using_bf16_optimizer
+        if _LOSES_STATE and plain_bf16 and self.module.pulse is not None:
+            raise ConfigError(
+                f"bf16 without ZeRO: DeepSpeed {deepspeed.__version__} does not save the optimizer state then; set "
+                '"zero_optimization": {"stage": 1} or "data_types": {"grad_accum_dtype": "fp32"}, or take a newer one'
+            )
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         with torch.no_grad():
@@ -62,6 +77,14 @@ class _DividingOnce(_Stepping):
                 f"DeepSpeed {deepspeed.__version__} by itself does it in every stage",
                 flush=True,
             )
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        # 0.18.4 takes the backward of an inner stage for one that the user called
+        self._running_engine_backward = True
+        try:
+            super()._exec_backward_pass(buffer_id)
+        finally:
+            self._running_engine_backward = False
 
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
         if self.module.pulse is None or self.is_last_stage():
