@@ -12,8 +12,9 @@ NAMES = {
     "deepspeed": "DeepSpeedConfig PipelineEngine __version__ init_distributed initialize",
     "deepspeed.accelerator": "get_accelerator",
     "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": """
-        Event communication_backend_name create_op_builder current_device_name device_count device_name get_rng_state
-        is_bf16_supported is_fp16_supported set_device set_rng_state synchronize total_memory use_host_timers
+        Event communication_backend_name create_op_builder current_device_name device_count device_name
+        get_rng_state is_bf16_supported is_fp16_supported set_device set_rng_state synchronize total_memory
+        use_host_timers
     """,
     "deepspeed.checkpoint.constants": """
         BASE_OPTIMIZER_STATE LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SLICE_MAPPINGS
@@ -70,22 +71,23 @@ NAMES = {
     "deepspeed.runtime.pipe.engine.PipelineEngine": """
         _INSTRUCTION_MAP _aggregate_total_loss _allocate_buffer _allocate_or_extend_buffers _backward_epilogue
         _backward_prologue _backward_prologue_per_tensor _bcast_pipe_scalar _compute_loss _config
-        _configure_basic_optimizer _configure_checkpointing _configure_optimizer _copy_recovery_script _exec_backward_pass
-        _exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _exec_send_activations
-        _exec_send_grads _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name _get_zero_ckpt_name
-        _get_zero_param_shapes _global_grad_norm _inference_schedule _loss_stage_global_rank _next_batch
-        _reduce_outputs _running_engine_backward _save_checkpoint _save_zero_checkpoint _take_model_step
-        _train_schedule basic_optimizer bfloat16_enabled buffered_allreduce_fallback checkpoint_engine
-        clip_fp32_gradients communication_data_type config data_iterator device dp_world_size engine_timers
-        eval_batch eval_return_logits fp16_enabled fwd_outputs global_rank global_samples global_steps
-        gradient_accumulation_steps gradient_average gradient_clipping gradient_predivide_factor grid
-        has_moe_layers is_first_stage is_last_stage load_checkpoint load_module_state_dict
+        _configure_basic_optimizer _configure_checkpointing _configure_optimizer _copy_recovery_script
+        _exec_backward_pass _exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule
+        _exec_send_activations _exec_send_grads _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name
+        _get_zero_ckpt_name _get_zero_param_shapes _global_grad_norm _inference_schedule _loss_stage_global_rank
+        _next_batch _reduce_outputs _running_engine_backward _save_checkpoint _save_zero_checkpoint
+        _take_model_step _train_schedule basic_optimizer bfloat16_enabled buffered_allreduce_fallback
+        checkpoint_engine clip_fp32_gradients communication_data_type config data_iterator device dp_world_size
+        engine_timers eval_batch eval_return_logits fp16_enabled fwd_outputs global_rank global_samples
+        global_steps gradient_accumulation_steps gradient_average gradient_clipping gradient_predivide_factor
+        grid has_moe_layers is_first_stage is_last_stage load_checkpoint load_module_state_dict
         load_universal_checkpoint local_rank loss micro_batches monitor mp_world_size mpu num_stages optimizer
-        optimizer_name optimizer_params outputs param_names pipe_buffers pipeline_enable_backward_allreduce postscale_gradients
-        reset_activation_shape save_checkpoint save_zero_checkpoint set_dataiterator set_dataloader
-        set_train_batch_size stage_id steps_per_print timers total_additional_losses total_loss train_batch
-        train_micro_batch_size_per_gpu training_dataloader use_node_local_storage using_bf16_optimizer
-        wall_clock_breakdown zero_optimization zero_optimization_stage zero_use_cpu_optimizer
+        optimizer_name optimizer_params outputs param_names pipe_buffers pipeline_enable_backward_allreduce
+        postscale_gradients reset_activation_shape save_checkpoint save_zero_checkpoint set_dataiterator
+        set_dataloader set_train_batch_size stage_id steps_per_print timers total_additional_losses total_loss
+        train_batch train_micro_batch_size_per_gpu training_dataloader use_node_local_storage
+        using_bf16_optimizer wall_clock_breakdown zero_optimization zero_optimization_stage
+        zero_use_cpu_optimizer
     """,
     "deepspeed.runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
     "deepspeed.runtime.pipe.module.LayerSpec": "build typename",
