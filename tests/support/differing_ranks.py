@@ -138,7 +138,9 @@ def settings_of_one_rank() -> None:
 def accepted() -> None:
     """What may differ: paths, and where logs go."""
     config = config_with({"plan_cache": f"/tmp/nowhere-{rank()}"})
-    made = module(config={**config, "tensorboard": {"enabled": False, "output_path": f"/tmp/logs-{rank()}"}})
+    made = module(
+        config={**config, "local_rank": rank(), "tensorboard": {"enabled": False, "output_path": f"/tmp/logs-{rank()}"}}
+    )
     assert made.plan is not None
     raise RuntimeError("accepted")
 

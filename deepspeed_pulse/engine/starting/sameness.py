@@ -23,8 +23,9 @@ Facts = dict[str, Any]
 
 OF_ONE_RANK = frozenset(
     {"tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler", "dump_state", "nebula", "aio"}
+    | {"local_rank", "rank", "global_rank", "node_rank"}
 )
-"""Keys of a DeepSpeed config that may differ between ranks: what is written where."""
+"""Keys of a DeepSpeed config that may differ between ranks: what is written where, and which rank it is."""
 
 PATHS = frozenset({"profile", "cluster", "plan", "plan_cache", "trace"})
 """Keys of the ``"pulse"`` block of which ranks may have paths of their own: all have one, or none has."""
