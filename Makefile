@@ -52,9 +52,10 @@ lint: .venv
 types: .venv
 	$(BIN)/mypy
 
-# Two files at a time: most tests keep one core busy. What fails runs once more, alone; what passes then is "unsteady".
+# Three files at a time: ranks wait for each other, so two leave two cores idle. What fails runs once more, alone; what
+# passes then is "unsteady".
 test: lint types
-	PYTHONPATH=tests:$$PYTHONPATH $(TEST_ENV) $(BIN)/python -m pytest -p support.unsteady -n 2 --dist loadfile $(TESTS)
+	PYTHONPATH=tests:$$PYTHONPATH $(TEST_ENV) $(BIN)/python -m pytest -p support.unsteady -n 3 --dist loadfile $(TESTS)
 
 test-diffusers-old: .venv-old
 	$(TEST_ENV) $(OLD)/python -m pytest -n 2 --dist loadfile $(or $(TESTS),tests/models)
