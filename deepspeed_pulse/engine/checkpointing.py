@@ -90,18 +90,19 @@ class CheckpointArguments:
         """What layers that run the upstream way are checkpointed with.
 
         Args:
-            relays: layers stash or pop, which without a plan travels in the tuple; a reentrant checkpoint runs forward
-                without gradients, where the relayed tuple looks different.
+            relays: layers stash or pop, which without a plan travels in the tuple.
             planned: layers run by a plan, so not this way.
 
         Raises:
-            ConfigError: a reentrant one was given for values in the tuple.
+            ConfigError: DeepSpeed's reentrant one was given for values in the tuple: it can be differentiated once, and
+                upstream differentiates every tensor of the tuple by itself.
         """
         if not relays:
             return self.function or upstream.checkpoint
         if self.function is upstream.checkpoint and not planned:
             raise ConfigError(
-                "activation_checkpoint_func: values relayed in the tuple need a non-reentrant checkpoint, found "
-                "deepspeed.checkpointing.checkpoint; leave it out, or turn pulse on"
+                "activation_checkpoint_func: values relayed in the tuple are differentiated one by one, which "
+                "deepspeed.checkpointing.checkpoint cannot be: expected another, such as deepspeed.checkpointing."
+                "non_reentrant_checkpoint or torch's; leave it out, or turn pulse on"
             )
-        return self.function or upstream.non_reentrant_checkpoint
+        return self.function or non_reentrant

@@ -22,8 +22,7 @@ from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.plans.job import TrainingJob
-from deepspeed_pulse.engine.relay.forward import explicit_parts, relaying
-from deepspeed_pulse.engine.relay.tuples import RelayLayer, relay_layers
+from deepspeed_pulse.engine.relay.forward import RelayStage, explicit_parts
 from deepspeed_pulse.engine.sharing.shared import SharedWeights
 from deepspeed_pulse.engine.sharing.tied import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
@@ -139,7 +138,7 @@ class PipelineModule(upstream.PipelineModule):
         self.input_name, self.frozen = self.job.input_name, self.job.frozen
         self.plan: Plan | None = None
         self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
-        self._relay: list[RelayLayer] | None = None
+        self._relay: RelayStage | None = None
         self._partition_method = partition_method
         self._problem: PulseError | None = None
         self._is_made = False
@@ -348,22 +347,25 @@ class PipelineModule(upstream.PipelineModule):
         """(layer index, built module or function) of every layer on this rank, in forward order."""
         return list(zip(self._local_layers, self.forward_funcs, strict=True))
 
-    def bound_layers(self, graph: Graph | None = None, effects: Sequence[Effects] = ()) -> dict[int, BoundLayer]:
+    def bound_layers(
+        self, graph: Graph | None = None, effects: Sequence[Effects] = (), recompute: Sequence[int] | None = None
+    ) -> dict[int, BoundLayer]:
         """Layers on this rank with their declarations, by layer index.
 
         Args:
             graph: with versions of values that layers change in place; left out, the list as it was given.
             effects: what the layers change, where that is known.
+            recompute: layers that run again in backward; left out, those of the plan.
         """
         graph = graph or self.graph
-        recompute = () if self.plan is None else self.plan.recompute
-        seeded = self.seed_layers and self.plan is not None  # without a plan upstream seeds them
+        if recompute is None:
+            recompute = () if self.plan is None else self.plan.recompute
         return {
             index: BoundLayer(
                 graph.layers[index],
                 function,
                 recompute=index in recompute,
-                seed=partial(self._seed_layer, index) if seeded else None,
+                seed=partial(self._seed_layer, index) if self.seed_layers else None,
                 effects=effects[index] if effects else None,
             )
             for index, function in self.local_layers()
@@ -404,10 +406,12 @@ class PipelineModule(upstream.PipelineModule):
             )
         if not self.graph.uses_names:
             return super().forward(forward_input)
-        if self._relay is None:
-            self._relay = relay_layers(self.graph, self.bound_layers())
-        with relaying(self, self._relay):
-            return super().forward(forward_input)
+        asked = (self.activation_checkpoint_func, self.activation_checkpoint_interval)
+        if self._relay is None or self._relay.asked != asked:
+            chosen = self.job.recomputed_every(self.activation_checkpoint_interval)
+            self._relay = RelayStage(self.graph, self.bound_layers(recompute=chosen), asked)
+        self.micro_offset += 1
+        return self._relay(forward_input, self.micro_offset - 1)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """Upstream's file name of a layer, found by its index in the model."""

@@ -143,7 +143,7 @@ CONSTRUCTION = {
     "auto and an mpu": ("AssertionError", "mpu must be None with pipeline parallelism"),
     "topology of another world": ("ConfigError", "topology: expected 2 ranks as this job has, found 4"),
     "negative interval": ("ConfigError", "activation_checkpoint_interval: expected a number of layers >= 0, found -1"),
-    "reentrant in the tuple": ("ConfigError", "activation_checkpoint_func", "non-reentrant", "turn pulse on"),
+    "reentrant in the tuple": ("ConfigError", "activation_checkpoint_func", "one by one", "turn pulse on"),
     "no layers": ("ConfigError", "layers: expected at least one layer, found none"),
     "one layer": ("ConfigError", "2 pipeline ranks for 1 layers", "use fewer ranks"),
     "three layers in a wave": ("InfeasibleError", "needs at least 4 layers", "has 3", "use fewer ranks or waves"),

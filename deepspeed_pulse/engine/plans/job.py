@@ -229,6 +229,12 @@ class TrainingJob:
             self.frozen.check_planned(planned.plan.fill.parts, planned.costs)
         return planned
 
+    def recomputed_every(self, interval: int) -> tuple[int, ...]:
+        """The layers that an interval applies to."""
+        layers = self._checkpoint_arguments.every(interval, self.layers).layers
+        assert not isinstance(layers, str)
+        return layers
+
     def checkpoint_every(self, interval: int, function: Checkpoint | None) -> None:
         """What a program asks for after the plan was made.
 

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepspeed_pulse.engine.relay.tuples import RelayLayer
+from deepspeed_pulse.engine.relay.tuples import live_after, pack, unpack, unpack_batch
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.runtime.replay import Checkpoint
+from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 
 
-@contextmanager
-def relaying(module: Any, layers: list[RelayLayer]) -> Iterator[None]:
-    """Upstream's ``forward`` of a module runs ``layers`` meanwhile, also where a checkpoint runs them again."""
-    before = module.forward_funcs, module.activation_checkpoint_func
-    checkpoint = module.activation_checkpoint_func
+class RelayStage:
+    """A rank's layers between the tuples that upstream sends.
 
-    def relayed_checkpoint(function: Any, *args: Any) -> Any:
-        def relayed(*inputs: Any) -> Any:
-            with relaying(module, layers):
-                return function(*inputs)
+    Only what crosses ranks is packed: inside, a checkpoint function gets the tensors that layers read, so it may be
+    reentrant, which runs forward without gradients.
 
-        return checkpoint(relayed, *args)
+    Args:
+        bound: the layers, by layer index.
+        asked: the function that runs layers again in backward, and how many in a row keep one input; 0: none.
+    """
 
-    module.forward_funcs, module.activation_checkpoint_func = layers, relayed_checkpoint
-    try:
-        yield
-    finally:
-        module.forward_funcs, module.activation_checkpoint_func = before
+    def __init__(self, graph: Graph, bound: Mapping[int, BoundLayer], asked: tuple[Checkpoint, int]) -> None:
+        self.asked = asked
+        first, last = min(bound), max(bound)
+        self._before, self._after = live_after(graph, first - 1), live_after(graph, last)
+        self._is_first, self._is_last = first == 0, last == len(graph.layers) - 1
+        stashed = {name for layer in bound.values() for name in layer.declared.stash}
+        exports = [name for name in self._after if name in stashed]
+        checkpoint, interval = asked
+        self._stage = Stage(tuple(bound.values()), exports, checkpoint=checkpoint, interval=max(1, interval))
+
+    def __call__(self, state: Any, number: int) -> Any:
+        """Microbatch ``number`` of this rank: what it received, to what it sends; the last rank's is the output."""
+        hidden, values = self._received(state)
+        output, stashed = self._stage.run(hidden, values.__getitem__, number=number)
+        if self._is_last:
+            return output
+        values.update(stashed)
+        return pack(output, {name: values[name] for name in self._after})
+
+    def _received(self, state: Any) -> tuple[Any, dict[str, Any]]:
+        if not self._is_first:
+            return unpack(state, self._before)
+        return unpack_batch(state, self._before) if self._before else (state, {})
 
 
 def explicit_parts(graph: Graph, cuts: Sequence[int | str], num_ranks: int) -> list[int]:

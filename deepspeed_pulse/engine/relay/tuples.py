@@ -17,7 +17,6 @@ from deepspeed_pulse.engine.data.batches import can_travel, kind
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_of
-from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 
 HIDDEN = ""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,38 +28,6 @@ def live_after(graph: Graph, layer: int) -> tuple[str, ...]:
     names = [v.name for v in graph.batch_entries if v.targets[-1] > layer]
     names += [v.name for v in graph.values if v.source is not None and v.source <= layer < v.targets[-1]]
     return tuple(names)
-
-
-def relay_layers(graph: Graph, bound: Mapping[int, BoundLayer]) -> list[RelayLayer]:
-    """The layers of one rank (by layer index) as functions between relayed tuples."""
-    last = len(graph.layers) - 1
-    return [RelayLayer(graph, index, layer, index == last) for index, layer in bound.items()]
-
-
-class RelayLayer:
-    """One layer between relayed tuples."""
-
-    def __init__(self, graph: Graph, index: int, layer: BoundLayer, is_last: bool) -> None:
-        self._before = live_after(graph, index - 1)
-        self._after = live_after(graph, index)
-        self._stage = Stage([layer], layer.declared.stash)
-        self._is_first, self._is_last = index == 0, is_last
-        self._layer = layer
-
-    def parameters(self) -> Any:
-        function = self._layer.function
-        return function.parameters() if isinstance(function, torch.nn.Module) else iter(())
-
-    def __call__(self, state: Any) -> Any:
-        hidden, values = self._first(state) if self._is_first else unpack(state, self._before)
-        output, stashed = self._stage.run(hidden, lambda name: values[name])
-        if self._is_last:
-            return output
-        values.update(stashed)
-        return pack(output, {name: values[name] for name in self._after})
-
-    def _first(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        return unpack_batch(state, self._before) if self._before else (state, {})
 
 
 def pack_batch(inputs: Any, entries: Mapping[str, Any]) -> Any:

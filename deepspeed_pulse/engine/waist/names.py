@@ -33,7 +33,7 @@ NAMES = {
     "deepspeed.ops": "__compatible_ops__",
     "deepspeed.ops.op_builder.builder": "OpBuilder",
     "deepspeed.ops.op_builder.builder.OpBuilder": "_loaded_ops",
-    "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpoint non_reentrant_checkpoint",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpoint",
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": """
@@ -96,8 +96,8 @@ NAMES = {
         _partition_layers _set_bounds _synchronize_tied_weights _topo activation_checkpoint_func
         activation_checkpoint_interval base_seed ckpt_layer_path ckpt_layer_path_list ds_pipe_replicated
         dynamic_shape forward forward_funcs get_additional_losses get_tied_weights_and_groups global_rank
-        local_rank loss_fn mpu num_stages parts seed_fn seed_layers stage_id stage_owner tied_comms tied_modules
-        tied_weight_attrs world_size
+        local_rank loss_fn micro_offset mpu num_stages parts seed_fn seed_layers stage_id stage_owner tied_comms
+        tied_modules tied_weight_attrs world_size
     """,
     "deepspeed.runtime.pipe.module.TiedLayerSpec": "build forward_fn key typename",
     "deepspeed.runtime.pipe.module.ds_utils": "set_random_seed",
