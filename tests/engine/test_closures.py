@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_pulse.engine.sharing.closures import weights_reached
@@ -79,6 +80,32 @@ def scaling(owner: Any) -> Callable[..., Any]:
     return lambda x: x * owner.scale
 
 
+class Program(PipelineModule):
+    """A pipeline module whose functions read its settings, and what it keeps of its layers; as in GPT-NeoX."""
+
+    def __init__(self, *, made: bool) -> None:
+        self.scale = 2.0
+        if made:
+            nn.Module.__init__(self)
+            self.scale, self.forward_funcs = 2.0, [EMBED]
+            self.tied_modules, self.extra = nn.ModuleDict({"embed": EMBED}), EMBED
+
+    def loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (output - labels).mean() * self.scale
+
+
+def settings_of(program: Any) -> Callable[..., Any]:
+    return lambda embed, x: x @ embed.weight * program.scale * program.tied_modules.embed.weight.infshape
+
+
+def handing(program: Any) -> Callable[..., Any]:
+    return lambda embed, x: max(program, x)
+
+
+def beside_the_layers(program: Any) -> Callable[..., Any]:
+    return lambda x: program.extra(x)
+
+
 OWNER = Owner()
 
 READS: dict[str, Any] = {
@@ -95,6 +122,7 @@ READS: dict[str, Any] = {
     "global list": through_a_list,
     "default": with_default,
     "lambda inside": inside,
+    "a pipeline module's, beside its layers": beside_the_layers(Program(made=True)),
 }
 
 READS_NOT: dict[str, Any] = {
@@ -107,6 +135,11 @@ READS_NOT: dict[str, Any] = {
     "partial of numbers": functools.partial(torch.flatten, start_dim=1),
     "lambda": lambda x: x * 2,
     "class": torch.Tensor,
+    "settings of a pipeline module": settings_of(Program(made=True)),
+    "settings of one that is being made": settings_of(Program(made=False)),
+    "a pipeline module that is handed on": handing(Program(made=True)),
+    "its loss": Program(made=True).loss,
+    "the loss of one that is being made": Program(made=False).loss,
 }
 
 

@@ -84,6 +84,54 @@ def tied_at_initialize(base: Any, config: dict[str, Any]) -> Any:
     return train(module, config)[0]
 
 
+class Words(nn.Module):
+    """An embedding that is also the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids)
+
+
+def functions_of_the_module(base: Any, config: dict[str, Any]) -> Any:
+    """A subclass whose tied head and loss hold the module itself; its config comes late, then with the layers."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    class Program(base):  # type: ignore[misc]
+        def __init__(self, **given: Any) -> None:
+            self.scale, self.last_loss = 0.5, None
+
+            def head(embed: Any, x: torch.Tensor) -> torch.Tensor:
+                scale = self.scale * self.tied_modules.embed.words.weight.shape[1] / WIDTH
+                return scale * x @ embed.words.weight.t()
+
+            tied = {"tied_weight_attr": ["words.weight"]}
+            layers = [
+                TiedLayerSpec("embed", Words, **tied),
+                *(LayerSpec(Block) for _ in range(4)),
+                TiedLayerSpec("embed", Words, forward_fn=head, **tied),
+            ]
+            usual = {"num_stages": 2, "seed_layers": True, "partition_method": "uniform"}
+            super().__init__(layers=layers, loss_fn=self.measure, **usual, **given)
+
+        def measure(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            self.last_loss = loss.detach()
+            return loss
+
+    found = train(Program(), config, data=words())[0]
+    if config:
+        again = train(Program(config={**CONFIG, **config}), config, data=words())[0]
+        assert all(abs(a - b) < 1e-6 for a, b in zip(again, found, strict=True)), (again, found)
+    return found
+
+
+def words() -> Iterator[Any]:
+    return ((ids, labels) for (ids, _, _), labels in sentences())
+
+
 def own_cuts(base: Any, config: dict[str, Any]) -> Any:
     """A subclass cuts the layers by itself."""
 
@@ -342,6 +390,7 @@ def in_place_layers(base: Any, config: dict[str, Any]) -> Any:
 CONSTRUCTS: tuple[Callable[[Any, dict[str, Any]], Any], ...] = (
     block_at_initialize,
     tied_at_initialize,
+    functions_of_the_module,
     own_cuts,
     own_cuts_with_config,
     own_clipping,

@@ -10,6 +10,10 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.module import PipelineModule
+
+_LAYERS = frozenset({"forward_funcs", "tied_modules"})
+"""Where upstream's module keeps its layers: of weights there the optimizer and checkpoints know."""
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "deepspeed", "diffusers", "transformers"}
 """Functions of these hold no weights of a model."""
@@ -19,7 +23,8 @@ def weights_reached(function: Any) -> list[torch.Tensor]:
     """Trainable tensors that a function, method, partial or callable object reaches, as far as its code names them.
 
     Of a module that it reaches, the code may name attributes (``embed.weight``, ``self.scale``): then only
-    these count. A module without a named attribute counts whole, as it is called or handed on.
+    these count. A module without a named attribute counts whole, as it is called or handed on. The pipeline module
+    itself never does: its functions often hold it for its settings, also while it is made.
     """
     return list(dict.fromkeys(_Reader().of_function(function)))
 
@@ -57,7 +62,7 @@ class _Reader:
             if value.requires_grad and value.is_leaf:
                 yield value
         elif isinstance(value, torch.nn.Module):
-            if any(_has(value, name) for name in names):
+            if isinstance(value, PipelineModule) or any(_has(value, name) for name in names):
                 yield from self._of_attributes(value, names)
             else:
                 yield from (p for p in value.parameters() if p.requires_grad)
@@ -83,11 +88,13 @@ class _Reader:
 
 def _has(owner: Any, name: str) -> bool:
     """An attribute of the object's own or a method of its class, torch's base class aside; reading it runs no code."""
+    if name in _LAYERS and isinstance(owner, PipelineModule):
+        return False
     try:
         found = inspect.getattr_static(owner, name)
     except AttributeError:
         return isinstance(owner, torch.nn.Module) and any(
-            name in kept for kept in (owner._parameters, owner._modules, owner._buffers)
+            name in owner.__dict__.get(kept, ()) for kept in ("_parameters", "_modules", "_buffers")
         )
     if isinstance(found, (property, staticmethod)) or found is getattr(torch.nn.Module, name, None):
         return False
