@@ -61,7 +61,12 @@ def make_tokenizer(folder: Path, captions: Sequence[str]) -> CLIPTokenizer:
     learner.train_from_iterator(
         words,
         trainers.BpeTrainer(
-            vocab_size=4096, initial_alphabet=letters, end_of_word_suffix=end, show_progress=False, min_frequency=1
+            vocab_size=4096,
+            initial_alphabet=letters,
+            special_tokens=[letter + end for letter in letters],  # numbered first, or ties fall otherwise each time
+            end_of_word_suffix=end,
+            show_progress=False,
+            min_frequency=1,
         ),
     )
     merges = [

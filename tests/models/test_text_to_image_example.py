@@ -169,6 +169,16 @@ def test_a_transformer_is_tuned_and_resumes(runs):
 # ------------------------------------------------------------------------------------------ data
 
 
+def test_the_small_tokenizer_is_the_same_each_time(example, tmp_path):
+    """Ties between pairs fall by number, so the numbers of letters are ours to say."""
+    captions = [caption for entry in example.images.read_captions(None) for caption in entry.captions]
+    made = set()
+    for index in range(20):
+        example.small_pipeline.make_tokenizer(tmp_path / str(index), captions)
+        made.add((tmp_path / str(index) / "merges.txt").read_text())
+    assert len(made) == 1
+
+
 def batches(example, *, source=None, **flags):
     """Batches over the bundled captions whose latents are the index of the image."""
     entries = example.images.read_captions(None)
