@@ -28,6 +28,7 @@ from deepspeed_pulse.engine.sharing.tied import adopt_tied_calls, build_tied, ti
 from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.specs import graph_of, unwrap
 from deepspeed_pulse.engine.starting.arguments import check_arguments, check_methods, listed
+from deepspeed_pulse.engine.starting.kernels import skip_inference_kernel
 from deepspeed_pulse.engine.starting.late import take_late_block
 from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.starting.start import Config, check_world
@@ -37,6 +38,8 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
+
+skip_inference_kernel()
 
 
 class PipelineModule(upstream.PipelineModule):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,15 @@ def test_nothing_that_is_shown_compiles() -> None:
     for name, config in configs:
         optimizer = config["optimizer"]
         assert kernel_of(optimizer["type"], optimizer.get("params", {}), offloads=False) is None, name
+
+
+def test_the_import_alone_keeps_upstream_from_compiling_its_inference_kernel() -> None:
+    """A script may start the process group itself, before it makes a module."""
+    program = (
+        "import deepspeed, deepspeed_pulse\n"
+        "before = deepspeed.ops.__compatible_ops__.get('deepspeed_shm_comm')\n"
+        "deepspeed_pulse.PipelineModule\n"
+        "print('kernel', before, deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "kernel True False" in done.stdout

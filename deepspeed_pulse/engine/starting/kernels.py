@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles on a CPU for an optimizer of its config: said before it starts, and when it fails.
+"""What DeepSpeed compiles on a CPU: an optimizer's kernel is said before it starts and when it fails, one is skipped.
 
 A compiler takes minutes, in which ranks wait for a lock and nothing is printed; without one its error names no knob.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -86,3 +87,14 @@ def _way_out(name: str) -> str:
     if name.lower() not in _ADAM:
         return f"to do without, {torch_optimizer}"
     return f'to do without, write "{TORCH_ADAM}": true in the optimizer\'s "params", or {torch_optimizer}'
+
+
+def skip_inference_kernel() -> None:
+    """Keep upstream from compiling its CPU kernel for inference all-reduce, which training never uses.
+
+    ``deepspeed.init_distributed`` does it, which a script may call before it makes a module: called on import.
+    Compiling needs a compiler and minutes, a process killed meanwhile leaves a lock file behind that
+    every later start waits for, for ever, and every rank of every run leaves 69 MB in shared memory.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -17,7 +17,6 @@ import deepspeed
 import hjson
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm as upstream_comm
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
@@ -80,7 +79,6 @@ def init_distributed(timeout_seconds: float | None) -> None:
     if alone and "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    _skip_kernel()
     if timeout_seconds is None:
         deepspeed.init_distributed()
     else:
@@ -109,16 +107,6 @@ def groups_with_timeout(timeout_seconds: float) -> Iterator[None]:
         yield
     finally:
         del backend.new_group
-
-
-def _skip_kernel() -> None:
-    """Keep upstream from compiling its CPU kernel for inference all-reduce, which training never uses.
-
-    Compiling needs a compiler and minutes, a process killed meanwhile leaves a lock file behind that
-    every later start waits for, for ever, and every rank of every run leaves 69 MB in shared memory.
-    """
-    if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def has_failed() -> bool:

@@ -79,10 +79,15 @@ class _DividingOnce(_Stepping):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not _DIVIDES_ONCE and self.module.pulse is not None and self.global_rank == 0:
+        if _DIVIDES_ONCE or self.global_rank != 0:
+            return
+        by_itself = f"DeepSpeed {deepspeed.__version__} by itself does it in every stage"
+        if self.module.pulse is not None:
+            print(f"pulse: gradients are divided by the accumulation steps once; {by_itself}", flush=True)
+        elif self.num_stages > 1 and self.micro_batches > 1:
             print(
-                "pulse: gradients are divided by the accumulation steps once; "
-                f"DeepSpeed {deepspeed.__version__} by itself does it in every stage",
+                f"pulse: gradients are divided by the accumulation steps more than once: {by_itself}; "
+                '"pulse": {"enabled": false} in the config mends that',
                 flush=True,
             )
 
