@@ -45,8 +45,9 @@ def test_which_optimizers_need_a_kernel(name: str, params: dict[str, Any], offlo
 
 def test_every_optimizer_of_upstream_that_has_a_kernel_is_known() -> None:
     """Upstream's own source: what it imports from ``deepspeed.ops``, optimizer by optimizer."""
-    sources = inspect.getsource(DeepSpeedEngine._configure_basic_optimizer)
-    sources += inspect.getsource(DeepSpeedEngine.get_optimizer_configuration)
+    choosing = ("_configure_basic_optimizer", "get_optimizer_configuration")  # the second is younger than 0.18
+    found = [getattr(DeepSpeedEngine, name) for name in choosing if hasattr(DeepSpeedEngine, name)]
+    sources = "".join(map(inspect.getsource, found))
     imported = set(re.findall(r"from deepspeed\.ops\.(\w+) import", sources))
     assert imported == {"adam", "adagrad", "lamb", "lion"}
 

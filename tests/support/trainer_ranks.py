@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.versions import mend_upstream
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -373,6 +374,7 @@ def trainer(folder: str) -> None:
     """Every case with upstream's class, then with ours in every variant, each told by its name."""
     import deepspeed
 
+    mend_upstream()
     os.environ["TRAINER_FOLDER"] = folder
     torch.set_num_threads(1)
     deepspeed.init_distributed()
