@@ -151,13 +151,15 @@ def _name_host(case: Case) -> None:
 
 def choose(arguments: tuple[Case, dict[str, Any]]) -> dict[str, Any]:
     """The tuner's pick, and everything it considers, each with its plan."""
+    from deepspeed_pulse.planner.tuning.open_job import OpenJob
     from deepspeed_pulse.planner.tuning.tune import tune
 
     case, measured = arguments
     profiles = [Profile.from_json(text) for text in measured["profiles"]]
     cluster = Cluster.from_json(measured["cluster"])
-    picked = tune(profiles, cluster=cluster, global_batch=case.global_batch, solver_seconds=SOLVER_SECONDS).best
-    every = tune(profiles, cluster=cluster, global_batch=case.global_batch, exhaustive=True, solver_seconds=0.0)
+    job = OpenJob(profiles=profiles, cluster=cluster, global_batch=case.global_batch)
+    picked = tune(job, solver_seconds=SOLVER_SECONDS).best
+    every = tune(job, exhaustive=True, solver_seconds=0.0)
     trials = [picked if trial.choice == picked.choice else trial for trial in every.ranked]
     return {
         "choices": [_as_json(trial) for trial in trials],

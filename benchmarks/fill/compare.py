@@ -15,6 +15,7 @@ from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.planner.filling.fill import fill_plan
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 
 RANKS = 2
@@ -45,12 +46,8 @@ def gains(rng: random.Random, seconds: float) -> tuple[float, float]:
     profile = Profile(name="random", device="none", dtype="float32", microbatch_size=1, layers=layers)
     cluster = load_cluster("a100:1x8")
     plan = make_plan(
-        profile,
-        cluster=cluster,
-        pipeline_ranks=RANKS,
-        microbatches=microbatches,
-        placement="wave",
-        solver_seconds=0.0,
+        Job(profile=profile, cluster=cluster, pipeline_ranks=RANKS, microbatches=microbatches),
+        SearchOptions(placement="wave", solver_seconds=0.0),
     )
     work = sum(layer.forward_ms + layer.backward_ms for layer in layers)
     parts = _parts(rng, rng.uniform(0.1, 0.6) * work)
@@ -61,7 +58,7 @@ def gains(rng: random.Random, seconds: float) -> tuple[float, float]:
     possible = max(alone, microbatches * (work + frozen) / RANKS)
     found = []
     for limit in (0.0, seconds):
-        filled = fill_plan(plan, profile, cluster, parts, solver_seconds=limit)
+        filled = fill_plan(plan, Job.of(plan, profile, cluster, frozen=parts), solver_seconds=limit)
         assert filled.estimate is not None
         found.append((up_front - filled.estimate.makespan_ms) / (up_front - possible))
     return found[0], found[1]

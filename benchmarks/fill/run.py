@@ -23,6 +23,7 @@ from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.filling.fill import fill_plan
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 
 README = Path(__file__).with_name("README.md")
@@ -115,15 +116,11 @@ def main() -> int:
     missed: list[str] = []
     for ranks, microbatches in CASES[: 2 if options.quick else None]:
         alone = make_plan(
-            profile,
-            cluster=cluster,
-            pipeline_ranks=ranks,
-            microbatches=microbatches,
-            placement="wave",
-            solver_seconds=options.seconds,
+            Job(profile=profile, cluster=cluster, pipeline_ranks=ranks, microbatches=microbatches),
+            SearchOptions(placement="wave", solver_seconds=options.seconds),
         )
         parts = frozen.at(profile.microbatch_size)
-        filled = fill_plan(alone, profile, cluster, parts, solver_seconds=options.seconds)
+        filled = fill_plan(alone, Job.of(alone, profile, cluster, frozen=parts), solver_seconds=options.seconds)
         assert alone.estimate is not None
         frozen_ms = microbatches * sum(part.forward_ms for part in parts)
         work_ms = microbatches * sum(layer.forward_ms + layer.backward_ms for layer in profile.layers)

@@ -17,6 +17,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import run, summarize
@@ -217,11 +218,8 @@ def solve(case: Case) -> Row:
     seen: list[tuple[float, float]] = []
     found = synthesize(
         blank(case),
-        profile,
-        cluster=cluster(case),
-        memory_bytes=limit(case),
-        split_backward=case.split,
-        solver_seconds=case.seconds,
+        Job.of(blank(case), profile, cluster(case), memory_bytes=limit(case)),
+        SearchOptions(split_backward=case.split, solver_seconds=case.seconds),
         progress=lambda best, bound: seen.append((best, time.perf_counter() - began)),
     )
     took = time.perf_counter() - began

@@ -11,6 +11,7 @@ from cases import Case, blank, cluster, costs
 
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import wave
 from deepspeed_pulse.planner.schedules.templates import dualpipev
 from deepspeed_pulse.planner.search.synthesize import synthesize
@@ -44,7 +45,9 @@ def parts(case: Case) -> Iterator[Bound]:
 
 def searched(case: Case) -> Bound:
     """Met when the plan says what became of the search, and it is no worse than where it started."""
-    found = synthesize(blank(case), costs(case), cluster=cluster(case), solver_seconds=case.seconds)
+    found = synthesize(
+        blank(case), Job.of(blank(case), costs(case), cluster(case)), SearchOptions(solver_seconds=case.seconds)
+    )
     assert found.estimate is not None and found.solver is not None
     said, start = search_result(found), found.solver.generator_step_ms
     return Bound(

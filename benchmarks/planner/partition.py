@@ -24,6 +24,7 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.routes import make_routes
+from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
 from deepspeed_pulse.planner.partition.cuts import best_partition
 from deepspeed_pulse.planner.partition.weights import Weights
 from deepspeed_pulse.planner.routes import named_values
@@ -98,7 +99,16 @@ def large() -> tuple[list[str], Bound]:
     ]
     for num_layers, num_skips, crossing, placement in LARGE:
         profile = model(rng, num_layers, num_skips, crossing)
-        weights = Weights(profile, placement, cluster=box(), data_parallel=1, memory_bytes=None)
+        weights = Weights(
+            Job(
+                profile=profile,
+                cluster=box(),
+                pipeline_ranks=max(placement) + 1,
+                microbatches=1,
+                memory_bytes=UNLIMITED_BYTES,
+            ),
+            placement,
+        )
         start = time.perf_counter()
         found = best_partition(weights, microbatches=64)
         seconds = time.perf_counter() - start

@@ -25,6 +25,7 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.simulate import estimate
@@ -111,7 +112,10 @@ def compared(model: str, profile: Profile, trained: Sequence[int], ranks: int) -
     from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
     def ours(placement: tuple[int, ...]) -> Cuts:
-        return partition(profile, placement, cluster=cluster(ranks), microbatches=2 * ranks)
+        return partition(
+            Job(profile=profile, cluster=cluster(ranks), pipeline_ranks=max(placement) + 1, microbatches=2 * ranks),
+            placement,
+        )
 
     solvers: dict[str, Callable[[], Sequence[int]]] = {
         "uniform": lambda: partition_uniform(profile.num_layers, ranks),
@@ -132,13 +136,8 @@ def cut(name: str, solver: Callable[[], Sequence[int]], profile: Profile, ranks:
     if len(set(cuts)) < len(cuts):
         return None
     plan = make_plan(
-        profile,
-        cluster=cluster(ranks),
-        pipeline_ranks=ranks,
-        microbatches=2 * ranks,
-        placement="wave" if name == "wave" else "linear",
-        boundaries=cuts,
-        solver_seconds=0.0,
+        Job(profile=profile, cluster=cluster(ranks), pipeline_ranks=ranks, microbatches=2 * ranks),
+        SearchOptions(placement="wave" if name == "wave" else "linear", boundaries=cuts, solver_seconds=0.0),
     )
     return _side(name, plan, profile, statistics.median(times))
 

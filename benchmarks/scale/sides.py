@@ -18,10 +18,12 @@ from deepspeed_pulse.ir.placement import linear_placement, loop_placement, wave_
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.rules import Rules
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.making.request import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.sizes import Sizes
 from deepspeed_pulse.planner.tuning.tune import tune
 from deepspeed_pulse.report.tuning import describe
@@ -162,17 +164,17 @@ def _relayed(setting: Setting, shard: bool, name: str) -> Best:
 
 
 def _planned(setting: Setting, shard: bool, **options: Any) -> Plan:
-    return make_plan(
-        setting.costs,
+    layout = options.pop("layout", Layout.PIPE_MAJOR)
+    job = Job(
+        profile=setting.costs,
         cluster=setting.cluster,
         pipeline_ranks=setting.ranks,
         data_parallel=setting.group,
         microbatches=setting.microbatches,
-        solver_seconds=0.0,
         rules=Rules.of(int(shard)),
-        within_ms=setting.within_ms,
-        **options,
+        layout=layout,
     )
+    return make_plan(job, SearchOptions(solver_seconds=0.0, within_ms=setting.within_ms, **options))
 
 
 def _balanced(layers: tuple[LayerCost, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
@@ -193,7 +195,9 @@ def _cuts(work: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...
     cluster = Cluster(
         name="time", nodes=1, ranks_per_node=ranks, memory_bytes=UNLIMITED, intra_node=link, inter_node=link
     )
-    return partition(costs, placement, cluster=cluster, microbatches=2 * ranks)
+    return partition(
+        Job(profile=costs, cluster=cluster, pipeline_ranks=max(placement) + 1, microbatches=2 * ranks), placement
+    )
 
 
 def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
@@ -210,15 +214,16 @@ def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
             if params * (BYTES_PER_PARAMETER - SHARED + SHARED / shards) + activations > cluster.memory_bytes:
                 continue
             plan = make_plan(
-                costs,
-                cluster=cluster,
-                pipeline_ranks=1,
-                data_parallel=point.ranks,
-                microbatches=passes,
-                placement="linear",
-                solver_seconds=0.0,
-                memory_bytes=UNLIMITED,
-                rules=Rules.of(int(shards > 1)),
+                Job(
+                    profile=costs,
+                    cluster=cluster,
+                    pipeline_ranks=1,
+                    data_parallel=point.ranks,
+                    microbatches=passes,
+                    memory_bytes=UNLIMITED,
+                    rules=Rules.of(int(shards > 1)),
+                ),
+                SearchOptions(placement="linear", solver_seconds=0.0),
             )
             assert plan.estimate is not None
             yield name, Best(samples_per_second=plan.estimate.samples_per_second, way=f"{passes} passes of {samples}")
@@ -227,5 +232,5 @@ def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
 def _tuned(point: Point) -> Best:
     """What ``ds_pulse tune`` chooses without a search for better orders."""
     cluster = point.machines.cluster(point.ranks)
-    trial = tune([point.profile], cluster=cluster, global_batch=point.batch, solver_seconds=0.0).best
+    trial = tune(OpenJob(profiles=[point.profile], cluster=cluster, global_batch=point.batch), solver_seconds=0.0).best
     return Best(samples_per_second=trial.samples_per_second or 0.0, way=describe(trial.choice))

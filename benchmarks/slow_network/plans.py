@@ -10,7 +10,9 @@ from slow_network.cases import Case
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.tune import tune
 
 SOLVER_SECONDS = 5.0
@@ -43,32 +45,36 @@ def nominal(case: Case) -> Cluster:
 def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:
     """The best cuts for time alone, for sides that relay: "linear", "wave" (ends on one rank) or "loop"."""
     return make_plan(
-        replace(profile, skips=()),
-        cluster=nominal(case),
-        pipeline_ranks=case.ranks,
-        microbatches=case.microbatches,
-        placement="auto" if placement == "loop" else placement,
-        schedule="interleaved" if placement == "loop" else "auto",
-        solver_seconds=0.0,
+        Job(
+            profile=replace(profile, skips=()),
+            cluster=nominal(case),
+            pipeline_ranks=case.ranks,
+            microbatches=case.microbatches,
+        ),
+        SearchOptions(
+            placement="auto" if placement == "loop" else placement,
+            schedule="interleaved" if placement == "loop" else "auto",
+            solver_seconds=0.0,
+        ),
     ).boundaries
 
 
 def pipelined(case: Case, profile: Profile, placement: str, cluster: Cluster | None = None) -> dict[str, Any]:
     """What the ``build`` of our side takes for a pipeline of all ranks."""
     plan = make_plan(
-        profile,
-        cluster=cluster or nominal(case),
-        pipeline_ranks=case.ranks,
-        microbatches=case.microbatches,
-        placement=placement,
-        solver_seconds=SOLVER_SECONDS,
+        Job(
+            profile=profile, cluster=cluster or nominal(case), pipeline_ranks=case.ranks, microbatches=case.microbatches
+        ),
+        SearchOptions(placement=placement, solver_seconds=SOLVER_SECONDS),
     )
     return {"plan": plan.to_json(), "samples": 1, "zero": 0}
 
 
 def tuned(case: Case, profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """The same for what the tuner chooses."""
-    best = tune([profile], cluster=cluster, global_batch=case.microbatches, solver_seconds=SOLVER_SECONDS).best
+    best = tune(
+        OpenJob(profiles=[profile], cluster=cluster, global_batch=case.microbatches), solver_seconds=SOLVER_SECONDS
+    ).best
     choice = best.choice
     return {"plan": best.planned.to_json(), "samples": choice.microbatch_size, "zero": choice.zero_stage}
 

@@ -25,8 +25,10 @@ from deepspeed_pulse.ir.choice import Trial, Tuning
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.sizes import Sizes
 from deepspeed_pulse.planner.tuning.tune import tune
 from deepspeed_pulse.report.tuning import describe
@@ -46,7 +48,7 @@ def ablation(profiles: Profiles) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, published in (("uvit-1b", 2), ("hunyuan-dit", 2), ("sdv2-1.7b", 4)):
         profile = profiles(name)
-        found = tune([profile], cluster=V100, global_batch=256, solver_seconds=0)
+        found = tune(OpenJob(profiles=[profile], cluster=V100, global_batch=256), solver_seconds=0)
         rates = " / ".join(_rate(found, ranks) for ranks in (1, 2, 4, 8))
         sizes = " / ".join(str(_largest(profile, ranks)) for ranks in (2, 4, 8))
         yield f"| {name} | {published} | {rates} | {sizes} |"
@@ -67,13 +69,14 @@ def _largest(profile: Profile, ranks: int) -> int:
     for size in sizes.up_to(1024):
         try:
             make_plan(
-                sizes.at(size),
-                cluster=V100,
-                pipeline_ranks=ranks,
-                microbatches=ranks,
-                data_parallel=8 // ranks,
-                placement="wave",
-                solver_seconds=0,
+                Job(
+                    profile=sizes.at(size),
+                    cluster=V100,
+                    pipeline_ranks=ranks,
+                    microbatches=ranks,
+                    data_parallel=8 // ranks,
+                ),
+                SearchOptions(placement="wave", solver_seconds=0),
             )
         except InfeasibleError:
             break
@@ -87,7 +90,7 @@ def order(profiles: Profiles) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for tflops in (TFLOPS, PUBLISHED_TFLOPS):
         profile = slower(profiles("uvit-2.7b"), TFLOPS / tflops)
-        found = tune([profile], cluster=ASCEND, global_batch=BATCH, solver_seconds=0)
+        found = tune(OpenJob(profiles=[profile], cluster=ASCEND, global_batch=BATCH), solver_seconds=0)
         wave = next(trial for trial in found.ranked if trial.choice.waves)
         data = max((t for t in found.trials if t.choice.pipeline_ranks == 1), key=_known)
         relayed, square = (max(_relayed(profile, sizes), default=(0.0, "-")) for sizes in ((1, 2, 4), (8,)))
@@ -109,14 +112,14 @@ def _relayed(profile: Profile, sizes: Sequence[int]) -> Iterator[tuple[float, st
         for size in sizes:
             try:
                 plan = make_plan(
-                    Sizes([profile]).at(size),
-                    cluster=ASCEND,
-                    pipeline_ranks=ranks,
-                    microbatches=BATCH // group // size,
-                    data_parallel=group,
-                    placement="linear",
-                    schedule="1f1b",
-                    solver_seconds=0,
+                    Job(
+                        profile=Sizes([profile]).at(size),
+                        cluster=ASCEND,
+                        pipeline_ranks=ranks,
+                        microbatches=BATCH // group // size,
+                        data_parallel=group,
+                    ),
+                    SearchOptions(placement="linear", schedule="1f1b", solver_seconds=0),
                 )
             except InfeasibleError:
                 continue
@@ -135,12 +138,8 @@ def linear(profiles: Profiles) -> Iterator[str]:
         steps = {}
         for placement in ("wave", "linear", "auto"):
             plan = make_plan(
-                profiles(name),
-                cluster=links,
-                pipeline_ranks=8,
-                microbatches=16,
-                placement=placement,
-                solver_seconds=0,
+                Job(profile=profiles(name), cluster=links, pipeline_ranks=8, microbatches=16),
+                SearchOptions(placement=placement, solver_seconds=0),
             )
             assert plan.estimate is not None
             steps[placement] = plan.estimate.step_ms
@@ -152,7 +151,7 @@ def linear(profiles: Profiles) -> Iterator[str]:
 def speed(profiles: Profiles) -> Iterator[str]:
     """SDXL over 64 ranks."""
     began, spent = time.monotonic(), time.process_time()
-    found = tune([profiles("sdxl")], cluster=A100, global_batch=256, solver_seconds=10)
+    found = tune(OpenJob(profiles=[profiles("sdxl")], cluster=A100, global_batch=256), solver_seconds=10)
     wall, spent = time.monotonic() - began, time.process_time() - spent
     yield (
         f"SDXL, 64 ranks, 256 samples a step: {len(found.trials)} choices in {wall:.0f} s ({spent:.0f} s of one core, "

@@ -65,6 +65,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.frozen import FrozenParts
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.ir.rules import Rules
+    from deepspeed_pulse.planner.job import Job, SearchOptions
     from deepspeed_pulse.planner.make import make_plan
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
     from deepspeed_pulse.report.files import replacing
@@ -74,28 +75,34 @@ def plan(arguments: argparse.Namespace) -> int:
     profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
     frozen = FrozenParts.load(arguments.frozen).at(profile.microbatch_size) if arguments.frozen else ()
     with replacing(arguments.out) as out, solving(sys.stderr) as progress:
-        plan = make_plan(
-            profile,
+        job = Job(
+            profile=profile,
             cluster=cluster,
             pipeline_ranks=arguments.pipeline_ranks,
             microbatches=arguments.microbatches,
             data_parallel=arguments.data_parallel,
+            memory_bytes=_memory_bytes(arguments),
+            rules=Rules.of(arguments.zero_stage),
+            recompute=arguments.recompute,
+            frozen=frozen,
+        )
+        options = SearchOptions(
             placement=arguments.placement,
             waves=arguments.waves,
             boundaries=None if arguments.cuts is None else explicit_cuts(profile, arguments.cuts),
             schedule=arguments.schedule,
-            memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
             split_backward=arguments.split_backward,
             solver_seconds=arguments.solver_seconds,
             tolerance=arguments.tolerance,
-            progress=progress,
-            recompute=arguments.recompute,
-            rules=Rules.of(arguments.zero_stage),
-            frozen=frozen,
         )
+        plan = make_plan(job, options, progress=progress)
         out.write_text(plan.to_json(), encoding="utf-8")
     print_text(plan_table(plan, profile=profile))
     return OK
+
+
+def _memory_bytes(arguments: argparse.Namespace) -> int | None:
+    return None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9)
 
 
 def tune(arguments: argparse.Namespace) -> int:
@@ -149,21 +156,21 @@ def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: 
     """Every choice, predicted, the best ones also run where that was asked for."""
     from deepspeed_pulse.cli.verify import verify
     from deepspeed_pulse.ir.frozen import FrozenParts
+    from deepspeed_pulse.planner.tuning.open_job import OpenJob
     from deepspeed_pulse.planner.tuning.tune import tune
     from deepspeed_pulse.report.progress import counting
 
     with counting(sys.stderr) as progress:
-        tuning = tune(
-            profiles,
+        job = OpenJob(
+            profiles=profiles,
             cluster=cluster,
             global_batch=arguments.global_batch,
             world_size=arguments.world,
-            memory_bytes=None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9),
-            solver_seconds=arguments.solver_seconds,
-            exhaustive=arguments.exhaustive,
-            progress=progress,
+            memory_bytes=_memory_bytes(arguments),
             frozen=FrozenParts.load(arguments.frozen) if arguments.frozen else None,
         )
+        seconds = arguments.solver_seconds
+        tuning = tune(job, solver_seconds=seconds, exhaustive=arguments.exhaustive, progress=progress)
     if not arguments.verify:
         return tuning
     with counting(sys.stderr) as progress:

@@ -19,6 +19,7 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cost import default_cluster
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 
 MICROBATCHES = 2
@@ -32,13 +33,13 @@ DEADLOCK = [
 
 def toy_plan(profile: Profile | None = None, *, ranks: int = 2, microbatches: int = MICROBATCHES) -> Plan:
     return make_plan(
-        profile or toy_profile(microbatch_size=2),
-        cluster=default_cluster(ranks, 2**40),
-        pipeline_ranks=ranks,
-        microbatches=microbatches,
-        placement="wave",
-        schedule="wave",
-        solver_seconds=0,
+        Job(
+            profile=profile or toy_profile(microbatch_size=2),
+            cluster=default_cluster(ranks, 2**40),
+            pipeline_ranks=ranks,
+            microbatches=microbatches,
+        ),
+        SearchOptions(placement="wave", schedule="wave", solver_seconds=0),
     )
 
 

@@ -18,6 +18,7 @@ from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.rules import Rules
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 
 
@@ -92,7 +93,9 @@ def test_the_start_says_how_costs_and_links_were_found(tmp_path: Path, monkeypat
     write_files()
     profile, cluster = Profile.load("profile.json"), Cluster.load("cluster.json")
     spread = replace(profile, layers=tuple(replace(layer, spread=0.04) for layer in profile.layers))
-    plan = make_plan(profile, cluster=cluster, pipeline_ranks=2, microbatches=2, solver_seconds=0)
+    plan = make_plan(
+        Job(profile=profile, cluster=cluster, pipeline_ranks=2, microbatches=2), SearchOptions(solver_seconds=0)
+    )
     planned = Planned(plan=plan, profile=profile, cluster=cluster, costs="measured")
     assert planned.sources == "measured"
     measured = replace(planned, profile=spread, cluster=replace(cluster, name="measured", nodes=2))

@@ -23,6 +23,7 @@ from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Message
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.planner.cost import default_cluster
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import forward_schedule, make_plan
 
 LAYERS = 16
@@ -33,13 +34,8 @@ def plan_of(placement: str, ranks: int, microbatches: int) -> Plan:
     layers = tuple(LayerCost(name=f"l{i}", **cost) for i in range(LAYERS))
     profile = Profile(name="even", device="cpu", dtype="float32", microbatch_size=1, layers=layers, skips=())
     return make_plan(
-        profile,
-        cluster=default_cluster(ranks, 2**40),
-        pipeline_ranks=ranks,
-        microbatches=microbatches,
-        placement=placement,
-        schedule="auto",
-        solver_seconds=0,
+        Job(profile=profile, cluster=default_cluster(ranks, 2**40), pipeline_ranks=ranks, microbatches=microbatches),
+        SearchOptions(placement=placement, schedule="auto", solver_seconds=0),
     )
 
 

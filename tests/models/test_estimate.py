@@ -22,6 +22,7 @@ from deepspeed_pulse.models.catalogue.examples import EXAMPLES, example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
 from deepspeed_pulse.models.catalogue.sources import build_model, find_job
 from deepspeed_pulse.models.families import FAMILIES
+from deepspeed_pulse.planner import job as planner_job
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.runtime.counter import FusedAttention
 
@@ -144,7 +145,8 @@ def planned(profile: Profile, ranks: int) -> Plan:
     link = Link(bandwidth_gb_per_s=300.0, latency_us=5.0)
     cluster = Cluster(name="node", nodes=1, ranks_per_node=ranks, memory_bytes=10**12, intra_node=link, inter_node=link)
     return make_plan(
-        profile, cluster=cluster, pipeline_ranks=ranks, microbatches=2 * ranks, placement="wave", solver_seconds=0
+        planner_job.Job(profile=profile, cluster=cluster, pipeline_ranks=ranks, microbatches=2 * ranks),
+        planner_job.SearchOptions(placement="wave", solver_seconds=0),
     )
 
 

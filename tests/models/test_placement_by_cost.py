@@ -19,7 +19,9 @@ from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
 from deepspeed_pulse.models.catalogue.sources import build_model, find_job
+from deepspeed_pulse.planner import job as planner_job
 from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.tune import tune
 
 FAST, SLOW = 300.0, 2.5
@@ -51,12 +53,8 @@ def controlnet() -> Job:
 def test_auto_takes_the_faster_placement(name: str, speed: float, faster: str) -> None:
     plans = {
         placement: make_plan(
-            profile(name),
-            cluster=cluster(speed),
-            pipeline_ranks=8,
-            microbatches=16,
-            placement=placement,
-            solver_seconds=0,
+            planner_job.Job(profile=profile(name), cluster=cluster(speed), pipeline_ranks=8, microbatches=16),
+            planner_job.SearchOptions(placement=placement, solver_seconds=0),
         )
         for placement in ("wave", "linear", "auto")
     }
@@ -66,5 +64,7 @@ def test_auto_takes_the_faster_placement(name: str, speed: float, faster: str) -
 
 
 def test_the_tuner_does_so_too() -> None:
-    best = tune([profile("kandinsky3")], cluster=cluster(SLOW), global_batch=16, solver_seconds=0).best
+    best = tune(
+        OpenJob(profiles=[profile("kandinsky3")], cluster=cluster(SLOW), global_batch=16), solver_seconds=0
+    ).best
     assert (best.choice.pipeline_ranks, best.choice.waves) == (8, 0)

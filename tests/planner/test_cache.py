@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.asked import asked
 from toys import cluster, uniform
 
 from deepspeed_pulse.errors import FileError
@@ -20,7 +21,7 @@ def made(folder: Path, layers: int = 8, microbatches: int = 3, **options: object
         "microbatches": microbatches,
         "solver_seconds": 5.0,
     } | options
-    return make_plan(uniform(layers), plan_cache=folder, **arguments)
+    return make_plan(*asked(uniform(layers), **arguments), plan_cache=folder)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.simulate import run, simulate
 
@@ -37,7 +38,8 @@ COSTS, CLUSTER = profile(), cluster()
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return make_plan(
-        COSTS, cluster=CLUSTER, pipeline_ranks=RANKS, microbatches=MICROBATCHES, placement="wave", solver_seconds=0
+        Job(profile=COSTS, cluster=CLUSTER, pipeline_ranks=RANKS, microbatches=MICROBATCHES),
+        SearchOptions(placement="wave", solver_seconds=0),
     )
 
 

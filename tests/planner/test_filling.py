@@ -21,6 +21,7 @@ from deepspeed_pulse.planner.checks.validate import violations
 from deepspeed_pulse.planner.filling.assignment import Assignment, gaps_of
 from deepspeed_pulse.planner.filling.fill import allowed_ranks, fill_plan
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan, reorder
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate, simulate
@@ -50,7 +51,8 @@ def random_plan(rng):
     )
     machines = cluster(link)
     made = make_plan(
-        costs, cluster=machines, pipeline_ranks=ranks, microbatches=rng.randrange(1, 5), solver_seconds=0.0
+        Job(profile=costs, cluster=machines, pipeline_ranks=ranks, microbatches=rng.randrange(1, 5)),
+        SearchOptions(solver_seconds=0.0),
     )
     return made, costs, machines
 
@@ -65,7 +67,9 @@ def test_neither_memory_nor_order_is_broken(seed):
     found = {}
     for seconds in (0.0, 0.3):
         try:
-            filled = fill_plan(made, costs, machines, parts, memory_bytes=cap, solver_seconds=seconds)
+            filled = fill_plan(
+                made, Job.of(made, costs, machines, frozen=parts, memory_bytes=cap), solver_seconds=seconds
+            )
         except InfeasibleError as problem:
             assert problem.needed_bytes > cap
             continue
@@ -89,7 +93,7 @@ def test_a_fill_is_never_slower_than_encoding_up_front():
         if machines.intra_node.latency_us or machines.intra_node.bandwidth_gb_per_s < 1:
             continue
         parts = random_parts(rng, costs.num_layers)
-        filled = fill_plan(made, costs, machines, parts, solver_seconds=0.0)
+        filled = fill_plan(made, Job.of(made, costs, machines, frozen=parts), solver_seconds=0.0)
         longest = -(-made.microbatches // made.pipeline_ranks) * sum(p.forward_ms for p in parts)
         assert filled.estimate.makespan_ms <= made.estimate.makespan_ms + longest + 1e-6
 
@@ -100,7 +104,8 @@ def test_small_instances_are_solved_exactly():
         rng = random.Random(seed)
         costs = profile([layer(rng.uniform(0.5, 2), rng.uniform(1, 3)) for _ in range(4)])
         made = make_plan(
-            costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, placement="wave", solver_seconds=0.0
+            Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2),
+            SearchOptions(placement="wave", solver_seconds=0.0),
         )
         frozen = part("latents", rng.uniform(0.3, 2), rng.uniform(0.3, 2))
         instance = Instance(made, costs, cluster())
@@ -214,17 +219,23 @@ def _rest(m, *, at):
 def test_another_number_of_microbatches_is_filled_anew():
     costs = uniform(8)
     made = make_plan(
-        costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, solver_seconds=0.0, frozen=[part("latents", 1, 1)]
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, frozen=[part("latents", 1, 1)]),
+        SearchOptions(solver_seconds=0.0),
     )
-    more = reorder(made, costs, cluster=cluster(), microbatches=4, solver_seconds=0.0)
+    more = reorder(made, Job.of(made, costs, cluster(), microbatches=4), SearchOptions(solver_seconds=0.0))
     assert len({run.microbatch for rank in range(2) for run in more.fill.runs_of(rank)}) == 4
     assert violations(more, num_layers=8, values=()) == []
 
 
 def test_parts_run_where_memory_and_their_ranks_allow():
     costs = uniform(8)
-    made = make_plan(costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, placement="wave", solver_seconds=0.0)
-    only = fill_plan(made, costs, cluster(), [part("latents", 1, 1, ranks=(1,))], solver_seconds=0.0)
+    made = make_plan(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2),
+        SearchOptions(placement="wave", solver_seconds=0.0),
+    )
+    only = fill_plan(
+        made, Job.of(made, costs, cluster(), frozen=[part("latents", 1, 1, ranks=(1,))]), solver_seconds=0.0
+    )
     assert [bool(only.fill.runs_of(rank)) for rank in range(2)] == [False, True]
     instance = Instance(made, costs, cluster())
     room = max(made.estimate.peak_bytes) + 1000
@@ -242,9 +253,11 @@ def test_parts_run_where_memory_and_their_ranks_allow():
 )
 def test_parts_that_do_not_fit_the_model(parts, problem):
     costs = uniform(8)
-    made = make_plan(costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, solver_seconds=0.0)
+    made = make_plan(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2), SearchOptions(solver_seconds=0.0)
+    )
     with pytest.raises(PlanError, match=problem):
-        fill_plan(made, costs, cluster(), parts)
+        fill_plan(made, Job.of(made, costs, cluster(), frozen=parts))
 
 
 FROZEN = {

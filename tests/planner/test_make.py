@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from support.asked import asked
 from toys import cluster, layer, profile, random_profile, skip, uniform
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
@@ -12,8 +13,9 @@ from deepspeed_pulse.ir.placement import describe_placement, linear_placement, w
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.cost import default_cluster, link
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import forward_schedule, make_plan, reorder
-from deepspeed_pulse.planner.making.request import TooSlow
+from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate
@@ -22,7 +24,7 @@ from deepspeed_pulse.planner.simulate import estimate
 def made(costs, ranks, microbatches, **options):
     options.setdefault("cluster", cluster())
     options.setdefault("solver_seconds", 0)
-    found = make_plan(costs, pipeline_ranks=ranks, microbatches=microbatches, **options)
+    found = make_plan(*asked(costs, pipeline_ranks=ranks, microbatches=microbatches, **options))
     check(found, num_layers=costs.num_layers, values=named_values(costs))
     return found
 
@@ -86,7 +88,12 @@ def test_plans_are_never_slower_than_with_the_partitioners_cuts(seed):
     place = rng.choice([wave_placement(3), linear_placement(3)])
     links = cluster(Link(bandwidth_gb_per_s=rng.choice([1e-4, 1e-2, 1e9]), latency_us=rng.choice([0, 50])))
     group, microbatches = rng.choice([1, 2]), rng.randrange(1, 8)
-    own = partition(costs, place, cluster=links, microbatches=microbatches, data_parallel=group)
+    own = partition(
+        Job(
+            profile=costs, cluster=links, pipeline_ranks=max(place) + 1, microbatches=microbatches, data_parallel=group
+        ),
+        place,
+    )
     options = {"cluster": links, "data_parallel": group, "placement": describe_placement(place)}
     options["part_skips"] = rng.random() < 0.5
     partitioned = made(costs, 3, microbatches, boundaries=own, **options).estimate.step_ms
@@ -129,7 +136,7 @@ def test_explicit_cuts_are_kept_and_decide_the_placement():
 def test_unusable_arguments(options, message):
     arguments = {"cluster": cluster(), "pipeline_ranks": 2, "microbatches": 2, "solver_seconds": 0} | options
     with pytest.raises(ConfigError) as caught:
-        make_plan(uniform(6), **arguments)
+        make_plan(*asked(uniform(6), **arguments))
     assert message in str(caught.value)
 
 
@@ -164,7 +171,7 @@ def test_what_an_impossible_cap_asks_for_is_enough(seed):
 def test_reorder_keeps_the_cuts():
     costs = random_profile(random.Random(0), 9, temb=True)
     first = made(costs, 2, 4, placement="wave")
-    again = reorder(first, costs, cluster=cluster(), microbatches=7, solver_seconds=0)
+    again = reorder(first, Job.of(first, costs, cluster(), microbatches=7), SearchOptions(solver_seconds=0))
     check(again, num_layers=9, values=named_values(costs))
     assert (again.boundaries, again.routes, again.microbatches) == (first.boundaries, first.routes, 7)
     assert again.estimate.samples_per_second == pytest.approx(7e3 / again.estimate.step_ms)
@@ -202,4 +209,8 @@ def test_split_backward_is_faster_and_only_on_demand():
     assert {a.op.value for row in halves.schedule for a in row} == {"F", "I", "W"}
     assert {a.op.value for row in whole.schedule for a in row} == {"F", "B"}
     assert halves.estimate.makespan_ms < whole.estimate.makespan_ms
-    assert reorder(whole, uniform(8), cluster=cluster(), microbatches=4, split_backward=True, solver_seconds=0)
+    assert reorder(
+        whole,
+        Job.of(whole, uniform(8), cluster(), microbatches=4),
+        SearchOptions(split_backward=True, solver_seconds=0),
+    )

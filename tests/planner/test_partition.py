@@ -13,6 +13,7 @@ from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
 from deepspeed_pulse.planner.partition.weights import Weights
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
@@ -41,7 +42,16 @@ def test_links_carry_what_the_simulator_sends(seed):
     rng = random.Random(seed)
     costs = random_profile(rng, 12, temb=True, strict=False)
     placement = rng.choice([wave_placement(3), wave_placement(2, 2), linear_placement(4)])
-    weights = Weights(costs, placement, cluster=cluster(), data_parallel=1, memory_bytes=None)
+    weights = Weights(
+        Job(
+            profile=costs,
+            cluster=cluster(),
+            pipeline_ranks=max(placement) + 1,
+            microbatches=1,
+            memory_bytes=UNLIMITED_BYTES,
+        ),
+        placement,
+    )
     cuts = tuple(sorted({0, 12, *rng.sample(range(1, 12), len(placement) - 1)}))
     blank = plan(placement, 1, boundaries=cuts, of=costs)
     order = gpipe(Instance(blank, costs, cluster()), 1)
@@ -55,7 +65,15 @@ def test_links_carry_what_the_simulator_sends(seed):
 def test_a_lone_skip_that_would_ruin_the_balance_travels():
     """0 -> 8 of 16 layers: on one rank of four it would hold half of the model."""
     skips = [skip("lone", 0, 8, 5)]
-    cuts = partition(profile([layer()] * 16, skips), wave_placement(4), cluster=cluster(), microbatches=4)
+    cuts = partition(
+        Job(
+            profile=profile([layer()] * 16, skips),
+            cluster=cluster(),
+            pipeline_ranks=max(wave_placement(4)) + 1,
+            microbatches=4,
+        ),
+        wave_placement(4),
+    )
     assert sum(cuts[s + 1] - cuts[s] for s in (0, 7)) == 4
 
 
@@ -63,7 +81,14 @@ def test_a_value_on_one_side_of_the_turn_does_not_hold_the_cuts():
     """As heavy as the skips, the residual 2 -> 5 would cost a quarter of a rank's load to keep; the skips stay."""
     skips = [skip("outer", 0, 15, 5), skip("middle", 1, 14, 5), skip("inner", 7, 8, 5), skip("residual", 2, 5, 5)]
     weights = Weights(
-        profile([layer()] * 16, skips), wave_placement(4), cluster=cluster(), data_parallel=1, memory_bytes=None
+        Job(
+            profile=profile([layer()] * 16, skips),
+            cluster=cluster(),
+            pipeline_ranks=max(wave_placement(4)) + 1,
+            microbatches=1,
+            memory_bytes=UNLIMITED_BYTES,
+        ),
+        wave_placement(4),
     )
     assert [value.name for value in weights.paired] == ["outer", "middle", "inner"]
     found = best_partition(weights, microbatches=8)
@@ -75,7 +100,16 @@ def test_one_crossing_skip_does_not_part_the_nested_ones():
     rng = random.Random(0)
     layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=100) for _ in range(46)]
     costs = profile(layers, [*nested, skip("crossing", 3, 20, 300)])
-    weights = Weights(costs, wave_placement(4), cluster=cluster(), data_parallel=1, memory_bytes=None)
+    weights = Weights(
+        Job(
+            profile=costs,
+            cluster=cluster(),
+            pipeline_ranks=max(wave_placement(4)) + 1,
+            microbatches=1,
+            memory_bytes=UNLIMITED_BYTES,
+        ),
+        wave_placement(4),
+    )
     found = best_partition(weights, microbatches=8)
     assert found.exact
     assert not weights.binding(weights.paired[:11]).parts(found.cuts)
@@ -94,7 +128,14 @@ def test_skips_that_cross_others_give_way_to_the_nested_ones(crossed):
     def found(pairs):
         skips = [skip(f"s{i}", source, target, 500) for i, (source, target) in pairs]
         weights = Weights(
-            profile(layers, skips), wave_placement(4), cluster=cluster(), data_parallel=1, memory_bytes=None
+            Job(
+                profile=profile(layers, skips),
+                cluster=cluster(),
+                pipeline_ranks=max(wave_placement(4)) + 1,
+                microbatches=1,
+                memory_bytes=UNLIMITED_BYTES,
+            ),
+            wave_placement(4),
         )
         return weights, best_partition(weights, microbatches=8)
 
@@ -109,7 +150,14 @@ def test_heavier_skips_are_the_nested_ones():
     for size, kept in ((100, ["heavy"]), (80, ["s0", "s1", "s2"])):
         skips = [*(skip(f"s{i}", a, b, 30) for i, (a, b) in enumerate(ends)), skip("heavy", 6, 15, size)]
         weights = Weights(
-            profile([layer()] * 16, skips), wave_placement(2), cluster=cluster(), data_parallel=1, memory_bytes=None
+            Job(
+                profile=profile([layer()] * 16, skips),
+                cluster=cluster(),
+                pipeline_ranks=max(wave_placement(2)) + 1,
+                microbatches=1,
+                memory_bytes=UNLIMITED_BYTES,
+            ),
+            wave_placement(2),
         )
         assert [value.name for value in weights.paired] == kept
 
@@ -119,9 +167,19 @@ def test_a_slow_link_pulls_the_cut_to_where_little_is_sent():
     sizes = (9, 9, 9, 1000, 1, 9, 9, 9)
     costs = profile([layer(output_bytes=size) for size in sizes])
     slow = cluster(Link(bandwidth_gb_per_s=1e-6, latency_us=0))
-    assert partition(costs, linear_placement(2), cluster=slow, microbatches=2) == (0, 5, 8)
-    assert partition(costs, linear_placement(2), cluster=cluster(), microbatches=2) == (0, 4, 8)
-    assert partition(costs, linear_placement(2), cluster=cluster(), microbatches=2, tolerance=0.3) == (0, 5, 8)
+    assert partition(
+        Job(profile=costs, cluster=slow, pipeline_ranks=max(linear_placement(2)) + 1, microbatches=2),
+        linear_placement(2),
+    ) == (0, 5, 8)
+    assert partition(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(linear_placement(2)) + 1, microbatches=2),
+        linear_placement(2),
+    ) == (0, 4, 8)
+    assert partition(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(linear_placement(2)) + 1, microbatches=2),
+        linear_placement(2),
+        tolerance=0.3,
+    ) == (0, 5, 8)
 
 
 def test_five_hundred_layers():
@@ -130,7 +188,16 @@ def test_five_hundred_layers():
     layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=rng.randrange(1, 1000)) for _ in range(500)]
     sources, targets = sorted(rng.sample(range(250), 200)), sorted(rng.sample(range(251, 500), 200), reverse=True)
     skips = [skip(f"s{i}", a, b, 500) for i, (a, b) in enumerate(zip(sources, targets, strict=True))]
-    weights = Weights(profile(layers, skips), wave_placement(32), cluster=cluster(), data_parallel=1, memory_bytes=None)
+    weights = Weights(
+        Job(
+            profile=profile(layers, skips),
+            cluster=cluster(),
+            pipeline_ranks=max(wave_placement(32)) + 1,
+            microbatches=1,
+            memory_bytes=UNLIMITED_BYTES,
+        ),
+        wave_placement(32),
+    )
     began = time.process_time()
     found = best_partition(weights, microbatches=64)
     assert time.process_time() - began < 10
@@ -141,35 +208,59 @@ def test_five_hundred_layers():
 def test_both_ends_of_nested_skips_share_a_rank():
     skips = [skip(f"s{i}", i, 15 - i) for i in range(8)]
     costs = profile([layer(1 + i % 3, 2) for i in range(16)], skips)
-    cuts = partition(costs, wave_placement(4), cluster=cluster(), microbatches=4)
+    cuts = partition(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(4)) + 1, microbatches=4),
+        wave_placement(4),
+    )
     found = plan(wave_placement(4), 1, boundaries=cuts)
     assert all(found.rank_of_layer(s.source) == found.rank_of_layer(s.target) for s in skips)
 
 
 def test_a_time_embedding_does_not_bind_the_cuts():
     costs = profile([layer() for _ in range(12)], [skip("temb", 0, t) for t in range(1, 12)])
-    cuts = partition(costs, wave_placement(3), cluster=cluster(), microbatches=4)
+    cuts = partition(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(3)) + 1, microbatches=4),
+        wave_placement(3),
+    )
     assert cuts == (0, 2, 4, 6, 8, 10, 12)
 
 
 def test_the_lightest_skip_is_parted_when_not_all_can_stay():
     """Two skips that cross: 0 -> 2 and 1 -> 3 cannot both stay on one of two ranks of two layers each."""
     costs = profile([layer() for _ in range(4)], [skip("light", 0, 2, 1), skip("heavy", 0, 3, 10)])
-    cuts = partition(costs, wave_placement(2), cluster=cluster(), microbatches=2)
+    cuts = partition(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(2)) + 1, microbatches=2),
+        wave_placement(2),
+    )
     found = plan(wave_placement(2), 1, boundaries=cuts, of=costs)
     assert {route.name: len(route.hops) for route in found.routes} == {"light": 1, "heavy": 0}
 
 
 def test_too_few_layers_says_how_many_are_needed():
     with pytest.raises(InfeasibleError, match="has 8 stages and needs at least 8 layers, the model 'toy' has 7"):
-        partition(uniform(7), wave_placement(4), cluster=cluster(), microbatches=4)
+        partition(
+            Job(profile=uniform(7), cluster=cluster(), pipeline_ranks=max(wave_placement(4)) + 1, microbatches=4),
+            wave_placement(4),
+        )
 
 
 def test_memory_moves_the_cut():
     """The first layers keep much: without a limit rank 0 gets half the work, with one it gets less."""
     costs = profile([layer(activation_bytes=100 if i < 4 else 1) for i in range(8)])
-    free = partition(costs, linear_placement(2), cluster=cluster(), microbatches=4)
-    tight = partition(costs, linear_placement(2), cluster=cluster(), microbatches=4, memory_bytes=700)
+    free = partition(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(linear_placement(2)) + 1, microbatches=4),
+        linear_placement(2),
+    )
+    tight = partition(
+        Job(
+            profile=costs,
+            cluster=cluster(),
+            pipeline_ranks=max(linear_placement(2)) + 1,
+            microbatches=4,
+            memory_bytes=700,
+        ),
+        linear_placement(2),
+    )
     assert (free, tight) == ((0, 4, 8), (0, 3, 8))
 
 
@@ -178,9 +269,21 @@ def test_is_quick_on_real_sizes_and_close_to_balance(num_layers, ranks, waves):
     rng = random.Random(0)
     costs = profile([layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=9) for _ in range(num_layers)])
     began = time.process_time()
-    cuts = partition(costs, wave_placement(ranks, waves), cluster=cluster(), microbatches=8)
+    cuts = partition(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(ranks, waves)) + 1, microbatches=8),
+        wave_placement(ranks, waves),
+    )
     assert time.process_time() - began < 5
-    weights = Weights(costs, wave_placement(ranks, waves), cluster=cluster(), data_parallel=1, memory_bytes=None)
+    weights = Weights(
+        Job(
+            profile=costs,
+            cluster=cluster(),
+            pipeline_ranks=max(wave_placement(ranks, waves)) + 1,
+            microbatches=1,
+            memory_bytes=UNLIMITED_BYTES,
+        ),
+        wave_placement(ranks, waves),
+    )
     score = weights.score(cuts, (1,) * (len(cuts) - 1))
     assert score.load_ms < 1.1 * weights.work_ms[-1] / ranks
 
@@ -193,7 +296,10 @@ def test_bytes_decide_between_equal_loads(size, cut):
     """
     sizes = (1, 10, 100, 1, 1)
     costs = profile([layer(output_bytes=s) for s in sizes], [skip("v", 0, 1, size), skip("v", 0, 4, size)])
-    cuts = partition(costs, wave_placement(2), cluster=cluster(), microbatches=2)
+    cuts = partition(
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(2)) + 1, microbatches=2),
+        wave_placement(2),
+    )
     assert (cuts[1], cuts[3]) == (cut, 4)
 
 
@@ -202,7 +308,16 @@ def test_two_waves_of_46_layers_come_close_to_an_even_split():
     rng = random.Random(0)
     layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=rng.randrange(1, 1000)) for _ in range(46)]
     costs = profile(layers, [skip(f"s{i}", 2 * i, 45 - 2 * i, 500) for i in range(11)])
-    weights = Weights(costs, wave_placement(4, 2), cluster=cluster(), data_parallel=1, memory_bytes=None)
+    weights = Weights(
+        Job(
+            profile=costs,
+            cluster=cluster(),
+            pipeline_ranks=max(wave_placement(4, 2)) + 1,
+            microbatches=1,
+            memory_bytes=UNLIMITED_BYTES,
+        ),
+        wave_placement(4, 2),
+    )
     found = best_partition(weights, microbatches=8)
     assert not found.exact and not weights.parts(found.cuts)
     assert found.bound_ms <= found.score.load_ms < 1.02 * weights.ideal_ms

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from support.asked import asked
 from toys import cluster, layer, plan, profile, random_profile, rows, skip, uniform
 
 from deepspeed_pulse.errors import ConfigError, FileError, InfeasibleError
@@ -11,6 +12,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner.checks.validate import check, violations
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan, reorder
 from deepspeed_pulse.planner.recompute import cheapest_first, with_recompute
 from deepspeed_pulse.planner.routes import named_values
@@ -62,14 +64,15 @@ def test_none_all_and_lists():
     ways = {"none": (), "all": (0, 1, 2, 3), "auto": (), ("d", 1): (1, 3), ("2", "a"): (0, 2)}
     for choice, expected in ways.items():
         found = make_plan(
-            costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, recompute=choice, solver_seconds=0
+            Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, recompute=choice),
+            SearchOptions(solver_seconds=0),
         )
         assert found.recompute == expected
         assert found.estimate == estimate(found, costs, cluster())
         assert Plan.from_json(found.to_json()) == found
     for bad, text in {"some": "none, all, auto", ("e",): "0 layers are called 'e'", (4,): "0..3, found 4"}.items():
         with pytest.raises(ConfigError, match=text):
-            make_plan(costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, recompute=bad)
+            make_plan(Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, recompute=bad))
 
 
 def test_auto_recomputes_no_more_than_the_memory_needs():
@@ -81,11 +84,11 @@ def test_auto_recomputes_no_more_than_the_memory_needs():
     options = {"cluster": cluster(), "pipeline_ranks": 1, "microbatches": 3, "placement": "linear", "schedule": "gpipe"}
     expected = {630: (), 629: (2,), 433: (2,), 432: (1, 2), 286: (1, 2), 285: (0, 2)}
     for memory, layers in expected.items():
-        found = make_plan(costs, memory_bytes=memory, recompute="auto", solver_seconds=0, **options)
+        found = make_plan(*asked(costs, memory_bytes=memory, recompute="auto", solver_seconds=0, **options))
         assert found.recompute == layers, memory
         assert max(found.estimate.peak_bytes) <= memory
     with pytest.raises(InfeasibleError, match=r"no schedule found.*recomputing layers in backward does not help"):
-        make_plan(costs, memory_bytes=108, recompute="auto", solver_seconds=0, **options)
+        make_plan(*asked(costs, memory_bytes=108, recompute="auto", solver_seconds=0, **options))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -96,15 +99,15 @@ def test_auto_fits_where_nothing_else_does(seed):
         costs, layers=tuple(replace(x, activation_bytes=(x.activation_bytes + 20) * 600) for x in costs.layers)
     )
     options = {"cluster": cluster(), "pipeline_ranks": 2, "microbatches": 6, "solver_seconds": 0.2 * (seed % 2)}
-    least = max(make_plan(costs, memory_bytes=None, recompute="all", **options).estimate.peak_bytes)
+    least = max(make_plan(*asked(costs, memory_bytes=None, recompute="all", **options)).estimate.peak_bytes)
     cap = int(1.7 * least)
     with pytest.raises(InfeasibleError):
-        make_plan(costs, memory_bytes=cap, **options)
-    found = make_plan(costs, memory_bytes=cap, recompute="auto", **options)
+        make_plan(*asked(costs, memory_bytes=cap, **options))
+    found = make_plan(*asked(costs, memory_bytes=cap, recompute="auto", **options))
     check(found, num_layers=costs.num_layers, values=named_values(costs))
     assert max(found.estimate.peak_bytes) <= cap
     assert found.recompute
-    more = reorder(found, costs, cluster=cluster(), microbatches=2, solver_seconds=0)
+    more = reorder(found, Job.of(found, costs, cluster(), microbatches=2), SearchOptions(solver_seconds=0))
     assert more.recompute == found.recompute
 
 

@@ -14,6 +14,7 @@ from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import wave_placement
 from deepspeed_pulse.planner.bounds import lower_bound_ms, preemptive_ms
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, count_cap
 from deepspeed_pulse.planner.schedules.listing import list_schedule
 from deepspeed_pulse.planner.schedules.templates import dualpipev
@@ -82,11 +83,8 @@ def test_synthesised_plans_are_sound_within_memory_and_never_worse(instance, spl
     def made(seconds, memory=None):
         found = synthesize(
             instance.plan,
-            instance.profile,
-            cluster=instance.cluster,
-            split_backward=split,
-            solver_seconds=seconds,
-            memory_bytes=memory,
+            Job.of(instance.plan, instance.profile, instance.cluster, memory_bytes=memory),
+            SearchOptions(split_backward=split, solver_seconds=seconds),
         )
         assert_sound(instance, found.schedule)
         assert memory is None or max(found.estimate.peak_bytes) <= memory
@@ -107,7 +105,11 @@ def test_synthesised_plans_are_sound_within_memory_and_never_worse(instance, spl
 
 @pytest.mark.parametrize("seed", range(4))
 def test_uneven_stages_are_solved_to_the_bound(seed):
-    found = synthesize(plan(wave_placement(4), 8), uneven(4, seed), cluster=cluster(), solver_seconds=60)
+    found = synthesize(
+        plan(wave_placement(4), 8),
+        Job.of(plan(wave_placement(4), 8), uneven(4, seed), cluster()),
+        SearchOptions(solver_seconds=60),
+    )
     assert found.estimate.gap < 1e-9
     assert found.solver.optimal
 
@@ -137,12 +139,8 @@ def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, mo
     texts = [
         synthesize(
             plan(wave_placement(ranks), microbatches),
-            uneven(ranks, 1),
-            cluster=cluster(),
-            memory_bytes=limit,
-            split_backward=split,
-            solver_seconds=1000,
-            seed=7,
+            Job.of(plan(wave_placement(ranks), microbatches), uneven(ranks, 1), cluster(), memory_bytes=limit),
+            SearchOptions(split_backward=split, solver_seconds=1000, seed=7),
         )
         for _ in range(2)
     ]
@@ -167,7 +165,11 @@ def test_a_pattern_extends_to_any_number_of_microbatches():
 
 
 def test_many_microbatches_are_solved_through_few():
-    found = synthesize(plan(wave_placement(2), 40), uneven(2, 3), cluster=cluster(), solver_seconds=30)
+    found = synthesize(
+        plan(wave_placement(2), 40),
+        Job.of(plan(wave_placement(2), 40), uneven(2, 3), cluster()),
+        SearchOptions(solver_seconds=30),
+    )
     assert found.estimate.gap < 1e-9
 
 

@@ -11,6 +11,7 @@ from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.schedule import backward, forward
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
 from deepspeed_pulse.planner.search.exact import OrderModel, Solved
 from deepspeed_pulse.planner.search.synthesize import synthesize
@@ -50,7 +51,7 @@ def test_exact_orders_equal_brute_force(seed):
     costs = profile([layer(rng.uniform(0.5, 2), rng.uniform(0.5, 4), output_bytes=1_000_000) for _ in range(2)])
     slow = cluster(Link(bandwidth_gb_per_s=rng.uniform(0.5, 5), latency_us=100))
     instance = Instance(plan(linear_placement(2), 3), costs, slow)
-    found = synthesize(instance.plan, costs, cluster=slow, solver_seconds=10)
+    found = synthesize(instance.plan, Job.of(instance.plan, costs, slow), SearchOptions(solver_seconds=10))
     assert found.estimate.makespan_ms == pytest.approx(brute_force_makespan(instance, 3))
 
 
@@ -59,8 +60,8 @@ def test_highs_finds_the_optimum_that_the_generators_miss(seed):
     """A V of three uneven ranks and two microbatches; all 14^3 orders are tried."""
     costs = random_profile(random.Random(seed), 6)
     blank = plan(wave_placement(3), 2)
-    greedy = synthesize(blank, costs, cluster=cluster(), solver_seconds=0)
-    exact = synthesize(blank, costs, cluster=cluster(), solver_seconds=20)
+    greedy = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
+    exact = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=20))
     best = brute_force_makespan(Instance(blank, costs, cluster()), 2)
     assert greedy.estimate.makespan_ms > best * 1.001
     assert exact.estimate.makespan_ms == pytest.approx(best)
@@ -72,11 +73,11 @@ def test_solving_is_never_worse_and_repeats_itself(seed):
     costs = random_profile(random.Random(seed), 4, temb=True)
     blank = plan(wave_placement(2), 3, of=costs)
     slow = cluster(Link(bandwidth_gb_per_s=1e-3, latency_us=10))
-    greedy = synthesize(blank, costs, cluster=slow, solver_seconds=0)
-    exact = synthesize(blank, costs, cluster=slow, solver_seconds=10, seed=1)
+    greedy = synthesize(blank, Job.of(blank, costs, slow), SearchOptions(solver_seconds=0))
+    exact = synthesize(blank, Job.of(blank, costs, slow), SearchOptions(solver_seconds=10, seed=1))
     assert exact.estimate.makespan_ms <= greedy.estimate.makespan_ms
     assert exact.estimate.makespan_ms >= exact.estimate.lower_bound_ms * (1 - 1e-9)
-    again = synthesize(blank, costs, cluster=slow, solver_seconds=10, seed=1)
+    again = synthesize(blank, Job.of(blank, costs, slow), SearchOptions(solver_seconds=10, seed=1))
     assert (again.schedule, again.solver) == (exact.schedule, exact.solver)
 
 
@@ -84,32 +85,48 @@ def test_a_solver_that_errs_is_not_believed(monkeypatch):
     """A worse order, or one that deadlocks, with a bound that claims to be proven: the generators' order stays."""
     costs = random_profile(random.Random(1), 6)
     blank = plan(wave_placement(3), 2)
-    greedy = synthesize(blank, costs, cluster=cluster(), solver_seconds=0)
+    greedy = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
     worse = gpipe(Instance(blank, costs, cluster()), 2)
     for schedule in (worse, tuple(row[::-1] for row in worse)):
         answer = Solved(schedule=schedule, bound_ms=0.0)
         monkeypatch.setattr(
             "deepspeed_pulse.planner.search.synthesize.solve_order", lambda *a, answer=answer, **k: answer
         )
-        found = synthesize(blank, costs, cluster=cluster(), solver_seconds=1)
+        found = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=1))
         assert (found.schedule, found.solver.name, found.solver.optimal) == (greedy.schedule, greedy.solver.name, False)
 
 
 def test_uniform_stages_reach_the_bound_without_a_solver():
-    found = synthesize(plan(wave_placement(4), 8), uniform(8), cluster=cluster(), solver_seconds=0)
+    found = synthesize(
+        plan(wave_placement(4), 8),
+        Job.of(plan(wave_placement(4), 8), uniform(8), cluster()),
+        SearchOptions(solver_seconds=0),
+    )
     assert (found.estimate.makespan_ms, found.solver.name, found.solver.optimal) == (pytest.approx(57), "wave", True)
 
 
 def test_known_optimum_of_four_ranks_and_four_microbatches():
     """10P - 4 = 36 at M = P, above the bound of 33."""
-    found = synthesize(plan(wave_placement(4), 4), uniform(8), cluster=cluster(), solver_seconds=0)
+    found = synthesize(
+        plan(wave_placement(4), 4),
+        Job.of(plan(wave_placement(4), 4), uniform(8), cluster()),
+        SearchOptions(solver_seconds=0),
+    )
     assert found.estimate.makespan_ms == pytest.approx(36)
 
 
 @pytest.mark.parametrize("limit", [4, 6, 8, 10, 12])
 def test_less_memory_takes_longer_but_fits(limit):
-    free = synthesize(plan(wave_placement(4), 8), uniform(8), cluster=cluster(), solver_seconds=0)
-    tight = synthesize(plan(wave_placement(4), 8), uniform(8), cluster=cluster(), solver_seconds=0, memory_bytes=limit)
+    free = synthesize(
+        plan(wave_placement(4), 8),
+        Job.of(plan(wave_placement(4), 8), uniform(8), cluster()),
+        SearchOptions(solver_seconds=0),
+    )
+    tight = synthesize(
+        plan(wave_placement(4), 8),
+        Job.of(plan(wave_placement(4), 8), uniform(8), cluster(), memory_bytes=limit),
+        SearchOptions(solver_seconds=0),
+    )
     assert max(tight.estimate.peak_bytes) <= limit
     assert tight.estimate.makespan_ms >= free.estimate.makespan_ms
 
@@ -117,7 +134,9 @@ def test_less_memory_takes_longer_but_fits(limit):
 def test_impossible_memory_says_what_would_be_needed():
     costs = uniform(4, param_bytes=10**8, activation_bytes=10**8)
     with pytest.raises(InfeasibleError) as caught:
-        synthesize(plan(wave_placement(2), 4), costs, cluster=cluster(), memory_bytes=9 * 10**8)
+        synthesize(
+            plan(wave_placement(2), 4), Job.of(plan(wave_placement(2), 4), costs, cluster(), memory_bytes=9 * 10**8)
+        )
     text = str(caught.value)
     assert "fits 0.900 GB a rank: the most frugal one needs 1.000 GB" in text
     assert "optimizer state are up to 0.800 GB" in text
@@ -127,7 +146,7 @@ def test_impossible_memory_says_what_would_be_needed():
 def test_rows_of_the_model_hold_for_a_simulated_order():
     costs = random_profile(random.Random(2), 4, temb=True)
     blank = plan(wave_placement(2), 2, of=costs)
-    found = synthesize(blank, costs, cluster=cluster(), solver_seconds=0)
+    found = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
     instance = Instance(blank, costs, cluster())
     timeline = run(instance, found.schedule)
     start = {span.action: span.start_ms for span in timeline.spans}

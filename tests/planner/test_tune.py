@@ -19,9 +19,11 @@ from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate, least_step_ms
+from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.sizes import Sizes, scaled
 from deepspeed_pulse.planner.tuning.tune import tune
 
@@ -40,7 +42,8 @@ def box(nodes=1, ranks_per_node=4, memory_bytes=10**15, intra=1e9, inter=1e9) ->
 def tuned(costs, cluster, batch, **options):
     options.setdefault("solver_seconds", 0)
     costs = costs if isinstance(costs, list) else [costs]
-    found = tune(costs, cluster=cluster, global_batch=batch, **options)
+    searched = {name: options.pop(name) for name in ("solver_seconds", "exhaustive", "progress") if name in options}
+    found = tune(OpenJob(profiles=costs, cluster=cluster, global_batch=batch, **options), **searched)
     best = found.best
     check(best.planned, num_layers=costs[0].num_layers, values=named_values(costs[0]))
     again = estimate(best.planned, found.profiles[best.choice.microbatch_size], cluster)
@@ -83,14 +86,8 @@ def test_no_plan_is_shorter_than_the_ideal(seed, ranks, waves, microbatches):
     costs = random_profile(random.Random(seed), 2 * ranks * max(waves, 1) + seed % 4)
     cluster = box(2, 4, intra=1e-6, inter=1e-6)  # a byte a ms
     made = make_plan(
-        costs,
-        cluster=cluster,
-        data_parallel=2,
-        pipeline_ranks=ranks,
-        microbatches=microbatches,
-        placement="wave" if waves else "linear",
-        waves=waves or 1,
-        solver_seconds=0,
+        Job(profile=costs, cluster=cluster, data_parallel=2, pipeline_ranks=ranks, microbatches=microbatches),
+        SearchOptions(placement="wave" if waves else "linear", waves=waves or 1, solver_seconds=0),
     )
     assert made.estimate.makespan_ms >= ideal_ms(costs, made.placement, microbatches)
     least = ideal_ms(costs, made.placement, microbatches, reduction_ms=costs.param_bytes)
@@ -299,7 +296,7 @@ def test_a_batch_that_only_too_many_stages_divide():
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ConfigError, match=message):
-        tune([uniform(4)], cluster=box(), **{"global_batch": 8, **options})
+        tune(OpenJob(profiles=[uniform(4)], cluster=box(), **{"global_batch": 8, **options}))
 
 
 # -- DeepSpeed's settings ------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.simulate import simulate
 
@@ -39,7 +40,8 @@ def make_sample(ranks: int, microbatches: int) -> Sample:
     link = Link(bandwidth_gb_per_s=10.0, latency_us=50.0)
     cluster = Cluster(name="box", nodes=1, ranks_per_node=ranks, memory_bytes=10**11, intra_node=link, inter_node=link)
     plan = make_plan(
-        profile, cluster=cluster, pipeline_ranks=ranks, microbatches=microbatches, placement="wave", solver_seconds=0
+        Job(profile=profile, cluster=cluster, pipeline_ranks=ranks, microbatches=microbatches),
+        SearchOptions(placement="wave", solver_seconds=0),
     )
     return Sample(profile, cluster, plan, simulate(plan, profile, cluster))
 

@@ -17,6 +17,7 @@ from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.report.actions import to_csv
@@ -70,11 +71,8 @@ def test_torch_accepts_what_is_synthesised(split: bool) -> None:
     instance = _instance(wave_placement(4), 8)
     found = synthesize(
         instance.plan,
-        instance.profile,
-        cluster=instance.cluster,
-        memory_bytes=6000,
-        split_backward=split,
-        solver_seconds=0.5,
+        Job.of(instance.plan, instance.profile, instance.cluster, memory_bytes=6000),
+        SearchOptions(split_backward=split, solver_seconds=0.5),
     )
     _accepted(found)
 

@@ -13,6 +13,7 @@ from matplotlib import image
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from support.asked import asked
 
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner.make import make_plan
@@ -77,7 +78,7 @@ def test_what_a_plan_sends_is_dashed_or_hollow(sample: Any) -> None:
     profile = replace(sample.profile, skips=(*sample.profile.skips, *temb))
     options = {"cluster": sample.cluster, "pipeline_ranks": 4, "microbatches": 4, "solver_seconds": 0}
     for placement, stays in (("wave", 4), ("linear", 0)):
-        plan = make_plan(profile, placement=placement, **options)
+        plan = make_plan(*asked(profile, placement=placement, **options))
         figure = model_figure(profile, plan=replace(plan, recompute=(2,)))
         stay, sent = skips_of(figure.axes[0])
         assert (len(stay), len(sent)) == (stays, 4 - stays)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 from matplotlib.collections import LineCollection
+from support.asked import asked
 
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.simulate import simulate
@@ -45,7 +46,7 @@ def test_svg_keeps_titles_and_numbers_as_text(sample: Any, tmp_path: Path) -> No
 def test_the_legend_stays_inside_and_split_backwards_have_entries(sample: Any, tmp_path: Path) -> None:
     """Seven entries are more than one line of a P=4 picture holds."""
     options = {"placement": "wave", "schedule": "zbv", "split_backward": True, "solver_seconds": 0}
-    plan = make_plan(sample.profile, cluster=sample.cluster, pipeline_ranks=4, microbatches=8, **options)
+    plan = make_plan(*asked(sample.profile, cluster=sample.cluster, pipeline_ranks=4, microbatches=8, **options))
     timeline = simulate(plan, sample.profile, sample.cluster)
     figure = timelines_figure([("split", timeline)], plan.placement)
     figure.savefig(tmp_path / "split.png")

@@ -23,6 +23,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.program import Channel, Direction
 from deepspeed_pulse.planner.checks.validate import violations
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.simulate import estimate
 from deepspeed_pulse.runtime.local import LocalWorld, Mailboxes
@@ -173,12 +174,10 @@ class Case:
             options = {"greedy_forward": self.greedy, "placement": self.placement}
             return random_plan(graph_of(self.sketch), self.seed, ranks=ranks, microbatches=microbatches, **options)
         return make_plan(
-            profile_of(self.sketch),
-            cluster=CLUSTER,
-            pipeline_ranks=ranks,
-            microbatches=microbatches,
-            placement="linear" if self.placement == linear_placement(ranks) else "wave",
-            solver_seconds=0,
+            Job(profile=profile_of(self.sketch), cluster=CLUSTER, pipeline_ranks=ranks, microbatches=microbatches),
+            SearchOptions(
+                placement="linear" if self.placement == linear_placement(ranks) else "wave", solver_seconds=0
+            ),
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.partition.cuts import COLLOCATION_WORTH, every_cuts, preference
 from deepspeed_pulse.planner.partition.weights import Score, Weights, in_flight
 
@@ -50,8 +51,17 @@ def random_case(seed: int) -> Case:
     )
     link = Link(bandwidth_gb_per_s=rng.choice([1e-4, 3e-4, 1e-3, 1e9]), latency_us=1)
     cluster = Cluster(name="toy", nodes=1, ranks_per_node=8, memory_bytes=10**15, intra_node=link, inter_node=link)
-    memory = _memory(rng, Weights(profile, placement, cluster=cluster, data_parallel=1, memory_bytes=0))
-    weights = Weights(profile, placement, cluster=cluster, data_parallel=1, memory_bytes=memory)
+    memory = _memory(
+        rng,
+        Weights(
+            Job(profile=profile, cluster=cluster, pipeline_ranks=max(placement) + 1, microbatches=1, memory_bytes=0),
+            placement,
+        ),
+    )
+    weights = Weights(
+        Job(profile=profile, cluster=cluster, pipeline_ranks=max(placement) + 1, microbatches=1, memory_bytes=memory),
+        placement,
+    )
     return Case(weights, rng.choice([0.0, 0.0, 0.1]))
 
 

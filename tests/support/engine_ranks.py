@@ -342,6 +342,7 @@ def live_tensors(at_most: tuple[int, int]) -> tuple[int, int]:
 
 def recomputes(folder: str) -> None:
     """Peaks fall with an interval, and again by as much as ``memory_gb`` asks for; losses stay."""
+    from deepspeed_pulse.planner.job import Job, SearchOptions
     from deepspeed_pulse.planner.make import make_plan
 
     share_groups()
@@ -355,8 +356,8 @@ def recomputes(folder: str) -> None:
     if torch.distributed.get_rank() == 0:
         path.write_text(profile.to_json())
     torch.distributed.barrier()
-    options = {"pipeline_ranks": torch_world(), "microbatches": 4, "placement": "wave", "solver_seconds": 0}
-    plan = make_plan(profile, cluster=planned.cluster, recompute="all", **options)
+    job = Job(profile=profile, cluster=planned.cluster, pipeline_ranks=torch_world(), microbatches=4, recompute="all")
+    plan = make_plan(job, SearchOptions(placement="wave", solver_seconds=0))
     cap = max(plan.estimate.peak_bytes) * 1.02 / 1e9
     pulse = {"solver_seconds": 0, "placement": "wave", "profile": str(path)}
     found = []

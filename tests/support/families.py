@@ -29,6 +29,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.models import to_layers
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.runtime.local import LocalWorld
 
@@ -216,12 +217,8 @@ def _plans(graph: Graph, ranks: int, microbatches: int) -> Iterator[Plan]:
     cluster = Cluster(name="one", nodes=1, ranks_per_node=ranks, memory_bytes=2**40, intra_node=link, inter_node=link)
     for placement in ("wave", "linear"):
         yield make_plan(
-            profile,
-            cluster=cluster,
-            pipeline_ranks=ranks,
-            microbatches=microbatches,
-            placement=placement,
-            solver_seconds=0,
+            Job(profile=profile, cluster=cluster, pipeline_ranks=ranks, microbatches=microbatches),
+            SearchOptions(placement=placement, solver_seconds=0),
         )
 
 

@@ -16,6 +16,7 @@ from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import one_f_one_b
@@ -109,7 +110,10 @@ def relayed_mib(blocks: int, ranks: int, size: int) -> float:
 
 def sent_mib(costs: Profile, ranks: int) -> float:
     """What a planned wave sends per microbatch."""
-    made = make_plan(costs, cluster=_CLUSTER, pipeline_ranks=ranks, microbatches=2, placement="wave", solver_seconds=0)
+    made = make_plan(
+        Job(profile=costs, cluster=_CLUSTER, pipeline_ranks=ranks, microbatches=2),
+        SearchOptions(placement="wave", solver_seconds=0),
+    )
     assert made.estimate is not None
     return made.estimate.p2p_bytes_per_microbatch / MIB
 
@@ -132,14 +136,13 @@ def closed_forms(ranks: int, microbatches: int) -> Iterator[tuple[str, float, fl
 def planned_ms(schedule: str, ranks: int, microbatches: int, costs: Profile, *, split: bool = False) -> float:
     """Makespan of the plan under that name."""
     made = make_plan(
-        costs,
-        cluster=_CLUSTER,
-        pipeline_ranks=ranks,
-        microbatches=microbatches,
-        placement="linear" if schedule == "1f1b" else "wave",
-        schedule=schedule,
-        split_backward=split,
-        solver_seconds=0,
+        Job(profile=costs, cluster=_CLUSTER, pipeline_ranks=ranks, microbatches=microbatches),
+        SearchOptions(
+            placement="linear" if schedule == "1f1b" else "wave",
+            schedule=schedule,
+            split_backward=split,
+            solver_seconds=0,
+        ),
     )
     assert made.estimate is not None
     return made.estimate.makespan_ms

@@ -31,8 +31,10 @@ from deepspeed_pulse.planner import make as planner
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.recompute import replay_bytes as planned_replay
 from deepspeed_pulse.planner.simulate import estimate, simulate
+from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.tune import tune
 
 GIGABYTE = 10**9
@@ -117,23 +119,25 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
     Args:
         costs: how the profile was found.
     """
-    plan = planner.make_plan(
-        profile,
+    job = Job(
+        profile=profile,
         cluster=cluster,
         pipeline_ranks=request.pipeline_ranks,
         microbatches=request.microbatches,
         data_parallel=request.data_parallel,
+        layout=request.layout,
+        rules=request.rules,
+        recompute=request.recompute,
+        frozen=request.frozen,
+    )
+    options = SearchOptions(
         placement=request.pulse.placement,
         waves=int(request.pulse.waves),
         boundaries=_explicit_cuts(request),
         schedule=request.pulse.schedule,
         solver_seconds=request.pulse.solver_seconds,
-        recompute=request.recompute,
-        rules=request.rules,
-        layout=request.layout,
-        frozen=request.frozen,
-        plan_cache=request.pulse.plan_cache,
     )
+    plan = planner.make_plan(job, options, plan_cache=request.pulse.plan_cache)
     return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
 
 
@@ -142,14 +146,14 @@ def tune_job(
 ) -> Tuning:
     """Every way to run a job, the best first; searched for ``solver_seconds``."""
     recompute = None if isinstance(request.recompute, str) else tuple(request.recompute)
-    return tune(
-        profiles,
+    job = OpenJob(
+        profiles=profiles,
         cluster=cluster,
         global_batch=global_batch,
         world_size=world,
-        solver_seconds=request.pulse.solver_seconds,
         given=replace(given, recompute=recompute, reduce_early=request.rules.reduce_early),
     )
+    return tune(job, solver_seconds=request.pulse.solver_seconds)
 
 
 def planned_as_tuned(tuning: Tuning, cluster: Cluster, costs: str) -> Planned:
@@ -170,13 +174,9 @@ def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     """The same cuts with another number of microbatches."""
     check_may_differ(planned, pulse, microbatches)
     assert planned.profile is not None and planned.cluster is not None
+    job = Job.of(planned.plan, planned.profile, planned.cluster, microbatches=microbatches)
     return planner.reorder(
-        planned.plan,
-        planned.profile,
-        cluster=planned.cluster,
-        microbatches=microbatches,
-        schedule=pulse.schedule,
-        solver_seconds=pulse.solver_seconds,
+        planned.plan, job, SearchOptions(schedule=pulse.schedule, solver_seconds=pulse.solver_seconds)
     )
 
 

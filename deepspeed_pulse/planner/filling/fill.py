@@ -9,15 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_pulse.errors import InfeasibleError, PlanError
-from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.fill import Fill, FrozenPart, in_order
 from deepspeed_pulse.ir.plan import Estimate, Plan
-from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner.filling.assignment import MOST_COLUMNS, Assignment, gaps_of
 from deepspeed_pulse.planner.filling.greedy import MOST_OPEN, Filler, Runs, Taste, latest_starts
 from deepspeed_pulse.planner.filling.hand_overs import with_hand_overs
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.simulate import run, simulate, summarize
 
 _TASTES = (Taste(), Taste(left=0.3), Taste(fit=0.0, left=1.0), Taste(here=0.5), Taste(left=0.3, here=0.5))
@@ -40,31 +39,18 @@ class Filled:
         return self.estimate.step_ms, self.estimate.makespan_ms
 
 
-def fill_plan(
-    plan: Plan,
-    profile: Profile,
-    cluster: Cluster,
-    parts: Sequence[FrozenPart],
-    *,
-    memory_bytes: int | None = None,
-    solver_seconds: float = 10.0,
-) -> Plan:
-    """The plan with frozen work for the next step's batch in its idle time.
+def fill_plan(plan: Plan, job: Job, *, solver_seconds: float = 10.0) -> Plan:
+    """The plan with the job's frozen work for the next step's batch in its idle time.
 
     Args:
-        parts: for the plan's microbatch size.
-        memory_bytes: cap on a rank's ``peak_bytes``; None takes the cluster's.
         solver_seconds: time for HiGHS, where the instance is small enough for it; 0: less of the greedy, nothing else.
 
     Raises:
         PlanError: the parts do not fit the model.
         InfeasibleError: no rank has the memory that a part needs.
     """
-    empty = replace(plan, fill=None)
-    instance = Instance(empty, profile, cluster)
-    cap = cluster.memory_bytes if memory_bytes is None else memory_bytes
-    way = _Ways(instance, _checked(parts, plan), cap)
-    best = way.best(solver_seconds)
+    instance = Instance(replace(plan, fill=None), job.profile, job.cluster)
+    best = _Ways(instance, _checked(job.frozen, plan), job.limit_bytes).best(solver_seconds)
     return replace(plan, fill=best.fill, estimate=best.estimate)
 
 

@@ -8,73 +8,74 @@ from dataclasses import replace
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.planner.making.places import Placement
-from deepspeed_pulse.planner.making.request import Request, TooSlow, step_ms
+from deepspeed_pulse.planner.job import UNLIMITED_BYTES
+from deepspeed_pulse.planner.making.maker import Maker, TooSlow, step_ms
+from deepspeed_pulse.planner.making.placements import Placement
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.simulate import estimate
 
-_UNLIMITED = 2**62
 _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of the layers worth recomputing, how many are tried in search of the fastest plan."""
 
 
-def best_plan(request: Request, places: Sequence[Placement]) -> Plan:
+def best_plan(maker: Maker, places: Sequence[Placement]) -> Plan:
     """The fastest plan; where memory binds and it may, one that recomputes layers if that is faster than other cuts."""
-    if not request.recompute_more or _fits_freely(request, places):
-        return _fastest(request, places)
-    layers = cheapest_first(request.profile)
+    if maker.job.recompute != "auto" or _fits_freely(maker, places):
+        return _fastest(maker, places)
+    layers = cheapest_first(maker.job.profile)
     found: list[Plan] = []
     problems: list[InfeasibleError] = []
     for count in sorted({round(share * len(layers)) for share in _SHARES}):
         try:
-            plan = _fastest(request.quick(recompute=tuple(sorted(layers[:count]))), places)
+            plan = _fastest(replace(maker.quick(), recompute=tuple(sorted(layers[:count]))), places)
         except InfeasibleError as reason:
             problems.append(reason)
         else:
-            found.append(_without_spare(plan, request))
+            found.append(_without_spare(plan, maker))
     if not found:
         raise _joined(problems, f"{problems[0]}; recomputing layers in backward does not help enough")
     lean = min(found, key=lambda plan: (step_ms(plan), len(plan.recompute)))
     try:
-        return min(lean, request.order(lean), key=step_ms) if lean.recompute else _fastest(request, places)
+        return min(lean, maker.order(lean), key=step_ms) if lean.recompute else _fastest(maker, places)
     except InfeasibleError:  # the order fits by what other layers freed: keep it
         return lean
 
 
-def _fits_freely(request: Request, places: Sequence[Placement]) -> bool:
+def _fits_freely(maker: Maker, places: Sequence[Placement]) -> bool:
     """Memory does not bind: the plan that ignores it fits."""
     try:
-        estimated = _fastest(request.quick(memory_bytes=_UNLIMITED), places).estimate
+        free = replace(maker.quick(), job=replace(maker.job, memory_bytes=UNLIMITED_BYTES))
+        estimated = _fastest(free, places).estimate
     except TooSlow:
         return False
     assert estimated is not None
-    return max(estimated.peak_bytes) <= request.memory_bytes
+    return max(estimated.peak_bytes) <= maker.job.limit_bytes
 
 
-def _without_spare(plan: Plan, request: Request) -> Plan:
+def _without_spare(plan: Plan, maker: Maker) -> Plan:
     """Recompute only what this order needs; the longest forwards are dropped first."""
-    return _dropped(plan, request, sorted(plan.recompute, key=lambda i: -request.profile.layers[i].forward_ms))
+    return _dropped(plan, maker, sorted(plan.recompute, key=lambda i: -maker.job.profile.layers[i].forward_ms))
 
 
-def _dropped(plan: Plan, request: Request, layers: Sequence[int]) -> Plan:
+def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:
     """Without those of some layers, one by one in order, that memory allows to keep; by halves, which is the same."""
     if not layers:
         return plan
     fewer = replace(plan, recompute=tuple(i for i in plan.recompute if i not in layers))
-    estimated = estimate(fewer, request.profile, request.cluster)
-    if max(estimated.peak_bytes) <= request.memory_bytes:
+    estimated = estimate(fewer, maker.job.profile, maker.job.cluster)
+    if max(estimated.peak_bytes) <= maker.job.limit_bytes:
         return replace(fewer, estimate=estimated)
     half = len(layers) // 2
-    return _dropped(_dropped(plan, request, layers[:half]), request, layers[half:]) if half else plan
+    return _dropped(_dropped(plan, maker, layers[:half]), maker, layers[half:]) if half else plan
 
 
-def _fastest(request: Request, places: Sequence[Placement]) -> Plan:
+def _fastest(maker: Maker, places: Sequence[Placement]) -> Plan:
     """The plan with the shortest step, the first among equals; an error only when no placement is feasible."""
     best: Plan | None = None
     problems: list[InfeasibleError] = []
     for place in places:
         try:
-            plan = request.plan(place)
+            plan = maker.plan(place)
         except InfeasibleError as problem:
             problems.append(problem)
             continue

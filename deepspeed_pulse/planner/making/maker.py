@@ -1,29 +1,25 @@
-"""What plans are asked for, and the plan of one placement: cut, ordered, filled."""
+"""The plan of one placement: cut, ordered, filled."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.fill import FrozenPart
-from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.routes import make_routes
-from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.making.places import Placement
+from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
+from deepspeed_pulse.planner.making.placements import Placement
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.partition.views import other_views
 from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.search.synthesize import Progress, synthesize
+from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import least_step_ms, reduction_ms
 
 _WORTH_CHANGING = 0.95
@@ -41,44 +37,28 @@ class TooSlow(InfeasibleError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """The arguments of :func:`make_plan`, placement apart."""
+class Maker:
+    """Makes a job's plan for one placement. ``recompute``: the layers that run again in backward, ascending."""
 
-    profile: Profile
-    cluster: Cluster
-    pipeline_ranks: int
-    microbatches: int
-    data_parallel: int
-    waves: int
-    boundaries: tuple[int, ...] | None
-    schedule: str
-    memory_bytes: int
-    split_backward: bool
-    solver_seconds: float
-    seed: int
-    tolerance: float
-    progress: Progress | None
-    recompute: tuple[int, ...]
-    recompute_more: bool
-    rules: Rules
-    layout: Layout
-    frozen: tuple[FrozenPart, ...]
-    within_ms: float
-    part_skips: bool
+    job: Job
+    options: SearchOptions
+    recompute: tuple[int, ...] = ()
+    progress: Progress | None = None
 
     def plan(self, placement: Placement) -> Plan:
         """With the partitioner's cuts, or with others where known orders of those are well faster."""
-        own = self._cut(placement, self.profile)
-        others = self.data_parallel > 1 or self._may_part(own)
-        if self.boundaries or self.waves > 1 or not others:  # cuts of several waves take seconds to find
-            return self.order(self._promising(own, self.within_ms))
+        own = self._cut(placement, self.job.profile)
+        others = self.job.data_parallel > 1 or self._may_part(own)
+        settled = self.options.boundaries or self.options.waves > 1  # cuts of several waves take seconds to find
+        if settled or not others:
+            return self.order(self._promising(own, self.options.within_ms))
         known = self.quick()._fastest_cuts(own)
-        return self.order(known) if self.solver_seconds else known
+        return self.order(known) if self.options.solver_seconds else known
 
     def _fastest_cuts(self, own: Plan) -> Plan:
         """Ordered; of the partitioner's cuts and their rivals."""
         best: Plan | None = None
-        most, too_slow = self.within_ms, []
+        most, too_slow = self.options.within_ms, []
         try:
             best = self.order(self._promising(own, most))
             most = min(most, _WORTH_CHANGING * step_ms(best))
@@ -99,11 +79,11 @@ class Request:
         return best
 
     def _may_part(self, own: Plan) -> bool:
-        return self.part_skips and bool(self.profile.skips) and own.waves > 0
+        return self.options.parts_skips and bool(self.job.profile.skips) and own.waves > 0
 
     def _promising(self, plan: Plan, within_ms: float) -> Plan:
         if within_ms < math.inf:
-            bound_ms = least_step_ms(Instance(plan, self.profile, self.cluster))
+            bound_ms = least_step_ms(Instance(plan, self.job.profile, self.job.cluster))
             if bound_ms > within_ms:
                 raise TooSlow(bound_ms, plan.boundaries)
         return plan
@@ -111,92 +91,60 @@ class Request:
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
         """Cuts by other views of the profile, if any could be as fast as that; gradients are weighed where the order of
         ``own`` does not hide their reduction."""
-        instance = Instance(own, self.profile, self.cluster)
+        instance = Instance(own, self.job.profile, self.job.cluster)
         reduced = sum(reduction_ms(instance, stage) for stage in range(own.num_stages))
-        profile = with_recompute(self.profile, self.recompute)
-        if ideal_ms(profile, own.placement, self.microbatches, reduction_ms=reduced) > within_ms:
+        profile = with_recompute(self.job.profile, self.recompute)
+        if ideal_ms(profile, own.placement, self.job.microbatches, reduction_ms=reduced) > within_ms:
             return []
         estimated = own.estimate
         hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
-        views = other_views(
-            self.profile,
-            self.cluster,
-            own.grid,
-            self.microbatches,
-            skipless=self._may_part(own),
-            weighed=self.data_parallel > 1 and not hidden,
-        )
+        weighed = self.job.data_parallel > 1 and not hidden
+        views = other_views(self.job, skipless=self._may_part(own), weighed=weighed)
         plans = {plan.boundaries: plan for plan in (self._cut(own.placement, view) for view in views)}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
 
-    def quick(self, **changes: Any) -> Request:
+    def quick(self) -> Maker:
         """The same without a search."""
-        return replace(self, solver_seconds=0.0, progress=None, **changes)
+        return replace(self, options=replace(self.options, solver_seconds=0.0), progress=None)
 
     def order(self, plan: Plan) -> Plan:
         """The plan with the best order of its cuts, and frozen work in the time that leaves idle."""
-        if not self.frozen:
-            return self._ordered(plan, self.memory_bytes)
+        if not self.job.frozen:
+            return self._ordered(plan, self.job)
         plan = replace(plan, fill=None)
         try:
-            return self._filled(self._ordered(plan, self.memory_bytes))
+            return self._filled(self._ordered(plan, self.job))
         except InfeasibleError as problem:
             if problem.needed_bytes is None:
                 raise
-            spare = self.memory_bytes - (problem.needed_bytes - self.memory_bytes)
+            spare = self.job.limit_bytes - (problem.needed_bytes - self.job.limit_bytes)
             if spare <= 0:
                 raise
-        return self._filled(self._ordered(plan, spare))
+        return self._filled(self._ordered(plan, replace(self.job, memory_bytes=spare)))
 
     def _filled(self, plan: Plan) -> Plan:
-        return fill_plan(
-            plan,
-            self.profile,
-            self.cluster,
-            self.frozen,
-            memory_bytes=self.memory_bytes,
-            solver_seconds=self.solver_seconds / 2,
-        )
+        return fill_plan(plan, self.job, solver_seconds=self.options.solver_seconds / 2)
 
-    def _ordered(self, plan: Plan, memory_bytes: int) -> Plan:
-        return synthesize(
-            plan,
-            self.profile,
-            cluster=self.cluster,
-            schedule=self.schedule,
-            memory_bytes=memory_bytes,
-            split_backward=self.split_backward,
-            solver_seconds=self.solver_seconds,
-            seed=self.seed,
-            progress=self.progress,
-        )
+    def _ordered(self, plan: Plan, job: Job) -> Plan:
+        return synthesize(plan, job, self.options, self.progress)
 
     def _cut(self, placement: Placement, view: Profile) -> Plan:
         """Without an order; cut as a view of the profile asks for."""
-        cuts = self.boundaries or partition(
-            with_recompute(view, self.recompute),
-            placement,
-            cluster=self.cluster,
-            microbatches=self.microbatches,
-            memory_bytes=self.memory_bytes,
-            data_parallel=self.data_parallel,
-            tolerance=self.tolerance,
-            layout=self.layout,
-            shards=self.rules.shards(self.data_parallel),
-        )
+        viewed = replace(self.job, profile=with_recompute(view, self.recompute))
+        cuts = self.options.boundaries or partition(viewed, placement, tolerance=self.options.tolerance)
         return Plan(
-            pipeline_ranks=self.pipeline_ranks,
-            data_parallel=self.data_parallel,
-            microbatches=self.microbatches,
-            microbatch_size=self.profile.microbatch_size,
-            waves=0 if describe_placement(placement) == "linear" else self.waves,
-            boundaries=cuts,
+            pipeline_ranks=self.job.pipeline_ranks,
+            data_parallel=self.job.data_parallel,
+            microbatches=self.job.microbatches,
+            microbatch_size=self.job.profile.microbatch_size,
+            waves=0 if describe_placement(placement) == "linear" else self.options.waves,
+            boundaries=tuple(cuts),
             placement=placement,
-            schedule=((),) * self.pipeline_ranks,
-            routes=make_routes(cuts, placement, named_values(self.profile)),
+            schedule=((),) * self.job.pipeline_ranks,
+            routes=make_routes(cuts, placement, named_values(self.job.profile)),
             recompute=self.recompute,
-            layout=self.layout,
-            rules=self.rules,
+            layout=self.job.layout,
+            rules=self.job.rules,
         )
 
 

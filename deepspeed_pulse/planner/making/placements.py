@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, loop_placement, wave_placement
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.partition.cuts import require_layers
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, generators_for
 
@@ -15,16 +16,10 @@ Placement = tuple[int, ...]
 _PLACEMENTS = ("auto", "wave", "linear")
 
 
-def placements(
-    profile: Profile,
-    placement: str,
-    ranks: int,
-    waves: int,
-    boundaries: Sequence[int] | None,
-    schedule: str,
-    split_backward: bool,
-) -> list[Placement]:
+def placements(job: Job, options: SearchOptions) -> list[Placement]:
     """What to try, the preferred first. Raises when nothing can work."""
+    profile, ranks, waves = job.profile, job.pipeline_ranks, options.waves
+    placement, schedule = options.placement, options.schedule
     if placement not in _PLACEMENTS:
         expected = ", ".join(_PLACEMENTS)
         raise ConfigError(
@@ -34,15 +29,15 @@ def placements(
     places = {"wave": [wave], "linear": [linear], "auto": [wave, linear]}[placement]
     if placement == "auto" and schedule == "interleaved":
         places = [loop_placement(ranks, 2 * waves)]
-    if boundaries is not None:
-        places = _that_fit_boundaries(profile, places, boundaries)
+    if options.boundaries is not None:
+        places = _that_fit_boundaries(profile, places, options.boundaries)
     if placement == "auto":
         places = _that_fit_schedule(places, schedule)
         enough = [place for place in places if profile.num_layers >= len(place)]
         places = enough or places[-1:]
     for place in places:
         require_layers(profile, place)
-        generators_for(schedule, place, split=split_backward)
+        generators_for(schedule, place, split=options.split_backward)
     return places
 
 

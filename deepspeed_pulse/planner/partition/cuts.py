@@ -18,10 +18,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
-from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.partition.contiguous import ConsecutiveCuts
 from deepspeed_pulse.planner.partition.lexical import Cuts, Found, MakeSpace, TooLarge, relaxed, solve
 from deepspeed_pulse.planner.partition.nested import NestedCuts
@@ -41,29 +40,9 @@ _MOST_LAYERS = 100
 be kept together. Beyond, the ideal load stands for the best one."""
 
 
-def partition(
-    profile: Profile,
-    placement: Sequence[int],
-    *,
-    cluster: Cluster,
-    microbatches: int,
-    memory_bytes: int | None = None,
-    data_parallel: int = 1,
-    tolerance: float = 0.0,
-    layout: Layout = Layout.PIPE_MAJOR,
-    shards: int = 1,
-) -> Cuts:
+def partition(job: Job, placement: Sequence[int], *, tolerance: float = 0.0) -> Cuts:
     """Boundaries, one more than there are stages: the cuts of :func:`best_partition`."""
-    weights = Weights(
-        profile,
-        placement,
-        cluster=cluster,
-        data_parallel=data_parallel,
-        memory_bytes=memory_bytes,
-        layout=layout,
-        shards=shards,
-    )
-    return best_partition(weights, microbatches=microbatches, tolerance=tolerance).cuts
+    return best_partition(Weights(job, placement), microbatches=job.microbatches, tolerance=tolerance).cuts
 
 
 def best_partition(weights: Weights, *, microbatches: int, tolerance: float = 0.0) -> Found:

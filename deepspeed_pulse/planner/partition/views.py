@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.layout import Grid
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cost import data_parallel_link
+from deepspeed_pulse.planner.job import Job
 
 _SHARES = (0.5, 1.0)
 """Of the time to reduce a layer's gradients, what counts as work of its backward."""
 
 
-def other_views(
-    profile: Profile, cluster: Cluster, grid: Grid, microbatches: int, *, skipless: bool, weighed: bool
-) -> list[Profile]:
-    """Views that bring other cuts than the profile itself.
+def other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:
+    """Views of a job's profile that bring other cuts than the profile itself.
 
     Args:
         skipless: also a balance of time and hidden states alone, which fast links want; skips go where that sends them.
         weighed: also, of all views, cuts that weigh what each rank has to reduce over its data-parallel peers.
     """
-    views = [profile]
+    views = [job.profile]
     if skipless:
-        views.append(replace(profile, skips=()))
+        views.append(replace(job.profile, skips=()))
     if weighed:
-        views += [_with_reduction(view, cluster, grid, microbatches, share) for view in views for share in _SHARES]
+        views += [_with_reduction(view, job, share) for view in views for share in _SHARES]
     return views[1:]
 
 
-def _with_reduction(profile: Profile, cluster: Cluster, grid: Grid, microbatches: int, share: float) -> Profile:
-    links = {data_parallel_link(cluster, grid, rank) for rank in range(grid.pipeline_ranks)}
-    group, slowest = grid.data_parallel, max(link.bus_ms(10**9) for link in links)
-    ms_per_byte = share * 2 * (group - 1) / group * slowest / 1e9 / microbatches
+def _with_reduction(profile: Profile, job: Job, share: float) -> Profile:
+    links = {data_parallel_link(job.cluster, job.grid, rank) for rank in range(job.pipeline_ranks)}
+    group, slowest = job.data_parallel, max(link.bus_ms(10**9) for link in links)
+    ms_per_byte = share * 2 * (group - 1) / group * slowest / 1e9 / job.microbatches
     layers = (replace(x, backward_ms=x.backward_ms + ms_per_byte * x.param_bytes) for x in profile.layers)
     return replace(profile, layers=tuple(layers))

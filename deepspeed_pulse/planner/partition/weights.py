@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.layout import Grid, Layout
+from deepspeed_pulse.ir.layout import Grid
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.routes import stage_of
 from deepspeed_pulse.planner.cost import rank_link, state_bytes
+from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.routes import named_values
 
 _DIGITS = 9
@@ -59,24 +60,15 @@ class Value:
 
 
 class Weights:
-    """A profile's layers and values, for partitioning onto a placement.
+    """A job's layers and values, for partitioning onto a placement of its ranks.
 
     ``in_flight`` in its methods: per stage, how many microbatches' activations count against memory.
-    ``shards``: parts that the optimizer state is cut into (ZeRO-1).
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        placement: Sequence[int],
-        *,
-        cluster: Cluster,
-        data_parallel: int,
-        memory_bytes: int | None,
-        layout: Layout = Layout.PIPE_MAJOR,
-        shards: int = 1,
-    ) -> None:
-        self.profile, self.placement, self.memory_bytes = profile, tuple(placement), memory_bytes
+    def __init__(self, job: Job, placement: Sequence[int]) -> None:
+        profile, shards = job.profile, job.rules.shards(job.data_parallel)
+        self.profile, self.placement = profile, tuple(placement)
+        self.memory_bytes: int | None = job.limit_bytes
         self.num_layers = profile.num_layers
         self.collocates = describe_placement(self.placement).startswith("wave")
         """Whether the placement is meant to keep both ends of a value on one rank."""
@@ -90,8 +82,7 @@ class Weights:
         self.paired = _nested(_over_the_turn(lone, self.work_ms))
         """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
         self.travelling = tuple(value for value in self.values if value not in self.paired)
-        grid = Grid(pipeline_ranks=max(self.placement) + 1, data_parallel=data_parallel, layout=layout)
-        self._slow = _slowness(cluster, grid)
+        self._slow = _slowness(job.cluster, job.grid)
 
     def without_memory(self) -> Weights:
         """The same, with no memory limit."""

@@ -6,19 +6,18 @@ The simulator alone decides: whatever found an order, its figures come from ther
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from deepspeed_pulse.errors import InfeasibleError, PulseError
-from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import Estimate, Plan, Solver
-from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cost import gigabytes
 from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.schedules.unroll import unrolled
@@ -31,9 +30,6 @@ MAX_BINARIES = 300
 
 _FEW = 3
 """Microbatches per rank of the instance whose order is unrolled for many: start, end and a steady state between."""
-
-Progress = Callable[[float, float], None]
-"""Told the best makespan so far and the lower bound, in ms, whenever an order was found."""
 
 _PROVEN = 1e-9
 _SOLVER_TOLERANCE = 1e-6
@@ -56,33 +52,21 @@ class Candidate:
         return (round(e.step_ms, 9), round(e.makespan_ms, 9), max(e.peak_bytes))
 
 
-def synthesize(
-    plan: Plan,
-    profile: Profile,
-    *,
-    cluster: Cluster,
-    schedule: str = "auto",
-    memory_bytes: int | None = None,
-    split_backward: bool = False,
-    solver_seconds: float = 30.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Plan:
+def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress: Progress | None = None) -> Plan:
     """The plan with the best order found, its estimate and solver; the plan's own schedule is not looked at.
 
-    ``memory_bytes`` caps ``peak_bytes`` of every rank (None: no cap).
-    ``split_backward``: orders may use ``I`` and ``W``. Never worse than the best generator. The same arguments give the
-    same plan as long as the search ends before ``solver_seconds`` (its part with few microbatches, where there are
-    many, before half of them); 0 seconds: generators only.
+    Never worse than the best generator. The same arguments give the same plan as long as the search ends before
+    ``options.solver_seconds`` (its part with few microbatches, where there are many, before half of them).
 
     Raises:
-        ConfigError: ``schedule`` is not available or does not fit the placement; lists those that do.
+        ConfigError: the schedule is not available or does not fit the placement; lists those that do.
         InfeasibleError: no order fits the memory; says how much would be needed.
     """
+    schedule, solver_seconds, seed = options.schedule, options.solver_seconds, options.seed
     deadline = time.monotonic() + solver_seconds
     bare = replace(plan, schedule=((),) * plan.pipeline_ranks)
-    instance = Instance(bare, profile, cluster)
-    pool = _Pool(instance, memory_bytes, split_backward, progress)
+    instance = Instance(bare, job.profile, job.cluster)
+    pool = _Pool(instance, job.limit_bytes, options.split_backward, progress)
     pool.generate(schedule)
     start: Candidate | None = None
     if schedule == "auto" and solver_seconds > 0 and not pool.proven:
@@ -102,16 +86,14 @@ def synthesize(
         schedule=best.schedule,
         estimate=best.estimate,
         solver=solver,
-        profile_fingerprint=profile.fingerprint,
+        profile_fingerprint=job.profile.fingerprint,
     )
 
 
 class _Pool:
     """Orders found so far, the best first in mind, and the strongest lower bound."""
 
-    def __init__(
-        self, instance: Instance, memory_bytes: int | None, split: bool, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, instance: Instance, memory_bytes: int, split: bool, progress: Progress | None = None) -> None:
         self.progress = progress
         self.instance, self.memory_bytes, self.split = instance, memory_bytes, split
         self.caps = _caps(instance, memory_bytes)
@@ -140,7 +122,7 @@ class _Pool:
         for candidate in _candidates(self.instance, schedule, self.caps, self.split):
             peak = max(candidate.estimate.peak_bytes)
             smallest = peak if smallest is None else min(smallest, peak)
-            if self.memory_bytes is not None and peak > self.memory_bytes:
+            if peak > self.memory_bytes:
                 self.fits_all = False
                 continue
             self._keep(candidate)
@@ -164,7 +146,7 @@ class _Pool:
             candidate = _simulated(self.instance, name, schedule)
         except PulseError:  # rounding of a solver's starts can part an order from its precedence
             return False
-        if self.memory_bytes is not None and max(candidate.estimate.peak_bytes) > self.memory_bytes:
+        if max(candidate.estimate.peak_bytes) > self.memory_bytes:
             return False
         self._keep(candidate)
         return True
@@ -244,11 +226,11 @@ def _candidates(instance: Instance, schedule: str, caps: tuple[Cap | None, ...],
                 yield _simulated(instance, name, order)
 
 
-def _caps(instance: Instance, memory_bytes: int | None) -> tuple[Cap | None, ...]:
+def _caps(instance: Instance, memory_bytes: int) -> tuple[Cap | None, ...]:
     """None where everything fits; else what state leaves for activations, and less: hidden states come on top."""
     single = _one_microbatch(instance)
-    room = [(memory_bytes or 0) - _always(instance, rank) for rank in range(instance.num_ranks)]
-    if memory_bytes is None or all(instance.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):
+    room = [memory_bytes - _always(instance, rank) for rank in range(instance.num_ranks)]
+    if all(instance.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):
         return (None,)
     limits = [tuple(max(0.0, share * free) for free in room) for share in (1.0, 0.9, 0.75)]
     return tuple(byte_cap(instance, limit) for limit in (*limits, single))
@@ -271,8 +253,7 @@ def _simulated(instance: Instance, name: str, schedule: Schedule) -> Candidate:
     return Candidate(name=name, schedule=schedule, timeline=timeline, estimate=summarize(instance, timeline))
 
 
-def _too_little_memory(instance: Instance, memory_bytes: int | None, smallest: int | None) -> InfeasibleError:
-    assert memory_bytes is not None
+def _too_little_memory(instance: Instance, memory_bytes: int, smallest: int | None) -> InfeasibleError:
     states = [rank_state_bytes(instance, rank) for rank in range(instance.num_ranks)]
     needed = f"{gigabytes(smallest)} GB" if smallest is not None else "more"
     return InfeasibleError(

@@ -23,13 +23,13 @@ def nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
     if not limited:
         reasons = sorted({f"{trial.verdict.value}: {trial.reason}" for trial in trials})
         return InfeasibleError(
-            f"no way to run {tuner.global_batch} samples a step on {tuner.world} ranks; {'; '.join(reasons[:3])}; use "
-            "another global batch, fewer ranks or finer layers"
+            f"no way to run {tuner.job.global_batch} samples a step on {tuner.job.world} ranks; "
+            f"{'; '.join(reasons[:3])}; use another global batch, fewer ranks or finer layers"
         )
     memory, ranks = _memory_that_would_do(tuner, limited), _ranks_that_would_do(tuner)
     ways = [f"{gigabytes(memory)} GB a rank would do" if memory else "", f"{ranks} ranks would do" if ranks else ""]
     return InfeasibleError(
-        f"nothing fits {gigabytes(tuner.memory_bytes)} GB a rank on {tuner.world} ranks{_means(tuner)}: "
+        f"nothing fits {gigabytes(tuner.job.limit_bytes)} GB a rank on {tuner.job.world} ranks{_means(tuner)}: "
         f"{' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}{_hint(tuner)}",
         needed_bytes=memory,
     )
@@ -43,7 +43,7 @@ def _means(tuner: Tuner) -> str:
 
 
 def _hint(tuner: Tuner) -> str:
-    if tuner.given.zero_stage != 0 or tuner.world == 1:
+    if tuner.given.zero_stage != 0 or tuner.job.world == 1:
         return ""
     return "; zero_optimization.stage 1 would share the optimizer's state among replicas"
 
@@ -97,11 +97,10 @@ def _ranks_that_would_do(tuner: Tuner) -> int | None:
     """The smallest power of two times the world size on which a choice fits."""
     times = 2
     while times <= _MOST_TIMES:
-        world = tuner.world * times
-        nodes = max(tuner.cluster.nodes, -(-world // tuner.cluster.ranks_per_node))
-        cluster = replace(tuner.cluster, nodes=nodes)
-        larger = Tuner(tuner.sizes, cluster, world, tuner.global_batch, tuner.memory_bytes, tuner.given, tuner.frozen)
-        if _anything_fits(larger):
+        world = tuner.job.world * times
+        nodes = max(tuner.job.cluster.nodes, -(-world // tuner.job.cluster.ranks_per_node))
+        cluster = replace(tuner.job.cluster, nodes=nodes)
+        if _anything_fits(Tuner(replace(tuner.job, cluster=cluster, world_size=world))):
             return world
         times *= 2
     return None
@@ -114,7 +113,7 @@ def _anything_fits(tuner: Tuner) -> bool:
         return False
     for choice in (replace(family, zero_stage=max(tuner.zero_stages(family))) for family in families):
         many = len(choice.placement) > tuner.sizes.smallest.num_layers
-        hopeless = many or tuner.least_state_bytes(choice) > tuner.memory_bytes
-        if _is_frugal(tuner, choice) and not hopeless and _fits(tuner, choice, tuner.memory_bytes):
+        hopeless = many or tuner.least_state_bytes(choice) > tuner.job.limit_bytes
+        if _is_frugal(tuner, choice) and not hopeless and _fits(tuner, choice, tuner.job.limit_bytes):
             return True
     return False

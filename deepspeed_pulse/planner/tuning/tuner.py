@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
-from deepspeed_pulse.ir.choice import Choice, Given, Trial, Verdict
-from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.frozen import FrozenParts
+from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.planner.cost import data_parallel_link, gigabytes, state_bytes
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
+from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job, SearchOptions
 from deepspeed_pulse.planner.make import MOST_FORWARDS, make_plan
-from deepspeed_pulse.planner.making.request import TooSlow
+from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import estimate
-from deepspeed_pulse.planner.tuning.sizes import Sizes
+from deepspeed_pulse.planner.tuning.open_job import OpenJob
 
 Progress = Callable[[int, int, float], None]
 """Told how many choices are decided, how many there are, and the most samples/s so far."""
@@ -40,25 +39,12 @@ _SHARED = 1 / 3
 _WORTH_HIDING = 0.05
 """Of a step: what one rank gains by several stages must exceed what their actions cost beyond the plan."""
 
-_UNLIMITED = 2**62
-
 
 class Tuner:
     """One job's choices and what is known of them so far."""
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        cluster: Cluster,
-        world: int,
-        global_batch: int,
-        memory_bytes: int,
-        given: Given,
-        frozen: FrozenParts | None = None,
-    ) -> None:
-        self.sizes, self.cluster, self.world = sizes, cluster, world
-        self.global_batch, self.memory_bytes, self.given = global_batch, memory_bytes, given
-        self.frozen = frozen
+    def __init__(self, job: OpenJob) -> None:
+        self.job, self.sizes, self.given = job, job.sizes, job.given
         self._steps: list[float] = []
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: float = _EXACT
@@ -82,8 +68,8 @@ class Tuner:
             ConfigError: there are none.
         """
         found = 0
-        for ranks in _divisors(self.world):
-            group = self.world // ranks
+        for ranks in _divisors(self.job.world):
+            group = self.job.world // ranks
             for size in self._sizes(ranks, group):
                 for waves, layout in itertools.product(self._waves(ranks), self._layouts(ranks)):
                     choice = Choice(
@@ -91,7 +77,7 @@ class Tuner:
                         data_parallel=group,
                         waves=waves,
                         microbatch_size=size,
-                        microbatches=self.global_batch // (group * size),
+                        microbatches=self.job.global_batch // (group * size),
                         layout=layout,
                     )
                     if ranks > 1 or waves == self._waves(ranks)[0] or self._worth_hiding(choice):
@@ -101,7 +87,7 @@ class Tuner:
             raise self._nothing_divides()
 
     def _sizes(self, ranks: int, group: int) -> tuple[int, ...]:
-        share, rest = divmod(self.global_batch, group)
+        share, rest = divmod(self.job.global_batch, group)
         if rest or self.given.pipeline_ranks not in (None, ranks):
             return ()
         return tuple(size for size in self.given.sizes_of(share, self.sizes.up_to(share)) if self.sizes.has(size))
@@ -121,16 +107,20 @@ class Tuner:
         """One where both are the same."""
         if self.given.layout is not None:
             return (self.given.layout,)
-        same = ranks in (1, self.world) or self.world <= self.cluster.ranks_per_node
-        return (Layout.PIPE_MAJOR,) if same or self.cluster.intra_node == self.cluster.inter_node else tuple(Layout)
+        same = ranks in (1, self.job.world) or self.job.world <= self.job.cluster.ranks_per_node
+        return (
+            (Layout.PIPE_MAJOR,)
+            if same or self.job.cluster.intra_node == self.job.cluster.inter_node
+            else tuple(Layout)
+        )
 
     def _nothing_divides(self) -> ConfigError:
         smallest = self.sizes.smallest.microbatch_size
-        below = self.global_batch // smallest * smallest
+        below = self.job.global_batch // smallest * smallest
         near = " or ".join(str(batch) for batch in (below, below + smallest) if batch)
         return ConfigError(
-            f"global batch: {self.global_batch} samples are no whole number of microbatches on {self.world} ranks: "
-            f"expected a multiple of (data-parallel pipelines x microbatch size), the smallest profile is for "
+            f"global batch: {self.job.global_batch} samples are no whole number of microbatches on {self.job.world} "
+            f"ranks: expected a multiple of (data-parallel pipelines x microbatch size), the smallest profile is for "
             f"microbatches of {smallest}; use {near}, or profile a smaller microbatch"
         )
 
@@ -146,7 +136,7 @@ class Tuner:
     def _reduction_ms(self, choice: Choice) -> float:
         """Of all gradients, at least."""
         profile, group = self.sizes.at(choice.microbatch_size), choice.data_parallel
-        links = [data_parallel_link(self.cluster, choice.grid, rank) for rank in range(choice.pipeline_ranks)]
+        links = [data_parallel_link(self.job.cluster, choice.grid, rank) for rank in range(choice.pipeline_ranks)]
         return 2 * (group - 1) / group * min(link.bus_ms(profile.param_bytes) for link in links)
 
     @property
@@ -164,18 +154,20 @@ class Tuner:
             yield from (replace(verdict, choice=choice) for choice in stages)
             return
         free: Plan | None = None
-        freely = False
         try:
             free = self._free(family)
         except TooSlow as slow:
             if family.waves > 1:  # its cuts are not made anew for less memory
                 yield from (self._too_slow(choice, slow.bound_ms) for choice in stages)
                 return
+        unbound = False
         for choice in stages:
-            trial = _no_gain(choice) if freely else self._trial(choice, free)
+            trial = _no_gain(choice) if unbound else self._unbound(choice, free)
+            unbound = unbound or trial is not None
+            if trial is None:
+                trial = self._within_memory(choice, free)
             if trial.plan is not None:
                 self._steps.append(_figures(trial.plan).step_ms)
-                freely = free is not None and trial.plan.schedule is free.schedule
             yield trial
 
     def zero_stages(self, family: Choice) -> tuple[int, ...]:
@@ -197,7 +189,7 @@ class Tuner:
         return self._too_slow(family, bound_ms) if bound_ms > self._within_ms else None
 
     def _too_slow(self, choice: Choice, bound_ms: float) -> Trial:
-        most = 1e3 * self.global_batch / bound_ms
+        most = 1e3 * self.job.global_batch / bound_ms
         return Trial(
             choice=choice, verdict=Verdict.SLOW, samples_per_second=most, reason=f"at most {most:.4g} samples/s"
         )
@@ -212,7 +204,8 @@ class Tuner:
         key = (family.pipeline_ranks, family.waves, None if one else family.layout)
         cuts = self._cuts.get(key) if one or self.sizes.in_proportion else None
         try:
-            plan = self._planned(family, memory_bytes=_UNLIMITED, recompute=self._recompute("none"), cuts=cuts)
+            job = replace(self.job.chosen(family), memory_bytes=UNLIMITED_BYTES)
+            plan = self._planned(family, job if job.recompute != "auto" else replace(job, recompute="none"), cuts)
         except TooSlow as slow:
             self._cuts[key] = slow.cuts
             raise
@@ -221,55 +214,41 @@ class Tuner:
 
     def frugal(self, choice: Choice, *, memory_bytes: int) -> Plan:
         """With every layer recomputed that frees anything."""
-        layers = sorted(cheapest_first(self.sizes.at(choice.microbatch_size)))
-        return self._planned(choice, memory_bytes=memory_bytes, recompute=self._recompute(layers))
+        job = replace(self.job.chosen(choice), memory_bytes=memory_bytes)
+        if job.recompute == "auto":
+            job = replace(job, recompute=sorted(cheapest_first(job.profile)))
+        return self._planned(choice, job)
 
-    def _recompute(self, otherwise: str | Sequence[int]) -> str | Sequence[int]:
-        return otherwise if self.given.recompute is None else self.given.recompute
-
-    def _planned(
-        self,
-        choice: Choice,
-        *,
-        memory_bytes: int,
-        recompute: str | Sequence[int] = "none",
-        cuts: tuple[int, ...] | None = None,
-    ) -> Plan:
-        return make_plan(
-            self.sizes.at(choice.microbatch_size),
-            cluster=self.cluster,
-            pipeline_ranks=choice.pipeline_ranks,
-            microbatches=choice.microbatches,
-            data_parallel=choice.data_parallel,
+    def _planned(self, choice: Choice, job: Job, cuts: tuple[int, ...] | None = None) -> Plan:
+        options = SearchOptions(
             placement="wave" if choice.waves else "linear",
             waves=choice.waves or 1,
             boundaries=cuts,
             schedule=self.given.schedule,
-            memory_bytes=memory_bytes,
             solver_seconds=0.0,
-            recompute=recompute,
-            rules=self.given.rules(choice.zero_stage),
-            layout=choice.layout,
-            frozen=() if self.frozen is None else self.frozen.at(choice.microbatch_size),
             within_ms=self._within_ms,
             part_skips=True,
         )
+        return make_plan(job, options)
 
-    def _trial(self, choice: Choice, free: Plan | None) -> Trial:
-        """The plan without regard to memory if it fits, else one that does."""
+    def _unbound(self, choice: Choice, free: Plan | None) -> Trial | None:
+        """The plan without regard to memory, if it fits."""
+        if free is None:
+            return None
+        figures = self.figures(choice, free)
+        if max(figures.peak_bytes) > self.job.limit_bytes:
+            return None
+        return _success(choice, replace(free, rules=self.given.rules(choice.zero_stage), estimate=figures))
+
+    def _within_memory(self, choice: Choice, free: Plan | None) -> Trial:
+        """A plan that fits, where the one without regard to memory does not."""
         least = self.least_state_bytes(choice)
-        if least > self.memory_bytes:
+        if least > self.job.limit_bytes:
             reason = f"weights, gradients and optimizer state alone need {gigabytes(least)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
-        if free is not None:
-            figures = self.figures(choice, free)
-            if max(figures.peak_bytes) <= self.memory_bytes:
-                return _success(choice, replace(free, rules=self.given.rules(choice.zero_stage), estimate=figures))
         cuts = None if free is None or choice.waves <= 1 else free.boundaries
         try:
-            recompute = self._recompute("auto")
-            plan = self._planned(choice, memory_bytes=self.memory_bytes, recompute=recompute, cuts=cuts)
-            return _success(choice, plan)
+            return _success(choice, self._planned(choice, self.job.chosen(choice), cuts))
         except TooSlow as slow:
             return self._too_slow(choice, slow.bound_ms)
         except InfeasibleError as problem:
@@ -282,7 +261,7 @@ class Tuner:
         rules = self.given.rules(choice.zero_stage)
         if rules == plan.rules and plan.estimate is not None:
             return plan.estimate
-        return estimate(replace(plan, rules=rules), self.sizes.at(choice.microbatch_size), self.cluster)
+        return estimate(replace(plan, rules=rules), self.sizes.at(choice.microbatch_size), self.job.cluster)
 
     def least_state_bytes(self, choice: Choice) -> int:
         """No cuts have less on their fullest rank: state in equal parts."""
@@ -310,26 +289,13 @@ class Tuner:
         return sorted((better.get(id(trial), trial) for trial in trials), key=rank_of)
 
     def _better(self, trial: Trial, seconds: float) -> Trial:
-        choice, profile = trial.choice, self.sizes.at(trial.choice.microbatch_size)
-        plan = synthesize(
-            replace(trial.planned, fill=None),
-            profile,
-            cluster=self.cluster,
-            schedule=self.given.schedule,
-            memory_bytes=self.memory_bytes,
-            solver_seconds=seconds,
-        )
-        if self.frozen is None:
+        choice, job = trial.choice, self.job.chosen(trial.choice)
+        options = SearchOptions(schedule=self.given.schedule, solver_seconds=seconds)
+        plan = synthesize(replace(trial.planned, fill=None), job, options)
+        if not job.frozen:
             return min(trial, _success(choice, plan), key=rank_of)
         try:
-            filled = fill_plan(
-                plan,
-                profile,
-                self.cluster,
-                self.frozen.at(choice.microbatch_size),
-                memory_bytes=self.memory_bytes,
-                solver_seconds=seconds,
-            )
+            filled = fill_plan(plan, job, solver_seconds=seconds)
         except InfeasibleError:  # a better order may keep more activations, and leave no room
             return trial
         return min(trial, _success(choice, filled), key=rank_of)
