@@ -1,15 +1,46 @@
-"""What the training program itself is doing: seen from another thread, so also while it waits."""
+"""What the training program itself is doing: seen from another thread, so also while it waits.
+
+Frames of a thread that runs must not be held by another one (CPython 3.11 crashes at times), so the interpreter's own
+dump of the stacks is read, which holds none.
+"""
 
 from __future__ import annotations
 
-import sys
+import faulthandler
+import os
+import re
+import tempfile
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-COMMUNICATION = ("torch.distributed", "deepspeed.comm")
-LIBRARIES = ("torch.", "deepspeed.")
+import deepspeed
+import torch
+
 WRAPPERS = frozenset({"wrapper", "log_wrapper"})
+
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def _folder(*names: str) -> str:
+    return os.path.join(*names, "")
+
+
+_TORCH, _DEEPSPEED = (os.path.dirname(str(module.__file__)) for module in (torch, deepspeed))
+_LIBRARIES = (_folder(_TORCH), _folder(_DEEPSPEED))
+_COMMUNICATION = (_folder(_TORCH, "distributed"), _folder(_DEEPSPEED, "comm"))
+_OWN = _folder(str(Path(__file__).parents[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function that a thread is in."""
+
+    file: str
+    line: int
+    function: str
 
 
 def communication() -> str | None:
@@ -18,17 +49,26 @@ def communication() -> str | None:
     Returns:
         "send, called at loader.py:88"; None where there is none, and for what this package calls.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     called: str | None = None
-    while frame is not None and _module(frame).startswith(LIBRARIES):
-        name = frame.f_code.co_name
-        if _module(frame).startswith(COMMUNICATION) and name not in WRAPPERS:
-            called = name
-        frame = frame.f_back
-    if called is None or frame is None or _module(frame).startswith("deepspeed_pulse"):
-        return None
-    return f"{called}, called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    for call in _calls(threading.main_thread().ident or 0):
+        if not call.file.startswith(_LIBRARIES):
+            if called is None or call.file.startswith(_OWN):
+                return None
+            return f"{called}, called at {Path(call.file).name}:{call.line}"
+        if call.file.startswith(_COMMUNICATION) and call.function not in WRAPPERS:
+            called = call.function
+    return None
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _calls(thread: int) -> Iterator[Call]:
+    """Of a thread, the innermost first."""
+    with tempfile.TemporaryFile("w+", errors="replace") as dump:
+        faulthandler.dump_traceback(dump, all_threads=True)
+        dump.seek(0)
+        wanted = False
+        for line in dump:
+            header, call = _THREAD.match(line), _CALL.match(line)
+            if header is not None:
+                wanted = int(header[1], 16) == thread
+            elif wanted and call is not None:
+                yield Call(call[1], int(call[2]), call[3])
