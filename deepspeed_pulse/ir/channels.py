@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import PlanError
+from deepspeed_pulse.ir.dependencies import Key, key_of, needs, ordered
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.program import Channel, Message, Program, channel_of, lower
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.program import Channel, Message, Program, Step, channel_of, lower
+from deepspeed_pulse.ir.schedule import Op
 
 MIN_SLOTS = 2
 POSTED_AHEAD = 2
@@ -48,7 +49,7 @@ class Traffic:
 def make_traffic(plan: Plan) -> Traffic:
     """Analyse a plan's messages. Raises PlanError when the order of actions deadlocks."""
     program = lower(plan)
-    sent_at, used_at = _places(program)
+    sent_at, used_at = _ends(program)
     channels, slots = receive_slots(program, plan.placement)
     return Traffic(
         program=program,
@@ -58,11 +59,11 @@ def make_traffic(plan: Plan) -> Traffic:
     )
 
 
-_Places = dict[Message, tuple[int, int]]
+_Ends = dict[Message, tuple[int, int]]
 """Rank and position of the step that sends a message, or receives it."""
 
 
-def _places(program: Program) -> tuple[_Places, _Places]:
+def _ends(program: Program) -> tuple[_Ends, _Ends]:
     sent_at = {m: (rank, i) for rank, row in enumerate(program) for i, step in enumerate(row) for m in step.sends}
     used_at = {m: (rank, i) for rank, row in enumerate(program) for i, step in enumerate(row) for m in step.receives}
     if sent_at.keys() != used_at.keys():
@@ -82,7 +83,7 @@ def receive_slots(
     Raises:
         PlanError: a message has only one end, or the order of actions deadlocks.
     """
-    sent_at, used_at = _places(program)
+    sent_at, used_at = _ends(program)
     channels: dict[Channel, list[Message]] = defaultdict(list)
     for message in sent_at:
         channels[channel_of(message, placement)].append(message)
@@ -97,77 +98,15 @@ def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
     Raises:
         PlanError: the order deadlocks; shows the action every rank is stuck at and what it waits for.
     """
-    arrived: dict[Message, int] = {}
-    finished: dict[tuple[int, Op, int], int] = {}
     starts: list[list[int]] = [[] for _ in program]
     free = [0] * len(program)
-    split = split_stages(step.action for row in program for step in row)
-    progress = True
-    while progress:
-        progress = False
-        for rank, row in enumerate(program):
-            while len(starts[rank]) < len(row):
-                step = row[len(starts[rank])]
-                waits = [arrived.get(m) for m in step.receives] + [
-                    finished.get(key) for key in local_needs(step.action, placement, split)
-                ]
-                if any(time is None for time in waits):
-                    break
-                start = max([free[rank], *(time for time in waits if time is not None)])
-                free[rank] = start + _UNIT_TIME[step.action.op]
-                starts[rank].append(start)
-                finished[step.action.stage, step.action.op, step.action.microbatch] = free[rank]
-                arrived.update(dict.fromkeys(step.sends, free[rank]))
-                progress = True
-    stuck = [rank for rank, row in enumerate(program) if len(starts[rank]) < len(row)]
-    if stuck:
-        raise PlanError(_describe_deadlock(program, placement, starts, stuck, arrived, finished))
+    ends: dict[Key, int] = {}
+    for rank, step in ordered(program, placement):
+        assert isinstance(step, Step)
+        start = max([free[rank], *(ends[key] for key in needs(step, placement))])
+        free[rank] = ends[key_of(step.action)] = start + _UNIT_TIME[step.action.op]
+        starts[rank].append(start)
     return starts
-
-
-def split_stages(actions: Iterable[Action]) -> frozenset[int]:
-    """Stages whose backward runs as ``I`` and ``W``."""
-    return frozenset(action.stage for action in actions if action.op is Op.INPUT_GRAD)
-
-
-def local_needs(action: Action, placement: Sequence[int], split: Collection[int]) -> list[tuple[int, Op, int]]:
-    """Actions on the same rank that must be over before this one, as (stage, op, microbatch).
-
-    ``split``: stages whose backward runs as ``I`` and ``W``.
-    """
-    stage, op, microbatch = action.stage, action.op, action.microbatch
-    needs: list[tuple[int, Op, int]] = []
-    if op is Op.FORWARD:
-        if stage > 0 and placement[stage - 1] == placement[stage]:
-            needs.append((stage - 1, Op.FORWARD, microbatch))
-        return needs
-    if op is Op.WEIGHT_GRAD:
-        return [(stage, Op.INPUT_GRAD, microbatch)]
-    needs.append((stage, Op.FORWARD, microbatch))
-    if stage + 1 < len(placement) and placement[stage + 1] == placement[stage]:
-        needs.append((stage + 1, Op.INPUT_GRAD if stage + 1 in split else Op.BACKWARD, microbatch))
-    return needs
-
-
-def _describe_deadlock(
-    program: Program,
-    placement: Sequence[int],
-    starts: list[list[int]],
-    stuck: list[int],
-    arrived: dict[Message, int],
-    finished: dict[tuple[int, Op, int], int],
-) -> str:
-    split = split_stages(step.action for row in program for step in row)
-    lines = []
-    for rank in stuck:
-        step = program[rank][len(starts[rank])]
-        action = step.action
-        waits = [f"{m.label} from stage {m.source_stage}" for m in step.receives if m not in arrived]
-        waits += [
-            f"{s}{op.value}{m}" for s, op, m in local_needs(action, placement, split) if (s, op, m) not in finished
-        ]
-        lines.append(f"rank {rank} is stuck at {action}, its action {len(starts[rank])}: waits for {', '.join(waits)}")
-    return "the order of actions deadlocks; reorder the schedule:\n  " + "\n  ".join(lines)
 
 
 def _slots(

@@ -2,11 +2,11 @@
 
 The largest of (all with messages, queueing only between messages of one action):
 
-* one microbatch on its way through all stages and back;
-* per rank: earliest start of its first action + M * all its work + shortest tail after its last action;
-* per port (a directed link, or a rank's card): the same with the bytes that leave through it;
 * per rank: the preemptive schedule of its actions, each with its own earliest start and tail (Jackson; Carlier 1982),
-  where microbatches of a stage stay in order. It is the strongest one on uneven stages, and often the optimum.
+  where microbatches of a stage stay in order. It is at least one microbatch's way through all stages and back, and at
+  least what all actions of the rank take with the shortest head and tail; often it is the optimum;
+* per port (a directed link, or a rank's card): earliest start of what leaves through it + M times its bytes + shortest
+  tail.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import heapq
 from collections import defaultdict
 from itertools import count
 
+from deepspeed_pulse.ir.dependencies import Key
 from deepspeed_pulse.ir.program import Message
 from deepspeed_pulse.ir.schedule import Action, Op
-from deepspeed_pulse.planner.instance import Instance, Port
-from deepspeed_pulse.planner.order import Key
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.links import Port
 
 
 class CriticalPaths:
@@ -71,14 +72,6 @@ class CriticalPaths:
             delay[key] = max(delay[key], self.delays[message])
         return list(delay.items())
 
-    def path_ms(self) -> float:
-        """The one-microbatch path."""
-        return max(
-            self.head_ms[key] + self.instance.duration_ms(a) + self.tail_ms[key]
-            for a in self.actions
-            for key in (self.instance.key(a),)
-        )
-
 
 def _one_microbatch(num_stages: int, split: bool) -> list[Action]:
     stages = range(num_stages)
@@ -100,21 +93,16 @@ def _message_delays(instance: Instance, actions: list[Action]) -> dict[Message, 
 
 
 def lower_bound_ms(instance: Instance, microbatches: int, *, split: bool = False) -> float:
-    """Largest of the path, rank and port bounds, in ms. ``split``: backward may run as ``I`` and ``W``."""
+    """Largest of the rank and port bounds, in ms. ``split``: backward may run as ``I`` and ``W``."""
     known = instance.bounds_ms.get((microbatches, split))
     if known is None:
         paths = CriticalPaths(instance, split=split)
-        known = max(
-            paths.path_ms(),
-            *_rank_bounds(paths, microbatches),
-            *_port_bounds(paths, microbatches),
-            *_preemptive_bounds(paths, microbatches),
-        )
+        known = max(*_port_bounds(paths, microbatches), *_rank_bounds(paths, microbatches))
         instance.bounds_ms[microbatches, split] = known
     return known
 
 
-def _preemptive_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
+def _rank_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     """Per rank: the longest actions' tails first, interrupted whenever an action with a longer tail arrives."""
     instance = paths.instance
     heads, tails = paths.heads_of(microbatches), paths.tails_of(microbatches)
@@ -147,17 +135,6 @@ def preemptive_ms(jobs: list[tuple[float, float, float]]) -> float:
             heapq.heappush(ready, (tail, order, left - (until - now)))
             now = until
     return makespan
-
-
-def _rank_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
-    instance, bounds = paths.instance, []
-    for rank in range(instance.num_ranks):
-        mine = [a for a in paths.actions if instance.placement[a.stage] == rank]
-        work = sum(instance.duration_ms(a) for a in mine)
-        first = min(paths.head_ms[instance.key(a)] for a in mine)
-        last = min(paths.tail_ms[instance.key(a)] for a in mine)
-        bounds.append(first + microbatches * work + last)
-    return bounds
 
 
 def _port_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Costs of stages and links, summed from a profile's layers."""
+"""Costs of stages, summed from a profile's layers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.layout import Grid
-from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 
 NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
@@ -64,29 +62,6 @@ class StageCosts:
 def weight_grad_ms(layer: LayerCost) -> float:
     """The layer's ``weight_grad_ms``, or half of its backward where the profile does not say."""
     return layer.backward_ms / 2 if layer.weight_grad_ms is None else layer.weight_grad_ms
-
-
-def rank_link(cluster: Cluster, grid: Grid, source: int, target: int) -> Link:
-    """Link between two pipeline ranks: it leaves the node if it does so in any of the data-parallel pipelines.
-
-    They take their steps together, so the slowest of them counts.
-    """
-    ends = ((grid.global_rank(source, index), grid.global_rank(target, index)) for index in range(grid.data_parallel))
-    local = all(cluster.node_of(a) == cluster.node_of(b) for a, b in ends)
-    return cluster.intra_node if local else cluster.inter_node
-
-
-def link(cluster: Cluster, plan: Plan, source: int, target: int) -> Link:
-    """Link between two pipeline ranks of a plan."""
-    return rank_link(cluster, plan.grid, source, target)
-
-
-def data_parallel_link(cluster: Cluster, grid: Grid, rank: int) -> Link:
-    """Link of the ring of a pipeline rank's data-parallel peers, in the order of their global ranks: first to last.
-
-    It leaves the node exactly when any link of the ring does.
-    """
-    return cluster.link(grid.global_rank(rank, 0), grid.global_rank(rank, grid.data_parallel - 1))
 
 
 def default_cluster(num_ranks: int, memory_bytes: int) -> Cluster:

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.dependencies import Key, key_of, needs
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile, Skip
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.planner.cost import StageCosts, data_parallel_link, link
-from deepspeed_pulse.planner.order import Key, key_of, needs
+from deepspeed_pulse.planner.cost import StageCosts
+from deepspeed_pulse.planner.links import Links, Port
 from deepspeed_pulse.planner.recompute import replay_bytes, with_recompute
-
-Port = tuple[int, int]
-"""A pipeline rank, and the rank its messages are for; or below 0 the card through which all of its messages leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,7 @@ class Instance:
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
         _check_fit(plan, profile)
         self.plan, self.profile, self.cluster = plan, profile, cluster
+        self.links = Links(cluster, plan.grid)
         self._replayed = {split: replay_bytes(profile, plan, split=split) for split in (False, True)}
         self._values: dict[str, Skip] = {}
         for skip in profile.skips:
@@ -43,7 +42,6 @@ class Instance:
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
         self.bounds_ms: dict[tuple[int, bool], float] = {}
         """Lower bounds found so far, by number of microbatches and whether backward is split."""
-        self._ways: dict[tuple[int, int], tuple[Link, Port]] = {}
         layers = StageCosts.of(with_recompute(profile, plan.recompute), plan.boundaries)
         self.costs = layers.with_overheads(*(self._overheads_ms(op) for op in (Op.FORWARD, Op.BACKWARD)))
         """Of layers, and of their messages what these cost the rank."""
@@ -100,26 +98,10 @@ class Instance:
         return Delay(found.transfer_ms(self.num_bytes(message)), found.latency_ms)
 
     def port_of(self, message: Message) -> Port:
-        return self.port(*self.link_of(message))
-
-    def port(self, source: int, target: int) -> Port:
-        """What messages between two pipeline ranks leave through, one after the other."""
-        return self._way(source, target)[1]
-
-    def sums_port(self, rank: int) -> Port:
-        """What a pipeline rank's gradients leave through to its data-parallel peers."""
-        way = data_parallel_link(self.cluster, self.plan.grid, rank)
-        return _port(way, self.cluster, rank, rank)
+        return self.links.port(*self.link_of(message))
 
     def _link(self, message: Message) -> Link:
-        return self._way(*self.link_of(message))[0]
-
-    def _way(self, source: int, target: int) -> tuple[Link, Port]:
-        found = self._ways.get((source, target))
-        if found is None:
-            way = link(self.cluster, self.plan, source, target)
-            found = self._ways[source, target] = way, _port(way, self.cluster, source, target)
-        return found
+        return self.links.between(*self.link_of(message))
 
     def step(self, action: Action) -> Step:
         """The action with its messages; values without gradient send nothing back."""
@@ -162,13 +144,6 @@ class Instance:
             found = tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
             self._readers[name, rank] = found
         return found
-
-
-def _port(way: Link, cluster: Cluster, source: int, target: int) -> Port:
-    """Links alike within and between nodes are one card."""
-    if not way.one_port:
-        return source, target
-    return source, -1 if way == cluster.inter_node else -2
 
 
 def _check_fit(plan: Plan, profile: Profile) -> None:

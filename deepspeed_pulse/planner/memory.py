@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from deepspeed_pulse.ir.channels import receive_slots
+from deepspeed_pulse.ir.dependencies import Result, result_of, results_needed
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
-from deepspeed_pulse.planner.filled import Result, given_by, results_needed
 from deepspeed_pulse.planner.instance import Instance
 
 Interval = tuple[float, float, int]
@@ -90,11 +90,11 @@ def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> It
     for span in timeline.frozen:
         layers = fill.part(span.run.part).layers[span.run.first : span.run.end]
         yield span.rank, (span.start_ms, span.end_ms, max(layer.activation_bytes for layer in layers))
-        made[given_by(span.rank, span.run)] = span.end_ms
+        made[result_of(span.rank, span.run)] = span.end_ms
         for result in results_needed(span.rank, span.run, fill):
             used[result] = max(used.get(result, 0.0), span.end_ms)
     for carried in timeline.carried:
-        made[given_by(carried.source_rank, carried.hand_over)] = carried.leave_ms
+        made[result_of(carried.source_rank, carried.hand_over)] = carried.leave_ms
         for result in results_needed(carried.source_rank, carried.hand_over, fill):
             used[result] = max(used.get(result, 0.0), carried.arrive_ms)
     readers = {part.name: instance.plan.readers_of(part) for part in fill.parts}

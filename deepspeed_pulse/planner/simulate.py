@@ -12,20 +12,19 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
+from deepspeed_pulse.ir.dependencies import Item, Result, ordered, result_of, results_needed
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, FrozenWork, HandOver
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.ir.program import Message, Program, Step
+from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Carried, FrozenSpan, Reduction, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
-from deepspeed_pulse.planner.cost import data_parallel_link, link, state_bytes
-from deepspeed_pulse.planner.filled import Result, filled_order, given_by, results_needed
-from deepspeed_pulse.planner.instance import Instance, Port
+from deepspeed_pulse.planner.cost import state_bytes
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.memory import memory_over_time
-from deepspeed_pulse.planner.order import Stuck, execution_order
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -59,15 +58,8 @@ def run(
         durations: ms of every action, where they are not the profile's.
     """
     clock = _Clock(instance, schedule, durations)
-    fill = instance.plan.fill
-    if fill is None:
-        order, stuck = execution_order(instance.lower(schedule), instance.placement)
-        if stuck:
-            raise PlanError(deadlock_text(stuck, instance.placement))
-        for rank, step in order:
-            clock.run(rank, step)
-    else:
-        clock.run_filled(instance.lower(schedule), fill)
+    for rank, item in ordered(instance.lower(schedule), instance.placement, instance.plan.fill):
+        clock.run(rank, item)
     clock.reduce_rest()
     found = Timeline(
         num_ranks=instance.num_ranks,
@@ -78,12 +70,6 @@ def run(
         reductions=tuple(clock.reductions),
     )
     return replace(found, memory=memory_over_time(instance, found))
-
-
-def deadlock_text(stuck: tuple[Stuck, ...], placement: tuple[int, ...]) -> str:
-    """One line a rank."""
-    lines = [entry.describe(placement) for entry in stuck]
-    return "the order of actions deadlocks:\n  " + "\n  ".join(lines)
 
 
 class _Clock:
@@ -98,7 +84,7 @@ class _Clock:
         self.carried: list[Carried] = []
         self.reductions: list[Reduction] = []
         self._rank_free = [0.0] * instance.num_ranks
-        self._port_free: dict[Port, float] = defaultdict(float)
+        self._ports = Ports(instance.links)
         self._arrived: dict[Message, float] = {}
         self._ready: dict[Result, float] = {}
         """When frozen results are on a rank."""
@@ -107,7 +93,15 @@ class _Clock:
         self._unreduced: list[tuple[int, int]] = []
         """(rank, stage) whose gradients are there and wait for the rank's last action."""
 
-    def run(self, rank: int, step: Step) -> None:
+    def run(self, rank: int, item: Item) -> None:
+        if isinstance(item, Step):
+            self._compute(rank, item)
+        elif isinstance(item, FrozenRun):
+            self._run_frozen(rank, item)
+        else:
+            self._hand_over(rank, item)
+
+    def _compute(self, rank: int, step: Step) -> None:
         start = self._rank_free[rank]
         for message in step.receives:
             start = max(start, self._arrived[message])
@@ -119,50 +113,42 @@ class _Clock:
         if self._backwards and step.action.op is not Op.FORWARD:
             self._count_down(rank, step.action.stage, end)
 
-    def run_filled(self, program: Program, fill: Fill) -> None:
-        """All steps, with frozen work between them."""
-        order, stuck = filled_order(program, self.instance.placement, fill)
-        if stuck:
-            raise PlanError("the order of actions deadlocks:\n  " + "\n  ".join(map(str, stuck)))
-        for rank, item in order:
-            if isinstance(item, Step):
-                self.run(rank, item)
-            elif isinstance(item, FrozenRun):
-                self._run_frozen(rank, item, fill)
-            else:
-                self._hand_over(rank, item, fill)
-
-    def _run_frozen(self, rank: int, run: FrozenRun, fill: Fill) -> None:
-        start = max([self._rank_free[rank], *(self._ready[key] for key in results_needed(rank, run, fill))])
-        end = self._rank_free[rank] = start + fill.duration_ms(run)
-        self._ready[given_by(rank, run)] = end
+    def _run_frozen(self, rank: int, run: FrozenRun) -> None:
+        start = self._frozen_ready(rank, run)
+        end = self._rank_free[rank] = start + self._fill.duration_ms(run)
+        self._ready[result_of(rank, run)] = end
         self.frozen.append(FrozenSpan(rank=rank, run=run, start_ms=start, end_ms=end))
 
-    def _hand_over(self, rank: int, work: HandOver, fill: Fill) -> None:
+    def _hand_over(self, rank: int, work: HandOver) -> None:
         """It leaves when the rank comes to it, and occupies the link as messages do."""
-        pair, size = (rank, work.target_rank), fill.num_bytes(work)
-        way = link(self.instance.cluster, self.instance.plan, *pair)
-        needed = (self._ready[key] for key in results_needed(rank, work, fill))
-        port = self.instance.port(*pair)
-        leave = max(self._rank_free[rank], self._port_free[port], *needed)
-        self._port_free[port] = leave + way.transfer_ms(size)
-        arrive = self._ready[given_by(rank, work)] = self._port_free[port] + way.latency_ms
+        size = self._fill.num_bytes(work)
+        leave, arrive = self._ports.send(rank, work.target_rank, size, self._frozen_ready(rank, work))
+        self._ready[result_of(rank, work)] = arrive
         self.carried.append(Carried(hand_over=work, source_rank=rank, leave_ms=leave, arrive_ms=arrive, num_bytes=size))
 
+    def _frozen_ready(self, rank: int, work: FrozenWork) -> float:
+        """The rank is free and holds what the work reads."""
+        needed = (self._ready[result] for result in results_needed(rank, work, self._fill))
+        return max([self._rank_free[rank], *needed])
+
+    @property
+    def _fill(self) -> Fill:
+        assert self.instance.plan.fill is not None
+        return self.instance.plan.fill
+
     def _send(self, message: Message, ready: float) -> None:
-        instance = self.instance
-        pair, port, delay = instance.link_of(message), instance.port_of(message), instance.delay(message)
-        leave = max(ready, self._port_free[port])
-        self._port_free[port] = leave + delay.transfer_ms
-        arrive = self._arrived[message] = leave + delay.transfer_ms + delay.latency_ms
+        source, target = self.instance.link_of(message)
+        size = self.instance.num_bytes(message)
+        leave, arrive = self._ports.send(source, target, size, ready)
+        self._arrived[message] = arrive
         self.transfers.append(
             Transfer(
                 message=message,
-                source_rank=pair[0],
-                target_rank=pair[1],
+                source_rank=source,
+                target_rank=target,
                 leave_ms=leave,
                 arrive_ms=arrive,
-                num_bytes=instance.num_bytes(message),
+                num_bytes=size,
             )
         )
 
@@ -182,10 +168,9 @@ class _Clock:
 
     def _reduce(self, rank: int, stage: int, ready: float) -> None:
         """With a sharded optimizer, gradients that are not summed early are only scattered: half of an all-reduce."""
-        instance, port = self.instance, self.instance.sums_port(rank)
+        instance = self.instance
         share = 0.5 if instance.rules.shards_optimizer and not instance.rules.reduce_early else 1.0
-        start = max(ready, self._port_free[port])
-        end = self._port_free[port] = start + share * reduction_ms(instance, stage)
+        start, end = self._ports.occupy(instance.links.sums_port(rank), ready, share * reduction_ms(instance, stage))
         self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
 
 
@@ -279,8 +264,4 @@ def least_step_ms(instance: Instance) -> float:
 
 def reduction_ms(instance: Instance, stage: int) -> float:
     """Ring all-reduce of a stage's gradients over its data-parallel peers."""
-    group, num_bytes = instance.plan.data_parallel, instance.costs.param_bytes[stage]
-    if group == 1 or not num_bytes:
-        return 0.0
-    link = data_parallel_link(instance.cluster, instance.plan.grid, instance.placement[stage])
-    return 2 * (group - 1) * (link.bus_ms(num_bytes) / group + link.latency_ms)
+    return instance.links.reduction_ms(instance.placement[stage], instance.costs.param_bytes[stage])

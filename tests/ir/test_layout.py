@@ -11,7 +11,7 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import parse_schedule
-from deepspeed_pulse.planner.cost import data_parallel_link, rank_link
+from deepspeed_pulse.planner.links import Links
 
 FAST, SLOW = Link(bandwidth_gb_per_s=100.0, latency_us=1.0), Link(bandwidth_gb_per_s=1.0, latency_us=10.0)
 
@@ -29,18 +29,18 @@ def test_numbers_are_those_of_upstreams_topologies(layout: Layout, numbers: list
 def test_neighbours_share_a_node() -> None:
     """Four nodes of four, P = G = 4: either the pipeline or its replicas are inside."""
     pipe_major, data_major = (Grid(pipeline_ranks=4, data_parallel=4, layout=layout) for layout in Layout)
-    assert rank_link(nodes_of(4), pipe_major, 1, 2) == SLOW
-    assert data_parallel_link(nodes_of(4), pipe_major, 1) == FAST
-    assert rank_link(nodes_of(4), data_major, 1, 2) == FAST
-    assert data_parallel_link(nodes_of(4), data_major, 1) == SLOW
+    assert Links(nodes_of(4), pipe_major).between(1, 2) == SLOW
+    assert Links(nodes_of(4), pipe_major).of_peers(1) == FAST
+    assert Links(nodes_of(4), data_major).between(1, 2) == FAST
+    assert Links(nodes_of(4), data_major).of_peers(1) == SLOW
 
 
 def test_a_boundary_is_as_slow_as_its_slowest_replica() -> None:
     """P = 3 on nodes of four: the first pipeline is inside a node, the second (ranks 3, 4, 5) is not."""
     grid = Grid(pipeline_ranks=3, data_parallel=2, layout=Layout.DATA_MAJOR)
-    assert rank_link(nodes_of(4), grid, 0, 1) == SLOW
-    assert rank_link(nodes_of(4), grid, 1, 2) == FAST
-    assert rank_link(nodes_of(4), replace(grid, data_parallel=1), 0, 1) == FAST
+    assert Links(nodes_of(4), grid).between(0, 1) == SLOW
+    assert Links(nodes_of(4), grid).between(1, 2) == FAST
+    assert Links(nodes_of(4), replace(grid, data_parallel=1)).between(0, 1) == FAST
 
 
 PLAN = Plan(

@@ -12,8 +12,9 @@ from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.checks.validate import check
-from deepspeed_pulse.planner.cost import default_cluster, link
+from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.make import forward_schedule, make_plan, reorder
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
@@ -189,7 +190,7 @@ def test_nominal_cluster():
     nominal = default_cluster(6, 123)
     assert (nominal.num_ranks, nominal.memory_bytes) == (6, 123)
     found = made(uniform(8), 2, 1, cluster=default_cluster(4, 10**12), data_parallel=2)
-    assert link(nominal, found, 0, 1) == nominal.intra_node
+    assert Links(nominal, found.grid).between(0, 1) == nominal.intra_node
 
 
 def test_local_values_are_not_sent():

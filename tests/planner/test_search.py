@@ -24,7 +24,7 @@ from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.paths import Move, Paths
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.search.tabu import Search
-from deepspeed_pulse.planner.search.windows import WindowModel, reordered, windows
+from deepspeed_pulse.planner.search.windows import reordered, stash_rows, window_model, windows
 from deepspeed_pulse.planner.simulate import rank_state_bytes, run
 
 
@@ -214,10 +214,9 @@ def test_rows_of_a_window_hold_for_the_order_known(instance, split, room):
     search = Search(net, cap, net.rows(list_schedule(instance, m, cap=cap, split=split)), seed=0, target_ms=0.0)
     paths = search.paths
     for window in windows(paths):
-        model = WindowModel(paths, window, search.change, search.limits)
-        start = {node: paths.start(node) for node in model.actions}
+        model = window_model(paths, window)
+        start = {node: paths.start(node) for node in model.nodes}
         value = {**start, "makespan": paths.span, **{p: float(start[p[0]] < start[p[1]]) for p in model.pairs}}
-        for family in (model.precedence, model.exclusive, model.stash, model.finish):
-            for terms, right in family():
-                assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6
-        assert all(start[node] >= model.earliest[node] - 1e-6 for node in model.actions)
+        for terms, right in (*model.rows(), *stash_rows(model, paths, search.change, search.limits)):
+            assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6
+        assert all(model.earliest[node] - 1e-6 <= start[node] <= model.latest(node) + 1e-6 for node in model.nodes)

@@ -13,7 +13,7 @@ from deepspeed_pulse.ir.schedule import backward, forward
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
-from deepspeed_pulse.planner.search.exact import OrderModel, Solved
+from deepspeed_pulse.planner.search.exact import Solved, whole_model
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import run
 
@@ -149,9 +149,8 @@ def test_rows_of_the_model_hold_for_a_simulated_order():
     found = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
     instance = Instance(blank, costs, cluster())
     timeline = run(instance, found.schedule)
-    start = {span.action: span.start_ms for span in timeline.spans}
-    model = OrderModel(instance, 2, timeline.makespan_ms)
+    model = whole_model(instance, timeline.makespan_ms)
+    start = {model.net.index[span.action]: span.start_ms for span in timeline.spans}
     value = {**start, "makespan": timeline.makespan_ms, **{p: float(start[p[0]] < start[p[1]]) for p in model.pairs}}
-    for family in (model.precedence, model.exclusive, model.finish):
-        for terms, right in family():
-            assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6
+    for terms, right in model.rows():
+        assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6

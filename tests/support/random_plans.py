@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from deepspeed_pulse.ir.channels import local_needs, split_stages
+from deepspeed_pulse.ir.dependencies import key_of, local_needs
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.placement import wave_placement
 from deepspeed_pulse.ir.plan import Plan
@@ -67,16 +67,16 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Sch
     )
     steps = {step.action: step for row in lower(full) for step in row}
     rows: dict[int, list[Action]] = {rank: [] for rank in todo}
-    split = split_stages(steps)
     arrived: set[Message] = set()
     done: set[Action] = set()
+    given: set[object] = set()
 
     def ready(action: Action) -> bool:
         earlier = Action(action.stage, action.op, action.microbatch - 1)
         return (
             (action.microbatch == 0 or earlier in done)
             and all(message in arrived for message in steps[action].receives)
-            and all(Action(*need) in done for need in local_needs(action, full.placement, split))
+            and all(need in given for need in local_needs(action, full.placement))
         )
 
     while any(todo.values()):
@@ -87,6 +87,7 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Sch
         rows[rank].append(action)
         todo[rank].remove(action)
         done.add(action)
+        given.add(key_of(action))
         arrived.update(steps[action].sends)
     return tuple(tuple(rows[rank]) for rank in sorted(rows))
 

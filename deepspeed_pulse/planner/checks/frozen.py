@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from deepspeed_pulse.errors import did_you_mean
+from deepspeed_pulse.ir.dependencies import Result, result_of, walk
 from deepspeed_pulse.ir.fill import Fill, FrozenRun
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import lower
-from deepspeed_pulse.planner.filled import Result, filled_order, given_by
 
 _SHOWN = 4
 """Places listed of one kind of violation; the rest is counted."""
@@ -26,7 +26,7 @@ def fill_problems(plan: Plan) -> list[str]:
     found = [*_cover(plan, fill), *_results(plan, fill)]
     if found:
         return found
-    _, stuck = filled_order(lower(plan), plan.placement, fill)
+    _, stuck = walk(lower(plan), plan.placement, fill)
     return [f"deadlock: {waiting}" for waiting in stuck]
 
 
@@ -86,7 +86,7 @@ def _cover(plan: Plan, fill: Fill) -> Iterator[str]:
 
 def _results(plan: Plan, fill: Fill) -> Iterator[str]:
     """Nothing arrives where it is already, and the last result of every part where it is read."""
-    given = Counter(given_by(rank, filling.work) for rank, row in enumerate(fill.rows) for filling in row)
+    given = Counter(result_of(rank, filling.work) for rank, row in enumerate(fill.rows) for filling in row)
     for result, count in given.items():
         if count > 1:
             yield f"fill: {result} is made or sent there {count} times"

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deepspeed_pulse.ir.channels import Traffic, local_needs, split_stages
+from deepspeed_pulse.ir.channels import Traffic
+from deepspeed_pulse.ir.dependencies import Key, key_of, local_needs
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel, Message
 from deepspeed_pulse.ir.schedule import Action
@@ -52,7 +53,7 @@ class _Rank:
 
     position: int = 0
     consumed: int = 0
-    done: set[tuple[int, object, int]] = field(default_factory=set)
+    done: set[Key] = field(default_factory=set)
 
 
 def rendezvous_problems(plan: Plan, traffic: Traffic) -> list[str]:
@@ -66,7 +67,6 @@ class _Model:
 
     def __init__(self, plan: Plan, traffic: Traffic, *, ahead: bool) -> None:
         self.plan, self.traffic, self.ahead = plan, traffic, ahead
-        self.split = split_stages(action for row in plan.schedule for action in row)
         streams = [_Stream(c, messages, traffic.slots[c]) for c, messages in traffic.channels.items()]
         self.place: dict[Message, Place] = {m: (s, k) for s in streams for k, m in enumerate(s.messages)}
         self.streams = streams
@@ -98,8 +98,7 @@ class _Model:
                 break
             for message in step.sends:
                 self.place[message][0].sent += 1
-            action = step.action
-            at.done.add((action.stage, action.op, action.microbatch))
+            at.done.add(key_of(step.action))
             at.position, at.consumed, moved = at.position + 1, 0, True
         return moved
 
@@ -120,7 +119,7 @@ class _Model:
         if any(not stream.moved(k) for stream, k in map(self.place.__getitem__, self._released(rank))):
             return True
         action = self.traffic.program[rank][at.position].action
-        return any(need not in at.done for need in local_needs(action, self.plan.placement, self.split))
+        return any(need not in at.done for need in local_needs(action, self.plan.placement))
 
     def _released(self, rank: int) -> tuple[Message, ...]:
         return self.traffic.releases[rank][self.ranks[rank].position]

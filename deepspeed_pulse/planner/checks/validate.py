@@ -8,14 +8,14 @@ from itertools import pairwise
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.channels import make_traffic
+from deepspeed_pulse.ir.dependencies import walk
 from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
-from deepspeed_pulse.ir.program import lower
+from deepspeed_pulse.ir.program import Step, lower
 from deepspeed_pulse.ir.routes import stage_of
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner.checks.frozen import fill_problems
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
-from deepspeed_pulse.planner.order import execution_order
 
 _SHOWN = 4
 """Actions listed of one kind of violation on one rank; the rest is counted."""
@@ -51,9 +51,10 @@ def marked_rows(plan: Plan, also: Mapping[int, set[int]] | None = None) -> list[
     marked = {rank: set(at) for rank, (_, at) in _schedule_problems(plan).items()}
     for rank, positions in (also or {}).items():
         marked.setdefault(rank, set()).update(positions)
-    _, stuck = execution_order(lower(plan), plan.placement)
+    _, stuck = walk(lower(plan), plan.placement)
     for entry in stuck:
-        marked.setdefault(entry.rank, set()).add(plan.schedule[entry.rank].index(entry.action))
+        assert isinstance(entry.item, Step)
+        marked.setdefault(entry.rank, set()).add(plan.schedule[entry.rank].index(entry.item.action))
     return [
         f"rank {rank}: " + " ".join(f">>{a}<<" if i in marked[rank] else str(a) for i, a in enumerate(row))
         for rank, row in enumerate(plan.schedule)
@@ -230,6 +231,6 @@ class _Travel:
 
 
 def _deadlock(plan: Plan) -> Iterator[str]:
-    _, stuck = execution_order(lower(plan), plan.placement)
+    _, stuck = walk(lower(plan), plan.placement)
     for entry in stuck:
-        yield f"deadlock: {entry.describe(plan.placement)}"
+        yield f"deadlock: {entry}"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.ir.fill import Filling, FrozenPart, FrozenRun
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.planner.cost import link
 from deepspeed_pulse.planner.filling.greedy import Runs
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.mip import Mip, Term
@@ -152,7 +151,7 @@ class Assignment:
     def _arrives(self, source: Gap, target: Gap, size: int) -> float:
         if source.rank == target.rank:
             return source.end_ms
-        way = link(self.instance.cluster, self.instance.plan, source.rank, target.rank)
+        way = self.instance.links.between(source.rank, target.rank)
         return source.end_ms + way.transfer_ms(size) + way.latency_ms
 
     def _runs(self, values: Sequence[int]) -> Runs | None:
@@ -201,6 +200,6 @@ class Assignment:
         _, rank, ready = item
         if rank in (-1, gap.rank):
             return ready <= gap.start_ms + 1e-9
-        way = link(self.instance.cluster, self.instance.plan, rank, gap.rank)
+        way = self.instance.links.between(rank, gap.rank)
         size = part.layers[done - 1].output_bytes
         return ready + way.transfer_ms(size) + way.latency_ms <= gap.start_ms + 1e-9

@@ -17,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deepspeed_pulse.ir.dependencies import walk
 from deepspeed_pulse.ir.fill import Filling, FrozenPart, FrozenRun
 from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import Action
-from deepspeed_pulse.planner.cost import link
-from deepspeed_pulse.planner.instance import Instance, Port
-from deepspeed_pulse.planner.order import execution_order
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.links import Ports
 
 _EPSILON_MS = 1e-9
 _NEVER = float("inf")
@@ -37,10 +37,11 @@ Runs = tuple[tuple[Filling, ...], ...]
 def latest_starts(instance: Instance, end_ms: float) -> dict[Action, float]:
     """When each action must start so that the plan's order ends by ``end_ms``; queues on links are not counted."""
     plan = instance.plan
-    order, _ = execution_order(instance.lower(plan.schedule), plan.placement)
+    order, _ = walk(instance.lower(plan.schedule), plan.placement)
     following = {a: b for row in plan.schedule for a, b in itertools.pairwise(row)}
     latest: dict[Action, float] = {}
     for _, step in reversed(order):
+        assert isinstance(step, Step)
         action = step.action
         ends = [end_ms]
         if action in following:
@@ -120,7 +121,7 @@ class Filler:
         ]
         self._of = {(chain.part.name, chain.microbatch): chain for chain in self._chains}
         self._arrived: dict[Message, float] = {}
-        self._port_free: dict[Port, float] = defaultdict(float)
+        self._ports = Ports(self.instance.links)
         self._position = [0] * plan.pipeline_ranks
         self._free_ms = [0.0] * plan.pipeline_ranks
         self._runs: list[list[Filling]] = [[] for _ in range(plan.pipeline_ranks)]
@@ -164,10 +165,9 @@ class Filler:
         end = self._free_ms[rank] = now + self.instance.duration_ms(step.action)
         self._wake(end, rank)
         for message in step.sends:
-            port, delay = self.instance.port_of(message), self.instance.delay(message)
-            self._port_free[port] = max(end, self._port_free[port]) + delay.transfer_ms
-            self._arrived[message] = self._port_free[port] + delay.latency_ms
-            self._wake(self._arrived[message], self.instance.placement[message.target_stage])
+            source, target = self.instance.link_of(message)
+            _, self._arrived[message] = self._ports.send(source, target, self.instance.num_bytes(message), end)
+            self._wake(self._arrived[message], target)
 
     def _choose(self, rank: int, now: float, room_ms: float) -> Chain | None:
         """Of the microbatches that are ready and of which a layer fits, the one this rank likes best."""
@@ -208,7 +208,7 @@ class Filler:
         if not chain.done or chain.rank == rank:
             return chain.ready_ms
         assert chain.rank is not None
-        way = link(self.instance.cluster, self.instance.plan, chain.rank, rank)
+        way = self.instance.links.between(chain.rank, rank)
         size = chain.part.layers[chain.done - 1].output_bytes
         return chain.ready_ms + way.transfer_ms(size) + way.latency_ms
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from deepspeed_pulse.ir.fill import Fill, Filling, FrozenPart, FrozenRun, HandOver
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.planner.cost import link
 from deepspeed_pulse.planner.filling.greedy import Runs
-from deepspeed_pulse.planner.instance import Instance, Port
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.links import Port
 from deepspeed_pulse.planner.simulate import run
 
 
@@ -64,8 +64,8 @@ def _while_links_idle(instance: Instance, fill: Fill, later: Sequence[tuple[int,
     free = [_free_times(instance, timeline, rank, fill) for rank in range(timeline.num_ranks)]
     for rank, work in sorted(later, key=lambda item: made[item[1].part, item[1].done, item[1].microbatch]):
         pair = (rank, work.target_rank)
-        transfer_ms = link(instance.cluster, instance.plan, *pair).transfer_ms(fill.num_bytes(work))
-        port = instance.port(*pair)
+        transfer_ms = instance.links.between(*pair).transfer_ms(fill.num_bytes(work))
+        port = instance.links.port(*pair)
         ready = made[work.part, work.done, work.microbatch]
         last = len(free[rank]) - 1
         for position, time in enumerate(free[rank]):
@@ -86,11 +86,11 @@ def _busy(instance: Instance, timeline: Timeline, fill: Fill) -> Mapping[Port, l
         port = instance.port_of(t.message)
         found[port].append((t.leave_ms, t.leave_ms + instance.delay(t.message).transfer_ms))
     for r in timeline.reductions:
-        found[instance.sums_port(r.rank)].append((r.start_ms, r.end_ms))
+        found[instance.links.sums_port(r.rank)].append((r.start_ms, r.end_ms))
     for c in timeline.carried:
         pair = (c.source_rank, c.hand_over.target_rank)
-        way = link(instance.cluster, instance.plan, *pair)
-        found[instance.port(*pair)].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
+        way = instance.links.between(*pair)
+        found[instance.links.port(*pair)].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
     return found
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.cost import data_parallel_link
 from deepspeed_pulse.planner.job import Job
+from deepspeed_pulse.planner.links import Links
 
 _SHARES = (0.5, 1.0)
 """Of the time to reduce a layer's gradients, what counts as work of its backward."""
@@ -28,8 +28,8 @@ def other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:
 
 
 def _with_reduction(profile: Profile, job: Job, share: float) -> Profile:
-    links = {data_parallel_link(job.cluster, job.grid, rank) for rank in range(job.pipeline_ranks)}
-    group, slowest = job.data_parallel, max(link.bus_ms(10**9) for link in links)
+    links = Links(job.cluster, job.grid)
+    group, slowest = job.data_parallel, max(links.of_peers(rank).bus_ms(10**9) for rank in range(job.pipeline_ranks))
     ms_per_byte = share * 2 * (group - 1) / group * slowest / 1e9 / job.microbatches
     layers = (replace(x, backward_ms=x.backward_ms + ms_per_byte * x.param_bytes) for x in profile.layers)
     return replace(profile, layers=tuple(layers))

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.layout import Grid
 from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.routes import stage_of
-from deepspeed_pulse.planner.cost import rank_link, state_bytes
+from deepspeed_pulse.planner.cost import state_bytes
 from deepspeed_pulse.planner.job import Job
+from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.routes import named_values
 
 _DIGITS = 9
@@ -82,7 +81,7 @@ class Weights:
         self.paired = _nested(_over_the_turn(lone, self.work_ms))
         """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
         self.travelling = tuple(value for value in self.values if value not in self.paired)
-        self._slow = _slowness(job.cluster, job.grid)
+        self._slow = _slowness(job)
 
     def without_memory(self) -> Weights:
         """The same, with no memory limit."""
@@ -229,10 +228,10 @@ def _nested(pairs: Sequence[Value]) -> tuple[Value, ...]:
     return tuple(value for value in pairs if value in chosen)
 
 
-def _slowness(cluster: Cluster, grid: Grid) -> Floats:
+def _slowness(job: Job) -> Floats:
     """ms a byte, per directed pair of ranks."""
-    ranks = range(grid.pipeline_ranks)
-    return np.array([[rank_link(cluster, grid, a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
+    links, ranks = Links(job.cluster, job.grid), range(job.pipeline_ranks)
+    return np.array([[links.between(a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
 
 
 def in_flight(placement: Sequence[int], microbatches: int) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.dependencies import Key, local_dependents
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.planner.instance import Instance, Port
-from deepspeed_pulse.planner.order import Key
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.links import Ports
 
 _SLACK = 1e-9
 
@@ -99,7 +100,7 @@ class _Board:
         self._first = [instance.plan.stages_of(rank)[0] for rank in range(instance.num_ranks)]
         self._position = [0] * instance.num_ranks
         self._rank_free = [0.0] * instance.num_ranks
-        self._port_free: dict[Port, float] = defaultdict(float)
+        self._ports = Ports(instance.links)
         self._live = [0.0] * instance.num_ranks
         self._ready: dict[Key, float] = defaultdict(float)
         self._missing: dict[Key, int] = {}
@@ -173,32 +174,17 @@ class _Board:
     def _hand_over(self, action: Action, end: float) -> set[int]:
         """Arrival times at every action that waits for this one."""
         instance = self._instance
-        arrivals = dict.fromkeys(self._local_successors(action), end)
+        dependents = local_dependents(action, instance.placement, split=len(self._ops) > 2)
+        arrivals = dict.fromkeys(dependents, end)
         for message in instance.step(action).sends:
-            port, delay = instance.port_of(message), instance.delay(message)
-            self._port_free[port] = max(end, self._port_free[port]) + delay.transfer_ms
             target = Action(message.target_stage, action.op, action.microbatch)
-            arrivals[target] = self._port_free[port] + delay.latency_ms
+            _, arrivals[target] = self._ports.send(*instance.link_of(message), instance.num_bytes(message), end)
         for target, time in arrivals.items():
             key = instance.key(target)
             self._waits(target)
             self._missing[key] -= 1
             self._ready[key] = max(self._ready[key], time)
         return {instance.placement[target.stage] for target in arrivals}
-
-    def _local_successors(self, action: Action) -> list[Action]:
-        stage, m, placement = action.stage, action.microbatch, self._instance.placement
-        if action.op is Op.FORWARD:
-            found = [Action(stage, self._ops[1], m)]
-            if stage + 1 < len(placement) and placement[stage + 1] == placement[stage]:
-                found.append(Action(stage + 1, Op.FORWARD, m))
-            return found
-        if action.op is Op.WEIGHT_GRAD:
-            return []
-        found = [Action(stage, Op.WEIGHT_GRAD, m)] if action.op is Op.INPUT_GRAD else []
-        if stage > 0 and placement[stage - 1] == placement[stage]:
-            found.append(Action(stage - 1, action.op, m))
-        return found
 
 
 def _reserves(placement: Sequence[int], cap: Cap) -> tuple[float, ...]:

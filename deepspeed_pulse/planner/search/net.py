@@ -11,7 +11,8 @@ from collections import defaultdict
 from deepspeed_pulse.ir.program import Direction
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
-from deepspeed_pulse.planner.instance import Instance, Port
+from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.links import Port
 
 Rows = list[list[int]]
 """Per rank, nodes in order."""
@@ -26,10 +27,17 @@ class Net:
     Args:
         split: backward runs as ``I`` and ``W``.
         finish_ms: per stage, ms that pass after its last backward (gradient reduction).
+        queues: messages are nodes; None: where those of one action may wait for those of another.
     """
 
     def __init__(
-        self, instance: Instance, microbatches: int, *, split: bool = False, finish_ms: tuple[float, ...] = ()
+        self,
+        instance: Instance,
+        microbatches: int,
+        *,
+        split: bool = False,
+        finish_ms: tuple[float, ...] = (),
+        queues: bool | None = None,
     ) -> None:
         self.instance, self.microbatches, self.split = instance, microbatches, split
         back = (Op.INPUT_GRAD, Op.WEIGHT_GRAD) if split else (Op.BACKWARD,)
@@ -50,10 +58,10 @@ class Net:
         self.after: list[list[Arc]] = [[] for _ in self.actions]
         self.message_nodes: dict[int, list[int]] = {}
         """Messages of an action where they are nodes, in the order they leave."""
+        self.queues = _may_queue(instance, self.actions) if queues is None else queues
         self._arcs()
 
     def _arcs(self) -> None:
-        self.queues = _may_queue(self.instance, self.actions)
         delay = {} if self.queues else _delays(self.instance, self.split)
         back = self.ops[1]
         for node, action in enumerate(self.actions):
@@ -124,6 +132,16 @@ class Net:
                 for sent in self.message_nodes.get(node, ()):
                     chains[self.machine[sent]].append(sent)
         return list(chains.values())
+
+    def in_any_order(self) -> list[int]:
+        """Whole forwards and backwards in an order in which they can run: stage by stage, and back."""
+
+        def place(node: int) -> tuple[bool, int, int]:
+            action = self.actions[node]
+            forward = action.op is Op.FORWARD
+            return not forward, action.stage if forward else -action.stage, action.microbatch
+
+        return sorted(range(self.num_actions), key=place)
 
     def chained(self, rows: Rows) -> tuple[list[int], list[int], list[int]] | None:
         """A topological order, and each node's neighbours on its machine; None when the order deadlocks."""

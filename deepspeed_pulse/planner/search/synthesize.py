@@ -204,7 +204,7 @@ def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
         return
     starts = {span.action: span.start_ms for span in best.timeline.spans}
     makespan, seconds = best.estimate.makespan_ms, deadline - time.monotonic()
-    solved = solve_order(instance, instance.plan.microbatches, starts, makespan, seconds=max(0.0, seconds), seed=seed)
+    solved = solve_order(instance, starts, makespan, seconds=max(0.0, seconds), seed=seed)
     if solved is None:
         return
     pool.offer("highs", solved.schedule)

@@ -7,100 +7,55 @@ to the end are known lengths. The stash limits of a rank are rows too, which the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 
-from deepspeed_pulse.planner.search.exact import MAKESPAN, Row, solve_model
 from deepspeed_pulse.planner.search.net import Net, Rows
+from deepspeed_pulse.planner.search.order_model import OrderModel, Row
 from deepspeed_pulse.planner.search.paths import Paths
 
 MAX_PAIRS = 160
-"""Binaries of a window that HiGHS handles in about a second."""
+"""Pairs of a window, open or decided: HiGHS handles it in about a second."""
 _NODES = 100
 """Branch-and-bound nodes of a window: unlike seconds, the same on every machine."""
 
 
-class WindowModel:
-    """Rows of the model of one window; variables are nodes, pairs of nodes, and MAKESPAN."""
+def window_model(paths: Paths, window: Sequence[int]) -> OrderModel:
+    """The model of a window of an order."""
+    nodes = sorted(window, key=lambda node: paths.place[node])
+    floor: dict[int, float] = {}
+    rest: dict[int, float] = {}
+    inside, net = set(nodes), paths.net
+    for rank in range(net.instance.num_ranks):
+        mine = [node for node in paths.rows[rank] if node in inside]
+        for node in mine:
+            before = [paths.end[other] + gap for other, gap in net.before[node] if other not in inside]
+            after = [paths.reach[other] + gap for other, gap in net.after[node] if other not in inside]
+            floor[node] = max([paths.end[paths.previous[mine[0]]], *before])
+            rest[node] = max([paths.reach[paths.following[mine[-1]]], net.finish[node], *after])
+    return OrderModel(net, nodes, floor, rest, paths.span)
 
-    def __init__(self, paths: Paths, free: Sequence[int], change: Sequence[float], limits: Sequence[float]) -> None:
-        self.paths, self.net, self.upper_ms = paths, paths.net, paths.span
-        self.actions = sorted(free, key=lambda node: paths.place[node])
-        self.inside = set(self.actions)
-        self.change, self.limits = change, limits
-        self.earliest = {node: self._floor(node) for node in self.actions}
-        self.pairs = [pair for pair in combinations(self.actions, 2) if self._open(*pair)]
 
-    def _floor(self, node: int) -> float:
-        """When what comes before the window lets a node start."""
-        paths, rank = self.paths, self.net.machine[node]
-        first = next(other for other in paths.rows[rank] if other in self.inside)
-        last = paths.previous[first]
-        ends = [paths.end[other] + gap for other, gap in self.net.before[node] if other not in self.inside]
-        return max([paths.end[last], *ends])
-
-    def _open(self, a: int, b: int) -> bool:
-        net = self.net
-        chained = any(other == b for other, _ in net.after[a])
-        return net.machine[a] == net.machine[b] and net.column[a] != net.column[b] and not chained
-
-    def latest(self, node: int) -> float:
-        return self.upper_ms - self.net.duration[node]
-
-    def precedence(self) -> Iterator[Row]:
-        """t[b] >= t[a] + d[a] + message; microbatches of a column in order."""
-        last: dict[int, int] = {}
-        for node in self.actions:
-            for other, gap in self.net.after[node]:
-                if other in self.inside:
-                    yield [(other, 1.0), (node, -1.0)], self.net.duration[node] + gap
-            before = last.get(self.net.column[node])
-            if before is not None:
-                yield [(node, 1.0), (before, -1.0)], self.net.duration[before]
-            last[self.net.column[node]] = node
-
-    def exclusive(self) -> Iterator[Row]:
-        """t[b] >= t[a] + d[a] - K (1 - y[a,b]) and the other way round, with K the makespan of the order known."""
-        big = self.upper_ms
-        for a, b in self.pairs:
-            da, db = self.net.duration[a], self.net.duration[b]
-            yield [(b, 1.0), (a, -1.0), ((a, b), -big)], da - big
-            yield [(a, 1.0), (b, -1.0), ((a, b), big)], db
-
-    def stash(self) -> Iterator[Row]:
-        """For each F of a rank: what is stashed before it, and itself, within the limit."""
-        known = set(self.pairs)
-        for rank, row in enumerate(self.paths.rows):
-            mine = [node for node in row if node in self.inside]
-            if not mine or self.limits[rank] == float("inf"):
-                continue
-            already = sum(self.change[node] for node in row[: self.paths.position[mine[0]]])
-            for node in (n for n in mine if self.change[n] > 0):
-                terms: list[tuple[object, float]] = []
-                room = self.limits[rank] - already - self.change[node]
-                for other in (n for n in mine if n != node and self.change[n]):
-                    weight = self.change[other]
-                    if (other, node) in known:
-                        terms.append(((other, node), -weight))
-                    elif (node, other) in known:
-                        terms.append(((node, other), weight))
-                        room -= weight
-                    elif self.paths.place[other] < self.paths.place[node]:
-                        room -= weight
-                if terms:
-                    yield terms, -room
-
-    def finish(self) -> Iterator[Row]:
-        """makespan >= t[a] + d[a] + what follows: the rank's first action after the window, and consumers there."""
-        for rank, row in enumerate(self.paths.rows):
-            mine = [node for node in row if node in self.inside]
-            if not mine:
-                continue
-            follows = self.paths.reach[self.paths.following[mine[-1]]]
-            for node in mine:
-                ways = [self.paths.reach[o] + gap for o, gap in self.net.after[node] if o not in self.inside]
-                rest = max([follows, self.net.finish[node], *ways])
-                yield [(MAKESPAN, 1.0), (node, -1.0)], self.net.duration[node] + rest
-            assert self.net.machine[mine[0]] == rank
+def stash_rows(model: OrderModel, paths: Paths, change: Sequence[float], limits: Sequence[float]) -> Iterator[Row]:
+    """For each F of a rank: what is stashed before it, and itself, within the limit."""
+    known, inside = set(model.pairs), set(model.nodes)
+    for rank, row in enumerate(paths.rows):
+        mine = [node for node in row if node in inside]
+        if not mine or limits[rank] == float("inf"):
+            continue
+        already = sum(change[node] for node in row[: paths.position[mine[0]]])
+        for node in (n for n in mine if change[n] > 0):
+            terms: list[tuple[object, float]] = []
+            room = limits[rank] - already - change[node]
+            for other in (n for n in mine if n != node and change[n]):
+                weight = change[other]
+                if (other, node) in known:
+                    terms.append(((other, node), -weight))
+                elif (node, other) in known:
+                    terms.append(((node, other), weight))
+                    room -= weight
+                elif paths.place[other] < paths.place[node]:
+                    room -= weight
+            if terms:
+                yield terms, -room
 
 
 def windows(paths: Paths) -> list[list[int]]:
@@ -126,16 +81,18 @@ def reordered(
 ) -> Rows | None:
     """The rows with a window in a better order; None when HiGHS finds none."""
     paths = Paths(net, rows)
-    model = WindowModel(paths, window, change, limits)
-    starts = {node: paths.start(node) for node in model.actions}
-    values = solve_model(model, starts, seconds=seconds, max_nodes=_NODES)
+    model = window_model(paths, window)
+    starts = {node: paths.start(node) for node in model.nodes}
+    stash = stash_rows(model, paths, change, limits)
+    values = model.program(starts, stash, random_seed=0, time_limit=float(seconds), mip_max_nodes=_NODES).solve()
     if values is None:
         return None
-    order = sorted(model.actions, key=lambda node: (values[node], paths.place[node]))
+    value = dict(zip(model.nodes, values, strict=False))
+    order = sorted(model.nodes, key=lambda node: (value[node], paths.place[node]))
     found = []
     for rank, row in enumerate(rows):
         mine = iter([node for node in order if net.machine[node] == rank])
-        found.append([next(mine) if node in model.inside else node for node in row])
+        found.append([next(mine) if node in value else node for node in row])
     if net.chained(found) is None or Paths(net, found).span >= paths.span - 1e-9:
         return None
     return found

@@ -12,10 +12,11 @@ from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import linear_placement, wave_placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
-from deepspeed_pulse.planner.cost import data_parallel_link, gigabytes, state_bytes
+from deepspeed_pulse.planner.cost import gigabytes, state_bytes
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job, SearchOptions
+from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.make import MOST_FORWARDS, make_plan
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.recompute import cheapest_first
@@ -136,8 +137,8 @@ class Tuner:
     def _reduction_ms(self, choice: Choice) -> float:
         """Of all gradients, at least."""
         profile, group = self.sizes.at(choice.microbatch_size), choice.data_parallel
-        links = [data_parallel_link(self.job.cluster, choice.grid, rank) for rank in range(choice.pipeline_ranks)]
-        return 2 * (group - 1) / group * min(link.bus_ms(profile.param_bytes) for link in links)
+        links, ranks = Links(self.job.cluster, choice.grid), range(choice.pipeline_ranks)
+        return 2 * (group - 1) / group * min(links.of_peers(rank).bus_ms(profile.param_bytes) for rank in ranks)
 
     @property
     def _within_ms(self) -> float:

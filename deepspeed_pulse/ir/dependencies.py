@@ -1,0 +1,180 @@
+"""What waits for what in a plan, and the one walk through its rows that respects it.
+
+An *item* of a rank's row is a compute action with its messages, layers of a frozen part, or the hand-over of what those
+gave. Each gives one thing when it is over, and needs others before it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from deepspeed_pulse.errors import PlanError
+from deepspeed_pulse.ir.fill import Fill, FrozenWork, HandOver
+from deepspeed_pulse.ir.program import Direction, Program, Step
+from deepspeed_pulse.ir.schedule import Action, Op
+
+Key = tuple[int, str, int]
+"""(stage, "F", "B" or "W", microbatch): what an action gives. ``B`` and ``I`` both give "B"."""
+
+_KIND = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.INPUT_GRAD: "B", Op.WEIGHT_GRAD: "W"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the first ``done`` layers of a part gave for a microbatch, on a pipeline rank."""
+
+    part: str
+    done: int
+    microbatch: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.part}[{self.done}]@{self.microbatch} on rank {self.rank}"
+
+
+Item = Step | FrozenWork
+Rows = tuple[tuple[Item, ...], ...]
+
+
+def key_of(action: Action) -> Key:
+    return (action.stage, _KIND[action.op], action.microbatch)
+
+
+def local_needs(action: Action, placement: Sequence[int]) -> list[Key]:
+    """What an action takes over from others of its own rank."""
+    stage, m, kind = action.stage, action.microbatch, _KIND[action.op]
+    if kind == "W":
+        return [(stage, "B", m)]
+    if kind == "B":
+        found = [(stage, "F", m)]
+        if stage + 1 < len(placement) and placement[stage + 1] == placement[stage]:
+            found.append((stage + 1, "B", m))
+        return found
+    if 0 < stage < len(placement) and placement[stage - 1] == placement[stage]:
+        return [(stage - 1, "F", m)]
+    return []
+
+
+def local_dependents(action: Action, placement: Sequence[int], *, split: bool) -> list[Action]:
+    """The actions whose :func:`local_needs` name this one. ``split``: backward runs as ``I`` and ``W``."""
+    stage, m, kind = action.stage, action.microbatch, _KIND[action.op]
+    back = Op.INPUT_GRAD if split else Op.BACKWARD
+    following, op = (stage + 1, Op.FORWARD) if kind == "F" else (stage - 1, back)
+    found = {"F": [Action(stage, back, m)], "B": [Action(stage, Op.WEIGHT_GRAD, m)] if split else [], "W": []}[kind]
+    if kind != "W" and 0 <= following < len(placement) and placement[following] == placement[stage]:
+        found.append(Action(following, op, m))
+    return found
+
+
+def needs(step: Step, placement: Sequence[int]) -> tuple[Key, ...]:
+    """Keys that must be given before a step: its messages' producers, and what its own rank hands over."""
+    m = step.action.microbatch
+    found = [(msg.source_stage, "F" if msg.direction is Direction.FORWARD else "B", m) for msg in step.receives]
+    return tuple(dict.fromkeys([*found, *local_needs(step.action, placement)]))
+
+
+def results_needed(rank: int, work: FrozenWork, fill: Fill) -> tuple[Result, ...]:
+    """Frozen results that a rank must hold before this work."""
+    if isinstance(work, HandOver):
+        return (Result(work.part, work.done, work.microbatch, rank),)
+    before = [Result(work.part, work.first, work.microbatch, rank)] if work.first else []
+    others = (fill.part(name) for name in fill.part(work.part).needs)
+    return (*before, *(Result(part.name, len(part.layers), work.microbatch, rank) for part in others))
+
+
+def result_of(rank: int, work: FrozenWork) -> Result:
+    """What there is afterwards, on this rank or on another."""
+    if isinstance(work, HandOver):
+        return Result(work.part, work.done, work.microbatch, work.target_rank)
+    return Result(work.part, work.end, work.microbatch, rank)
+
+
+def rows_of(program: Program, fill: Fill | None) -> Rows:
+    """Per rank, steps and frozen work in order."""
+    if fill is None:
+        return program
+    return tuple(tuple(_row(steps, rank, fill)) for rank, steps in enumerate(program))
+
+
+def _row(steps: Sequence[Step], rank: int, fill: Fill) -> Iterator[Item]:
+    fillings = iter(fill.rows[rank])
+    following = next(fillings, None)
+    for index, step in enumerate(steps):
+        while following is not None and following.position <= index:
+            yield following.work
+            following = next(fillings, None)
+        yield step
+    while following is not None:
+        yield following.work
+        following = next(fillings, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A rank that cannot go on: the position of its next item, and what is missing, as texts."""
+
+    rank: int
+    item: Item
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """``rank 1 is stuck at 1B0, which waits for 2B0 of rank 2``."""
+        item = self.item.action if isinstance(self.item, Step) else self.item
+        return f"rank {self.rank} is stuck at {item}, which waits for {' and '.join(self.missing)}"
+
+
+def walk(
+    program: Program, placement: Sequence[int], fill: Fill | None = None
+) -> tuple[list[tuple[int, Item]], tuple[Stuck, ...]]:
+    """All items in an order that respects rows and dependencies, and the ranks that cannot reach their end.
+
+    The second part is empty exactly when the order does not deadlock. A rank's items come in its own order.
+    """
+
+    def wanted(rank: int, item: Item) -> Sequence[Key | Result]:
+        if isinstance(item, Step):
+            return needs(item, placement)
+        assert fill is not None
+        return results_needed(rank, item, fill)
+
+    rows = rows_of(program, fill)
+    given: set[Key | Result] = set()
+    position = [0] * len(rows)
+    order: list[tuple[int, Item]] = []
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row):
+                item = row[position[rank]]
+                if any(key not in given for key in wanted(rank, item)):
+                    break
+                given.add(key_of(item.action) if isinstance(item, Step) else result_of(rank, item))
+                order.append((rank, item))
+                position[rank] += 1
+                progress = True
+    return order, tuple(
+        Stuck(rank, row[at], tuple(_text(k, placement) for k in wanted(rank, row[at]) if k not in given))
+        for rank, row in enumerate(rows)
+        if (at := position[rank]) < len(row)
+    )
+
+
+def _text(missing: Key | Result, placement: Sequence[int]) -> str:
+    if isinstance(missing, Result):
+        return str(missing)
+    stage = missing[0]
+    return "".join(map(str, missing)) + (f" of rank {placement[stage]}" if stage < len(placement) else "")
+
+
+def ordered(program: Program, placement: Sequence[int], fill: Fill | None = None) -> list[tuple[int, Item]]:
+    """The walk of a program that reaches every end.
+
+    Raises:
+        PlanError: the order deadlocks; says per rank where it is stuck.
+    """
+    order, stuck = walk(program, placement, fill)
+    if stuck:
+        raise PlanError("the order of actions deadlocks; reorder the schedule:\n  " + "\n  ".join(map(str, stuck)))
+    return order
