@@ -97,7 +97,7 @@ def lower_bound_ms(instance: Instance, microbatches: int, *, split: bool = False
     known = instance.bounds_ms.get((microbatches, split))
     if known is None:
         paths = CriticalPaths(instance, split=split)
-        known = max(*_port_bounds(paths, microbatches), *_rank_bounds(paths, microbatches))
+        known = max([*_port_bounds(paths, microbatches), *_rank_bounds(paths, microbatches)])
         instance.bounds_ms[microbatches, split] = known
     return known
 
