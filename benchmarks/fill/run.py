@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import readme
 
 from deepspeed_pulse.ir.clusters import load_cluster
-from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
-from deepspeed_pulse.ir.frozen import FrozenParts
+from deepspeed_pulse.ir.frozen import FrozenParts, TimedLayer, TimedPart
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.filling.fill import fill_plan
@@ -205,20 +204,17 @@ def _estimated() -> tuple[Profile, FrozenParts]:
     reading = [i for i, layer in enumerate(profile.layers) if ".attentions." in layer.name]
     pairs = ((latents, "latents", (0,)), (states, "encoder_hidden_states", tuple(reading)))
     parts = tuple(
-        FrozenPart(name=name, targets=targets, layers=tuple(_per_sample(cost) for cost in found.layers))
+        TimedPart(name=name, targets=targets, layers=tuple(_per_sample(cost) for cost in found.layers))
         for found, name, targets in pairs
     )
-    times = tuple(tuple({size: cost.forward_ms} for cost in found.layers) for found, _, _ in pairs)
-    return profile, FrozenParts(
-        name="VAE and CLIP of sd21", device=profile.device, dtype="bfloat16", parts=parts, forward_ms=times
-    )
+    return profile, FrozenParts(name="VAE and CLIP of sd21", device=profile.device, dtype="bfloat16", parts=parts)
 
 
-def _per_sample(cost: object) -> FrozenLayer:
+def _per_sample(cost: object) -> TimedLayer:
     """Without backward a layer holds its input and its result, about; its weights are counted as trained ones are."""
-    return FrozenLayer(
+    return TimedLayer(
         name=cost.name,
-        forward_ms=0.0,
+        forward_ms={MICROBATCH_SIZE: cost.forward_ms},
         param_bytes=cost.param_bytes,
         output_bytes=cost.output_bytes // MICROBATCH_SIZE,
         activation_bytes=2 * cost.output_bytes // MICROBATCH_SIZE,

@@ -49,12 +49,13 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir import plan, profile
     from deepspeed_pulse.ir.fields import read_file, read_format
+    from deepspeed_pulse.ir.plan import Plan
+    from deepspeed_pulse.ir.profile import Profile
 
     text = read_file(arguments.file)  # once: it may be a pipe
-    found = read_format(text, arguments.file, (*plan.FORMATS, profile.FORMAT))
-    return _show_plan(arguments, text) if found in plan.FORMATS else _show_model(arguments, text)
+    found = read_format(text, arguments.file, (*Plan.FORMATS, *Profile.FORMATS))
+    return _show_plan(arguments, text) if found in Plan.FORMATS else _show_model(arguments, text)
 
 
 def _show_model(arguments: argparse.Namespace, text: str) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+from deepspeed_pulse.ir.codec import Count, File, Form
+from deepspeed_pulse.ir.fields import Fields
 
-FORMAT = "pulse-cluster/1"
 MIN_BANDWIDTH_GB_PER_S = 1e-9
 
 
@@ -24,11 +23,11 @@ class Link:
     ranks has a link of its own, and sums of gradients another.
     """
 
-    bandwidth_gb_per_s: float
+    bandwidth_gb_per_s: Annotated[float, Form(above=0.0)]
     latency_us: float
-    overhead_us: float = 0.0
-    bus_gb_per_s: float | None = None
-    one_port: bool = False
+    overhead_us: Annotated[float, Form(left_out=True)] = 0.0
+    bus_gb_per_s: Annotated[float | None, Form(above=0.0, left_out=True)] = None
+    one_port: Annotated[bool, Form(left_out=True)] = False
 
     def transfer_ms(self, num_bytes: int) -> float:
         """Time the bytes occupy the link, latency excluded."""
@@ -50,15 +49,23 @@ class Link:
     def overhead_ms(self) -> float:
         return self.overhead_us / 1e3
 
+    def check_form(self, fields: Fields) -> None:
+        for name, speed in (("bandwidth_gb_per_s", self.bandwidth_gb_per_s), ("bus_gb_per_s", self.bus_gb_per_s)):
+            if speed is not None and speed < MIN_BANDWIDTH_GB_PER_S:
+                raise fields.error(name, f"at least {MIN_BANDWIDTH_GB_PER_S:g}, a byte a second")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(File):
     """``nodes`` x ``ranks_per_node`` ranks; global ranks fill nodes in order."""
 
+    FORMATS = ("pulse-cluster/1",)
+    WHAT = "cluster"
+
     name: str
-    nodes: int
-    ranks_per_node: int
-    memory_bytes: int
+    nodes: Count
+    ranks_per_node: Count
+    memory_bytes: Count
     intra_node: Link
     inter_node: Link
 
@@ -73,64 +80,3 @@ class Cluster:
     def node_of(self, rank: int) -> int:
         """Node of a global rank."""
         return rank // self.ranks_per_node
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "name": self.name,
-            "nodes": self.nodes,
-            "ranks_per_node": self.ranks_per_node,
-            "memory_bytes": self.memory_bytes,
-            "intra_node": _link_dict(self.intra_node),
-            "inter_node": _link_dict(self.inter_node),
-        }
-
-    def to_json(self) -> str:
-        return write_json(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str, where: str = "cluster") -> Cluster:
-        """Read a cluster; a ``FileError`` names ``where`` and the field that is wrong."""
-        fields = read_json(text, where, FORMAT)
-        fields.done(("format", "name", "nodes", "ranks_per_node", "memory_bytes", "intra_node", "inter_node"))
-        return cls(
-            name=fields.text("name"),
-            nodes=fields.integer("nodes", minimum=1),
-            ranks_per_node=fields.integer("ranks_per_node", minimum=1),
-            memory_bytes=fields.integer("memory_bytes", minimum=1),
-            intra_node=_read_link(fields.object("intra_node")),
-            inter_node=_read_link(fields.object("inter_node")),
-        )
-
-    @classmethod
-    def load(cls, path: str | Path) -> Cluster:
-        return cls.from_json(read_file(path), str(path))
-
-
-def _link_dict(link: Link) -> dict[str, float]:
-    data: dict[str, float] = {"bandwidth_gb_per_s": link.bandwidth_gb_per_s, "latency_us": link.latency_us}
-    if link.overhead_us:
-        data["overhead_us"] = link.overhead_us
-    if link.bus_gb_per_s is not None:
-        data["bus_gb_per_s"] = link.bus_gb_per_s
-    if link.one_port:
-        data["one_port"] = True
-    return data
-
-
-def _read_link(fields: Fields) -> Link:
-    fields.done(Link.__dataclass_fields__)
-    return Link(
-        bandwidth_gb_per_s=_read_speed(fields, "bandwidth_gb_per_s"),
-        latency_us=fields.number("latency_us"),
-        overhead_us=fields.number("overhead_us") if fields.has("overhead_us") else 0.0,
-        bus_gb_per_s=_read_speed(fields, "bus_gb_per_s") if fields.has("bus_gb_per_s") else None,
-        one_port=fields.flag("one_port", False),
-    )
-
-
-def _read_speed(fields: Fields, name: str) -> float:
-    speed = fields.number(name, above=0.0)
-    if speed < MIN_BANDWIDTH_GB_PER_S:
-        raise fields.error(name, f"at least {MIN_BANDWIDTH_GB_PER_S:g}, a byte a second")
-    return speed

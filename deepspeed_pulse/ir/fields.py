@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed_pulse.errors import FileError, did_you_mean
 
+E = TypeVar("E", bound=enum.Enum)
 T = TypeVar("T")
 
 MAX_INTEGER = 2**62
@@ -25,7 +27,7 @@ def _show(value: object) -> str:
 
 
 class Fields:
-    """One JSON object being read: typed access, and :meth:`done` complains about unknown keys.
+    """One JSON object being read: typed access, and :meth:`check_keys` complains about unknown keys.
 
     ``where`` is the file and the path inside it, for messages.
     """
@@ -34,20 +36,17 @@ class Fields:
         if not isinstance(data, Mapping):
             raise FileError(f"{where}: expected an object, found {_show(data)}")
         self._data: Mapping[str, Any] = data
-        self._where = where
-        self._seen: set[str] = set()
+        self.where = where
 
     def error(self, name: str, expected: str) -> FileError:
         found = _show(self._data[name]) if name in self._data else "nothing"
-        return FileError(f"{self._where}: field {name!r}: expected {expected}, found {found}")
+        return FileError(f"{self.where}: field {name!r}: expected {expected}, found {found}")
 
-    def has(self, name: str) -> bool:
-        """True when the field is there and not null."""
-        self._seen.add(name)
-        return self._data.get(name) is not None
+    def has(self, name: str, *, null: bool = False) -> bool:
+        """True when the field is there; ``null``: also when it is null."""
+        return name in self._data and (null or self._data[name] is not None)
 
     def raw(self, name: str) -> Any:
-        self._seen.add(name)
         return self._data.get(name)
 
     def text(self, name: str) -> str:
@@ -56,14 +55,19 @@ class Fields:
             raise self.error(name, "a text")
         return value
 
-    def flag(self, name: str, default: bool) -> bool:
-        self._seen.add(name)
-        if name not in self._data:
-            return default
-        value = self._data[name]
+    def flag(self, name: str) -> bool:
+        value = self.raw(name)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
+
+    def member(self, name: str, kind: type[E]) -> E:
+        """The member of an enum of texts."""
+        text = self.text(name)
+        try:
+            return kind(text)
+        except ValueError:
+            raise self.error(name, " or ".join(repr(member.value) for member in kind)) from None
 
     def integer(self, name: str, *, minimum: int = 0) -> int:
         value = self.raw(name)
@@ -88,33 +92,23 @@ class Fields:
             raise self.error(name, "a list")
         return value
 
-    def integers(self, name: str, *, minimum: int = 0) -> tuple[int, ...]:
-        values = self.items(name)
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_INTEGER:
-                raise self.error(name, f"a list of integers >= {minimum}")
-        return tuple(values)
-
-    def numbers(self, name: str) -> tuple[float, ...]:
-        values = self.items(name)
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise self.error(name, "a list of finite numbers")
-        return tuple(float(value) for value in values)
-
     def objects(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
-        return tuple(read(Fields(item, f"{self._where}: {name}[{i}]")) for i, item in enumerate(self.items(name)))
+        return tuple(read(Fields(item, f"{self.where}: {name}[{i}]")) for i, item in enumerate(self.items(name)))
 
     def object(self, name: str) -> Fields:
-        return Fields(self.raw(name), f"{self._where}: {name}")
+        return Fields(self.raw(name), f"{self.where}: {name}")
 
-    def done(self, known: Iterable[str]) -> None:
+    def check_format(self, formats: Sequence[str]) -> None:
+        """Raise unless ``format`` is one of these, the one written today first."""
+        if self.raw("format") not in formats:
+            raise self.error("format", f"{formats[0]!r}")
+
+    def check_keys(self, known: Sequence[str]) -> None:
         """Raise if the object has a key that is not in ``known``."""
-        names = list(known)
         for name in self._data:
-            if name not in names:
+            if name not in known:
                 raise FileError(
-                    f"{self._where}: unknown field {name!r}{did_you_mean(name, names)}; known: {', '.join(names)}"
+                    f"{self.where}: unknown field {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}"
                 )
 
 
@@ -131,24 +125,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_json(text: str, where: str, *formats: str) -> Fields:
-    """Parse ``text`` as an object whose ``format`` is one of these, the one written today first."""
-    fields = _parse(text, where)
-    if fields.raw("format") not in formats:
-        raise fields.error("format", f"{formats[0]!r}")
-    return fields
-
-
 def read_format(text: str, where: str, expected: Sequence[str]) -> str:
     """Which of the expected formats ``text`` has."""
-    fields = _parse(text, where)
+    fields = parse_json(text, where)
     found = fields.raw("format")
     if found not in expected:
         raise fields.error("format", " or ".join(map(repr, expected)))
     return str(found)
 
 
-def _parse(text: str, where: str) -> Fields:
+def parse_json(text: str, where: str) -> Fields:
+    """The object that ``text`` is, none of it read yet."""
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as problem:

@@ -15,10 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.ir.codec import Form
 from deepspeed_pulse.ir.fields import Fields
+
+P = TypeVar("P", bound="Part")
 
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _RUN = re.compile(rf"(.+)\[{_NUMBER}:{_NUMBER}\]@{_NUMBER}")
@@ -37,18 +40,24 @@ class FrozenLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenPart:
-    """Layers without gradient whose last result is read like a batch entry called ``name``.
+class Part:
+    """What frozen layers are to a model: their last result is read like a batch entry called ``name``.
 
     ``needs``: parts whose results it reads. ``targets``: layers of the model that read its result. ``ranks``: those
     that may run it, None for all.
     """
 
     name: str
-    layers: tuple[FrozenLayer, ...]
-    needs: tuple[str, ...] = ()
+    needs: Annotated[tuple[str, ...], Form(expected="a list of names of parts")] = ()
     targets: tuple[int, ...] = ()
-    ranks: tuple[int, ...] | None = None
+    ranks: Annotated[tuple[int, ...] | None, Form(left_out=True)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenPart(Part):
+    """Layers without gradient, and what they cost."""
+
+    layers: Annotated[tuple[FrozenLayer, ...], Form(some="layer")]
 
     @property
     def forward_ms(self) -> float:
@@ -116,12 +125,44 @@ class Filling:
     work: FrozenWork
 
 
+def _read_rows(fields: Fields, name: str) -> tuple[tuple[Filling, ...], ...]:
+    return tuple(_read_row(fields, name, row) for row in fields.items(name))
+
+
+def _read_row(fields: Fields, name: str, row: object) -> tuple[Filling, ...]:
+    wrong = fields.error(name, 'lists of [position, work] like [3, "latents[0:5]@0"], positions ascending')
+    if not isinstance(row, list):
+        raise wrong
+    found: list[Filling] = []
+    for item in row:
+        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str):
+            raise wrong
+        position = item[0]
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise wrong
+        if position < (found[-1].position if found else 0):
+            raise wrong
+        try:
+            found.append(Filling(position, parse_work(item[1])))
+        except FileError as problem:
+            raise fields.error(name, str(problem)) from None
+    return tuple(found)
+
+
+def _write_rows(rows: tuple[tuple[Filling, ...], ...]) -> Any:
+    return tuple(tuple((filling.position, str(filling.work)) for filling in row) for row in rows)
+
+
+Rows = Annotated[tuple[tuple[Filling, ...], ...], Form(read=_read_rows, write=_write_rows)]
+"""In a file ``[position, work]``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fill:
     """Per rank, frozen work for the next step's batch, in order. ``solver``: who made it."""
 
     parts: tuple[FrozenPart, ...]
-    rows: tuple[tuple[Filling, ...], ...]
+    rows: Rows
     solver: str | None = None
 
     def part(self, name: str) -> FrozenPart:
@@ -153,12 +194,8 @@ class Fill:
     def runs_of(self, rank: int) -> tuple[FrozenRun, ...]:
         return tuple(filling.work for filling in self.rows[rank] if isinstance(filling.work, FrozenRun))
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "parts": [_part_dict(part) for part in self.parts],
-            "rows": [[[filling.position, str(filling.work)] for filling in row] for row in self.rows],
-            "solver": self.solver,
-        }
+    def check_form(self, fields: Fields) -> None:
+        check_parts(self.parts, fields)
 
 
 def up_front(fill: Fill, microbatches: int, readers: Mapping[str, Sequence[int]]) -> Fill:
@@ -182,13 +219,13 @@ def up_front(fill: Fill, microbatches: int, readers: Mapping[str, Sequence[int]]
     return Fill(parts=parts, rows=tuple(map(tuple, rows)))
 
 
-def in_order(parts: Sequence[FrozenPart]) -> tuple[FrozenPart, ...]:
+def in_order(parts: Sequence[P]) -> tuple[P, ...]:
     """Parts so that what one needs comes before it.
 
     Raises:
         FileError: a part needs one that is not there, or parts need each other.
     """
-    known, done, found = {part.name: part for part in parts}, set[str](), list[FrozenPart]()
+    known, done, found = {part.name: part for part in parts}, set[str](), list[P]()
     for part in parts:
         for name in part.needs:
             if name not in known:
@@ -203,41 +240,7 @@ def in_order(parts: Sequence[FrozenPart]) -> tuple[FrozenPart, ...]:
     return tuple(found)
 
 
-def _part_dict(part: FrozenPart) -> dict[str, Any]:
-    return {
-        "name": part.name,
-        "needs": list(part.needs),
-        "targets": list(part.targets),
-        **({} if part.ranks is None else {"ranks": list(part.ranks)}),
-        "layers": [
-            {
-                "name": layer.name,
-                "forward_ms": layer.forward_ms,
-                "param_bytes": layer.param_bytes,
-                "output_bytes": layer.output_bytes,
-                "activation_bytes": layer.activation_bytes,
-            }
-            for layer in part.layers
-        ],
-    }
-
-
-def read_fill(fields: Fields, ranks: int) -> Fill:
-    """The ``"fill"`` of a plan for so many pipeline ranks."""
-    fields.done(("parts", "rows", "solver"))
-    parts = fields.objects("parts", read_part)
-    check_parts(parts, fields)
-    rows = fields.items("rows")
-    if len(rows) != ranks:
-        raise fields.error("rows", f"a list of frozen work for each of the {ranks} pipeline ranks")
-    return Fill(
-        parts=parts,
-        rows=tuple(_read_row(fields, row) for row in rows),
-        solver=fields.text("solver") if fields.has("solver") else None,
-    )
-
-
-def check_parts(parts: Sequence[FrozenPart], fields: Fields) -> None:
+def check_parts(parts: Sequence[Part], fields: Fields) -> None:
     """Raise a :class:`FileError` unless the parts have names of their own and can run one after another."""
     names = [part.name for part in parts]
     if not names or len(set(names)) != len(names):
@@ -246,55 +249,3 @@ def check_parts(parts: Sequence[FrozenPart], fields: Fields) -> None:
         in_order(parts)
     except FileError as problem:
         raise fields.error("parts", f"parts that can run one after another ({problem})") from None
-
-
-def read_part(fields: Fields) -> FrozenPart:
-    return part_with(fields, fields.objects("layers", _read_layer))
-
-
-def part_with(fields: Fields, layers: tuple[FrozenLayer, ...]) -> FrozenPart:
-    """A part with these layers; the rest is read."""
-    fields.done(("name", "needs", "targets", "ranks", "layers"))
-    needs = fields.items("needs") if fields.has("needs") else []
-    if not all(isinstance(name, str) for name in needs):
-        raise fields.error("needs", "a list of names of parts")
-    if not layers:
-        raise fields.error("layers", "at least one layer")
-    return FrozenPart(
-        name=fields.text("name"),
-        layers=layers,
-        needs=tuple(needs),
-        targets=fields.integers("targets") if fields.has("targets") else (),
-        ranks=fields.integers("ranks") if fields.has("ranks") else None,
-    )
-
-
-def _read_layer(fields: Fields) -> FrozenLayer:
-    fields.done(FrozenLayer.__dataclass_fields__)
-    return FrozenLayer(
-        name=fields.text("name"),
-        forward_ms=fields.number("forward_ms"),
-        param_bytes=fields.integer("param_bytes"),
-        output_bytes=fields.integer("output_bytes"),
-        activation_bytes=fields.integer("activation_bytes"),
-    )
-
-
-def _read_row(fields: Fields, row: object) -> tuple[Filling, ...]:
-    wrong = fields.error("rows", 'lists of [position, work] like [3, "latents[0:5]@0"], positions ascending')
-    if not isinstance(row, list):
-        raise wrong
-    found: list[Filling] = []
-    for item in row:
-        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str):
-            raise wrong
-        position = item[0]
-        if isinstance(position, bool) or not isinstance(position, int):
-            raise wrong
-        if position < (found[-1].position if found else 0):
-            raise wrong
-        try:
-            found.append(Filling(position, parse_work(item[1])))
-        except FileError as problem:
-            raise fields.error("rows", str(problem)) from None
-    return tuple(found)

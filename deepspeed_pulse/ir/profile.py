@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from deepspeed_pulse.errors import FileError
-from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+from deepspeed_pulse.ir.codec import Count, File, Form
+from deepspeed_pulse.ir.fields import Fields
 
-FORMAT = "pulse-profile/1"
 _FOUR_BYTE_STATE, _TWO_BYTE_STATE = 4, 8
 _TWO_BYTE_DTYPES = ("float16", "bfloat16")
 
@@ -34,11 +33,15 @@ class LayerCost:
     name: str
     forward_ms: float
     backward_ms: float
+    weight_grad_ms: Annotated[float | None, Form(left_out=True, place=1)] = None
     param_bytes: int
     activation_bytes: int
     output_bytes: int
-    weight_grad_ms: float | None = None
-    spread: float | None = None
+    spread: Annotated[float | None, Form(left_out=True, place=1)] = None
+
+    def check_form(self, fields: Fields) -> None:
+        if self.weight_grad_ms is not None and self.weight_grad_ms > self.backward_ms:
+            raise fields.error("weight_grad_ms", f"at most backward_ms = {self.backward_ms:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +56,18 @@ class Skip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(File):
     """Costs of a model's layers and its skips, for one microbatch size on one device."""
+
+    FORMATS = ("pulse-profile/1",)
+    WHAT = "profile"
 
     name: str
     device: str
     dtype: str
-    microbatch_size: int
-    layers: tuple[LayerCost, ...]
-    skips: tuple[Skip, ...] = ()
+    microbatch_size: Count
+    layers: Annotated[tuple[LayerCost, ...], Form(some="layer")]
+    skips: Annotated[tuple[Skip, ...], Form(required=True)] = ()
 
     @property
     def num_layers(self) -> int:
@@ -83,100 +89,8 @@ class Profile:
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "name": self.name,
-            "device": self.device,
-            "dtype": self.dtype,
-            "microbatch_size": self.microbatch_size,
-            "layers": [_layer_dict(layer) for layer in self.layers],
-            "skips": [
-                {"name": s.name, "source": s.source, "target": s.target, "bytes": s.bytes, "gradient": s.gradient}
-                for s in self.skips
-            ],
-        }
-
-    def to_json(self) -> str:
-        return write_json(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str, where: str = "profile") -> Profile:
-        """Read a profile; a :class:`FileError` names ``where`` and the field that is wrong."""
-        fields = read_json(text, where, FORMAT)
-        fields.done(("format", "name", "device", "dtype", "microbatch_size", "layers", "skips"))
-        profile = cls(
-            name=fields.text("name"),
-            device=fields.text("device"),
-            dtype=fields.text("dtype"),
-            microbatch_size=fields.integer("microbatch_size", minimum=1),
-            layers=fields.objects("layers", _read_layer),
-            skips=fields.objects("skips", _read_skip),
-        )
-        if not profile.layers:
-            raise fields.error("layers", "at least one layer")
-        _check_skips(profile, where)
-        return profile
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        return cls.from_json(read_file(path), str(path))
-
-
-def _layer_dict(layer: LayerCost) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "name": layer.name,
-        "forward_ms": layer.forward_ms,
-        "backward_ms": layer.backward_ms,
-        "param_bytes": layer.param_bytes,
-        "activation_bytes": layer.activation_bytes,
-        "output_bytes": layer.output_bytes,
-    }
-    if layer.weight_grad_ms is not None:
-        data["weight_grad_ms"] = layer.weight_grad_ms
-    if layer.spread is not None:
-        data["spread"] = layer.spread
-    return data
-
-
-def _read_layer(fields: Fields) -> LayerCost:
-    fields.done(
-        (
-            "name",
-            "forward_ms",
-            "backward_ms",
-            "weight_grad_ms",
-            "param_bytes",
-            "activation_bytes",
-            "output_bytes",
-            "spread",
-        )
-    )
-    backward_ms = fields.number("backward_ms")
-    weight_grad_ms = fields.number("weight_grad_ms") if fields.has("weight_grad_ms") else None
-    if weight_grad_ms is not None and weight_grad_ms > backward_ms:
-        raise fields.error("weight_grad_ms", f"at most backward_ms = {backward_ms:g}")
-    return LayerCost(
-        name=fields.text("name"),
-        forward_ms=fields.number("forward_ms"),
-        backward_ms=backward_ms,
-        weight_grad_ms=weight_grad_ms,
-        param_bytes=fields.integer("param_bytes"),
-        activation_bytes=fields.integer("activation_bytes"),
-        output_bytes=fields.integer("output_bytes"),
-        spread=fields.number("spread") if fields.has("spread") else None,
-    )
-
-
-def _read_skip(fields: Fields) -> Skip:
-    fields.done(("name", "source", "target", "bytes", "gradient"))
-    return Skip(
-        name=fields.text("name"),
-        source=fields.integer("source"),
-        target=fields.integer("target"),
-        bytes=fields.integer("bytes"),
-        gradient=fields.flag("gradient", default=True),
-    )
+    def check_form(self, fields: Fields) -> None:
+        _check_skips(self, fields.where)
 
 
 def _check_skips(profile: Profile, where: str) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
+from deepspeed_pulse.ir.codec import Form
 from deepspeed_pulse.ir.fields import Fields
+
+
+def _read_early(fields: Fields, name: str) -> bool:
+    return fields.flag(name) if fields.has(name, null=True) else fields.raw("zero_stage") == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +22,8 @@ class Rules:
         reduce_early: a stage's gradients are summed from its last backward on, not all after the rank's last action.
     """
 
-    zero_stage: int = 0
-    reduce_early: bool = True
+    zero_stage: Annotated[int, Form(required=True)] = 0
+    reduce_early: Annotated[bool, Form(required=True, read=_read_early)] = True
 
     @classmethod
     def of(cls, zero_stage: int) -> Rules:
@@ -33,16 +38,9 @@ class Rules:
         """Parts that the optimizer state is cut into."""
         return data_parallel if self.shards_optimizer else 1
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"zero_stage": self.zero_stage, "reduce_early": self.reduce_early}
-
-    @classmethod
-    def read(cls, fields: Fields) -> Rules:
-        fields.done(cls.__dataclass_fields__)
-        zero_stage = fields.integer("zero_stage")
-        if zero_stage > 1:
+    def check_form(self, fields: Fields) -> None:
+        if self.zero_stage > 1:
             raise fields.error("zero_stage", "0 or 1")
-        return cls(zero_stage=zero_stage, reduce_early=fields.flag("reduce_early", default=zero_stage == 0))
 
 
 PLAIN = Rules()

@@ -5,20 +5,17 @@ Pure data, small: the plan, the planned timeline, and the steps that were measur
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from deepspeed_pulse.errors import FileError, PulseError
-from deepspeed_pulse.ir.fields import Fields, read_file, read_json, write_json
+from deepspeed_pulse.ir.codec import File, Form, check_keys, read
+from deepspeed_pulse.ir.fields import MAX_NUMBER, Fields
 from deepspeed_pulse.ir.fill import FrozenRun, parse_work
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
-
-FORMAT = "pulse-run/1"
 
 RUN_FILE = "pulse_run.json"
 """Its name beside checkpoints; beside a trace it has the trace's name and the suffix ``.run.json``."""
@@ -29,6 +26,40 @@ MEMORY_PARTS = ("state", "activations", "received", "recomputed", "frozen")
 received and is not used up, what a backward recomputes, and frozen parts with their results."""
 
 
+def bytes_by_kind(channels: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by channel (``value:down.3``) added up by kind (``value``); every kind is there."""
+    found = {"hidden": 0, "hidden_grad": 0, "value": 0, "value_grad": 0}
+    for name, sent in channels.items():
+        found[name.partition(":")[0]] += sent
+    return found
+
+
+def _spans_to_list(timeline: Timeline) -> list[list[Any]]:
+    """``[rank, "2F0", start, end, waited]`` per action, ms with 4 digits (0.1 microseconds); frozen work likewise."""
+    spans = [(s.rank, str(s.action), s.start_ms, s.end_ms, s.waited_ms) for s in timeline.spans]
+    spans += [(s.rank, str(s.run), s.start_ms, s.end_ms, 0.0) for s in timeline.frozen]
+    return [[rank, text, *(round(ms, 4) for ms in times)] for rank, text, *times in spans]
+
+
+def _read_sent(fields: Fields, name: str) -> dict[str, int]:
+    sent = fields.raw(name)
+    known = bytes_by_kind({})
+    if not isinstance(sent, dict) or any(name.partition(":")[0] not in known for name in sent):
+        raise fields.error(name, f"an object whose names are {', '.join(known)} (values with :NAME)")
+    counted = fields.object(name)
+    return {name: counted.integer(name) for name in sent}
+
+
+def _read_parts(fields: Fields, name: str) -> dict[str, int]:
+    parts = fields.object(name)
+    parts.check_keys(MEMORY_PARTS)
+    return {part: parts.integer(part) for part in MEMORY_PARTS if parts.has(part)}
+
+
+Parts = Annotated[Mapping[str, int], Form(read=_read_parts)]
+Signed = Annotated[float, Form(minimum=-MAX_NUMBER)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """What one pipeline rank counted in a step. Bytes; ms. ``p2p_bytes`` by channel, as in ``pulse_stats``.
@@ -36,11 +67,11 @@ class RankFigures:
     ``peak_parts``: what ``peak_live_bytes`` was made of, by :data:`MEMORY_PARTS`; what is absent was nothing.
     """
 
-    p2p_bytes: Mapping[str, int]
+    p2p_bytes: Annotated[Mapping[str, int], Form(read=_read_sent)]
     local_value_bytes: int
     peak_live_bytes: int
     idle_ms: float
-    peak_parts: Mapping[str, int] = field(default_factory=dict)
+    peak_parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +81,13 @@ class MeasuredStep:
     step: int
     step_ms: float
     ranks: tuple[RankFigures, ...]
-    timeline: Timeline
+    timeline: Annotated[Timeline, Form(key="spans", write=_spans_to_list)]
+
+    def check_form(self, fields: Fields) -> None:
+        if len(self.ranks) != self.timeline.num_ranks:
+            raise fields.error("ranks", f"figures of each of the {self.timeline.num_ranks} ranks")
+        if not self.timeline.spans:
+            raise fields.error("spans", "at least one action")
 
     @property
     def p2p_bytes(self) -> dict[str, int]:
@@ -66,8 +103,8 @@ class MeasuredStep:
 class RankMemory:
     """A rank's peak, planned and counted, each by :data:`MEMORY_PARTS`; bytes."""
 
-    planned: Mapping[str, int]
-    measured: Mapping[str, int]
+    planned: Parts
+    measured: Parts
 
     @property
     def planned_bytes(self) -> int:
@@ -104,10 +141,10 @@ class Difference:
 
     planned_ms: float
     measured_ms: float
-    layers_ms: float
-    pauses_ms: float
-    messages_ms: float
-    outside_ms: float
+    layers_ms: Signed
+    pauses_ms: Signed
+    messages_ms: Signed
+    outside_ms: Signed
     stage: int
     stage_planned_ms: float
     stage_measured_ms: float
@@ -121,76 +158,33 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(File):
     """Contents of a file ``pulse-run/1``.
 
     ``layers``: their names. ``costs``: where its layer costs came from. ``planned``: None where those are no times,
     and then there is no ``difference`` either; that is of the last measured step.
     """
 
+    FORMATS = ("pulse-run/1",)
+    WHAT = "run"
+
     plan: Plan
     layers: tuple[str, ...]
     costs: str
-    planned: Timeline | None
+    planned: Annotated[Timeline | None, Form(write=_spans_to_list)]
     steps: tuple[MeasuredStep, ...]
     difference: Difference | None
 
-    def to_json(self) -> str:
-        return write_json(
-            {
-                "format": FORMAT,
-                "plan": self.plan.to_dict(),
-                "layers": list(self.layers),
-                "costs": self.costs,
-                "planned": None if self.planned is None else _spans_to_list(self.planned),
-                "steps": [
-                    {
-                        "step": step.step,
-                        "step_ms": step.step_ms,
-                        "ranks": [asdict(rank) for rank in step.ranks],
-                        "spans": _spans_to_list(step.timeline),
-                    }
-                    for step in self.steps
-                ],
-                "difference": None if self.difference is None else asdict(self.difference),
-            }
-        )
-
     @classmethod
-    def from_json(cls, text: str, where: str = "run") -> Run:
-        fields = read_json(text, where, FORMAT)
-        fields.done(("format", *cls.__dataclass_fields__))
-        plan = Plan.from_json(json.dumps(fields.raw("plan")), f"{where}: plan")
+    def from_fields(cls, fields: Fields) -> Run:
+        check_keys(cls, fields)
+        plan = Plan.from_fields(fields.object("plan"))
         names = fields.items("layers")
         if len(names) != plan.num_layers or not all(isinstance(name, str) for name in names):
             raise fields.error("layers", f"the names of the plan's {plan.num_layers} layers")
-        return cls(
-            plan=plan,
-            layers=tuple(names),
-            costs=fields.text("costs"),
-            planned=_read_spans(fields, "planned", plan, where) if fields.has("planned") else None,
-            steps=fields.objects("steps", lambda step: _read_step(step, plan, where)),
-            difference=_read_difference(fields.object("difference")) if fields.has("difference") else None,
-        )
-
-    @classmethod
-    def load(cls, path: str | Path) -> Run:
-        return cls.from_json(read_file(path), str(path))
-
-
-def bytes_by_kind(channels: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by channel (``value:down.3``) added up by kind (``value``); every kind is there."""
-    found = {"hidden": 0, "hidden_grad": 0, "value": 0, "value_grad": 0}
-    for name, sent in channels.items():
-        found[name.partition(":")[0]] += sent
-    return found
-
-
-def _spans_to_list(timeline: Timeline) -> list[list[Any]]:
-    """``[rank, "2F0", start, end, waited]`` per action, ms with 4 digits (0.1 microseconds); frozen work likewise."""
-    spans = [(s.rank, str(s.action), s.start_ms, s.end_ms, s.waited_ms) for s in timeline.spans]
-    spans += [(s.rank, str(s.run), s.start_ms, s.end_ms, 0.0) for s in timeline.frozen]
-    return [[rank, text, *(round(ms, 4) for ms in times)] for rank, text, *times in spans]
+        planned = _read_spans(fields, "planned", plan, fields.where) if fields.has("planned") else None
+        steps = fields.objects("steps", lambda step: _read_step(step, plan, fields.where))
+        return read(cls, fields, plan=plan, layers=tuple(names), planned=planned, steps=steps)
 
 
 def _read_spans(fields: Fields, name: str, plan: Plan, where: str) -> Timeline:
@@ -226,60 +220,5 @@ def _read_span(item: Any, plan: Plan, where: str) -> Span | FrozenSpan:
 
 
 def _read_step(fields: Fields, plan: Plan, where: str) -> MeasuredStep:
-    fields.done(("step", "step_ms", "ranks", "spans"))
-    step = MeasuredStep(
-        step=fields.integer("step"),
-        step_ms=fields.number("step_ms"),
-        ranks=fields.objects("ranks", _read_rank),
-        timeline=_read_spans(fields, "spans", plan, where),
-    )
-    if len(step.ranks) != plan.pipeline_ranks:
-        raise fields.error("ranks", f"figures of each of the {plan.pipeline_ranks} ranks")
-    if not step.timeline.spans:
-        raise fields.error("spans", "at least one action")
-    return step
-
-
-def _read_rank(fields: Fields) -> RankFigures:
-    fields.done(RankFigures.__dataclass_fields__)
-    sent = fields.raw("p2p_bytes")
-    known = bytes_by_kind({})
-    if not isinstance(sent, dict) or any(name.partition(":")[0] not in known for name in sent):
-        raise fields.error("p2p_bytes", f"an object whose names are {', '.join(known)} (values with :NAME)")
-    counted = fields.object("p2p_bytes")
-    return RankFigures(
-        p2p_bytes={name: counted.integer(name) for name in sent},
-        local_value_bytes=fields.integer("local_value_bytes"),
-        peak_live_bytes=fields.integer("peak_live_bytes"),
-        idle_ms=fields.number("idle_ms"),
-        peak_parts=_read_parts(fields, "peak_parts") if fields.has("peak_parts") else {},
-    )
-
-
-def _read_parts(fields: Fields, name: str) -> dict[str, int]:
-    parts = fields.object(name)
-    parts.done(MEMORY_PARTS)
-    return {part: parts.integer(part) for part in MEMORY_PARTS if parts.has(part)}
-
-
-def _read_memory(fields: Fields) -> RankMemory:
-    fields.done(RankMemory.__dataclass_fields__)
-    return RankMemory(planned=_read_parts(fields, "planned"), measured=_read_parts(fields, "measured"))
-
-
-def _read_difference(fields: Fields) -> Difference:
-    fields.done(Difference.__dataclass_fields__)
-    lowest = -1e15
-    return Difference(
-        planned_ms=fields.number("planned_ms"),
-        measured_ms=fields.number("measured_ms"),
-        layers_ms=fields.number("layers_ms", minimum=lowest),
-        pauses_ms=fields.number("pauses_ms", minimum=lowest),
-        messages_ms=fields.number("messages_ms", minimum=lowest),
-        outside_ms=fields.number("outside_ms", minimum=lowest),
-        stage=fields.integer("stage"),
-        stage_planned_ms=fields.number("stage_planned_ms"),
-        stage_measured_ms=fields.number("stage_measured_ms"),
-        mean_pause_ms=fields.number("mean_pause_ms"),
-        memory=fields.objects("memory", _read_memory) if fields.has("memory") else (),
-    )
+    check_keys(MeasuredStep, fields)
+    return read(MeasuredStep, fields, timeline=_read_spans(fields, "spans", plan, where))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.plan import FORMAT, Plan
+from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 
 PLANNER_VERSION = 5
@@ -29,7 +29,7 @@ def plan_file(folder: str | Path, profile: Profile, cluster: Cluster, **options:
     """Where the plan for a profile on a cluster with these options is kept; the options must go into JSON."""
     question = {
         "planner": PLANNER_VERSION,
-        "format": FORMAT,
+        "format": Plan.FORMATS[0],
         "profile": profile.fingerprint,
         "cluster": cluster.to_json(),
         "options": options,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.codec import to_data
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
@@ -67,7 +68,7 @@ def _file(folder: str | Path, maker: Maker, places: list[tuple[int, ...]]) -> Pa
     """Where the plan is kept: named by everything that it depends on."""
     job, options = vars(maker.job).copy(), vars(maker.options)
     profile, cluster = job.pop("profile"), job.pop("cluster")
-    job |= {"rules": maker.job.rules.to_dict(), "frozen": [asdict(part) for part in maker.job.frozen]}
+    job |= {"rules": to_data(maker.job.rules), "frozen": [to_data(part) for part in maker.job.frozen]}
     return plan_file(folder, profile, cluster, places=places, **job, **options)
 
 

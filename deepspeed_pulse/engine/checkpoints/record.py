@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE
 from deepspeed_pulse.errors import FileError, PlanError
-from deepspeed_pulse.ir.fields import Fields, read_file, read_format, read_json, write_json
+from deepspeed_pulse.ir.codec import Count, File, Form
+from deepspeed_pulse.ir.fields import read_file, read_format
 
 FORMAT = "pulse-checkpoint/2"
 UNVERIFIED = "pulse-checkpoint/1"
@@ -23,7 +24,7 @@ Names = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointRecord:
+class CheckpointRecord(File):
     """How a checkpoint is laid out.
 
     Attributes:
@@ -34,15 +35,18 @@ class CheckpointRecord:
         parameters: per pipeline rank and parameter group, the names of what the optimizer trains, in its order.
     """
 
-    pipeline_ranks: int
-    data_parallel: int
+    FORMATS = (FORMAT, UNVERIFIED)
+    WHAT = "checkpoint"
+
+    pipeline_ranks: Count
+    data_parallel: Count
     boundaries: tuple[int, ...]
     placement: tuple[int, ...]
     layers: tuple[str, ...]
     zero_stage: int
     dtype: str
     optimizer: str
-    parameters: tuple[Names, ...]
+    parameters: Annotated[tuple[Names, ...], Form(expected="per rank, lists of parameter names")]
 
     @property
     def partitioned(self) -> bool:
@@ -73,8 +77,7 @@ class CheckpointRecord:
                 raise PlanError(f"{where}: {name}: written with {there}, this job runs {here}; use the same, or {way}")
 
     def write(self, folder: Path) -> None:
-        data = {"format": FORMAT, **asdict(self)}
-        (folder / RECORD_FILE).write_text(write_json(data), encoding="utf-8")
+        (folder / RECORD_FILE).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:
@@ -83,38 +86,10 @@ class CheckpointRecord:
         if not path.is_file():
             return None
         text = read_file(path)
-        found = read_format(text, str(path), (FORMAT, UNVERIFIED))
+        found = read_format(text, str(path), cls.FORMATS)
         if found == FORMAT and not (folder / SUMS_FILE).is_file():
             raise FileError(
                 f"{folder / SUMS_FILE}: expected the digests of the checkpoint's files, found none; the checkpoint was "
                 "not copied whole"
             )
-        fields = read_json(text, str(path), found)
-        record = cls(
-            pipeline_ranks=fields.integer("pipeline_ranks", minimum=1),
-            data_parallel=fields.integer("data_parallel", minimum=1),
-            boundaries=fields.integers("boundaries"),
-            placement=fields.integers("placement"),
-            layers=_texts(fields, "layers"),
-            zero_stage=fields.integer("zero_stage"),
-            dtype=fields.text("dtype"),
-            optimizer=fields.text("optimizer"),
-            parameters=tuple(_names(fields, rank) for rank in fields.items("parameters")),
-        )
-        fields.done(["format", *cls.__dataclass_fields__])
-        return record
-
-
-def _texts(fields: Fields, name: str) -> tuple[str, ...]:
-    found = fields.items(name)
-    if not all(isinstance(text, str) for text in found):
-        raise fields.error(name, "a list of texts")
-    return tuple(found)
-
-
-def _names(fields: Fields, groups: Any) -> Names:
-    if not isinstance(groups, list) or not all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
-    ):
-        raise fields.error("parameters", "per rank, lists of parameter names")
-    return tuple(tuple(group) for group in groups)
+        return cls.from_json(text, str(path))

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe import module as upstream
 from deepspeed_pulse.engine.plans.costs import PlanRequest, stand_in
 from deepspeed_pulse.engine.plans.hardware import device_name
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
-from deepspeed_pulse.ir.profile import FORMAT
+from deepspeed_pulse.ir.profile import Profile
 
 MEASURING_VERSION = 1
 """Raised when layers are measured in another way, so that kept profiles are not used any more."""
@@ -30,7 +30,7 @@ def job_content(request: PlanRequest) -> dict[str, Any]:
     inputs, entries = request.example
     on_cpu = request.device.type == "cpu"
     return {
-        "versions": [MEASURING_VERSION, FORMAT, *library_versions()],
+        "versions": [MEASURING_VERSION, *Profile.FORMATS, *library_versions()],
         "layers": [[layer.name, layer.stash, layer.pop, code(layer_)] for layer, layer_ in _pairs(request)],
         "batch": {name: _plain(value) for name, value in {"": inputs, **entries}.items()},
         "cast": str(request.dtype),
