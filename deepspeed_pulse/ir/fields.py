@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,3 +155,21 @@ def read_file(path: str | Path) -> str:
 def write_json(data: Mapping[str, Any]) -> str:
     """Stable text of a JSON object: same data, same bytes."""
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of a ``plan_cache`` all at once, so that a reader at the same time finds a whole file or none.
+
+    Raises:
+        FileError: the folder cannot be written to.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise FileError(
+            f"plan_cache: cannot keep {path.name} in {path.parent}: {reason}; name another folder"
+        ) from None

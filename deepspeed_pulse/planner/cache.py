@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 
@@ -52,16 +52,5 @@ def kept(path: Path, make: Callable[[], Plan]) -> Plan:
     began = time.monotonic()
     plan = make()
     if time.monotonic() - began >= WORTH_KEEPING_SECONDS:
-        _write(path, plan.to_json())
+        write_whole(path, plan.to_json())
     return plan
-
-
-def _write(path: Path, text: str) -> None:
-    """All at once, so that a reader at the same time finds a whole file or none."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as problem:
-        raise FileError(f"cannot keep a plan in {path.parent}: {problem.strerror or problem}") from None

@@ -64,5 +64,5 @@ def test_quick_plans_and_generators_are_not_kept(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match=r"cannot keep a plan in .*file"):
+    with pytest.raises(FileError, match=r"plan_cache: cannot keep plan-.* in .*file"):
         made(tmp_path / "file")

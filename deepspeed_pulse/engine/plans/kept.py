@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from deepspeed_pulse.engine.plans.content import job_content
 from deepspeed_pulse.engine.plans.costs import PlanRequest, misfits
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.profile import Profile
 
 
@@ -85,20 +85,6 @@ def read_cluster(path: Path, nodes: int, ranks_per_node: int) -> Cluster | None:
 def _say_unusable(path: Path, what: str, reason: str) -> None:
     shown = reason.removeprefix(f"{path}: ")
     print(f"pulse: the kept {what} {path} is not this job's and is measured anew: {shown}", flush=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All at once, so that a reader at the same time finds a whole file or none."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise FileError(
-            f"plan_cache: cannot keep {path.name} in {path.parent}: {reason}; name another folder"
-        ) from None
 
 
 def named_by(content: object) -> str:

@@ -22,6 +22,7 @@ from deepspeed_pulse.engine.plans.hardware import Hardware, agreed_hardware
 from deepspeed_pulse.engine.plans.overhead import message_pauses_ms
 from deepspeed_pulse.engine.plans.sums import measure_bus
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.program import Channel, Direction
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)
@@ -62,7 +63,7 @@ def measure_cluster(device: torch.device, *, plan_cache: str | None = None) -> C
         return found  # type: ignore[no-any-return]
     cluster = _measured(device, ranks, nodes, per_node)
     if path is not None:
-        agree(lambda: kept.write_whole(path, cluster.to_json()), "keeping links")
+        agree(lambda: write_whole(path, cluster.to_json()), "keeping links")
     return cluster
 
 
