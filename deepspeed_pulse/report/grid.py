@@ -47,11 +47,6 @@ def schedule_grid(timeline: Timeline, placement: Sequence[int], *, width: int = 
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-def grid_text(timeline: Timeline, placement: Sequence[int], *, width: int = 100) -> str:
-    """The grid without colour."""
-    return schedule_grid(timeline, placement, width=width).plain
-
-
 def _bands(timeline: Timeline, placement: tuple[int, ...], width: int) -> Iterator[Text]:
     labels = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     margin = max(len(label) for label in labels) + 2

@@ -25,11 +25,6 @@ _WORDS = {
 _BACKWARD_OPS = (Op.BACKWARD, Op.INPUT_GRAD)
 
 
-def chrome_trace(timeline: Timeline, placement: Sequence[int], *, name: str = "") -> Event:
-    """The trace of one timeline as a JSON object; times in microseconds."""
-    return _trace([(name, timeline)], placement)
-
-
 def write_trace(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Sequence[int]) -> None:
     """Write named timelines into one trace, each with processes of its own (``measured rank 0``)."""
     Path(path).write_text(json.dumps(_trace(rows, placement)) + "\n", encoding="utf-8")

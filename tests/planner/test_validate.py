@@ -14,7 +14,7 @@ from deepspeed_pulse.ir.plan import Route
 from deepspeed_pulse.planner.checks.validate import check, violations
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.schedules.heuristics import memory_frugal, wave
+from deepspeed_pulse.planner.schedules.heuristics import count_cap, wave
 from deepspeed_pulse.planner.simulate import simulate
 
 VALUES = profile([layer() for _ in range(4)], [skip("temb", 0, 1), skip("temb", 0, 3), skip("odd", 1, 3)])
@@ -153,7 +153,8 @@ def test_a_damaged_schedule_is_named_or_runs(seed):
     placement = rng.choice([wave_placement(3), wave_placement(2), linear_placement(3), (0, 1, 0, 1)])
     bounds = (0, *sorted(rng.sample(range(1, 6), len(placement) - 1)), 6)
     blank = plan(placement, 3, boundaries=bounds, of=costs)
-    order = [list(row) for row in memory_frugal(Instance(blank, costs, cluster()), 3)]
+    instance = Instance(blank, costs, cluster())
+    order = [list(row) for row in wave(instance, 3, count_cap(instance, len(placement)))]
     for _ in range(rng.randrange(1, 3)):
         damage(rng, order)
     damaged = replace(blank, schedule=tuple(map(tuple, order)))

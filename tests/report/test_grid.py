@@ -10,7 +10,7 @@ from rich.console import Console
 from deepspeed_pulse.ir.placement import wave_placement
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Span, Timeline
-from deepspeed_pulse.report.grid import grid_text, schedule_grid
+from deepspeed_pulse.report.grid import schedule_grid
 
 
 def timeline_of(*spans: tuple[int, str, float, float]) -> Timeline:
@@ -34,7 +34,7 @@ V = timeline_of(
 
 
 def test_staircase_of_one_microbatch() -> None:
-    assert grid_text(V, wave_placement(2), width=80) == dedent(
+    assert schedule_grid(V, wave_placement(2), width=80).plain == dedent(
         """\
         makespan 12 ms, bubble 50.0 %
                 |0 ms               |4 ms               |8 ms
@@ -46,20 +46,20 @@ def test_staircase_of_one_microbatch() -> None:
 
 def test_halves_of_the_backward_differ() -> None:
     split = timeline_of((0, "0F0", 0, 1), (0, "0I0", 1, 2), (0, "0W0", 2, 3))
-    text = grid_text(split, (0,), width=80)
+    text = schedule_grid(split, (0,), width=80).plain
     assert "0F0>>0I0((0W0~~" in text
     assert "I( input gradient  W~ weight gradient" in text
 
 
 def test_no_line_is_wider_than_asked(large: Any) -> None:
     for width in (40, 80, 200):
-        lines = grid_text(large.timeline, large.plan.placement, width=width).splitlines()
+        lines = schedule_grid(large.timeline, large.plan.placement, width=width).plain.splitlines()
         assert max(len(line) for line in lines if line.startswith("rank")) <= width
         assert len(lines) <= 80
 
 
 def test_every_action_is_named_where_there_is_room(sample: Any) -> None:
-    text = grid_text(sample.timeline, sample.plan.placement, width=1000)
+    text = schedule_grid(sample.timeline, sample.plan.placement, width=1000).plain
     assert all(str(action) in text for row in sample.plan.schedule for action in row)
 
 
@@ -72,5 +72,5 @@ def test_forward_and_backward_have_different_colours() -> None:
 
 
 def test_actions_of_no_length_do_not_break_the_grid() -> None:
-    assert "0F1" in grid_text(timeline_of((0, "0F0", 0, 0), (0, "0F1", 0, 1)), (0,), width=80)
-    assert "rank 0" in grid_text(timeline_of((0, "0F0", 0, 0)), (0,), width=80)
+    assert "0F1" in schedule_grid(timeline_of((0, "0F0", 0, 0), (0, "0F1", 0, 1)), (0,), width=80).plain
+    assert "rank 0" in schedule_grid(timeline_of((0, "0F0", 0, 0)), (0,), width=80).plain

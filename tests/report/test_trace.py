@@ -8,22 +8,28 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from deepspeed_pulse.report.trace import chrome_trace, write_trace
+from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.report.trace import write_trace
+
+
+def trace_of(timeline: Timeline, sample: Any, folder: Path) -> dict[str, Any]:
+    write_trace(folder / "trace.json", [("", timeline)], sample.plan.placement)
+    return dict(json.loads((folder / "trace.json").read_text()))
 
 
 def by_phase(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
 
-def test_a_complete_event_an_action(sample: Any) -> None:
-    boxes = by_phase(chrome_trace(sample.timeline, sample.plan.placement), "X")
+def test_a_complete_event_an_action(sample: Any, tmp_path: Path) -> None:
+    boxes = by_phase(trace_of(sample.timeline, sample, tmp_path), "X")
     assert Counter(box["name"] for box in boxes) == Counter(str(a) for row in sample.plan.schedule for a in row)
     first = next(box for box in boxes if box["name"] == "0F0")
     assert (first["pid"], first["ts"], first["dur"], first["cat"]) == (0, 0.0, 1000.0, "forward")
 
 
-def test_every_message_is_an_arrow_between_two_boxes(sample: Any) -> None:
-    trace = chrome_trace(sample.timeline, sample.plan.placement)
+def test_every_message_is_an_arrow_between_two_boxes(sample: Any, tmp_path: Path) -> None:
+    trace = trace_of(sample.timeline, sample, tmp_path)
     starts = {event["id"]: event for event in by_phase(trace, "s")}
     ends = {event["id"]: event for event in by_phase(trace, "f")}
     assert len(starts) == len(ends) == len(sample.timeline.transfers)
@@ -40,15 +46,15 @@ def test_every_message_is_an_arrow_between_two_boxes(sample: Any) -> None:
             )
 
 
-def test_memory_is_a_counter_a_rank(sample: Any) -> None:
-    counters = by_phase(chrome_trace(sample.timeline, sample.plan.placement), "C")
+def test_memory_is_a_counter_a_rank(sample: Any, tmp_path: Path) -> None:
+    counters = by_phase(trace_of(sample.timeline, sample, tmp_path), "C")
     assert {event["pid"] for event in counters} == {0, 1, 2, 3}
     assert len(counters) == sum(len(row) for row in sample.timeline.memory)
 
 
-def test_arrows_of_actions_that_were_not_measured_are_left_out(sample: Any) -> None:
+def test_arrows_of_actions_that_were_not_measured_are_left_out(sample: Any, tmp_path: Path) -> None:
     partial = dataclasses.replace(sample.timeline, spans=sample.timeline.spans_of(0))
-    assert by_phase(chrome_trace(partial, sample.plan.placement), "s") == []
+    assert by_phase(trace_of(partial, sample, tmp_path), "s") == []
 
 
 def test_two_timelines_have_processes_of_their_own(sample: Any, tmp_path: Path) -> None:

@@ -51,16 +51,6 @@ def wave(instance: Instance, microbatches: int, cap: Cap | None = None) -> Sched
     return list_schedule(instance, microbatches, prefer=Prefer.FORWARD if cap else Prefer.FIRST_HOME, cap=cap)
 
 
-def memory_frugal(instance: Instance, microbatches: int, half_stages: int | None = None) -> Schedule:
-    """The wave with at most ``half_stages`` in flight on a rank, and so about 1F1B's memory.
-
-    The default is all stages of a rank times the number of ranks: 2 P in a V.
-    """
-    held = _stages_a_rank(instance)
-    limit = half_stages if half_stages is not None else instance.num_ranks * held
-    return wave(instance, microbatches, count_cap(instance, max(limit, held)))
-
-
 def one_f_one_b(instance: Instance, microbatches: int) -> Schedule:
     """Rank r runs P-1-r forwards ahead, then one forward, one backward in turn; linear placement."""
     ranks = instance.num_ranks
