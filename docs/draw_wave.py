@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 
 RANKS = 4
 DOWN, UP, BAND = "#cfe3f7", "#bfe8d2", "#f4f4f2"
@@ -72,7 +72,7 @@ def band(axes: Axes, left: float, right: float, y: float, rank: int) -> None:
 
 def draw_wave(axes: Axes) -> None:
     """The V: stage i and stage 2P-1-i on rank i, a skip is a straight line inside its rank."""
-    placement = wave_placement(RANKS)
+    placement = Placement.wave(RANKS)
     places = {stage: (float(stage), float(-rank)) for stage, rank in enumerate(placement)}
     for rank in range(RANKS):
         band(axes, -0.6, 2 * RANKS - 0.4, -rank, rank)
@@ -98,7 +98,7 @@ def draw_wave(axes: Axes) -> None:
 
 def draw_relay(axes: Axes) -> None:
     """Plain 1F1B: one stage a rank, every skip is in the tuple that each rank hands on."""
-    placement = linear_placement(RANKS)
+    placement = Placement.linear(RANKS)
     step = 2.0
     for stage, rank in enumerate(placement):
         band(axes, -0.75, step * (RANKS - 1) + 0.9, -rank, rank)

@@ -90,8 +90,8 @@ VIOLATIONS: dict[str, tuple[str, Callable[[Any], object], list[str]]] = {
     ),
     "two at once": (
         "plan.json",
-        lambda plan: (plan["schedule"][1].remove("1F2"), plan.update(waves=3)),
-        ["never runs: 1F2", "waves: expected 1 for the wave placement [0, 1, 1, 0], found 3"],
+        lambda plan: (plan["schedule"][1].remove("1F2"), plan.update(microbatch_size=3)),
+        ["never runs: 1F2", "microbatch_size: the plan has 3, the profile was taken with"],
     ),
     "deadlock": (
         "plan.json",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.planner.checks.validate import check
@@ -172,9 +172,8 @@ def blank(case: Case) -> Plan:
         data_parallel=1,
         microbatches=case.microbatches,
         microbatch_size=1,
-        waves=1,
         boundaries=tuple(range(2 * case.ranks + 1)),
-        placement=wave_placement(case.ranks),
+        placement=Placement.wave(case.ranks),
         schedule=((),) * case.ranks,
     )
 

@@ -21,7 +21,7 @@ from bounds import Bound
 from support.cut_cases import MICROBATCHES, agrees, brute_force, key_of, random_case
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
@@ -30,15 +30,15 @@ from deepspeed_pulse.planner.partition.weights import Weights
 from deepspeed_pulse.planner.routes import named_values
 
 CASES = 500
-LARGEST = (500, 200, 0, wave_placement(32))
+LARGEST = (500, 200, 0, Placement.wave(32))
 LARGE = (
-    (46, 0, 0, wave_placement(4)),
-    (46, 12, 0, wave_placement(4)),
-    (46, 12, 1, wave_placement(4)),
-    (46, 12, 0, linear_placement(8)),
-    (100, 0, 0, wave_placement(8)),
-    (60, 12, 0, wave_placement(4, 2)),
-    (500, 200, 2, wave_placement(32)),
+    (46, 0, 0, Placement.wave(4)),
+    (46, 12, 0, Placement.wave(4)),
+    (46, 12, 1, Placement.wave(4)),
+    (46, 12, 0, Placement.linear(8)),
+    (100, 0, 0, Placement.wave(8)),
+    (60, 12, 0, Placement.wave(4, 2)),
+    (500, 200, 2, Placement.wave(32)),
     LARGEST,
 )
 """Layers, skips, pairs of them that cross, placement."""
@@ -74,7 +74,7 @@ def small(num_cases: int) -> tuple[list[str], Bound]:
         depth, expected = brute_force(case)
         if not agrees(key_of(case, found.cuts, depth, expected), expected):
             lines.append(f"case {seed} differs: expected {expected}, found {found}")
-        kinds[describe_placement(case.weights.placement)] += 1
+        kinds[case.weights.placement.name] += 1
         kinds["memory cap"] += case.weights.memory_bytes is not None
         kinds["nothing fits"] += expected[0] > 0
         kinds["tolerance"] += case.tolerance > 0
@@ -113,7 +113,7 @@ def large() -> tuple[list[str], Bound]:
         found = best_partition(weights, microbatches=64)
         seconds = time.perf_counter() - start
         parted = len({route.name for route in make_routes(found.cuts, placement, named_values(profile)) if route.hops})
-        kind = f"{describe_placement(placement)} {max(placement) + 1}"
+        kind = f"{placement.name} {placement.num_ranks}"
         lines.append(
             f"{num_layers:>6} {num_skips:>5} {2 * crossing:>8}  {kind:<12} "
             f"{seconds:>7.2f} {found.score.load_ms / weights.ideal_ms:>10.3f} "

@@ -22,7 +22,7 @@ from estimated import TFLOPS, Profiles, job
 from simulated import with_relays
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.job import Job, SearchOptions
@@ -120,8 +120,8 @@ def compared(model: str, profile: Profile, trained: Sequence[int], ranks: int) -
     solvers: dict[str, Callable[[], Sequence[int]]] = {
         "uniform": lambda: partition_uniform(profile.num_layers, ranks),
         "parameters": lambda: partition_balanced(list(trained), ranks),
-        "linear": lambda: ours(linear_placement(ranks)),
-        "wave": lambda: ours(wave_placement(ranks)),
+        "linear": lambda: ours(Placement.linear(ranks)),
+        "wave": lambda: ours(Placement.wave(ranks)),
     }
     sides = {name: cut(name, solver, profile, ranks) for name, solver in solvers.items()}
     return Row(model=model, layers=profile.num_layers, ranks=ranks, sides=sides)

@@ -14,7 +14,7 @@ from simulated import with_relays
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Layout
-from deepspeed_pulse.ir.placement import linear_placement, loop_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.rules import Rules
@@ -35,11 +35,11 @@ UNLIMITED = 2**62
 BYTES_PER_PARAMETER, SHARED = 16, 14
 """Of mixed-precision Adam in all, and the part that ZeRO-2 shares (all but the weights); parameters have two bytes."""
 RELAYED: dict[str, tuple[Callable[[int], tuple[int, ...]], dict[str, Any]]] = {
-    "1F1B, relayed": (linear_placement, {"placement": "linear", "schedule": "1f1b"}),
-    "DualPipeV, relayed": (wave_placement, {"placement": "wave", "schedule": "dualpipev"}),
-    "ZB-V, relayed": (wave_placement, {"placement": "wave", "schedule": "zbv", "split_backward": True}),
+    "1F1B, relayed": (Placement.linear, {"placement": "linear", "schedule": "1f1b"}),
+    "DualPipeV, relayed": (Placement.wave, {"placement": "wave", "schedule": "dualpipev"}),
+    "ZB-V, relayed": (Placement.wave, {"placement": "wave", "schedule": "zbv", "split_backward": True}),
     "interleaved, relayed": (
-        lambda ranks: loop_placement(ranks, 2),
+        lambda ranks: Placement.loop(ranks, 2),
         {"placement": "auto", "schedule": "interleaved"},
     ),
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_pulse.ir.layout import Grid, Layout
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.rules import Rules
@@ -27,10 +27,10 @@ class Choice:
     layout: Layout = Layout.PIPE_MAJOR
 
     @property
-    def placement(self) -> tuple[int, ...]:
+    def placement(self) -> Placement:
         """Rank of each stage."""
         ranks = self.pipeline_ranks
-        return wave_placement(ranks, self.waves) if self.waves else linear_placement(ranks)
+        return Placement.wave(ranks, self.waves) if self.waves else Placement.linear(ranks)
 
     @property
     def grid(self) -> Grid:

@@ -4,8 +4,8 @@ A field's name is its key and its type says what may stand there: texts, flags, 
 enum, other nouns, tuples of all these (lists in a file). A field with a default may be left out of a file, or be null.
 What a type does not say, a :class:`Form` does: ``gap: Annotated[float, Form(minimum=-1.0)]``.
 
-What several fields say together is for the noun's own ``check_form(fields)``, which raises ``fields.error(name,
-expected)``. A noun that is a whole file is a :class:`File`.
+A property may stand in a file, too (``DERIVED``). What several fields say together is for the noun's own
+``check_form(fields)``, which raises ``fields.error(name, expected)``. A noun that is a whole file is a :class:`File`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def to_data(value: Any) -> Any:
     """A noun, or what stands in one, as ``json`` takes it."""
     if _is_noun(value):
         found: dict[str, Any] = {"format": value.FORMATS[0]} if isinstance(value, File) else {}
+        derived = {field: name for name, field in _derived(type(value)).items()}
         for slot in sorted(_slots(type(value)), key=lambda slot: slot.form.place):
+            if slot.name in derived:
+                found[derived[slot.name]] = getattr(value, derived[slot.name])
             slot.write(value, found)
         return found
     if isinstance(value, enum.Enum):
@@ -114,7 +117,7 @@ def read(noun: type[T], fields: Fields, **given: Any) -> T:
 
 def check_keys(noun: type[Any], fields: Fields) -> None:
     """Raise for a format that the noun does not have, and for a key that is none of its fields."""
-    known = [slot.key for slot in _slots(noun)]
+    known = [slot.key for slot in _slots(noun)] + list(_derived(noun))
     if issubclass(noun, File):
         fields.check_format(noun.FORMATS)
         known.insert(0, "format")
@@ -148,6 +151,9 @@ class _Slot:
             return self._read_tuple(fields)
         if _is_noun(self.hint):
             return read(self.hint, fields.object(self.key))
+        if issubclass(self.hint, tuple):
+            plain = dataclasses.replace(self, hint=self.hint.__orig_bases__[0])
+            return self.hint(plain._read_tuple(fields))
         return self._read_value(fields)
 
     def _read_value(self, fields: Fields) -> Any:
@@ -190,6 +196,11 @@ def _plain(value: Any, hint: Any) -> Any:
     if not isinstance(value, hint) or isinstance(value, bool) or (hint is int and not 0 <= value <= MAX_INTEGER):
         raise TypeError
     return value
+
+
+def _derived(noun: type[Any]) -> Mapping[str, str]:
+    """Properties that stand in a file, each with the field that it is written before; ``check_form`` compares them."""
+    return getattr(noun, "DERIVED", {})
 
 
 def _is_noun(thing: Any) -> bool:

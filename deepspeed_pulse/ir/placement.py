@@ -6,39 +6,75 @@ ends of a nested skip meet on one rank. With W waves the V is repeated W times.
 
 from __future__ import annotations
 
-
-def wave_placement(ranks: int, waves: int = 1) -> tuple[int, ...]:
-    """Ranks of the 2*ranks*waves stages: 0..P-1, P-1..0, repeated.
-
-    >>> wave_placement(3)
-    (0, 1, 2, 2, 1, 0)
-    """
-    down = tuple(range(ranks))
-    return (down + down[::-1]) * waves
+import enum
+from functools import cached_property
 
 
-def linear_placement(ranks: int) -> tuple[int, ...]:
+class Kind(enum.Enum):
+    """What a placement is known as."""
+
+    LINEAR = "linear"
     """One stage a rank."""
-    return tuple(range(ranks))
-
-
-def loop_placement(ranks: int, rounds: int) -> tuple[int, ...]:
+    WAVE = "wave"
+    """Stages 0..P-1 down and back up, once or several times."""
+    LOOP = "loop"
     """Ranks 0..P-1, again and again: interleaved 1F1B."""
-    return tuple(range(ranks)) * rounds
+    CUSTOM = "custom"
 
 
-def stages_of(placement: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Stages that ``rank`` holds, ascending."""
-    return tuple(stage for stage, owner in enumerate(placement) if owner == rank)
+class Placement(tuple[int, ...]):
+    """The rank of every stage, in order; equal to the plain tuple."""
 
+    @classmethod
+    def linear(cls, ranks: int) -> Placement:
+        return cls(range(ranks))
 
-def describe_placement(placement: tuple[int, ...]) -> str:
-    """``wave``, ``wave x W``, ``linear``, ``loop x n`` or ``custom``."""
-    ranks = max(placement) + 1
-    if placement == linear_placement(ranks):
-        return "linear"
-    waves, rest = divmod(len(placement), 2 * ranks)
-    if rest == 0 and placement == wave_placement(ranks, waves):
-        return "wave" if waves == 1 else f"wave x {waves}"
-    rounds = len(placement) // ranks
-    return f"loop x {rounds}" if placement == loop_placement(ranks, rounds) else "custom"
+    @classmethod
+    def wave(cls, ranks: int, waves: int = 1) -> Placement:
+        """Ranks of the 2*ranks*waves stages: 0..P-1, P-1..0, repeated.
+
+        >>> Placement.wave(3)
+        (0, 1, 2, 2, 1, 0)
+        """
+        return cls((*range(ranks), *reversed(range(ranks))) * waves)
+
+    @classmethod
+    def loop(cls, ranks: int, rounds: int) -> Placement:
+        return cls(tuple(range(ranks)) * rounds)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self) + 1
+
+    @cached_property
+    def kind(self) -> Kind:
+        ranks = self.num_ranks
+        rounds = len(self) // ranks
+        known = {Kind.LINEAR: self.linear(ranks), Kind.WAVE: self.wave(ranks, rounds // 2)}
+        known[Kind.LOOP] = self.loop(ranks, rounds)
+        return next((kind for kind, placement in known.items() if placement == self), Kind.CUSTOM)
+
+    @property
+    def waves(self) -> int:
+        """How often the ranks are passed down and up; 0 where they are passed once, or without a rule."""
+        return 0 if self.kind is Kind.CUSTOM else len(self) // (2 * self.num_ranks)
+
+    @property
+    def is_v(self) -> bool:
+        """One wave."""
+        return self.kind is Kind.WAVE and self.waves == 1
+
+    @property
+    def is_loop(self) -> bool:
+        """Ranks 0..P-1, more than once; on one rank that is a wave, too."""
+        return len(self) > self.num_ranks and self == self.loop(self.num_ranks, len(self) // self.num_ranks)
+
+    @property
+    def name(self) -> str:
+        """``wave``, ``wave x W``, ``linear``, ``loop x n`` or ``custom``."""
+        times = {Kind.WAVE: self.waves, Kind.LOOP: len(self) // self.num_ranks}.get(self.kind, 1)
+        return self.kind.value if times == 1 else f"{self.kind.value} x {times}"
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that ``rank`` holds, ascending."""
+        return tuple(stage for stage, owner in enumerate(self) if owner == rank)

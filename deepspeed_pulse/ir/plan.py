@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import Fields
 from deepspeed_pulse.ir.fill import Fill, FrozenPart
 from deepspeed_pulse.ir.layout import Grid, Layout
-from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.rules import PLAIN, Rules
 from deepspeed_pulse.ir.schedule import Action, Schedule, format_schedule
 
@@ -84,14 +84,14 @@ class Plan(File):
 
     FORMATS = ("pulse-plan/2", "pulse-plan/1")
     WHAT = "plan"
+    DERIVED: ClassVar = {"waves": "boundaries"}
 
     pipeline_ranks: Count
     data_parallel: Count
     microbatches: Count
     microbatch_size: Count
-    waves: int
     boundaries: tuple[int, ...]
-    placement: tuple[int, ...]
+    placement: Placement
     schedule: Annotated[Schedule, Form(read=_read_schedule, write=format_schedule)]
     routes: Annotated[tuple[Route, ...], Form(required=True)] = ()
     recompute: Annotated[tuple[int, ...], Form(left_out=True)] = ()
@@ -101,6 +101,14 @@ class Plan(File):
     profile_fingerprint: Annotated[str | None, Form(place=-1)] = None
     estimate: Estimate | None = None
     solver: Solver | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", Placement(self.placement))
+
+    @property
+    def waves(self) -> int:
+        """:attr:`Placement.waves`; the file names them, too."""
+        return self.placement.waves
 
     @property
     def num_stages(self) -> int:
@@ -126,7 +134,7 @@ class Plan(File):
         return self.placement[self.stage_of(layer)]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return stages_of(self.placement, rank)
+        return self.placement.stages_of(rank)
 
     def layers_of(self, rank: int) -> tuple[int, ...]:
         """All layer indices on a rank, ascending."""
@@ -148,6 +156,9 @@ class Plan(File):
         stages, bounds = self.num_stages, self.boundaries
         if self.pipeline_ranks > stages or set(self.placement) != set(range(self.pipeline_ranks)):
             raise fields.error("placement", f"every rank 0..{self.pipeline_ranks - 1} at least once and no other")
+        if fields.integer("waves") != self.waves and self.placement.kind in (Kind.LINEAR, Kind.WAVE):
+            placement = f"{self.placement.name} placement {list(self.placement)}"
+            raise fields.error("waves", f"{self.waves} for the {placement}")
         if len(bounds) != stages + 1:
             raise fields.error("boundaries", f"{stages + 1} layer indices for {stages} stages")
         if bounds[0] != 0 or any(a >= b for a, b in itertools.pairwise(bounds)):

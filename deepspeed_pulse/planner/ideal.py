@@ -15,21 +15,21 @@ from functools import lru_cache
 
 import numpy as np
 
-from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.profile import Profile
 
 _TOLERANCE = 1e-6
 """Of the solver."""
 
 
-def ideal_ms(profile: Profile, placement: tuple[int, ...], microbatches: int, *, reduction_ms: float = 0.0) -> float:
+def ideal_ms(profile: Profile, placement: Placement, microbatches: int, *, reduction_ms: float = 0.0) -> float:
     """No plan of this placement has a shorter step; layers are whole, messages take no time.
 
     ``reduction_ms``: of all gradients over data-parallel peers, one rank after the other. A rank reduces its own after
     its work, or with several stages at least after all their forwards; on average that is a P-th of all.
     """
     work = [layer.forward_ms + layer.backward_ms for layer in profile.layers]
-    ranks = max(placement) + 1
+    ranks = placement.num_ranks
     shares = [layer.forward_ms / ms for layer, ms in zip(profile.layers, work, strict=True) if ms]
     first = 1.0 if len(placement) == ranks else min(shares, default=1.0)
     return max(
@@ -40,13 +40,13 @@ def ideal_ms(profile: Profile, placement: tuple[int, ...], microbatches: int, *,
 
 
 @lru_cache(maxsize=4096)
-def least_makespan(placement: tuple[int, ...], microbatches: int) -> float:
+def least_makespan(placement: Placement, microbatches: int) -> float:
     """In units of one microbatch's work on all stages."""
     from scipy.optimize import linprog  # 0.3 s at the start of every rank, though only planning needs it
 
     stages, rows = len(placement), []
-    for rank in range(max(placement) + 1):
-        held = stages_of(placement, rank)
+    for rank in range(placement.num_ranks):
+        held = placement.stages_of(rank)
         for at, stage in enumerate(held):
             row = np.zeros(stages + 1)
             row[:stage] = 1.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.dependencies import Key, key_of, needs
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile, Skip
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Lowering, Message, Program, Step
@@ -63,7 +64,7 @@ class Instance:
         return self.plan.num_stages
 
     @property
-    def placement(self) -> tuple[int, ...]:
+    def placement(self) -> Placement:
         return self.plan.placement
 
     def _overheads_ms(self, op: Op) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.codec import to_data
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
@@ -64,7 +65,7 @@ def make_plan(
     return kept(_file(plan_cache, maker, places), lambda: best_plan(maker, places))
 
 
-def _file(folder: str | Path, maker: Maker, places: list[tuple[int, ...]]) -> Path:
+def _file(folder: str | Path, maker: Maker, places: list[Placement]) -> Path:
     """Where the plan is kept: named by everything that it depends on."""
     job, options = vars(maker.job).copy(), vars(maker.options)
     profile, cluster = job.pop("profile"), job.pop("cluster")

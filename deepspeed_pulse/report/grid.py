@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report.words import summary
@@ -43,11 +43,11 @@ def schedule_grid(timeline: Timeline, placement: Sequence[int], *, width: int = 
         placement: rank of each stage; a rank's first and second stage get different shades.
         width: columns there are.
     """
-    lines = [Text(summary(timeline)), *_bands(timeline, tuple(placement), width), _legend(timeline)]
+    lines = [Text(summary(timeline)), *_bands(timeline, Placement(placement), width), _legend(timeline)]
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-def _bands(timeline: Timeline, placement: tuple[int, ...], width: int) -> Iterator[Text]:
+def _bands(timeline: Timeline, placement: Placement, width: int) -> Iterator[Text]:
     labels = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     margin = max(len(label) for label in labels) + 2
     room = max(width - margin, 20)
@@ -76,10 +76,10 @@ def _ms_per_column(timeline: Timeline, room: int) -> float:
 
 
 def _lane(
-    timeline: Timeline, placement: tuple[int, ...], rank: int, start: float, ms_per_column: float, columns: int
+    timeline: Timeline, placement: Placement, rank: int, start: float, ms_per_column: float, columns: int
 ) -> Text:
     """All columns of one rank."""
-    shades = {stage: index % 2 for index, stage in enumerate(stages_of(placement, rank))}
+    shades = {stage: index % 2 for index, stage in enumerate(placement.stages_of(rank))}
     lane, at = Text(), 0
     cells = [
         (s.start_ms, s.end_ms, _labels(s.action), _FILL[s.action.op], _STYLES[s.action.op][shades[s.action.stage]])

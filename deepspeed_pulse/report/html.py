@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report.words import summary
@@ -19,7 +19,7 @@ from deepspeed_pulse.report.words import summary
 
 def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Sequence[int]) -> None:
     """Write named timelines above each other, on one time axis."""
-    data = [_row(title, timeline, tuple(placement)) for title, timeline in rows]
+    data = [_row(title, timeline, Placement(placement)) for title, timeline in rows]
     title = "; ".join(title for title, _ in rows if title) or "timeline"
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     split = any(span.action.op is Op.WEIGHT_GRAD for _, timeline in rows for span in timeline.spans)
@@ -29,7 +29,7 @@ def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _row(title: str, timeline: Timeline, placement: tuple[int, ...]) -> dict[str, Any]:
+def _row(title: str, timeline: Timeline, placement: Placement) -> dict[str, Any]:
     """``spans``: rank, op, second stage or not, start, end, text; ``messages``: ranks, leave, arrive."""
     start = timeline.start_ms
     return {
@@ -40,7 +40,7 @@ def _row(title: str, timeline: Timeline, placement: tuple[int, ...]) -> dict[str
             [
                 span.rank,
                 span.action.op.value,
-                stages_of(placement, span.rank).index(span.action.stage) % 2,
+                placement.stages_of(span.rank).index(span.action.stage) % 2,
                 round(span.start_ms - start, 4),
                 round(span.end_ms - start, 4),
                 str(span.action),

@@ -8,7 +8,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.run import Difference, RankMemory
@@ -173,7 +172,7 @@ def _title(plan: Plan) -> str:
     solver = "" if plan.solver is None else f", schedule {plan.solver.name}"
     parallel = "" if plan.data_parallel == 1 else f" x {plan.data_parallel} data parallel"
     return (
-        f"pulse: {plan.pipeline_ranks} ranks{parallel}, {describe_placement(plan.placement)} placement, "
+        f"pulse: {plan.pipeline_ranks} ranks{parallel}, {plan.placement.name} placement, "
         f"{plan.num_stages} stages, {plan.microbatches} microbatches of {plan.microbatch_size}{solver}"
     )
 

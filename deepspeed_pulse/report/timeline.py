@@ -18,7 +18,7 @@ from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from deepspeed_pulse.ir.placement import stages_of
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
 from deepspeed_pulse.report.words import summary
@@ -95,7 +95,7 @@ def draw_timelines(
 def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Sequence[int], *, memory: bool = False) -> Figure:
     """The picture of :func:`draw_timelines`, not yet written."""
     width, heights = _size(rows, memory)
-    handles = _legend([timeline for _, timeline in rows], tuple(placement))
+    handles = _legend([timeline for _, timeline in rows], Placement(placement))
     columns = min(len(handles), int(width / _LEGEND_INCHES))
     legend_rows = math.ceil(len(handles) / columns)
     figure = Figure(figsize=(width, sum(heights) + 0.55 + 0.2 * legend_rows), layout="constrained")
@@ -105,7 +105,7 @@ def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Sequence[i
     for title, timeline in rows:
         axes = next(remaining)
         axes.set_title(f"{title}: {summary(timeline)}" if title else summary(timeline), loc="left", fontsize=10)
-        _draw_lanes(axes, timeline, tuple(placement), points_per_ms=72 * (width - 1.2) / end)
+        _draw_lanes(axes, timeline, Placement(placement), points_per_ms=72 * (width - 1.2) / end)
         if memory and timeline.memory:
             _draw_memory(next(remaining), timeline)
     all_axes[-1].set_xlabel("ms")
@@ -131,7 +131,7 @@ def _size(rows: Sequence[tuple[str, Timeline]], memory: bool) -> tuple[float, li
     return min(max(11.0, 0.24 * actions + 3), 26.0), heights
 
 
-def _draw_lanes(axes: Axes, timeline: Timeline, placement: tuple[int, ...], *, points_per_ms: float) -> None:
+def _draw_lanes(axes: Axes, timeline: Timeline, placement: Placement, *, points_per_ms: float) -> None:
     start = timeline.start_ms
     groups: dict[tuple[Op, int], list[Span]] = {}
     for span in timeline.spans:
@@ -152,9 +152,9 @@ def _draw_lanes(axes: Axes, timeline: Timeline, placement: tuple[int, ...], *, p
     axes.spines["left"].set_visible(False)
 
 
-def _way(placement: tuple[int, ...], span: Span) -> int:
+def _way(placement: Placement, span: Span) -> int:
     """0 for a rank's first, third, ... stage (down the V), 1 for its second (up)."""
-    return stages_of(placement, span.rank).index(span.action.stage) % 2
+    return placement.stages_of(span.rank).index(span.action.stage) % 2
 
 
 def _draw_boxes(axes: Axes, spans: Sequence[Span | FrozenSpan], look: _Look, start: float) -> None:
@@ -215,7 +215,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     axes.legend(ncols=1, fontsize=7, handlelength=3, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _legend(timelines: Sequence[Timeline], placement: tuple[int, ...]) -> list[Patch]:
+def _legend(timelines: Sequence[Timeline], placement: Placement) -> list[Patch]:
     used = {(s.action.op, _way(placement, s)) for timeline in timelines for s in timeline.spans}
     two_ways = any(way == 1 for _, way in used)
     handles = []

@@ -14,7 +14,7 @@ from support.random_plans import peak_forwards, random_plan
 
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 
 LAYOUTS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(3, 1)], 4: [(2, 2), (4, 1)]}
 """World size to (pipeline ranks, data parallel)."""
@@ -123,7 +123,7 @@ def test_any_skip_graph_trains_as_if_unpartitioned(world: int, count: int, tmp_p
     """Of 20 layers, linear and wave, drawn plans and the planner's; channels without tags too. See tests/runtime."""
     cases = []
     for number in range(count):
-        for placement, ranks in (("linear", linear_placement(world)), ("wave", wave_placement(world))):
+        for placement, ranks in (("linear", Placement.linear(world)), ("wave", Placement.wave(world))):
             model, path = f"irregular {number}", tmp_path / f"{number}-{placement}.json"
             plan = random_plan(graph_of(model), number, ranks=world, microbatches=3, placement=ranks)
             path.write_text(plan.to_json())

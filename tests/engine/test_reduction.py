@@ -6,7 +6,7 @@ import pytest
 from support.launch import launch
 
 from deepspeed_pulse.engine.schedule import PulseSchedule
-from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import lower
 from deepspeed_pulse.ir.schedule import Action
@@ -36,9 +36,8 @@ def instructions(rank: int, *, reduce_early: bool) -> str:
         data_parallel=2,
         microbatches=2,
         microbatch_size=1,
-        waves=1,
         boundaries=(0, 1, 2, 3, 4),
-        placement=wave_placement(2),
+        placement=Placement.wave(2),
         schedule=tuple(tuple(map(Action.parse, ORDER[r].split())) for r in (0, 1)),
         routes=(),
     )

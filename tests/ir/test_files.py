@@ -95,7 +95,6 @@ PLAN = Plan(
     data_parallel=1,
     microbatches=1,
     microbatch_size=1,
-    waves=1,
     boundaries=(0, 1, 2, 3, 4),
     placement=(0, 1, 1, 0),
     schedule=parse_schedule((("0F0", "3F0", "3B0", "0B0"), ("1F0", "2F0", "2B0", "1B0"))),

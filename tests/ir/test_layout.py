@@ -48,7 +48,6 @@ PLAN = Plan(
     data_parallel=2,
     microbatches=1,
     microbatch_size=1,
-    waves=0,
     boundaries=(0, 1),
     placement=(0,),
     schedule=parse_schedule((("0F0", "0B0"),)),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed_pulse.ir.placement import describe_placement, linear_placement, stages_of, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import Direction, Lowering, channel_of, lower
 from deepspeed_pulse.ir.schedule import Action, parse_schedule
@@ -12,7 +12,6 @@ PLAN = Plan(
     data_parallel=1,
     microbatches=1,
     microbatch_size=1,
-    waves=1,
     boundaries=(0, 2, 3, 5, 9),
     placement=(0, 1, 1, 0),
     schedule=parse_schedule((("0F0", "3F0", "3B0", "0B0"), ("1F0", "2F0", "2B0", "1B0"))),
@@ -23,23 +22,23 @@ PLAN = Plan(
 @pytest.mark.parametrize(
     ("placement", "name"),
     [
-        (wave_placement(3), "wave"),
-        (wave_placement(2, 3), "wave x 3"),
-        (linear_placement(4), "linear"),
-        (linear_placement(1), "linear"),
-        (wave_placement(1), "wave"),
-        ((0, 1, 0, 1), "loop x 2"),
+        (Placement.wave(3), "wave"),
+        (Placement.wave(2, 3), "wave x 3"),
+        (Placement.linear(4), "linear"),
+        (Placement.linear(1), "linear"),
+        (Placement.wave(1), "wave"),
+        (Placement((0, 1, 0, 1)), "loop x 2"),
     ],
 )
 def test_placements_are_recognised(placement, name):
-    assert describe_placement(placement) == name
+    assert placement.name == name
 
 
 def test_a_wave_is_a_snake_and_mirrors():
-    placement = wave_placement(3, 2)
+    placement = Placement.wave(3, 2)
     assert placement == (0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0)
     assert placement == placement[::-1]
-    assert stages_of(placement, 1) == (1, 4, 7, 10)
+    assert placement.stages_of(1) == (1, 4, 7, 10)
 
 
 def test_look_ups():

@@ -35,7 +35,6 @@ def a_run() -> Run:
         data_parallel=1,
         microbatches=1,
         microbatch_size=1,
-        waves=0,
         boundaries=(0, 1, 2),
         placement=(0, 1),
         schedule=schedule,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from toys import cluster, plan, random_profile
 
 from deepspeed_pulse.ir.cluster import Link
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.checks.validate import violations
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.routes import named_values
@@ -22,9 +22,9 @@ def instances(draw, max_ranks=4, max_microbatches=6):
     kind = draw(st.sampled_from(["wave", "linear", "loop"]))
     ranks, waves = draw(st.integers(1, max_ranks)), draw(st.integers(1, 2))
     placement = {
-        "wave": wave_placement(ranks, waves),
-        "linear": linear_placement(ranks),
-        "loop": linear_placement(ranks) * 2,
+        "wave": Placement.wave(ranks, waves),
+        "linear": Placement.linear(ranks),
+        "loop": Placement.linear(ranks) * 2,
     }[kind]
     rng = random.Random(draw(st.integers(0, 10**6)))
     costs = random_profile(rng, len(placement), temb=rng.random() < 0.5, strict=False)

@@ -15,7 +15,7 @@ from deepspeed_pulse.errors import FileError, InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, FrozenRun, HandOver, parse_work
 from deepspeed_pulse.ir.frozen import FrozenParts
-from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.checks.validate import violations
 from deepspeed_pulse.planner.filling.assignment import Assignment, gaps_of
@@ -355,4 +355,4 @@ def test_a_damaged_row_is_refused(row):
 
 def test_plans_without_frozen_work_are_written_as_before():
     assert "fill" not in plan((0, 1), 2, schedule=rows("0F0", "1F0")).to_dict()
-    assert wave_placement(2) == (0, 1, 1, 0)
+    assert Placement.wave(2) == (0, 1, 1, 0)

@@ -9,7 +9,7 @@ from strategies import assert_sound, instances
 from toys import cluster, plan, rows, uniform
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.schedules.heuristics import (
     GENERATORS,
@@ -61,33 +61,33 @@ def test_a_byte_cap_never_deadlocks_and_is_kept(instance, room):
 
 
 def test_an_impossible_cap_names_the_ranks():
-    instance = Instance(plan(wave_placement(2), 2), uniform(4, activation_bytes=10), cluster())
+    instance = Instance(plan(Placement.wave(2), 2), uniform(4, activation_bytes=10), cluster())
     with pytest.raises(InfeasibleError, match="rank 1 needs 20 bytes, its limit is 19"):
         wave(instance, 2, byte_cap(instance, (20.0, 19.0)))
 
 
 def test_a_capped_wave_keeps_two_p_half_stages_and_beats_one_f_one_b():
     """At 1F1B's memory (cap 8 at P=4, M=8) the V takes 64 half-stages where 1F1B takes 66."""
-    instance = Instance(plan(wave_placement(4), 8), uniform(8), cluster())
+    instance = Instance(plan(Placement.wave(4), 8), uniform(8), cluster())
     figures = assert_sound(instance, frugal_wave(instance, 8))
     assert max(figures.peak_bytes) == 8
     assert figures.makespan_ms < 66
 
 
 def test_gpipe_runs_all_forwards_first():
-    instance = Instance(plan(wave_placement(2), 2), uniform(4), cluster())
+    instance = Instance(plan(Placement.wave(2), 2), uniform(4), cluster())
     assert [[a.op.value for a in row] for row in gpipe(instance, 2)] == [list("FFFFBBBB")] * 2
 
 
 def test_one_f_one_b_by_hand():
-    instance = Instance(plan(linear_placement(3), 4), uniform(3), cluster())
+    instance = Instance(plan(Placement.linear(3), 4), uniform(3), cluster())
     assert one_f_one_b(instance, 4) == rows(
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3", "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
     )
 
 
 def test_forward_only_by_hand():
-    assert forward_only(wave_placement(2), 3) == rows("0F0 0F1 0F2 3F0 3F1 3F2", "1F0 2F0 1F1 2F1 1F2 2F2")
+    assert forward_only(Placement.wave(2), 3) == rows("0F0 0F1 0F2 3F0 3F1 3F2", "1F0 2F0 1F1 2F1 1F2 2F2")
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +103,9 @@ def test_every_generator_is_sound_with_split_backward(instance, room):
                 assert_sound(instance, order())
 
 
-@pytest.mark.parametrize("placement", [wave_placement(3), wave_placement(1, 2), linear_placement(3), (0, 1) * 3])
+@pytest.mark.parametrize(
+    "placement", [Placement.wave(3), Placement.wave(1, 2), Placement.linear(3), Placement.loop(2, 3)]
+)
 def test_capped_split_lists_fit_and_finish(placement):
     instance = Instance(plan(placement, 5), uniform(len(placement)), cluster())
     held = len(placement) // (max(placement) + 1)
@@ -125,14 +127,14 @@ def test_closed_forms(ranks, microbatches):
         return min((f.makespan_ms, max(f.peak_bytes)) for f in (assert_sound(instance, order) for order in orders))
 
     if microbatches >= 2 * ranks - 1:
-        assert figures("zbv", wave_placement(ranks), 2 * ranks) == (6 * microbatches + ranks - 1, 2 * ranks)
+        assert figures("zbv", Placement.wave(ranks), 2 * ranks) == (6 * microbatches + ranks - 1, 2 * ranks)
     if microbatches >= 2 * ranks > 2:
-        dualpipev, peak = figures("dualpipev", wave_placement(ranks), 2 * ranks)
+        dualpipev, peak = figures("dualpipev", Placement.wave(ranks), 2 * ranks)
         assert (dualpipev, peak) == (6 * microbatches + 4 * ranks - 5, 2 * ranks + 1)
     if microbatches >= ranks:
-        assert figures("1f1b", linear_placement(ranks), ranks)[0] == 6 * microbatches + 6 * (ranks - 1)
+        assert figures("1f1b", Placement.linear(ranks), ranks)[0] == 6 * microbatches + 6 * (ranks - 1)
     if microbatches % ranks == 0:
-        interleaved, _ = figures("interleaved", linear_placement(ranks) * 2, 2 * ranks)
+        interleaved, _ = figures("interleaved", Placement.linear(ranks) * 2, 2 * ranks)
         assert interleaved == 6 * microbatches + 3 * (ranks - 1)
 
 
@@ -142,7 +144,7 @@ UNIT = {1: {"forward_ms": 2.0, "backward_ms": 4.0}, 2: {}}
 
 def test_controllable_memory():
     """V-Half stays near half, V-Min near a third of 1F1B's 2P half-stages, and both beat GPipe's time at P=8."""
-    instance = Instance(plan(wave_placement(8), 32), uniform(16), cluster())
+    instance = Instance(plan(Placement.wave(8), 32), uniform(16), cluster())
     for name, share, slack in (("vhalf", 1 / 2, 3), ("vmin", 1 / 3, 3)):
         found = [assert_sound(instance, order()) for order in GENERATORS[name].orders(instance, (None,), True)]
         assert min(max(f.peak_bytes) for f in found) <= 16 * share + 1
@@ -151,7 +153,7 @@ def test_controllable_memory():
 
 
 def test_dualpipev_by_hand():
-    instance = Instance(plan(wave_placement(2), 4), uniform(4), cluster())
+    instance = Instance(plan(Placement.wave(2), 4), uniform(4), cluster())
     (order,) = GENERATORS["dualpipev"].orders(instance, (None,), False)
     assert order() == rows(
         "0F0 0F1 0F2 3F0 3B0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0B3",
@@ -161,20 +163,20 @@ def test_dualpipev_by_hand():
 
 def test_a_schedule_that_is_not_there_lists_those_that_are():
     with pytest.raises(ConfigError, match=r"schedule 'wavy' is not available.*1f1b, inter.*fit placement wave"):
-        generators_for("wavy", wave_placement(2))
+        generators_for("wavy", Placement.wave(2))
 
 
 @pytest.mark.parametrize("name", ["zbv", "vhalf", "vmin"])
 def test_a_schedule_that_splits_backward_must_be_allowed_to(name):
     with pytest.raises(ConfigError, match=f"'{name}' does not fit placement wave of 2 ranks without split backward"):
-        generators_for(name, wave_placement(2))
-    assert list(generators_for(name, wave_placement(2), split=True)) == [name]
+        generators_for(name, Placement.wave(2))
+    assert list(generators_for(name, Placement.wave(2), split=True)) == [name]
     with pytest.raises(ConfigError, match=f"'{name}' does not fit placement linear of 2 ranks; those that do: 1f1b"):
-        generators_for(name, linear_placement(2), split=True)
+        generators_for(name, Placement.linear(2), split=True)
 
 
 def test_a_schedule_that_does_not_fit_lists_those_that_do():
     with pytest.raises(ConfigError, match="'1f1b' does not fit placement wave of 2 ranks; those that do: wave, dual"):
-        generators_for("1f1b", wave_placement(2))
-    assert set(generators_for("auto", linear_placement(2))) == {"1f1b", "wave", "gpipe"}
-    assert set(generators_for("auto", (0, 1) * 2)) == {"interleaved", "wave", "gpipe"}
+        generators_for("1f1b", Placement.wave(2))
+    assert set(generators_for("auto", Placement.linear(2))) == {"1f1b", "wave", "gpipe"}
+    assert set(generators_for("auto", Placement.loop(2, 2))) == {"interleaved", "wave", "gpipe"}

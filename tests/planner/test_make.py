@@ -9,7 +9,7 @@ from toys import cluster, layer, profile, random_profile, skip, uniform
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
-from deepspeed_pulse.ir.placement import describe_placement, linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.cost import default_cluster
@@ -44,7 +44,7 @@ def test_plans_are_sound_complete_and_survive_their_file(seed):
 
 def test_auto_takes_the_wave_for_uniform_layers():
     found = made(uniform(8), 4, 8, placement="auto")
-    assert (describe_placement(found.placement), found.waves) == ("wave", 1)
+    assert (found.placement.name, found.waves) == ("wave", 1)
     assert found.estimate.makespan_ms == pytest.approx(57)
 
 
@@ -52,7 +52,7 @@ def test_auto_takes_linear_where_it_is_faster():
     """One layer has three quarters of the work and cannot be cut: the V gives its rank a second stage on top."""
     costs = profile([layer(output_bytes=10**6)] * 3 + [layer(30, 60, output_bytes=10**6)] * 1)
     slow = cluster(Link(bandwidth_gb_per_s=0.01, latency_us=10))
-    assert describe_placement(made(costs, 2, 4, cluster=slow).placement) == "linear"
+    assert made(costs, 2, 4, cluster=slow).placement.name == "linear"
 
 
 def test_coarse_layers_are_cut_without_regard_to_skips_where_links_are_fast():
@@ -86,7 +86,7 @@ def test_cuts_weigh_what_ranks_have_to_reduce_where_nothing_hides_it():
 def test_plans_are_never_slower_than_with_the_partitioners_cuts(seed):
     rng = random.Random(seed)
     costs = random_profile(rng, rng.randrange(6, 20), temb=True, strict=False)
-    place = rng.choice([wave_placement(3), linear_placement(3)])
+    place = rng.choice([Placement.wave(3), Placement.linear(3)])
     links = cluster(Link(bandwidth_gb_per_s=rng.choice([1e-4, 1e-2, 1e9]), latency_us=rng.choice([0, 50])))
     group, microbatches = rng.choice([1, 2]), rng.randrange(1, 8)
     own = partition(
@@ -95,7 +95,7 @@ def test_plans_are_never_slower_than_with_the_partitioners_cuts(seed):
         ),
         place,
     )
-    options = {"cluster": links, "data_parallel": group, "placement": describe_placement(place)}
+    options = {"cluster": links, "data_parallel": group, "placement": place.name}
     options["part_skips"] = rng.random() < 0.5
     partitioned = made(costs, 3, microbatches, boundaries=own, **options).estimate.step_ms
     step_ms = made(costs, 3, microbatches, **options).estimate.step_ms
@@ -106,17 +106,17 @@ def test_plans_are_never_slower_than_with_the_partitioners_cuts(seed):
 
 def test_auto_takes_linear_when_there_are_too_few_layers_for_the_wave():
     found = made(uniform(3), 2, 4)
-    assert (describe_placement(found.placement), found.waves, found.solver.name) == ("linear", 0, "1f1b")
+    assert (found.placement.name, found.waves, found.solver.name) == ("linear", 0, "1f1b")
 
 
 def test_a_named_schedule_decides_the_placement():
-    assert describe_placement(made(uniform(8), 2, 4, schedule="1f1b").placement) == "linear"
+    assert made(uniform(8), 2, 4, schedule="1f1b").placement.name == "linear"
     assert made(uniform(8), 2, 4, schedule="gpipe").solver.name == "gpipe"
 
 
 def test_explicit_cuts_are_kept_and_decide_the_placement():
     assert made(uniform(6), 2, 2, boundaries=(0, 1, 2, 4, 6)).boundaries == (0, 1, 2, 4, 6)
-    assert describe_placement(made(uniform(6), 2, 2, boundaries=(0, 5, 6)).placement) == "linear"
+    assert made(uniform(6), 2, 2, boundaries=(0, 5, 6)).placement.name == "linear"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_nominal_cluster():
 def test_local_values_are_not_sent():
     costs = profile([layer(output_bytes=3)] * 8, [skip(f"s{i}", i, 7 - i, 1000) for i in range(4)])
     found = made(costs, 2, 2, placement="wave")
-    assert found.placement == wave_placement(2)
+    assert found.placement == Placement.wave(2)
     assert found.estimate.p2p_bytes_per_microbatch == 2 * 2 * 3
 
 

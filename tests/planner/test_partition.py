@@ -11,7 +11,7 @@ from toys import cluster, layer, plan, profile, random_profile, skip, uniform
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
@@ -41,7 +41,7 @@ def test_links_carry_what_the_simulator_sends(seed):
     """The load's traffic is the simulator's, link by link."""
     rng = random.Random(seed)
     costs = random_profile(rng, 12, temb=True, strict=False)
-    placement = rng.choice([wave_placement(3), wave_placement(2, 2), linear_placement(4)])
+    placement = rng.choice([Placement.wave(3), Placement.wave(2, 2), Placement.linear(4)])
     weights = Weights(
         Job(
             profile=costs,
@@ -69,10 +69,10 @@ def test_a_lone_skip_that_would_ruin_the_balance_travels():
         Job(
             profile=profile([layer()] * 16, skips),
             cluster=cluster(),
-            pipeline_ranks=max(wave_placement(4)) + 1,
+            pipeline_ranks=Placement.wave(4).num_ranks,
             microbatches=4,
         ),
-        wave_placement(4),
+        Placement.wave(4),
     )
     assert sum(cuts[s + 1] - cuts[s] for s in (0, 7)) == 4
 
@@ -84,11 +84,11 @@ def test_a_value_on_one_side_of_the_turn_does_not_hold_the_cuts():
         Job(
             profile=profile([layer()] * 16, skips),
             cluster=cluster(),
-            pipeline_ranks=max(wave_placement(4)) + 1,
+            pipeline_ranks=Placement.wave(4).num_ranks,
             microbatches=1,
             memory_bytes=UNLIMITED_BYTES,
         ),
-        wave_placement(4),
+        Placement.wave(4),
     )
     assert [value.name for value in weights.paired] == ["outer", "middle", "inner"]
     found = best_partition(weights, microbatches=8)
@@ -104,11 +104,11 @@ def test_one_crossing_skip_does_not_part_the_nested_ones():
         Job(
             profile=costs,
             cluster=cluster(),
-            pipeline_ranks=max(wave_placement(4)) + 1,
+            pipeline_ranks=Placement.wave(4).num_ranks,
             microbatches=1,
             memory_bytes=UNLIMITED_BYTES,
         ),
-        wave_placement(4),
+        Placement.wave(4),
     )
     found = best_partition(weights, microbatches=8)
     assert found.exact
@@ -131,11 +131,11 @@ def test_skips_that_cross_others_give_way_to_the_nested_ones(crossed):
             Job(
                 profile=profile(layers, skips),
                 cluster=cluster(),
-                pipeline_ranks=max(wave_placement(4)) + 1,
+                pipeline_ranks=Placement.wave(4).num_ranks,
                 microbatches=1,
                 memory_bytes=UNLIMITED_BYTES,
             ),
-            wave_placement(4),
+            Placement.wave(4),
         )
         return weights, best_partition(weights, microbatches=8)
 
@@ -153,11 +153,11 @@ def test_heavier_skips_are_the_nested_ones():
             Job(
                 profile=profile([layer()] * 16, skips),
                 cluster=cluster(),
-                pipeline_ranks=max(wave_placement(2)) + 1,
+                pipeline_ranks=Placement.wave(2).num_ranks,
                 microbatches=1,
                 memory_bytes=UNLIMITED_BYTES,
             ),
-            wave_placement(2),
+            Placement.wave(2),
         )
         assert [value.name for value in weights.paired] == kept
 
@@ -168,16 +168,16 @@ def test_a_slow_link_pulls_the_cut_to_where_little_is_sent():
     costs = profile([layer(output_bytes=size) for size in sizes])
     slow = cluster(Link(bandwidth_gb_per_s=1e-6, latency_us=0))
     assert partition(
-        Job(profile=costs, cluster=slow, pipeline_ranks=max(linear_placement(2)) + 1, microbatches=2),
-        linear_placement(2),
+        Job(profile=costs, cluster=slow, pipeline_ranks=Placement.linear(2).num_ranks, microbatches=2),
+        Placement.linear(2),
     ) == (0, 5, 8)
     assert partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(linear_placement(2)) + 1, microbatches=2),
-        linear_placement(2),
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.linear(2).num_ranks, microbatches=2),
+        Placement.linear(2),
     ) == (0, 4, 8)
     assert partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(linear_placement(2)) + 1, microbatches=2),
-        linear_placement(2),
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.linear(2).num_ranks, microbatches=2),
+        Placement.linear(2),
         tolerance=0.3,
     ) == (0, 5, 8)
 
@@ -192,11 +192,11 @@ def test_five_hundred_layers():
         Job(
             profile=profile(layers, skips),
             cluster=cluster(),
-            pipeline_ranks=max(wave_placement(32)) + 1,
+            pipeline_ranks=Placement.wave(32).num_ranks,
             microbatches=1,
             memory_bytes=UNLIMITED_BYTES,
         ),
-        wave_placement(32),
+        Placement.wave(32),
     )
     began = time.process_time()
     found = best_partition(weights, microbatches=64)
@@ -209,18 +209,18 @@ def test_both_ends_of_nested_skips_share_a_rank():
     skips = [skip(f"s{i}", i, 15 - i) for i in range(8)]
     costs = profile([layer(1 + i % 3, 2) for i in range(16)], skips)
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(4)) + 1, microbatches=4),
-        wave_placement(4),
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(4).num_ranks, microbatches=4),
+        Placement.wave(4),
     )
-    found = plan(wave_placement(4), 1, boundaries=cuts)
+    found = plan(Placement.wave(4), 1, boundaries=cuts)
     assert all(found.rank_of_layer(s.source) == found.rank_of_layer(s.target) for s in skips)
 
 
 def test_a_time_embedding_does_not_bind_the_cuts():
     costs = profile([layer() for _ in range(12)], [skip("temb", 0, t) for t in range(1, 12)])
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(3)) + 1, microbatches=4),
-        wave_placement(3),
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(3).num_ranks, microbatches=4),
+        Placement.wave(3),
     )
     assert cuts == (0, 2, 4, 6, 8, 10, 12)
 
@@ -229,18 +229,18 @@ def test_the_lightest_skip_is_parted_when_not_all_can_stay():
     """Two skips that cross: 0 -> 2 and 1 -> 3 cannot both stay on one of two ranks of two layers each."""
     costs = profile([layer() for _ in range(4)], [skip("light", 0, 2, 1), skip("heavy", 0, 3, 10)])
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(2)) + 1, microbatches=2),
-        wave_placement(2),
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(2).num_ranks, microbatches=2),
+        Placement.wave(2),
     )
-    found = plan(wave_placement(2), 1, boundaries=cuts, of=costs)
+    found = plan(Placement.wave(2), 1, boundaries=cuts, of=costs)
     assert {route.name: len(route.hops) for route in found.routes} == {"light": 1, "heavy": 0}
 
 
 def test_too_few_layers_says_how_many_are_needed():
     with pytest.raises(InfeasibleError, match="has 8 stages and needs at least 8 layers, the model 'toy' has 7"):
         partition(
-            Job(profile=uniform(7), cluster=cluster(), pipeline_ranks=max(wave_placement(4)) + 1, microbatches=4),
-            wave_placement(4),
+            Job(profile=uniform(7), cluster=cluster(), pipeline_ranks=Placement.wave(4).num_ranks, microbatches=4),
+            Placement.wave(4),
         )
 
 
@@ -248,18 +248,18 @@ def test_memory_moves_the_cut():
     """The first layers keep much: without a limit rank 0 gets half the work, with one it gets less."""
     costs = profile([layer(activation_bytes=100 if i < 4 else 1) for i in range(8)])
     free = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(linear_placement(2)) + 1, microbatches=4),
-        linear_placement(2),
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.linear(2).num_ranks, microbatches=4),
+        Placement.linear(2),
     )
     tight = partition(
         Job(
             profile=costs,
             cluster=cluster(),
-            pipeline_ranks=max(linear_placement(2)) + 1,
+            pipeline_ranks=Placement.linear(2).num_ranks,
             microbatches=4,
             memory_bytes=700,
         ),
-        linear_placement(2),
+        Placement.linear(2),
     )
     assert (free, tight) == ((0, 4, 8), (0, 3, 8))
 
@@ -270,19 +270,19 @@ def test_is_quick_on_real_sizes_and_close_to_balance(num_layers, ranks, waves):
     costs = profile([layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=9) for _ in range(num_layers)])
     began = time.process_time()
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(ranks, waves)) + 1, microbatches=8),
-        wave_placement(ranks, waves),
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(ranks, waves).num_ranks, microbatches=8),
+        Placement.wave(ranks, waves),
     )
     assert time.process_time() - began < 5
     weights = Weights(
         Job(
             profile=costs,
             cluster=cluster(),
-            pipeline_ranks=max(wave_placement(ranks, waves)) + 1,
+            pipeline_ranks=Placement.wave(ranks, waves).num_ranks,
             microbatches=1,
             memory_bytes=UNLIMITED_BYTES,
         ),
-        wave_placement(ranks, waves),
+        Placement.wave(ranks, waves),
     )
     score = weights.score(cuts, (1,) * (len(cuts) - 1))
     assert score.load_ms < 1.1 * weights.work_ms[-1] / ranks
@@ -297,8 +297,8 @@ def test_bytes_decide_between_equal_loads(size, cut):
     sizes = (1, 10, 100, 1, 1)
     costs = profile([layer(output_bytes=s) for s in sizes], [skip("v", 0, 1, size), skip("v", 0, 4, size)])
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=max(wave_placement(2)) + 1, microbatches=2),
-        wave_placement(2),
+        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(2).num_ranks, microbatches=2),
+        Placement.wave(2),
     )
     assert (cuts[1], cuts[3]) == (cut, 4)
 
@@ -312,11 +312,11 @@ def test_two_waves_of_46_layers_come_close_to_an_even_split():
         Job(
             profile=costs,
             cluster=cluster(),
-            pipeline_ranks=max(wave_placement(4, 2)) + 1,
+            pipeline_ranks=Placement.wave(4, 2).num_ranks,
             microbatches=1,
             memory_bytes=UNLIMITED_BYTES,
         ),
-        wave_placement(4, 2),
+        Placement.wave(4, 2),
     )
     found = best_partition(weights, microbatches=8)
     assert not found.exact and not weights.parts(found.cuts)

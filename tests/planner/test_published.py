@@ -6,7 +6,7 @@ import pytest
 from support.published import HUNYUAN, HUNYUAN_NAMED, MIB, RELAYED, UVIT, closed_forms, relayed_mib, sent_mib, uniform
 from toys import cluster, plan
 
-from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.schedules.heuristics import wave
 from deepspeed_pulse.planner.simulate import run, summarize
@@ -38,7 +38,7 @@ def test_traffic_of_relayed_skips(blocks, ranks, size, published):
 @pytest.mark.parametrize("ranks", [*range(1, 9), 13, 16])
 def test_uniform_wave_takes_6m_plus_3p_less_3(ranks):
     """For every M >= 1.5 P, which is the bound."""
-    costs, placement, least = uniform(2 * ranks), wave_placement(ranks), math.ceil(1.5 * ranks)
+    costs, placement, least = uniform(2 * ranks), Placement.wave(ranks), math.ceil(1.5 * ranks)
     for microbatches in range(least, 3 * ranks + 1 if ranks <= 8 else least + 3):
         instance = Instance(plan(placement, microbatches), costs, cluster())
         found = summarize(instance, run(instance, wave(instance, microbatches)))

@@ -12,7 +12,7 @@ from toys import cluster, plan, rows, uniform
 
 from deepspeed_pulse.ir.channels import MIN_SLOTS, POSTED_AHEAD, fewest_slots, make_traffic, unit_clock
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Channel, Direction
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
@@ -44,7 +44,7 @@ def plans(draw):
         ranks=ranks,
         microbatches=rng.randrange(1, 7),
         greedy_forward=greedy,
-        placement=linear_placement(ranks) if linear else None,
+        placement=Placement.linear(ranks) if linear else None,
     )
 
 
@@ -134,7 +134,7 @@ def test_waiting_for_a_send_that_nobody_has_taken_is_a_violation():
     assert any("rank 1 is stuck at 1B0" in line and "was never taken" in line for line in lines), lines
 
 
-@pytest.mark.parametrize("placement", [wave_placement(4), linear_placement(6), wave_placement(2, 2)])
+@pytest.mark.parametrize("placement", [Placement.wave(4), Placement.linear(6), Placement.wave(2, 2)])
 def test_generators_are_free_of_deadlock_unbuffered(placement):
     blank = plan(placement, 12)
     order = wave(Instance(blank, uniform(len(placement)), cluster()), 12)

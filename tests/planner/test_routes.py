@@ -3,7 +3,7 @@
 from toys import layer, profile, skip
 
 from deepspeed_pulse.ir.graph import NamedValue
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.planner.routes import named_values
 
@@ -17,26 +17,26 @@ BOUNDS = tuple(range(9))
 
 
 def test_a_time_embedding_rides_down_the_v_once():
-    assert hops(BOUNDS, wave_placement(4), 0, *range(1, 8)) == (0, ((0, 1), (1, 2), (2, 3)))
+    assert hops(BOUNDS, Placement.wave(4), 0, *range(1, 8)) == (0, ((0, 1), (1, 2), (2, 3)))
 
 
 def test_it_skips_ranks_that_do_not_read_it_and_comes_back_where_first_needed():
     """Rank 1 reads it only on the way up (stage 6), rank 2 never."""
-    assert hops(BOUNDS, wave_placement(4), 0, 3, 6) == (0, ((0, 3), (3, 6)))
+    assert hops(BOUNDS, Placement.wave(4), 0, 3, 6) == (0, ((0, 3), (3, 6)))
 
 
 def test_a_nested_skip_stays_and_is_listed():
-    assert hops(BOUNDS, wave_placement(4), 1, 6) == (1, ())
+    assert hops(BOUNDS, Placement.wave(4), 1, 6) == (1, ())
     assert hops((0, 4, 8), (0, 1), 1, 3) == (0, ())
 
 
 def test_an_irregular_skip_goes_straight_to_its_consumer():
-    assert hops(BOUNDS, wave_placement(4), 1, 5) == (1, ((1, 5),))
-    assert hops(BOUNDS[:5], linear_placement(4), 0, 3) == (0, ((0, 3),))
+    assert hops(BOUNDS, Placement.wave(4), 1, 5) == (1, ((1, 5),))
+    assert hops(BOUNDS[:5], Placement.linear(4), 0, 3) == (0, ((0, 3),))
 
 
 def test_two_waves_visit_each_rank_once():
-    assert hops(BOUNDS, wave_placement(2, 2), 0, *range(1, 8)) == (0, ((0, 1),))
+    assert hops(BOUNDS, Placement.wave(2, 2), 0, *range(1, 8)) == (0, ((0, 1),))
 
 
 def test_any_rank_list_works():

@@ -11,7 +11,7 @@ from strategies import assert_sound, instances
 from toys import cluster, layer, plan, profile, uniform
 
 from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.bounds import lower_bound_ms, preemptive_ms
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
@@ -106,8 +106,8 @@ def test_synthesised_plans_are_sound_within_memory_and_never_worse(instance, spl
 @pytest.mark.parametrize("seed", range(4))
 def test_uneven_stages_are_solved_to_the_bound(seed):
     found = synthesize(
-        plan(wave_placement(4), 8),
-        Job.of(plan(wave_placement(4), 8), uneven(4, seed), cluster()),
+        plan(Placement.wave(4), 8),
+        Job.of(plan(Placement.wave(4), 8), uneven(4, seed), cluster()),
         SearchOptions(solver_seconds=60),
     )
     assert found.estimate.gap < 1e-9
@@ -117,7 +117,7 @@ def test_uneven_stages_are_solved_to_the_bound(seed):
 @pytest.mark.parametrize(("cap", "best"), [(6, 63), (8, 60)])
 def test_known_optima_under_a_cap(cap, best):
     """P=4, M=8; the search stops at the known optimum here, where no bound tells it to."""
-    instance = Instance(plan(wave_placement(4), 8), uniform(8), cluster())
+    instance = Instance(plan(Placement.wave(4), 8), uniform(8), cluster())
     net, limit = Net(instance, 8), count_cap(instance, cap)
     search = Search(
         net, limit, net.rows(list_schedule(instance, 8, cap=count_cap(instance, 4))), seed=0, target_ms=best
@@ -138,8 +138,8 @@ def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, mo
     monkeypatch.setattr(improve, "reordered", lambda *a, **k: (reached.append(k["seconds"]), reordered(*a, **k))[1])
     texts = [
         synthesize(
-            plan(wave_placement(ranks), microbatches),
-            Job.of(plan(wave_placement(ranks), microbatches), uneven(ranks, 1), cluster(), memory_bytes=limit),
+            plan(Placement.wave(ranks), microbatches),
+            Job.of(plan(Placement.wave(ranks), microbatches), uneven(ranks, 1), cluster(), memory_bytes=limit),
             SearchOptions(split_backward=split, solver_seconds=1000, seed=7),
         )
         for _ in range(2)
@@ -152,11 +152,11 @@ def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, mo
 
 
 def test_a_pattern_extends_to_any_number_of_microbatches():
-    small = Instance(plan(wave_placement(4), 12), uniform(8), cluster())
+    small = Instance(plan(Placement.wave(4), 12), uniform(8), cluster())
     order = dualpipev(4, 12)
     starts = {span.action: span.start_ms for span in run(small, order).spans}
     for microbatches in (13, 20, 31):
-        large = Instance(plan(wave_placement(4), microbatches), uniform(8), cluster())
+        large = Instance(plan(Placement.wave(4), microbatches), uniform(8), cluster())
         net = Net(large, microbatches)
         rows = [net.rows(found) for found in unrolled(order, starts, microbatches)]
         sound = [net.schedule(row) for row in rows if net.chained(row)]
@@ -166,8 +166,8 @@ def test_a_pattern_extends_to_any_number_of_microbatches():
 
 def test_many_microbatches_are_solved_through_few():
     found = synthesize(
-        plan(wave_placement(2), 40),
-        Job.of(plan(wave_placement(2), 40), uneven(2, 3), cluster()),
+        plan(Placement.wave(2), 40),
+        Job.of(plan(Placement.wave(2), 40), uneven(2, 3), cluster()),
         SearchOptions(solver_seconds=30),
     )
     assert found.estimate.gap < 1e-9
@@ -190,7 +190,7 @@ def test_the_bound_is_below_every_list(instance, split):
 
 def test_windows_find_what_a_bad_order_misses_within_the_cap():
     """DualPipeV on uneven stages, P=3, M=4 with 7 half-stages: HiGHS alone reaches the bound window by window."""
-    instance = Instance(plan(wave_placement(3), 4), uneven(3, 2), cluster())
+    instance = Instance(plan(Placement.wave(3), 4), uneven(3, 2), cluster())
     net = Net(instance, 4)
     search = Search(net, count_cap(instance, 7), net.rows(dualpipev(3, 4)), seed=0, target_ms=0.0)
     rows = search.best_rows

@@ -7,7 +7,7 @@ from toys import INSTANT, cluster, layer, plan, profile, rows, skip, uniform
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner.instance import Instance
@@ -29,8 +29,8 @@ def staircase(timeline, width):
 
 
 def test_one_f_one_b_is_the_known_staircase():
-    order = one_f_one_b(Instance(plan(linear_placement(2), 3), uniform(2), cluster()), 3)
-    timeline = simulate(plan(linear_placement(2), 3, schedule=order), uniform(2), cluster())
+    order = one_f_one_b(Instance(plan(Placement.linear(2), 3), uniform(2), cluster()), 3)
+    timeline = simulate(plan(Placement.linear(2), 3, schedule=order), uniform(2), cluster())
     assert staircase(timeline, 12) == [
         "0F0 0F1 ... ... 0B0 0B0 0F2 0B1 0B1 ... 0B2 0B2",
         "... 1F0 1B0 1B0 1F1 1B1 1B1 1F2 1B2 1B2 ... ...",
@@ -38,9 +38,9 @@ def test_one_f_one_b_is_the_known_staircase():
 
 
 def test_wave_is_the_known_staircase():
-    blank = plan(wave_placement(2), 2)
+    blank = plan(Placement.wave(2), 2)
     order = wave(Instance(blank, uniform(4), cluster()), 2)
-    timeline = simulate(plan(wave_placement(2), 2, schedule=order), uniform(4), cluster())
+    timeline = simulate(plan(Placement.wave(2), 2, schedule=order), uniform(4), cluster())
     assert staircase(timeline, 16) == [
         "0F0 0F1 ... 3F0 3B0 3B0 3F1 3B1 3B1 ... 0B0 0B0 ... ... 0B1 0B1",
         "... 1F0 2F0 1F1 2F1 ... 2B0 2B0 1B0 1B0 2B1 2B1 1B1 1B1 ... ...",
@@ -53,9 +53,9 @@ def test_wave_is_the_known_staircase():
 )
 def test_wave_reaches_its_closed_form_and_the_bound(ranks, microbatches, makespan):
     assert makespan == 6 * microbatches + 3 * (ranks - 1)
-    blank = plan(wave_placement(ranks), microbatches)
+    blank = plan(Placement.wave(ranks), microbatches)
     order = wave(Instance(blank, uniform(2 * ranks), cluster()), microbatches)
-    found = estimate(plan(wave_placement(ranks), microbatches, schedule=order), uniform(2 * ranks), cluster())
+    found = estimate(plan(Placement.wave(ranks), microbatches, schedule=order), uniform(2 * ranks), cluster())
     assert found.makespan_ms == pytest.approx(makespan)
     assert found.lower_bound_ms == pytest.approx(makespan)
     assert found.gap == pytest.approx(0.0, abs=1e-9)
@@ -66,9 +66,9 @@ def test_wave_reaches_its_closed_form_and_the_bound(ranks, microbatches, makespa
 def test_one_f_one_b_takes_its_closed_form(ranks, microbatches, makespan):
     assert makespan == 6 * microbatches + 6 * (ranks - 1)
     costs = uniform(ranks, forward_ms=2.0, backward_ms=4.0)
-    blank = plan(linear_placement(ranks), microbatches)
+    blank = plan(Placement.linear(ranks), microbatches)
     order = one_f_one_b(Instance(blank, costs, cluster()), microbatches)
-    found = estimate(plan(linear_placement(ranks), microbatches, schedule=order), costs, cluster())
+    found = estimate(plan(Placement.linear(ranks), microbatches, schedule=order), costs, cluster())
     assert found.makespan_ms == pytest.approx(makespan)
     assert found.peak_bytes == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
 
@@ -98,7 +98,7 @@ def test_values_that_stay_cost_nothing_and_those_without_gradient_send_nothing_b
         [skip("local", 0, 3, 1000), skip("mask", 0, 2, 7, gradient=False), skip("odd", 0, 1, 5)],
     )
     order = rows("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
-    found = plan(wave_placement(2), 1, schedule=order, of=costs)
+    found = plan(Placement.wave(2), 1, schedule=order, of=costs)
     sent = {(t.message.label, t.num_bytes) for t in simulate(found, costs, cluster()).transfers}
     assert sent == {("hidden", 10), ("hidden_grad", 10), ("value:mask", 7), ("value:odd", 5), ("value_grad:odd", 5)}
     assert estimate(found, costs, cluster()).p2p_bytes_per_microbatch == 4 * 10 + 7 + 2 * 5
@@ -109,7 +109,7 @@ def test_messages_to_two_ranks_queue_where_one_port_is_all_there_is():
     costs = uniform(3, output_bytes=3_000_000)
     costs = replace(costs, skips=(skip("far", 0, 2, 3_000_000),))
     order = rows("0F0 0B0", "1F0 1B0", "2F0 2B0")
-    found = plan(linear_placement(3), 1, schedule=order, of=costs)
+    found = plan(Placement.linear(3), 1, schedule=order, of=costs)
     for one_port, leave in ((False, [1, 1]), (True, [1, 4])):
         link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0, one_port=one_port)
         sent = [t for t in simulate(found, costs, cluster(link)).transfers if t.source_rank == 0]
@@ -119,7 +119,7 @@ def test_messages_to_two_ranks_queue_where_one_port_is_all_there_is():
 def test_links_within_and_between_nodes_are_ports_of_their_own():
     """Rank 0 sends to rank 1 of its node and to rank 2 of another one at the same time."""
     costs = replace(uniform(3, output_bytes=3_000_000), skips=(skip("far", 0, 2, 6_000_000),))
-    found = plan(linear_placement(3), 1, schedule=rows("0F0 0B0", "1F0 1B0", "2F0 2B0"), of=costs)
+    found = plan(Placement.linear(3), 1, schedule=rows("0F0 0B0", "1F0 1B0", "2F0 2B0"), of=costs)
     near, far = (Link(bandwidth_gb_per_s=speed, latency_us=0.0, one_port=True) for speed in (1.0, 2.0))
     nodes = Cluster(name="two", nodes=2, ranks_per_node=2, memory_bytes=1, intra_node=near, inter_node=far)
     sent = [t for t in simulate(found, costs, nodes).transfers if t.source_rank == 0]
@@ -130,7 +130,7 @@ def test_gradients_hold_up_messages_where_one_port_is_all_there_is():
     """1 ms a message, 10 ms a sum: stage 2's gradients leave from 11 to 21, stage 1's message at 21, not 13."""
     costs = uniform(4, output_bytes=1_000_000, param_bytes=10_000_000)
     order = rows("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
-    found = plan(wave_placement(2), 1, schedule=order, data_parallel=2)
+    found = plan(Placement.wave(2), 1, schedule=order, data_parallel=2)
     own = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=0.0))
     shared = cluster(replace(own.intra_node, one_port=True))
     apart = estimate(found, costs, own)
@@ -236,7 +236,9 @@ def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():
     assert [live for _, live in curve] == [220, 1230, 2130, 3030, 2020, 1010, 0]
 
 
-@pytest.mark.parametrize("placement", [linear_placement(3), wave_placement(3), wave_placement(2, 2), (0, 1, 0, 1)])
+@pytest.mark.parametrize(
+    "placement", [Placement.linear(3), Placement.wave(3), Placement.wave(2, 2), Placement.loop(2, 2)]
+)
 def test_everything_is_free_at_the_end(placement):
     costs = uniform(len(placement), output_bytes=5)
     order = gpipe(Instance(plan(placement, 3), costs, cluster()), 3)
@@ -245,7 +247,9 @@ def test_everything_is_free_at_the_end(placement):
         assert all(live >= 0 for _, live in row)
 
 
-@pytest.mark.parametrize("placement", [linear_placement(3), wave_placement(3), wave_placement(2, 2), (0, 1, 0, 1)])
+@pytest.mark.parametrize(
+    "placement", [Placement.linear(3), Placement.wave(3), Placement.wave(2, 2), Placement.loop(2, 2)]
+)
 @pytest.mark.parametrize("microbatches", [1, 2, 7])
 def test_forward_only_runs_on_any_placement(placement, microbatches):
     order = forward_only(placement, microbatches)

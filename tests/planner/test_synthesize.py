@@ -8,7 +8,7 @@ from toys import cluster, layer, plan, profile, random_profile, uniform
 
 from deepspeed_pulse.errors import InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import backward, forward
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
@@ -50,7 +50,7 @@ def test_exact_orders_equal_brute_force(seed):
     rng = random.Random(seed)
     costs = profile([layer(rng.uniform(0.5, 2), rng.uniform(0.5, 4), output_bytes=1_000_000) for _ in range(2)])
     slow = cluster(Link(bandwidth_gb_per_s=rng.uniform(0.5, 5), latency_us=100))
-    instance = Instance(plan(linear_placement(2), 3), costs, slow)
+    instance = Instance(plan(Placement.linear(2), 3), costs, slow)
     found = synthesize(instance.plan, Job.of(instance.plan, costs, slow), SearchOptions(solver_seconds=10))
     assert found.estimate.makespan_ms == pytest.approx(brute_force_makespan(instance, 3))
 
@@ -59,7 +59,7 @@ def test_exact_orders_equal_brute_force(seed):
 def test_highs_finds_the_optimum_that_the_generators_miss(seed):
     """A V of three uneven ranks and two microbatches; all 14^3 orders are tried."""
     costs = random_profile(random.Random(seed), 6)
-    blank = plan(wave_placement(3), 2)
+    blank = plan(Placement.wave(3), 2)
     greedy = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
     exact = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=20))
     best = brute_force_makespan(Instance(blank, costs, cluster()), 2)
@@ -71,7 +71,7 @@ def test_highs_finds_the_optimum_that_the_generators_miss(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_solving_is_never_worse_and_repeats_itself(seed):
     costs = random_profile(random.Random(seed), 4, temb=True)
-    blank = plan(wave_placement(2), 3, of=costs)
+    blank = plan(Placement.wave(2), 3, of=costs)
     slow = cluster(Link(bandwidth_gb_per_s=1e-3, latency_us=10))
     greedy = synthesize(blank, Job.of(blank, costs, slow), SearchOptions(solver_seconds=0))
     exact = synthesize(blank, Job.of(blank, costs, slow), SearchOptions(solver_seconds=10, seed=1))
@@ -84,7 +84,7 @@ def test_solving_is_never_worse_and_repeats_itself(seed):
 def test_a_solver_that_errs_is_not_believed(monkeypatch):
     """A worse order, or one that deadlocks, with a bound that claims to be proven: the generators' order stays."""
     costs = random_profile(random.Random(1), 6)
-    blank = plan(wave_placement(3), 2)
+    blank = plan(Placement.wave(3), 2)
     greedy = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
     worse = gpipe(Instance(blank, costs, cluster()), 2)
     for schedule in (worse, tuple(row[::-1] for row in worse)):
@@ -98,8 +98,8 @@ def test_a_solver_that_errs_is_not_believed(monkeypatch):
 
 def test_uniform_stages_reach_the_bound_without_a_solver():
     found = synthesize(
-        plan(wave_placement(4), 8),
-        Job.of(plan(wave_placement(4), 8), uniform(8), cluster()),
+        plan(Placement.wave(4), 8),
+        Job.of(plan(Placement.wave(4), 8), uniform(8), cluster()),
         SearchOptions(solver_seconds=0),
     )
     assert (found.estimate.makespan_ms, found.solver.name, found.solver.optimal) == (pytest.approx(57), "wave", True)
@@ -108,8 +108,8 @@ def test_uniform_stages_reach_the_bound_without_a_solver():
 def test_known_optimum_of_four_ranks_and_four_microbatches():
     """10P - 4 = 36 at M = P, above the bound of 33."""
     found = synthesize(
-        plan(wave_placement(4), 4),
-        Job.of(plan(wave_placement(4), 4), uniform(8), cluster()),
+        plan(Placement.wave(4), 4),
+        Job.of(plan(Placement.wave(4), 4), uniform(8), cluster()),
         SearchOptions(solver_seconds=0),
     )
     assert found.estimate.makespan_ms == pytest.approx(36)
@@ -118,13 +118,13 @@ def test_known_optimum_of_four_ranks_and_four_microbatches():
 @pytest.mark.parametrize("limit", [4, 6, 8, 10, 12])
 def test_less_memory_takes_longer_but_fits(limit):
     free = synthesize(
-        plan(wave_placement(4), 8),
-        Job.of(plan(wave_placement(4), 8), uniform(8), cluster()),
+        plan(Placement.wave(4), 8),
+        Job.of(plan(Placement.wave(4), 8), uniform(8), cluster()),
         SearchOptions(solver_seconds=0),
     )
     tight = synthesize(
-        plan(wave_placement(4), 8),
-        Job.of(plan(wave_placement(4), 8), uniform(8), cluster(), memory_bytes=limit),
+        plan(Placement.wave(4), 8),
+        Job.of(plan(Placement.wave(4), 8), uniform(8), cluster(), memory_bytes=limit),
         SearchOptions(solver_seconds=0),
     )
     assert max(tight.estimate.peak_bytes) <= limit
@@ -135,7 +135,7 @@ def test_impossible_memory_says_what_would_be_needed():
     costs = uniform(4, param_bytes=10**8, activation_bytes=10**8)
     with pytest.raises(InfeasibleError) as caught:
         synthesize(
-            plan(wave_placement(2), 4), Job.of(plan(wave_placement(2), 4), costs, cluster(), memory_bytes=9 * 10**8)
+            plan(Placement.wave(2), 4), Job.of(plan(Placement.wave(2), 4), costs, cluster(), memory_bytes=9 * 10**8)
         )
     text = str(caught.value)
     assert "fits 0.900 GB a rank: the most frugal one needs 1.000 GB" in text
@@ -145,7 +145,7 @@ def test_impossible_memory_says_what_would_be_needed():
 
 def test_rows_of_the_model_hold_for_a_simulated_order():
     costs = random_profile(random.Random(2), 4, temb=True)
-    blank = plan(wave_placement(2), 2, of=costs)
+    blank = plan(Placement.wave(2), 2, of=costs)
     found = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
     instance = Instance(blank, costs, cluster())
     timeline = run(instance, found.schedule)

@@ -15,7 +15,7 @@ from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Given, Verdict
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Layout
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
 from deepspeed_pulse.planner.instance import Instance
@@ -98,8 +98,8 @@ def test_no_plan_is_shorter_than_the_ideal(seed, ranks, waves, microbatches):
 def test_the_ideal_of_a_linear_placement_has_a_closed_form(ranks, microbatches):
     """All ranks' rows are equations: L (1 - (1 - 1/M)^P) = 1."""
     expected = 1 / (1 - (1 - 1 / microbatches) ** ranks)
-    assert least_makespan(linear_placement(ranks), microbatches) == pytest.approx(expected, rel=1e-5)
-    assert least_makespan(wave_placement(ranks), microbatches) <= expected * (1 + 1e-9)
+    assert least_makespan(Placement.linear(ranks), microbatches) == pytest.approx(expected, rel=1e-5)
+    assert least_makespan(Placement.wave(ranks), microbatches) <= expected * (1 + 1e-9)
 
 
 def test_a_model_that_fits_everywhere_runs_data_parallel():

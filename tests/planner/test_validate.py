@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from toys import cluster, layer, plan, profile, random_profile, rows, skip, uniform
 
 from deepspeed_pulse.errors import PlanError
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Route
 from deepspeed_pulse.planner.checks.validate import check, violations
 from deepspeed_pulse.planner.instance import Instance
@@ -21,7 +21,7 @@ VALUES = profile([layer() for _ in range(4)], [skip("temb", 0, 1), skip("temb", 
 
 
 def sound(microbatches=2):
-    blank = plan(wave_placement(2), microbatches, of=VALUES)
+    blank = plan(Placement.wave(2), microbatches, of=VALUES)
     return replace(blank, schedule=wave(Instance(blank, VALUES, cluster()), microbatches))
 
 
@@ -132,7 +132,7 @@ def test_a_deadlock_of_sound_rows_names_each_rank():
 @given(st.integers(0, 10**6))
 def test_swapping_a_forward_with_its_backward_is_always_caught_and_named(seed):
     rng = random.Random(seed)
-    placement = rng.choice([wave_placement(2), wave_placement(3), linear_placement(3)])
+    placement = rng.choice([Placement.wave(2), Placement.wave(3), Placement.linear(3)])
     blank = plan(placement, 3)
     order = [list(row) for row in wave(Instance(blank, uniform(len(placement)), cluster()), 3)]
     row = rng.choice(order)
@@ -150,7 +150,7 @@ def test_a_damaged_schedule_is_named_or_runs(seed):
     """Actions swapped, dropped, doubled or moved to another rank: no violation means that it can be simulated."""
     rng = random.Random(seed)
     costs = random_profile(rng, 6, temb=True, strict=False)
-    placement = rng.choice([wave_placement(3), wave_placement(2), linear_placement(3), (0, 1, 0, 1)])
+    placement = rng.choice([Placement.wave(3), Placement.wave(2), Placement.linear(3), (0, 1, 0, 1)])
     bounds = (0, *sorted(rng.sample(range(1, 6), len(placement) - 1)), 6)
     blank = plan(placement, 3, boundaries=bounds, of=costs)
     instance = Instance(blank, costs, cluster())

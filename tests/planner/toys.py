@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.routes import make_routes
@@ -59,7 +59,7 @@ def rows(*texts: str) -> Schedule:
 
 
 def plan(
-    placement: tuple[int, ...],
+    placement: Sequence[int],
     microbatches: int,
     *,
     boundaries=None,
@@ -75,7 +75,6 @@ def plan(
         data_parallel=data_parallel,
         microbatches=microbatches,
         microbatch_size=1,
-        waves=0 if describe_placement(placement) == "linear" else 1,
         boundaries=bounds,
         placement=placement,
         schedule=schedule if schedule is not None else ((),) * ranks,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.schedule import Action
@@ -55,7 +55,9 @@ def _accepted(plan: Plan) -> None:
     assert all(set(map(str, row)) <= set(ran[rank]) for rank, row in enumerate(plan.schedule))
 
 
-@pytest.mark.parametrize("placement", [wave_placement(4), wave_placement(2, 2), linear_placement(4), (0, 1, 2) * 2])
+@pytest.mark.parametrize(
+    "placement", [Placement.wave(4), Placement.wave(2, 2), Placement.linear(4), Placement.loop(3, 2)]
+)
 @pytest.mark.parametrize("split", [False, True])
 def test_torch_accepts_every_generator(placement: tuple[int, ...], split: bool) -> None:
     for microbatches in (1, 5, 8):
@@ -68,7 +70,7 @@ def test_torch_accepts_every_generator(placement: tuple[int, ...], split: bool) 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_torch_accepts_what_is_synthesised(split: bool) -> None:
-    instance = _instance(wave_placement(4), 8)
+    instance = _instance(Placement.wave(4), 8)
     found = synthesize(
         instance.plan,
         Job.of(instance.plan, instance.profile, instance.cluster, memory_bytes=6000),
@@ -89,7 +91,6 @@ def _instance(placement: tuple[int, ...], microbatches: int) -> Instance:
         data_parallel=1,
         microbatches=microbatches,
         microbatch_size=1,
-        waves=1,
         boundaries=tuple(range(len(placement) + 1)),
         placement=placement,
         schedule=((),) * ranks,

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Span, Timeline
 from deepspeed_pulse.report.grid import schedule_grid
@@ -34,7 +34,7 @@ V = timeline_of(
 
 
 def test_staircase_of_one_microbatch() -> None:
-    assert schedule_grid(V, wave_placement(2), width=80).plain == dedent(
+    assert schedule_grid(V, Placement.wave(2), width=80).plain == dedent(
         """\
         makespan 12 ms, bubble 50.0 %
                 |0 ms               |4 ms               |8 ms
@@ -66,7 +66,7 @@ def test_every_action_is_named_where_there_is_room(sample: Any) -> None:
 def test_forward_and_backward_have_different_colours() -> None:
     console = Console(width=80, force_terminal=True, color_system="256")
     with console.capture() as capture:
-        console.print(schedule_grid(V, wave_placement(2), width=80))
+        console.print(schedule_grid(V, Placement.wave(2), width=80))
     coloured = {cell: capture.get().split(cell)[0].rpartition("\x1b[")[2] for cell in ("0F0", "3F0", "0B0", "3B0")}
     assert len(set(coloured.values())) == 4
 

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.ir.placement import linear_placement, loop_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.program import Channel, Direction
@@ -176,7 +176,7 @@ class Case:
         return make_plan(
             Job(profile=profile_of(self.sketch), cluster=CLUSTER, pipeline_ranks=ranks, microbatches=microbatches),
             SearchOptions(
-                placement="linear" if self.placement == linear_placement(ranks) else "wave", solver_seconds=0
+                placement="linear" if self.placement == Placement.linear(ranks) else "wave", solver_seconds=0
             ),
         )
 
@@ -185,10 +185,10 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     rng, ranks = random.Random(draw(st.integers(0, 10**9))), draw(st.integers(1, 4))
     places = {
-        "linear": linear_placement(ranks),
-        "wave": wave_placement(ranks),
-        "two waves": wave_placement(ranks, 2),
-        "loop": loop_placement(ranks, 2),
+        "linear": Placement.linear(ranks),
+        "wave": Placement.wave(ranks),
+        "two waves": Placement.wave(ranks, 2),
+        "loop": Placement.loop(ranks, 2),
         "any": tuple(rng.sample([*range(ranks), *(rng.randrange(ranks) for _ in range(ranks))], 2 * ranks)),
     }
     kind = draw(st.sampled_from(sorted(places)))

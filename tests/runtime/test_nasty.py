@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed_pulse.errors import PulseError
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.ir.placement import linear_placement, loop_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.make import forward_schedule
 from deepspeed_pulse.runtime.local import LocalWorld
@@ -70,7 +70,7 @@ class Case:
 
 def draw_case(number: int, num_layers: int) -> Case:
     rng, ranks = random.Random(number), random.Random(number + 1).randint(1, 4)
-    places = [linear_placement(ranks), wave_placement(ranks), wave_placement(ranks, 2), loop_placement(ranks, 2)]
+    places = [Placement.linear(ranks), Placement.wave(ranks), Placement.wave(ranks, 2), Placement.loop(ranks, 2)]
     places = [place for place in places if len(place) <= num_layers] or [(0,)]
     some = tuple(i for i in range(num_layers) if rng.random() < 0.4)
     changing = rng.random() < 0.3

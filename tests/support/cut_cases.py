@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.partition.cuts import COLLOCATION_WORTH, every_cuts, preference
@@ -38,8 +38,8 @@ def random_case(seed: int) -> Case:
     """Up to 12 layers; nested and irregular skips, slow and fast links, with and without a memory cap."""
     rng = random.Random(seed)
     num_layers = rng.randrange(4, 13)
-    waves = [wave_placement(p, w) for p in range(1, 7) for w in (1, 2)]
-    placements = [p for p in waves + [linear_placement(p) for p in (1, 2, 3, 4, 6)] if len(p) <= num_layers]
+    waves = [Placement.wave(p, w) for p in range(1, 7) for w in (1, 2)]
+    placements = [p for p in waves + [Placement.linear(p) for p in (1, 2, 3, 4, 6)] if len(p) <= num_layers]
     placement = rng.choice(placements)
     profile = Profile(
         name="case",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.placement import linear_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner.checks.validate import check
@@ -92,9 +92,8 @@ def relayed_mib(blocks: int, ranks: int, size: int) -> float:
         data_parallel=1,
         microbatches=microbatches,
         microbatch_size=1,
-        waves=0,
         boundaries=cuts,
-        placement=linear_placement(ranks),
+        placement=Placement.linear(ranks),
         schedule=((),) * ranks,
     )
     routes = []

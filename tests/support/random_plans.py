@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deepspeed_pulse.ir.dependencies import key_of, local_needs
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Message, lower
 from deepspeed_pulse.ir.routes import make_routes
@@ -31,9 +32,8 @@ def random_plan(
     """
     source = random.Random(seed)
     if placement is None:
-        placement = wave_placement(ranks, source.choice([w for w in (1, 2) if 2 * ranks * w <= len(graph.layers)]))
+        placement = Placement.wave(ranks, source.choice([w for w in (1, 2) if 2 * ranks * w <= len(graph.layers)]))
     placement = tuple(placement)
-    waves = next((w for w in (1, 2) if placement == wave_placement(ranks, w)), 0)
     cuts = sorted(source.sample(range(1, len(graph.layers)), len(placement) - 1))
     bounds = (0, *cuts, len(graph.layers))
     unordered = Plan(
@@ -41,14 +41,13 @@ def random_plan(
         data_parallel=1,
         microbatches=microbatches,
         microbatch_size=2,
-        waves=waves,
         boundaries=bounds,
         placement=placement,
         schedule=((),) * ranks,
         routes=make_routes(bounds, placement, graph.values),
     )
     schedule = random_order(unordered, source, greedy_forward)
-    return Plan(**{**{f: getattr(unordered, f) for f in Plan.__dataclass_fields__}, "schedule": schedule})
+    return replace(unordered, schedule=schedule)
 
 
 def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Schedule:
@@ -59,12 +58,7 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Sch
         ]
         for rank in range(plan.pipeline_ranks)
     }
-    full = Plan(
-        **{
-            **{f: getattr(plan, f) for f in Plan.__dataclass_fields__},
-            "schedule": tuple(tuple(todo[rank]) for rank in sorted(todo)),
-        }
-    )
+    full = replace(plan, schedule=tuple(tuple(todo[rank]) for rank in sorted(todo)))
     steps = {step.action: step for row in lower(full) for step in row}
     rows: dict[int, list[Action]] = {rank: [] for rank in todo}
     arrived: set[Message] = set()

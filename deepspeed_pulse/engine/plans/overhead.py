@@ -13,7 +13,7 @@ from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, EngineDevice, P
 from deepspeed_pulse.engine.plans.hardware import runs_at_once
 from deepspeed_pulse.ir.channels import Traffic, make_traffic
 from deepspeed_pulse.ir.graph import Layer
-from deepspeed_pulse.ir.placement import wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Timeline
@@ -102,7 +102,7 @@ class _Idle(torch.nn.Module):
 
 def _plan() -> Plan:
     """A wave in the plainest order: all microbatches through one stage after the other."""
-    placement = wave_placement(_RANKS)
+    placement = Placement.wave(_RANKS)
     forward = [(Op.FORWARD, stage) for stage in range(len(placement))]
     backward = [(Op.BACKWARD, stage) for _, stage in reversed(forward)]
     row = [Action(stage, op, m) for op, stage in (*forward, *backward) for m in range(_MICROBATCHES)]
@@ -111,7 +111,6 @@ def _plan() -> Plan:
         data_parallel=1,
         microbatches=_MICROBATCHES,
         microbatch_size=1,
-        waves=1,
         boundaries=tuple(range(len(placement) + 1)),
         placement=placement,
         schedule=tuple(tuple(a for a in row if placement[a.stage] == rank) for rank in range(_RANKS)),

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.placement import describe_placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.timeline import Timeline
@@ -64,24 +63,12 @@ def _files(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
             f"microbatch_size: the plan has {plan.microbatch_size}, the profile was taken with "
             f"{profile.microbatch_size}"
         )
-    waves = _waves(plan)
-    if waves is not None and plan.waves != waves:
-        kind = describe_placement(plan.placement)
-        yield f"waves: expected {waves} for the {kind} placement {list(plan.placement)}, found {plan.waves}"
     needed = plan.pipeline_ranks * plan.data_parallel
     if needed > cluster.num_ranks:
         yield (
             f"ranks: {plan.pipeline_ranks} pipeline ranks x {plan.data_parallel} data parallel = {needed}, the cluster "
             f"{cluster.name!r} has {cluster.num_ranks}"
         )
-
-
-def _waves(plan: Plan) -> int | None:
-    """What ``waves`` must be, None where any number is right."""
-    kind = describe_placement(plan.placement)
-    if kind == "linear":
-        return 0
-    return plan.num_stages // (2 * plan.pipeline_ranks) if kind.startswith("wave") else None
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.placement import describe_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES
 from deepspeed_pulse.planner.making.maker import Maker, TooSlow, step_ms
-from deepspeed_pulse.planner.making.placements import Placement
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.simulate import estimate
 
@@ -83,7 +82,7 @@ def _fastest(maker: Maker, places: Sequence[Placement]) -> Plan:
             best = plan
     if best is None:
         named = zip(places, problems, strict=True)
-        raise _joined(problems, "\n".join(f"{describe_placement(place)} placement: {text}" for place, text in named))
+        raise _joined(problems, "\n".join(f"{place.name} placement: {text}" for place, text in named))
     return best
 
 

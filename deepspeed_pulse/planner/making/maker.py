@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.placement import describe_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.routes import make_routes
@@ -14,7 +14,6 @@ from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
-from deepspeed_pulse.planner.making.placements import Placement
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.partition.views import other_views
 from deepspeed_pulse.planner.recompute import with_recompute
@@ -137,7 +136,6 @@ class Maker:
             data_parallel=self.job.data_parallel,
             microbatches=self.job.microbatches,
             microbatch_size=self.job.profile.microbatch_size,
-            waves=0 if describe_placement(placement) == "linear" else self.options.waves,
             boundaries=tuple(cuts),
             placement=placement,
             schedule=((),) * self.job.pipeline_ranks,

@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
-from deepspeed_pulse.ir.placement import describe_placement, linear_placement, loop_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.partition.cuts import require_layers
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, generators_for
 
-Placement = tuple[int, ...]
 _PLACEMENTS = ("auto", "wave", "linear")
 
 
@@ -25,10 +24,10 @@ def placements(job: Job, options: SearchOptions) -> list[Placement]:
         raise ConfigError(
             f"placement: expected one of {expected}, found {placement!r}{did_you_mean(placement, _PLACEMENTS)}"
         )
-    wave, linear = wave_placement(ranks, waves), linear_placement(ranks)
+    wave, linear = Placement.wave(ranks, waves), Placement.linear(ranks)
     places = {"wave": [wave], "linear": [linear], "auto": [wave, linear]}[placement]
     if placement == "auto" and schedule == "interleaved":
-        places = [loop_placement(ranks, 2 * waves)]
+        places = [Placement.loop(ranks, 2 * waves)]
     if options.boundaries is not None:
         places = _that_fit_boundaries(profile, places, options.boundaries)
     if placement == "auto":
@@ -56,6 +55,6 @@ def _that_fit_boundaries(profile: Profile, places: list[Placement], boundaries: 
         )
     fitting = [place for place in places if len(place) == len(cuts) - 1]
     if not fitting:
-        expected = " or ".join(f"{len(place) - 1} ({describe_placement(place)} placement)" for place in places)
+        expected = " or ".join(f"{len(place) - 1} ({place.name} placement)" for place in places)
         raise ConfigError(f"boundaries: expected {expected} inner cuts, found {len(cuts) - 2}: {cuts[1:-1]}")
     return fitting

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
-from deepspeed_pulse.ir.placement import describe_placement
+from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.partition.contiguous import ConsecutiveCuts
@@ -68,12 +68,12 @@ def best_partition(weights: Weights, *, microbatches: int, tolerance: float = 0.
     return _least_memory(weights)
 
 
-def require_layers(profile: Profile, placement: Sequence[int]) -> None:
+def require_layers(profile: Profile, placement: Placement) -> None:
     """Raise an :class:`InfeasibleError` when there are fewer layers than stages."""
-    stages, ranks = len(placement), max(placement) + 1
+    stages, ranks = len(placement), placement.num_ranks
     if profile.num_layers < stages:
         raise InfeasibleError(
-            f"{describe_placement(tuple(placement))} placement on {ranks} ranks has {stages} stages and needs at least "
+            f"{placement.name} placement on {ranks} ranks has {stages} stages and needs at least "
             f"{stages} layers, the model {profile.name!r} has {profile.num_layers}; use fewer ranks or waves, or split "
             "the model into finer layers"
         )
@@ -166,10 +166,9 @@ def _listed(weights: Weights, depth: Cuts, tolerance: float, found: Found | None
 
 def _space(weights: Weights, depth: Cuts, *, clean: bool) -> MakeSpace | None:
     """Of the placements that have one."""
-    kind = describe_placement(weights.placement)
-    if kind == "linear":
+    if weights.placement.kind is Kind.LINEAR:
         return lambda most_ms: ConsecutiveCuts(weights, depth, most_ms=most_ms)
-    if kind == "wave":
+    if weights.placement.is_v:
         return lambda most_ms: NestedCuts(weights, depth, clean=clean, most_ms=most_ms)
     return None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deepspeed_pulse.ir.placement import describe_placement
+from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.routes import stage_of
 from deepspeed_pulse.planner.cost import state_bytes
@@ -66,10 +66,10 @@ class Weights:
 
     def __init__(self, job: Job, placement: Sequence[int]) -> None:
         profile, shards = job.profile, job.rules.shards(job.data_parallel)
-        self.profile, self.placement = profile, tuple(placement)
+        self.profile, self.placement = profile, Placement(placement)
         self.memory_bytes: int | None = job.limit_bytes
         self.num_layers = profile.num_layers
-        self.collocates = describe_placement(self.placement).startswith("wave")
+        self.collocates = self.placement.kind is Kind.WAVE
         """Whether the placement is meant to keep both ends of a value on one rank."""
         self.work_ms = _prefix([x.forward_ms + x.backward_ms for x in profile.layers])
         self.state = _prefix([state_bytes(profile, x.param_bytes, shards=shards) for x in profile.layers])
@@ -104,7 +104,7 @@ class Weights:
     @property
     def ideal_ms(self) -> float:
         """No cuts have a smaller load: an even split, or the largest layer."""
-        return float(max(self.work_ms[-1] / (max(self.placement) + 1), np.diff(self.work_ms).max()))
+        return float(max(self.work_ms[-1] / self.placement.num_ranks, np.diff(self.work_ms).max()))
 
     def parts(self, boundaries: Sequence[int]) -> bool:
         """Does any paired value change ranks?"""
@@ -115,7 +115,7 @@ class Weights:
 
     def score(self, boundaries: Sequence[int], in_flight: Sequence[int]) -> Score:
         """The true score of cuts, any placement."""
-        ranks, cuts = max(self.placement) + 1, list(boundaries)
+        ranks, cuts = self.placement.num_ranks, list(boundaries)
         work = np.diff(self.work_ms[cuts])
         memory = np.diff(self.state[cuts]) + np.diff(self.activations[cuts]) * in_flight
         held = np.bincount(self.placement, weights=work, minlength=ranks)
@@ -234,16 +234,15 @@ def _slowness(job: Job) -> Floats:
     return np.array([[links.between(a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
 
 
-def in_flight(placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
+def in_flight(placement: Placement, microbatches: int) -> tuple[int, ...]:
     """Microbatches whose activations a 1F1B-like order keeps, per stage.
 
     Linear: P - s. Wave: S - 1 - s on the way down and S - s on the way up, over the number of waves, so that a rank
     of a V holds 2 P half-stages in all.
     """
     stages = len(placement)
-    if describe_placement(tuple(placement)).startswith("wave"):
-        waves = stages // (2 * (max(placement) + 1))
-        depth = [-(-(stages - s - (2 * s < stages)) // waves) for s in range(stages)]
+    if placement.kind is Kind.WAVE:
+        depth = [-(-(stages - s - (2 * s < stages)) // placement.waves) for s in range(stages)]
     else:
         depth = [stages - s for s in range(stages)]
     return tuple(max(1, min(microbatches, d)) for d in depth)

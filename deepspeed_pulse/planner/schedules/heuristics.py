@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
-from deepspeed_pulse.ir.placement import describe_placement, loop_placement
+from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.schedule import Action, Schedule, backward, forward
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.schedules import templates
@@ -65,7 +65,7 @@ def one_f_one_b(instance: Instance, microbatches: int) -> Schedule:
     return tuple(rows)
 
 
-def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
+def forward_only(placement: Placement, microbatches: int) -> Schedule:
     """Forwards for evaluation, any placement: by ``stage + microbatch``, later stages first.
 
     Every action follows what it waits for in this one global order, so no rank can deadlock.
@@ -74,7 +74,7 @@ def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
         (Action(stage, forward(0, 0).op, m) for stage in range(len(placement)) for m in range(microbatches)),
         key=lambda action: (action.stage + action.microbatch, -action.stage),
     )
-    ranks = max(placement) + 1
+    ranks = placement.num_ranks
     return tuple(tuple(a for a in order if placement[a.stage] == rank) for rank in range(ranks))
 
 
@@ -103,7 +103,7 @@ class Generator:
     ``orders`` takes the instance, the caps, and whether backward is split.
     """
 
-    fits: Callable[[tuple[int, ...]], bool]
+    fits: Callable[[Placement], bool]
     orders: Callable[[Instance, Caps, bool], Orders]
     needs_split: bool = False
 
@@ -193,32 +193,19 @@ def _listed(
     return lambda: list_schedule(instance, microbatches, prefer=prefer, cap=cap, split=split, order=order)
 
 
-def _is_linear(placement: tuple[int, ...]) -> bool:
-    return describe_placement(placement) == "linear"
-
-
-def _is_loop(placement: tuple[int, ...]) -> bool:
-    ranks = max(placement) + 1
-    return len(placement) > ranks and placement == loop_placement(ranks, len(placement) // ranks)
-
-
-def _is_v(placement: tuple[int, ...]) -> bool:
-    return describe_placement(placement) == "wave"
-
-
 GENERATORS: dict[str, Generator] = {
-    "1f1b": Generator(fits=_is_linear, orders=_1f1b_orders),
-    "interleaved": Generator(fits=_is_loop, orders=_interleaved_orders),
+    "1f1b": Generator(fits=lambda placement: placement.kind is Kind.LINEAR, orders=_1f1b_orders),
+    "interleaved": Generator(fits=lambda placement: placement.is_loop, orders=_interleaved_orders),
     "wave": Generator(fits=lambda placement: True, orders=_wave_orders),
-    "dualpipev": Generator(fits=_is_v, orders=_dualpipev_orders),
-    "zbv": Generator(fits=_is_v, orders=_zbv_orders, needs_split=True),
-    "vhalf": Generator(fits=_is_v, orders=_block_orders(templates.V_HALF), needs_split=True),
-    "vmin": Generator(fits=_is_v, orders=_block_orders(templates.V_MIN), needs_split=True),
+    "dualpipev": Generator(fits=lambda placement: placement.is_v, orders=_dualpipev_orders),
+    "zbv": Generator(fits=lambda placement: placement.is_v, orders=_zbv_orders, needs_split=True),
+    "vhalf": Generator(fits=lambda placement: placement.is_v, orders=_block_orders(templates.V_HALF), needs_split=True),
+    "vmin": Generator(fits=lambda placement: placement.is_v, orders=_block_orders(templates.V_MIN), needs_split=True),
     "gpipe": Generator(fits=lambda placement: True, orders=_gpipe_orders),
 }
 
 
-def generators_for(schedule: str, placement: tuple[int, ...], *, split: bool = False) -> dict[str, Generator]:
+def generators_for(schedule: str, placement: Placement, *, split: bool = False) -> dict[str, Generator]:
     """The generators that ``schedule`` ("auto" or a name) allows on a placement, with backward split or not.
 
     Raises:
@@ -240,5 +227,5 @@ def generators_for(schedule: str, placement: tuple[int, ...], *, split: bool = F
     return {schedule: GENERATORS[schedule]}
 
 
-def _name(placement: tuple[int, ...]) -> str:
-    return f"placement {describe_placement(placement)} of {max(placement) + 1} ranks"
+def _name(placement: Placement) -> str:
+    return f"placement {placement.name} of {placement.num_ranks} ranks"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
 from deepspeed_pulse.ir.layout import Layout
-from deepspeed_pulse.ir.placement import linear_placement, wave_placement
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.planner.cost import gigabytes, state_bytes
 from deepspeed_pulse.planner.filling.fill import fill_plan
@@ -101,7 +101,7 @@ class Tuner:
         return self._reduction_ms(choice) > _WORTH_HIDING * self._ideal_ms(choice)
 
     def _has_schedule(self, ranks: int, waves: int) -> bool:
-        places = wave_placement(ranks, waves) if waves else linear_placement(ranks)
+        places = Placement.wave(ranks, waves) if waves else Placement.linear(ranks)
         return self.given.schedule == "auto" or GENERATORS[self.given.schedule].fits(places)
 
     def _layouts(self, ranks: int) -> tuple[Layout, ...]:
