@@ -43,7 +43,7 @@ def test_plan_writes_a_plan_and_prints_its_table(folder: Path, capsys: pytest.Ca
     assert (plan.pipeline_ranks, plan.microbatches, plan.num_layers) == (2, 4, 8)
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert "predicted GB" in printed.out
+    assert "predicted: bubble" in printed.out
     assert "costs: profile toy" in printed.out
     assert sorted(path.name for path in folder.iterdir()) == ["cluster.json", "plan.json", "profile.json"]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from deepspeed_pulse.ir.choice import Option, Trial, Tuning, Verdict
 from deepspeed_pulse.ir.plan import Estimate
 from deepspeed_pulse.report import words
+from deepspeed_pulse.report.table import new_table
 from deepspeed_pulse.report.tuning import describe
 
 RUNNER_UPS = 3
@@ -96,9 +95,7 @@ def chosen_table(names: Sequence[str], found: Sequence[Option], reasons: Sequenc
         reasons: of :func:`rejected`.
         notes: lines to add.
     """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("", "choice", "samples/s", "GB a rank", "why"):
-        table.add_column(name, justify="right" if name in ("samples/s", "GB a rank") else "left", overflow="fold")
+    table = new_table(("", "choice", "samples/s", "GB a rank", "why"), text=("", "choice", "why"))
     for index, option in enumerate(found):
         low, high = min(option.peak_bytes), max(option.peak_bytes)
         gigabytes = [words.gigabytes(size) for size in ((low, high) if low != high else (high,))]

@@ -10,6 +10,7 @@ from pathlib import Path
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.report import words
 
 IMAGES = (".png", ".svg", ".pdf")
 PICTURES = (*IMAGES, ".html", ".json")
@@ -46,7 +47,7 @@ def write_rows(
 
 
 def _title(plan: Plan) -> str:
-    return "planned" if plan.solver is None else plan.solver.name
+    return "planned" if plan.solver is None else f"planned, schedule {words.schedule(plan.solver.name)}"
 
 
 @contextlib.contextmanager

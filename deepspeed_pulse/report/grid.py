@@ -19,7 +19,7 @@ from rich.text import Text
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.report.words import summary
+from deepspeed_pulse.report.words import OPS, summary
 
 IDLE = "."
 _FILL = {Op.FORWARD: ">", Op.BACKWARD: "<", Op.INPUT_GRAD: "(", Op.WEIGHT_GRAD: "~"}
@@ -43,7 +43,7 @@ def schedule_grid(timeline: Timeline, placement: Sequence[int], *, width: int = 
         placement: rank of each stage; a rank's first and second stage get different shades.
         width: columns there are.
     """
-    lines = [Text(summary(timeline)), *_bands(timeline, Placement(placement), width), _legend(timeline)]
+    lines = [Text(summary(timeline)), *_bands(timeline, Placement(placement), width), *_legend(timeline, width)]
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
@@ -121,18 +121,18 @@ def _axis(left: int, right: int, ms_per_column: float) -> str:
     return "".join(mark.ljust(20) for mark in marks)[: max(right - left, 12)].rstrip()
 
 
-def _legend(timeline: Timeline) -> Text:
-    words = {
-        Op.FORWARD: "forward",
-        Op.BACKWARD: "backward",
-        Op.INPUT_GRAD: "input gradient",
-        Op.WEIGHT_GRAD: "weight gradient",
-    }
+def _legend(timeline: Timeline, width: int) -> Iterator[Text]:
+    """As many lines as it takes."""
     used = {span.action.op for span in timeline.spans}
-    legend = Text("STAGE OP MICROBATCH: ", style="dim")
-    for op in Op:
-        if op in used:
-            legend.append(f"{op.value}{_FILL[op]}", style=_STYLES[op][0]).append(f" {words[op]}  ")
+    parts = [(f"{op.value}{_FILL[op]}", _STYLES[op][0], OPS[op]) for op in Op if op in used]
     if timeline.frozen:
-        legend.append(f"E{_FROZEN_FILL}", style=_FROZEN_STYLE).append(" frozen, for the next step  ")
-    return legend.append(f"{IDLE} idle")
+        parts.append((f"E{_FROZEN_FILL}", _FROZEN_STYLE, "frozen, for the next step"))
+    line = Text("STAGE OP MICROBATCH: ", style="dim")
+    for sign, style, what in (*parts, (IDLE, "", "idle")):
+        entry = Text().append(sign, style=style).append(f" {what}  ")
+        if len(line) + len(entry) - 2 > width:
+            yield line
+            line = Text("  ", style="dim")
+        line.append_text(entry)
+    line.rstrip()
+    yield line

@@ -39,7 +39,6 @@ _THIN, _THICK = 0.6, 4.5
 _LAYER_INCHES, _MOST_INCHES, _MOST_NAMES = 0.15, 26.0, 160
 _RAILS = 12
 """Values with several readers that get a line of their own, the largest first; the rest is counted."""
-_NAME_LETTERS = 34
 _LABEL_POINTS = 34.0
 
 
@@ -77,7 +76,7 @@ def model_figure(profile: Profile, *, plan: Plan | None = None) -> Figure:
     rails, rest = several[:_RAILS], several[_RAILS:]
     heights = [2.3 if arcs else 0.5, 0.19 * len(rails) + 0.1, 1.7, 1.1, 1.1]
     width = min(max(9.0, _LAYER_INCHES * profile.num_layers + 2.2), _MOST_INCHES)
-    names = [_short(layer.name) for layer in profile.layers]
+    names = [words.shortened(layer.name) for layer in profile.layers]
     below = 0.075 * max(map(len, names)) + 1.2
     figure = Figure(figsize=(width, sum(heights) + below), layout="constrained")
     figure.suptitle(_title(profile, plan), fontsize=10, x=0.01, ha="left", parse_math=False)
@@ -176,7 +175,7 @@ def _draw_rails(axes: Axes, rails: Sequence[_Value], rest: Sequence[_Value]) -> 
         axes.plot(sorted(rail.away), [row] * len(rail.away), linestyle="none", **_AWAY)
     axes.set_ylim(len(rails) - 0.4, -0.6)
     _bare(axes)
-    labels = [f"{_short(rail.name)} ({words.megabytes(rail.bytes)})" for rail in rails]
+    labels = [f"{words.shortened(rail.name)} ({words.megabytes(rail.bytes)})" for rail in rails]
     axes.set_yticks(range(len(rails)), labels, fontsize=7, parse_math=False)
     axes.tick_params(axis="y", length=0)
     if rest:
@@ -246,11 +245,6 @@ def _bare(axes: Axes) -> None:
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(axis="x", length=0)
     axes.set_yticks([])
-
-
-def _short(name: str) -> str:
-    """Its end tells layers apart better than its beginning."""
-    return name if len(name) <= _NAME_LETTERS else "…" + name[1 - _NAME_LETTERS :]
 
 
 def _legend(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.report import words
+from deepspeed_pulse.report.table import Name, new_table
+
+_UNITS = "params: parameters, in millions; kept: what a forward keeps for backward, of one microbatch"
 
 
 def profile_table(profile: Profile, figures: Mapping[str, Sequence[float]], *, note: str) -> Group:
@@ -20,22 +21,21 @@ def profile_table(profile: Profile, figures: Mapping[str, Sequence[float]], *, n
         figures: per layer, by heading; a heading that ends with ``%`` is not summed.
         note: where the figures come from.
     """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("layer", no_wrap=True)
     columns = {
-        "parameters M": [count / 1e6 for count in words.param_counts(profile)],
+        "params M": [count / 1e6 for count in words.param_counts(profile)],
         **figures,
-        "activations MB": [layer.activation_bytes / 1e6 for layer in profile.layers],
+        "kept MB": [layer.activation_bytes / 1e6 for layer in profile.layers],
     }
     output = [layer.output_bytes / 1e6 for layer in profile.layers]
-    for heading in (*columns, "output MB"):
-        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    table = new_table(("layer", *columns, "output MB"), text=("layer",))
     for index, layer in enumerate(profile.layers):
-        table.add_row(layer.name, *(_figure(column[index]) for column in (*columns.values(), output)))
+        table.add_row(Name(layer.name), *(_figure(column[index]) for column in (*columns.values(), output)))
     sums = ("" if heading.endswith("%") else _figure(sum(column)) for heading, column in columns.items())
     table.add_section()
     table.add_row("all", *sums, "", style="bold")
-    return Group(Text(_title(profile), style="bold"), table, *map(Text, (_times(profile), _values(profile), note)))
+    return Group(
+        Text(_title(profile), style="bold"), table, *map(Text, (_times(profile), _values(profile), _UNITS, note))
+    )
 
 
 def layer_times(profile: Profile) -> dict[str, list[float]]:

@@ -16,9 +16,12 @@ from deepspeed_pulse.ir.run import RUN_FILE, MeasuredStep, Run
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report import words
 from deepspeed_pulse.report.advice import warning
+from deepspeed_pulse.report.table import Name, new_table
 from deepspeed_pulse.report.tables import measured_table, plan_table
 
 _PATTERNS = (RUN_FILE, "*.run.json", "Train_*.csv")
+_STEPS = ("step", "time", "bubble", "peak GB", "hidden", "hidden grad", "values", "values grad", "kept local")
+_EVENTS = ("name", "rows", "samples", "first", "last", "smallest", "largest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ def timelines(run: Run) -> list[tuple[str, Timeline]]:
 
 
 def _run(run: Run) -> Iterator[RenderableType]:
-    yield plan_table(run.plan, layer_names=run.layers, costs=run.costs)
+    yield plan_table(run.plan, layer_names=run.layers, costs=run.costs, timed=run.planned is not None)
     if not run.steps:
         yield Text("no step was measured yet")
         return
@@ -122,9 +125,7 @@ def _run(run: Run) -> Iterator[RenderableType]:
 
 
 def _steps_table(steps: Sequence[MeasuredStep]) -> Table:
-    table = Table(title="measured steps", title_justify="left")
-    for name in ("step", "time", "bubble", "peak GB", "hidden", "hidden grad", "values", "values grad", "kept local"):
-        table.add_column(name, justify="right")
+    table = new_table(_STEPS, title="measured steps")
     for step in steps:
         table.add_row(
             str(step.step),
@@ -138,16 +139,13 @@ def _steps_table(steps: Sequence[MeasuredStep]) -> Table:
 
 
 def _events_table(events: Sequence[Events]) -> Table:
-    table = Table(title="events", title_justify="left")
-    table.add_column("", overflow="fold")
-    for name in ("rows", "samples", "first", "last", "smallest", "largest"):
-        table.add_column(name, justify="right")
+    table = new_table(_EVENTS, text=("name",), title="events")
     for event in events:
         values = [value for _, value in event.rows]
         if values:
             figures = (values[0], values[-1], min(values), max(values))
             table.add_row(
-                event.name, str(len(values)), f"{event.rows[-1][0]:.0f}", *(f"{value:.6g}" for value in figures)
+                Name(event.name), str(len(values)), f"{event.rows[-1][0]:.0f}", *(f"{value:.6g}" for value in figures)
             )
     return table
 

@@ -13,6 +13,7 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.run import Difference, RankMemory
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report import words
+from deepspeed_pulse.report.table import new_table
 
 UNKNOWN = "-"
 
@@ -24,6 +25,7 @@ def plan_table(
     layer_names: Sequence[str] | None = None,
     param_counts: Sequence[int] | None = None,
     costs: str | None = None,
+    timed: bool = True,
 ) -> Group:
     """Rank, stages, layers, parameters and predicted GB, with the prediction below.
 
@@ -31,22 +33,23 @@ def plan_table(
         profile: gives names and parameter counts where they are not given.
         layer_names, param_counts: one per layer.
         costs: where the layer costs came from, for example ``measured at start``.
+        timed: layer costs are times and bytes, so that more can be predicted than the bubble.
     """
     if profile is not None:
         layer_names = layer_names or [layer.name for layer in profile.layers]
         param_counts = param_counts or words.param_counts(profile)
         costs = costs or f"profile {profile.name} ({profile.device}, {profile.dtype})"
-    table = _table(("rank", "stages", "layers", "parameters", "predicted GB"))
+    table = new_table(("rank", "stages", "layers", "parameters", "predicted GB"), text=("rank", "layers"))
     for rank in range(plan.pipeline_ranks):
         parameters = None if param_counts is None else sum(param_counts[i] for i in plan.layers_of(rank))
         figures = (
             UNKNOWN if parameters is None else words.count(parameters),
-            UNKNOWN if plan.estimate is None else words.gigabytes(plan.estimate.peak_bytes[rank]),
+            UNKNOWN if plan.estimate is None or not timed else words.gigabytes(plan.estimate.peak_bytes[rank]),
         )
         for index, stage in enumerate(plan.stages_of(rank)):
             layers = words.stage_layers(plan, stage, layer_names)
             table.add_row("" if index else str(rank), str(stage), layers, *(("", "") if index else figures))
-    return Group(Text(_title(plan), style="bold"), table, *_caption(plan, costs, layer_names))
+    return Group(Text(_title(plan), style="bold"), table, *map(Text, _caption(plan, costs, layer_names, timed)))
 
 
 def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory_bytes: int | None = None) -> Group:
@@ -54,7 +57,9 @@ def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory
 
     ``memory_bytes``: what a rank has; ranks that need more are marked.
     """
-    table = _table(("rank", "stages", "busy", "idle", "sends/microbatch", "peak GB"))
+    table = new_table(
+        ("rank", "stages", "busy", "idle", "sent per microbatch", "peak GB", ""), text=("rank", "stages", "")
+    )
     for rank in range(plan.pipeline_ranks):
         busy = sum(end - start for start, end in timeline.intervals(rank))
         sent = sum(t.num_bytes for t in timeline.transfers if t.source_rank == rank and t.message.microbatch == 0)
@@ -67,7 +72,8 @@ def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory
             words.milliseconds(busy),
             words.milliseconds(timeline.makespan_ms - busy),
             words.megabytes(sent),
-            f"{words.gigabytes(peak)} does not fit" if over else words.gigabytes(peak),
+            words.gigabytes(peak),
+            "does not fit" if over else "",
         )
     limit = () if memory_bytes is None else (Text(f"a rank of the cluster has {words.gigabytes(memory_bytes)} GB"),)
     return Group(Text(_title(plan), style="bold"), table, *_step(plan, estimate), *limit)
@@ -115,7 +121,7 @@ def measured_table(
         difference: gives each difference the part that explains most of it.
     """
     estimate = plan.estimate
-    table = _table(("", "predicted", "measured", "difference", "mostly"))
+    table = new_table(("", "predicted", "measured", "difference", "mostly"), text=("", "mostly"))
     mostly = "" if difference is None else _most_of_step(difference)
     _compare(table, "step", estimate and estimate.step_ms, step_ms, words.milliseconds, mostly)
     if bubble_ratio is not None:
@@ -130,14 +136,6 @@ def measured_table(
         if idle_ms is not None:
             table.add_row(f"rank {rank} idle", UNKNOWN, words.milliseconds(idle_ms[rank]))
     return Group(Text("pulse: measured beside predicted", style="bold"), table)
-
-
-def _table(columns: Sequence[str]) -> Table:
-    table = Table()
-    for name in columns:
-        text = name in ("", "rank", "stages", "layers")
-        table.add_column(name, justify="left" if text else "right", overflow="fold")
-    return table
 
 
 def _compare(
@@ -169,7 +167,7 @@ def _most_of_memory(memory: RankMemory) -> str:
 
 
 def _title(plan: Plan) -> str:
-    solver = "" if plan.solver is None else f", schedule {plan.solver.name}"
+    solver = "" if plan.solver is None else f", schedule {words.schedule(plan.solver.name)}"
     parallel = "" if plan.data_parallel == 1 else f" x {plan.data_parallel} data parallel"
     return (
         f"pulse: {plan.pipeline_ranks} ranks{parallel}, {plan.placement.name} placement, "
@@ -177,25 +175,35 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _caption(plan: Plan, costs: str | None, layer_names: Sequence[str] | None) -> Iterator[Text]:
-    estimate = plan.estimate
-    if estimate is not None:
-        yield Text(
-            f"predicted: bubble {words.percent(estimate.bubble_ratio)}, step {words.milliseconds(estimate.step_ms)}, "
-            f"{estimate.samples_per_second:.4g} samples/s"
-        )
-        optimal = " (proven optimal)" if plan.solver is not None and plan.solver.optimal else ""
-        yield Text(
-            f"{words.percent(estimate.gap)} above the lower bound of these cuts{optimal}, "
-            f"{estimate.p2p_bytes_per_microbatch / 1e6:.4g} MB sent per microbatch"
-        )
-        searched = words.search_result(plan)
-        if searched is not None:
-            yield Text(searched)
+def _caption(plan: Plan, costs: str | None, layer_names: Sequence[str] | None, timed: bool) -> Iterator[str]:
+    if plan.estimate is not None:
+        yield from _predicted(plan, plan.estimate) if timed else _guessed(plan.estimate)
     if plan.fill is not None:
-        yield Text(words.filled(plan.fill, plan.microbatches))
+        yield words.filled(plan.fill, plan.microbatches)
     for line in (words.sent_values(plan), words.recomputed(plan, layer_names)):
         if line is not None:
-            yield Text(line)
+            yield line
     if costs is not None:
-        yield Text(f"costs: {costs}")
+        yield f"costs: {costs}"
+
+
+def _predicted(plan: Plan, estimate: Estimate) -> Iterator[str]:
+    yield (
+        f"predicted: bubble {words.percent(estimate.bubble_ratio)}, step {words.milliseconds(estimate.step_ms)}, "
+        f"{estimate.samples_per_second:.4g} samples/s"
+    )
+    optimal = " (proven optimal)" if plan.solver is not None and plan.solver.optimal else ""
+    yield (
+        f"{words.percent(estimate.gap)} above the lower bound of these cuts{optimal}, "
+        f"{estimate.p2p_bytes_per_microbatch / 1e6:.4g} MB sent per microbatch"
+    )
+    searched = words.search_result(plan)
+    if searched is not None:
+        yield searched
+
+
+def _guessed(estimate: Estimate) -> Iterator[str]:
+    yield (
+        f"predicted: bubble {words.percent(estimate.bubble_ratio)} if layers cost what is said below; step, memory and "
+        "bytes sent are unknown"
+    )

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch, Rectangle
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
-from deepspeed_pulse.report.words import summary
+from deepspeed_pulse.report.words import OPS, summary
 
 _LANE = 0.84
 _FOOT = 0.10
@@ -61,12 +61,6 @@ _LOOKS = {
     (Op.INPUT_GRAD, 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
     (Op.WEIGHT_GRAD, 0): _Look("#8d8d8d", "#ffffff", "#b5b5b5", "...."),
     (Op.WEIGHT_GRAD, 1): _Look("#6f6f6f", "#ffffff", "#9a9a9a", "....", "#dddddd"),
-}
-_WORDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.INPUT_GRAD: "input gradient",
-    Op.WEIGHT_GRAD: "weight gradient",
 }
 _MESSAGE_INK = "#c2452d"
 _FROZEN = _Look("#f6d58e", "#4d3800", "#c79a35", "xx")
@@ -223,7 +217,7 @@ def _legend(timelines: Sequence[Timeline], placement: Placement) -> list[Patch]:
         if key in used:
             way = f", {'second stage of the rank (bar below)' if key[1] else 'first stage'}" if two_ways else ""
             hatch = look.hatch or None
-            handles.append(Patch(facecolor=look.face, edgecolor=look.edge, hatch=hatch, label=_WORDS[key[0]] + way))
+            handles.append(Patch(facecolor=look.face, edgecolor=look.edge, hatch=hatch, label=OPS[key[0]] + way))
     if any(timeline.frozen for timeline in timelines):
         label = "frozen layers, for the next step"
         handles.append(Patch(facecolor=_FROZEN.face, edgecolor=_FROZEN.edge, hatch=_FROZEN.hatch, label=label))

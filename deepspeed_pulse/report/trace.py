@@ -13,15 +13,11 @@ from typing import Any
 from deepspeed_pulse.ir.program import Direction, Message
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline, Transfer
+from deepspeed_pulse.report.words import OPS
 
 Event = dict[str, Any]
 
-_WORDS = {
-    Op.FORWARD: ("forward", "good"),
-    Op.BACKWARD: ("backward", "bad"),
-    Op.INPUT_GRAD: ("input gradient", "bad"),
-    Op.WEIGHT_GRAD: ("weight gradient", "terrible"),
-}
+_COLOURS = {Op.FORWARD: "good", Op.BACKWARD: "bad", Op.INPUT_GRAD: "bad", Op.WEIGHT_GRAD: "terrible"}
 _BACKWARD_OPS = (Op.BACKWARD, Op.INPUT_GRAD)
 
 
@@ -62,16 +58,15 @@ def _metadata(kind: str, pid: int, **args: object) -> Event:
 
 def _complete(span: Span, first_pid: int) -> Event:
     action = span.action
-    category, colour = _WORDS[action.op]
     return {
         "ph": "X",
         "name": str(action),
-        "cat": category,
+        "cat": OPS[action.op],
         "pid": first_pid + span.rank,
         "tid": 0,
         "ts": _us(span.start_ms),
         "dur": _us(span.end_ms - span.start_ms),
-        "cname": colour,
+        "cname": _COLOURS[action.op],
         "args": {"stage": action.stage, "microbatch": action.microbatch},
     }
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from deepspeed_pulse.ir.choice import Choice, Trial, Tuning, Verdict
 from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.report import words
+from deepspeed_pulse.report.table import OneThatFits, new_table
 
 _ROWS = 10
-_COLUMNS = ("P", "G", "placement", "b", "M", "ZeRO", "layout", "schedule", "recomputed", "samples/s", "bubble")
-_SIZES = ("MB sent per sample", "GB a rank")
+_CHOICE = ("P", "G", "placement", "b", "M", "ZeRO", "layout")
+_FIGURES = ("samples/s", "bubble", "MB sent per sample", "GB a rank")
 _RUN = ("measured samples/s", "predicted / measured")
 
 
@@ -23,11 +24,16 @@ def tuning_table(tuning: Tuning, *, everything: bool = False) -> Group:
     """The best choices, then the rejected by reason; ``everything``: a row for each of both."""
     ranked = tuning.ranked if everything else tuning.ranked[:_ROWS]
     run = any(trial.measured for trial in ranked)
-    table = _table((*_COLUMNS, *_SIZES, *(_RUN if run else ())), text=("placement", "layout", "schedule"))
+    figures = (*_FIGURES, *(_RUN if run else ()))
+    wide = new_table((*_CHOICE, "schedule", "recomputed", *figures), text=("placement", "layout", "schedule"))
+    narrow = new_table(("choice", *figures), text=("choice",))
     for trial in ranked:
-        table.add_row(*_choice(trial.choice), *_figures(trial), *(_measured(trial) if run else ()))
+        cells = (*_figures(trial), *(_measured(trial) if run else ()))
+        schedule, recomputed = _order(trial.planned)
+        wide.add_row(*_choice(trial.choice), schedule, recomputed, *cells)
+        narrow.add_row(f"{describe(trial.choice)}, {schedule}{f', recomputed {recomputed}' * bool(recomputed)}", *cells)
     more = len(tuning.ranked) - len(ranked)
-    parts: list[Table | Text] = [Text(_title(tuning), style="bold"), table]
+    parts: list[RenderableType] = [Text(_title(tuning), style="bold"), OneThatFits(wide, narrow)]
     if more:
         parts.append(Text(f"and {more} slower ones (--all shows them)"))
     if tuning.rejected:
@@ -77,13 +83,17 @@ def placement_name(choice: Choice) -> str:
     return {0: "linear", 1: "wave"}.get(choice.waves, f"wave x {choice.waves}")
 
 
+def _order(plan: Plan) -> tuple[str, str]:
+    """The schedule, and how many layers are recomputed."""
+    schedule = "" if plan.solver is None else words.schedule(plan.solver.name)
+    return schedule, f"{len(plan.recompute)} of {plan.num_layers}" if plan.recompute else ""
+
+
 def _figures(trial: Trial) -> tuple[str, ...]:
     plan = trial.planned
     figures = plan.estimate
     assert figures is not None
     return (
-        "" if plan.solver is None else plan.solver.name,
-        f"{len(plan.recompute)} of {plan.num_layers}" if plan.recompute else "",
         f"{figures.samples_per_second:.4g}",
         words.percent(figures.bubble_ratio),
         f"{figures.p2p_bytes_per_microbatch / plan.microbatch_size / 1e6:.4g}",
@@ -99,7 +109,7 @@ def _measured(trial: Trial) -> tuple[str, str]:
 
 def _rejected(trials: Sequence[Trial]) -> Table:
     """A row a verdict, with the choice that came nearest."""
-    table = _table(("rejected", "choices", "nearest", "why"), text=("rejected", "nearest", "why"))
+    table = new_table(("rejected", "choices", "nearest", "why"), text=("rejected", "nearest", "why"))
     for verdict in Verdict:
         same = [trial for trial in trials if trial.verdict is verdict]
         if same:
@@ -115,7 +125,7 @@ def _distance(trial: Trial) -> float:
 
 
 def _all_rejected(trials: Sequence[Trial]) -> Table:
-    table = _table((*_COLUMNS[:7], "rejected", "why"), text=("placement", "layout", "rejected", "why"))
+    table = new_table((*_CHOICE, "rejected", "why"), text=("placement", "layout", "rejected", "why"))
     for trial in trials:
         table.add_row(*_choice(trial.choice), trial.verdict.value, trial.reason)
     return table
@@ -139,10 +149,3 @@ def _advice(tuning: Tuning) -> Iterator[str]:
     profile = tuning.profiles[choice.microbatch_size]
     yield f"best: {describe(choice)}; PipelineModule(num_stages={choice.pipeline_ranks})"
     yield f"costs: profile {profile.name} ({profile.device}, {profile.dtype})"
-
-
-def _table(columns: Sequence[str], *, text: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="left" if name in text else "right", overflow="fold")
-    return table

@@ -7,12 +7,29 @@ from collections.abc import Sequence
 from deepspeed_pulse.ir.fill import Fill
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Timeline
 
 _SHOWN = 8
 """Names in a line; the rest is counted."""
 
+OPS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.INPUT_GRAD: "input gradient",
+    Op.WEIGHT_GRAD: "weight gradient",
+}
+
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
+
+
+def shortened(name: str, letters: int = 34) -> str:
+    """The end of a long name, which tells layers apart better than its beginning.
+
+    >>> shortened("down_blocks.0.resnets.1", 12)
+    '…0.resnets.1'
+    """
+    return name if len(name) <= letters else "…" + name[1 - letters :]
 
 
 def count(number: int) -> str:
@@ -53,6 +70,15 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:.1f} %"
 
 
+def schedule(name: str) -> str:
+    """A schedule's name; "wave" stands for an order that runs on any placement.
+
+    >>> schedule("wave"), schedule("1f1b")
+    ('list scheduling (wave)', '1f1b')
+    """
+    return "list scheduling (wave)" if name == "wave" else name
+
+
 def search_result(plan: Plan) -> str | None:
     """What a search made of the best generator's order; None where none ran.
 
@@ -78,8 +104,9 @@ def stage_layers(plan: Plan, stage: int, names: Sequence[str] | None = None) -> 
     layers = plan.stage_layers(stage)
     first, last = layers[0], layers[-1]
     if first == last:
-        return str(first) if names is None else f"{first} ({names[first]})"
-    return f"{first}-{last}" if names is None else f"{first}-{last} ({names[first]} .. {names[last]})"
+        return str(first) if names is None else f"{first} ({shortened(names[first])})"
+    named = "" if names is None else f" ({shortened(names[first])} .. {shortened(names[last])})"
+    return f"{first}-{last}{named}"
 
 
 def recomputed(plan: Plan, names: Sequence[str] | None = None) -> str | None:

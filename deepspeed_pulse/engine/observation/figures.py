@@ -45,6 +45,7 @@ def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
         layer_names=[layer.name for layer in graph.layers],
         param_counts=parameter_counts(layers),
         costs=planned.sources,
+        timed=planned.profile is None or planned.measured,
     )
     Console().print(table)
 
