@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,15 @@ def test_only_whole_runs_are_kept() -> None:
     assert result.returncode == 2
     assert "leave out --seconds, --only" in result.stderr
     assert PLANNER.with_name("README.md").read_bytes() == before
+
+
+def test_figures_are_written_when_asked_for_only() -> None:
+    """Every script that writes a README or kept figures has the option ``--write``."""
+    scripts = {path: path.read_text() for path in sorted(PLANNER.parents[1].glob("*/*.py"))}
+    writing = {path for path, text in scripts.items() if "add_argument" in text and re.search(r"\w\.write\(", text)}
+    assert len(writing) > 5
+    for path in writing:
+        assert "readme.keep_option(" in scripts[path] and "s.write:" in scripts[path], path
 
 
 def test_the_readme_has_the_newest_figures() -> None:

@@ -119,12 +119,20 @@ def test_the_same_figures_write_the_same_readme(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     report.keep(figures(), tmp_path / "figures.json")
-    report.write(tmp_path)
+    report.write(tmp_path / "figures.json")
     once = readme.read_text()
-    report.write(tmp_path)
+    report.write(tmp_path / "figures.json")
     assert readme.read_text() == once
     assert once.startswith("before\n") and once.endswith("\nafter\n") and "old" not in once
     assert (tmp_path / "figures.png").stat().st_size > 1000
+
+
+def test_figures_elsewhere_need_no_readme(tmp_path: Path) -> None:
+    from slow_network import report
+
+    report.keep(figures(), tmp_path / "mine.json")
+    report.write(tmp_path / "mine.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.png"]
 
 
 def test_without_root_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Small models with real arithmetic on two ranks, a core each: this project against what a user would pick instead.
 
-Usage: python benchmarks/real_compute/run.py, as root with iproute2 and two idle cores
+Usage: python benchmarks/real_compute/run.py [--write], as root with iproute2 and two idle cores
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
     found = [measured(RealCase(name=name), arguments) for name in MODELS]
     text = "\n\n".join(table(case) for case in found)
     print(text)
-    if not arguments.quick and not arguments.sides:
+    if arguments.write:
         (HERE / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
         readme.write(HERE / "README.md", text, BEGIN)
         headline.write()
@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a side and round, after two to warm up")
     parser.add_argument("--sides", nargs="+", metavar="TEXT", help="only sides whose name contains one of these")
     parser.add_argument("--quick", action="store_true", help="one step, nothing kept: does everything run?")
-    return parser.parse_args()
+    return readme.keep_option(parser, "quick", "sides")
 
 
 def measured(case: RealCase, arguments: argparse.Namespace) -> dict[str, Any]:

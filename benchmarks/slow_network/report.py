@@ -247,18 +247,19 @@ def load(path: Path) -> dict[str, list[Found]]:
     return figures
 
 
-def write(folder: Path) -> None:
-    """README and picture, made from all figures there are; the project's README too when they are its own."""
-    figures = load(folder / "figures.json")
+def write(path: Path) -> None:
+    """The picture of a file of figures, and README.md where there is one beside it; for our own also the project's."""
+    figures, folder = load(path), path.parent
     newest = [figures[key][0] for key in sorted(figures)]
     parts = [_reproduced(figures), *(table(found) for found in newest)] if newest else []
     traffic = folder / "traffic.json"
     if traffic.exists():
         parts.insert(0, traffic_table(json.loads(traffic.read_text())))
-    readme.write(folder / "README.md", "\n\n".join(parts), BEGIN, END)
     if newest:
-        draw(newest, folder / "figures.png")
-    if folder.resolve() == headline.HERE / "slow_network":
+        draw(newest, path.with_suffix(".png"))
+    if (folder / "README.md").exists():
+        readme.write(folder / "README.md", "\n\n".join(parts), BEGIN, END)
+    if path.resolve() == headline.HERE / "slow_network" / "figures.json":
         headline.write()
 
 

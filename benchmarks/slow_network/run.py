@@ -2,7 +2,7 @@
 
 Every rank is a process in a network namespace of its own with one rate-limited card; layers sleep for a published
 model's times and carry its bytes, both scaled down. Needs root and iproute2. Usage:
-python benchmarks/slow_network/run.py --ranks 4 --models uvit
+python benchmarks/slow_network/run.py --ranks 4 --models uvit [--write]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import deepspeed  # noqa: F401 - once, before ranks are forked
+import readme
 from namespaces import Namespace, bridged
 from ranks import RanksFailed, launch
 from slow_network import rank, report
@@ -52,9 +53,9 @@ def main() -> int:
                 found = Bench(case=case, homes=homes, arguments=arguments, deadline=deadline).run()
             print(report.table(found), flush=True)
             missed += [f"{name}, {case.ranks} ranks: {text}" for text, *_, kept in report.promises(found) if not kept]
-            if not arguments.quick:
+            if arguments.write:
                 report.keep(found, arguments.figures)
-                report.write(arguments.figures.parent)
+                report.write(arguments.figures)
     except TimeIsOver:
         print(f"{arguments.minutes:g} minutes are over: call again with the same options to go on", file=sys.stderr)
         return 3
@@ -74,8 +75,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.5, help="then stop; the next call goes on (status 3)")
     parser.add_argument("--quick", action="store_true", help="one round, nothing kept: does everything run?")
     parser.add_argument("--work", type=Path, default=Path("out/slow_network"), help="profiles and unfinished runs")
-    parser.add_argument("--figures", type=Path, default=HERE / "figures.json", help="what runs are merged into")
-    return parser.parse_args()
+    parser.add_argument("--figures", type=Path, default=HERE / "figures.json", help="what --write merges runs into")
+    return readme.keep_option(parser, "quick", "sides")
 
 
 @dataclass(frozen=True, kw_only=True)

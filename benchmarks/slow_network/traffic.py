@@ -1,7 +1,7 @@
 """Bytes on the wire per sample at published sizes, counted between real ranks. Needs root and iproute2.
 
 Layers do not sleep here, and payloads are half the published ones; figures are multiplied back. Usage:
-python benchmarks/slow_network/traffic.py
+python benchmarks/slow_network/traffic.py [--write]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import deepspeed  # noqa: F401 - once, before ranks are forked
+import readme
 from namespaces import bridged
 from ranks import launch
 from slow_network import rank, report
@@ -37,8 +38,9 @@ def main() -> int:
     arguments = parse()
     found = [counted(sized_case(name, ranks, SCALE, arguments.work / "profiles")) for name, ranks in CASES]
     print(report.traffic_table(found))
-    arguments.figures.write_text(json.dumps(found, indent=1) + "\n")
-    report.write(arguments.figures.parent)
+    if arguments.write:
+        arguments.figures.write_text(json.dumps(found, indent=1) + "\n")
+        report.write(arguments.figures.with_name("figures.json"))
     missed = [f"{text}: {value:.3f}, target {target}" for text, value, target, kept in promises(found) if not kept]
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
@@ -48,8 +50,8 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("out/slow_network"), help="folder of estimated profiles")
-    parser.add_argument("--figures", type=Path, default=HERE / "traffic.json", help="what is written")
-    return parser.parse_args()
+    parser.add_argument("--figures", type=Path, default=HERE / "traffic.json", help="what --write writes")
+    return readme.keep_option(parser)
 
 
 def counted(case: Case) -> dict[str, Any]:
