@@ -34,7 +34,7 @@ def _row(title: str, timeline: Timeline, placement: Placement) -> dict[str, Any]
     start = timeline.start_ms
     return {
         "title": f"{title}: {summary(timeline)}" if title else summary(timeline),
-        "ranks": timeline.num_ranks,
+        "lanes": [f"rank {r}: {', '.join(map(str, placement.stages_of(r)))}" for r in range(timeline.num_ranks)],
         "end": timeline.makespan_ms,
         "spans": [
             [
@@ -76,19 +76,20 @@ canvas { display: block; width: 100%; cursor: grab } canvas:active { cursor: gra
 #tip { height: 1.4em; color: #555 } b { padding: 0 .5em; margin-right: .3em }
 </style>
 <div id="tip"></div><canvas></canvas>
-<p><b style="background:#cfe3f7">F</b>forward, first stage of the rank
+<p>Text: stage, operation, microbatch; where it is narrow the microbatch alone. A lane: a rank and its stages.
+Red lines: messages.<br><b style="background:#cfe3f7">F</b>forward, first stage of the rank
 <b style="background:#bfe8d2">F</b>forward, second
 <b style="background:#2f6db0;color:#fff">B</b>backward, first
 <b style="background:#1f7f4f;color:#fff">B</b>backward, second. @SPLIT@
 Wheel: zoom. Drag: move. Double click: all of it.</p>
 <script>
 "use strict";
-const rows = @DATA@, LANE = 26, TITLE = 24, LEFT = 56, GAP = 14;
+const rows = @DATA@, LANE = 26, TITLE = 24, LEFT = 96, GAP = 14;
 const DARK = ["#2f6db0", "#1f7f4f"], FACE = {F: ["#cfe3f7", "#bfe8d2"], B: DARK, I: DARK, W: ["#8d8d8d", "#6f6f6f"],
   E: ["#f6d58e", "#f6d58e"]};
 const canvas = document.querySelector("canvas"), tip = document.querySelector("#tip"), pen = canvas.getContext("2d");
 const end = Math.max(...rows.map(r => r.end)) || 1;
-const tall = rows.reduce((y, r) => y + TITLE + r.ranks * LANE + GAP, 20);
+const tall = rows.reduce((y, r) => y + TITLE + r.lanes.length * LANE + GAP, 20);
 let from = 0, to = end, drag = null;
 const wide = () => canvas.clientWidth - LEFT;
 const x = ms => LEFT + (ms - from) / (to - from) * wide();
@@ -101,8 +102,8 @@ function draw() {
   let top = 0;
   for (const row of rows) {
     pen.fillStyle = "#222"; pen.textAlign = "left"; pen.fillText(row.title, 0, top + TITLE / 2);
-    for (let r = 0; r < row.ranks; r++) pen.fillText("rank " + r, 0, top + TITLE + (r + .5) * LANE);
-    pen.save(); pen.beginPath(); pen.rect(LEFT, top + TITLE, wide(), row.ranks * LANE); pen.clip();
+    row.lanes.forEach((name, r) => pen.fillText(name, 0, top + TITLE + (r + .5) * LANE, LEFT - 4));
+    pen.save(); pen.beginPath(); pen.rect(LEFT, top + TITLE, wide(), row.lanes.length * LANE); pen.clip();
     for (const [rank, op, way, a, b, text] of row.spans) if (b >= from && a <= to) {
       const left = x(a), w = x(b) - left, y = top + TITLE + rank * LANE + 2;
       pen.fillStyle = FACE[op][way]; pen.fillRect(left, y, Math.max(w - .8, .3), LANE - 4);
@@ -119,7 +120,7 @@ function draw() {
         pen.moveTo(x(a), y + s * LANE + d * (LANE / 2 - 3)); pen.lineTo(x(b), y + t * LANE - d * (LANE / 2 - 3));
       }
     pen.stroke(); pen.restore();
-    top += TITLE + row.ranks * LANE + GAP;
+    top += TITLE + row.lanes.length * LANE + GAP;
   }
   pen.fillStyle = "#555"; pen.textAlign = "center";
   const step = 10 ** Math.floor(Math.log10((to - from) / 4)), every = (to - from) / step > 16 ? 5 * step : step;
@@ -151,7 +152,7 @@ canvas.onmousemove = e => {
       const long = +(hit[4] - hit[3]).toPrecision(4);
       tip.textContent = `${hit[5]} on rank ${rank}: ${hit[3]} to ${hit[4]} ms (${long} ms)`;
     }
-    top += TITLE + row.ranks * LANE + GAP;
+    top += TITLE + row.lanes.length * LANE + GAP;
   }
 };
 canvas.ondblclick = () => { from = 0; to = end; draw(); };

@@ -40,6 +40,7 @@ _LAYER_INCHES, _MOST_INCHES, _MOST_NAMES = 0.15, 26.0, 160
 _RAILS = 12
 """Values with several readers that get a line of their own, the largest first; the rest is counted."""
 _LABEL_POINTS = 34.0
+_SHADE = 0.16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,7 @@ def model_figure(profile: Profile, *, plan: Plan | None = None) -> Figure:
     if plan is not None:
         _draw_cuts((top, lines, times, weights, kept), plan, room)
     _name_layers(kept, names, room)
+    kept.set_xlabel("layer: name, index; times and activations are of one microbatch", fontsize=8)
     figure.legend(
         handles=_legend(profile, values, largest, thick, plan),
         loc="outside lower left",
@@ -136,7 +138,7 @@ def _title(profile: Profile, plan: Plan | None) -> str:
         f"{words.gigabytes(profile.param_bytes)} GB, activations {words.gigabytes(kept)} GB",
     ]
     if plan is not None:
-        lines[1] += f"; {plan.num_stages} stages on {plan.pipeline_ranks} ranks"
+        lines.append(f"{plan.num_stages} stages on {plan.pipeline_ranks} ranks; stages of one shade share a rank")
     return "\n".join(lines)
 
 
@@ -217,13 +219,12 @@ def _draw_bytes(axes: Axes, sizes: Sequence[int], what: str, plan: Plan | None =
 
 
 def _draw_cuts(all_axes: Sequence[Axes], plan: Plan, room: float) -> None:
-    """A line at each cut, every second stage shaded, rank and stage above."""
-    top = all_axes[0]
+    """A line at each cut, stages of a rank in one shade, rank and stage above."""
+    top, shades = all_axes[0], lambda share: (*matplotlib.colormaps["rainbow"](share)[:3], _SHADE)
     for stage in range(plan.num_stages):
         first, end = plan.boundaries[stage] - 0.5, plan.boundaries[stage + 1] - 0.5
         for axes in all_axes:
-            if stage % 2 == 1:
-                axes.axvspan(first, end, color="#f0f0f0", linewidth=0, zorder=0)
+            axes.axvspan(first, end, color=shades(plan.placement[stage] / plan.pipeline_ranks), linewidth=0, zorder=0)
             if stage:
                 axes.axvline(first, color="#000000", linewidth=0.8, linestyle=(0, (1, 1.5)))
         rank, wide = plan.placement[stage], (end - first) * room > _LABEL_POINTS

@@ -147,11 +147,14 @@ def _decorate(axes: Axes, ranks: Sequence[int], label: str, title: str) -> None:
 
 
 def _legend(tuning: Tuning, sizes: Sequence[int]) -> list[Line2D]:
-    handles = [Line2D([], [], label=f"b = {size}", **_look(index, len(sizes))) for index, size in enumerate(sizes)]
+    looks = [(f"microbatches of {size}", _look(index, len(sizes))) for index, size in enumerate(sizes)]
+    handles = [Line2D([], [], label=label, **look) for label, look in looks]
     bare: dict[str, Any] = {"linestyle": "none", "color": "black", "markerfacecolor": "none"}
     handles.append(Line2D([], [], marker="o", markersize=11, label="best", **bare))
     if tuning.rejected:
         handles.append(Line2D([], [], marker="s", label="no plan: at most, or needed", **bare))
+    if any((trial.needed_bytes or 0) > _MOST_LIMITS * tuning.memory_bytes for trial in tuning.trials):
+        handles.append(Line2D([], [], linestyle="none", label="number: GB beyond the axis"))
     if any(trial.measured is not None for trial in tuning.trials):
         handles.append(Line2D([], [], marker="x", label="measured", **bare))
     return handles

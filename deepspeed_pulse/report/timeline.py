@@ -26,11 +26,12 @@ from deepspeed_pulse.report.words import OPS, summary
 _LANE = 0.84
 _FOOT = 0.10
 _MAX_MESSAGES = 1000
-_LEGEND_INCHES = 2.9
+_LEGEND_INCHES = 3.2
 """Width of the longest entry of the legend."""
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))
 """Of neighbouring ranks' memory, so that the curves differ without colour."""
 _FONT_POINTS = 7.0
+_STAGES_SHOWN = 4
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -141,9 +142,16 @@ def _draw_lanes(axes: Axes, timeline: Timeline, placement: Placement, *, points_
     if len(timeline.transfers) <= _MAX_MESSAGES:
         _draw_messages(axes, timeline, start)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    axes.set_yticks(range(timeline.num_ranks), [lane_name(placement, rank) for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
+
+
+def lane_name(placement: Placement, rank: int) -> str:
+    """A rank and its stages on two lines; of many the first and the last."""
+    stages = list(map(str, placement.stages_of(rank)))
+    shown = stages if len(stages) <= _STAGES_SHOWN else [*stages[:2], "..", stages[-1]]
+    return f"rank {rank}\nstage{'s' if len(stages) > 1 else ''} {', '.join(shown)}"
 
 
 def _way(placement: Placement, span: Span) -> int:
@@ -205,19 +213,22 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
         dashes = _DASHES[rank % len(_DASHES)]
         axes.step(times, sizes, where="post", color=shade, linestyle=dashes, linewidth=1, label=f"rank {rank}")
     axes.set_ylabel("live GB")
+    axes.set_title("memory beside weights, gradients and optimizer state", loc="left", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.legend(ncols=1, fontsize=7, handlelength=3, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _legend(timelines: Sequence[Timeline], placement: Placement) -> list[Patch]:
     used = {(s.action.op, _way(placement, s)) for timeline in timelines for s in timeline.spans}
-    two_ways = any(way == 1 for _, way in used)
-    handles = []
+    several = max(len(placement.stages_of(rank)) for rank in set(placement))
+    ways = ("first stage of a rank", "second stage of a rank (bar below)")
+    if several > 2:
+        ways = ("1st, 3rd, .. stage of a rank", "2nd, 4th, .. stage of a rank (bar below)")
+    handles = [Patch(facecolor="none", edgecolor="none", label="number: its microbatch")]
     for key, look in _LOOKS.items():
         if key in used:
-            way = f", {'second stage of the rank (bar below)' if key[1] else 'first stage'}" if two_ways else ""
-            hatch = look.hatch or None
-            handles.append(Patch(facecolor=look.face, edgecolor=look.edge, hatch=hatch, label=OPS[key[0]] + way))
+            label = OPS[key[0]] + (f", {ways[key[1]]}" if several > 1 else "")
+            handles.append(Patch(facecolor=look.face, edgecolor=look.edge, hatch=look.hatch or None, label=label))
     if any(timeline.frozen for timeline in timelines):
         label = "frozen layers, for the next step"
         handles.append(Patch(facecolor=_FROZEN.face, edgecolor=_FROZEN.edge, hatch=_FROZEN.hatch, label=label))

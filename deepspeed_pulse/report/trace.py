@@ -48,7 +48,7 @@ def _events(timeline: Timeline, placement: Sequence[int], name: str, first_pid: 
     yield from _hand_overs(timeline, first_pid)
     for rank, changes in enumerate(timeline.memory):
         for ms, num_bytes in changes:
-            counter = {"ph": "C", "pid": first_pid + rank, "tid": 0, "ts": _us(ms), "name": "live"}
+            counter = {"ph": "C", "pid": first_pid + rank, "tid": 0, "ts": _us(ms), "name": "live beside the state"}
             yield {**counter, "args": {"bytes": num_bytes}}
 
 

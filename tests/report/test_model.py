@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,9 @@ def test_what_a_plan_sends_is_dashed_or_hollow(sample: Any) -> None:
         assert "read on another rank" in text and "run again in backward" in text
         assert f"rank {plan.placement[-1]}" in text
         assert len(figure.axes[2].lines) == plan.num_stages - 1, "a line at each cut"
+        shades = [area.get_facecolor() for area in figure.axes[0].patches]
+        ranks = plan.placement
+        assert all((shades[a] == shades[b]) is (ranks[a] == ranks[b]) for a, b in combinations(range(len(ranks)), 2))
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 100, 250])

@@ -35,11 +35,13 @@ def test_png_has_light_forwards_and_dark_backwards(sample: Any, tmp_path: Path) 
 
 def test_svg_keeps_titles_and_numbers_as_text(sample: Any, tmp_path: Path) -> None:
     path = tmp_path / "timeline.svg"
-    draw_timelines([("the plan", sample.timeline)], sample.plan.placement, path)
+    draw_timelines([("the plan", sample.timeline)], sample.plan.placement, path, memory=True)
     text = path.read_text()
     assert "the plan: makespan" in text
     assert "rank 3" in text
-    assert "backward, second stage of the rank" in text
+    assert "backward, second stage of a rank" in text
+    assert "stages 3, 4" in text and "number: its microbatch" in text
+    assert "memory beside weights, gradients and optimizer state" in text
     assert len(re.findall(r">7</text>", text)) == 16
 
 
@@ -54,7 +56,7 @@ def test_the_legend_stays_inside_and_split_backwards_have_entries(sample: Any, t
     box, page = legend.get_window_extent(), figure.bbox
     assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0
     words = {text.get_text().split(",")[0] for text in legend.get_texts()}
-    assert words == {"forward", "input gradient", "weight gradient", "message"}
+    assert words == {"number: its microbatch", "forward", "input gradient", "weight gradient", "message"}
     for shown, there in ((timeline, True), (sample.timeline, False)):
         write_page(tmp_path / "page.html", [("", shown)], plan.placement)
         assert ("weight gradient" in (tmp_path / "page.html").read_text()) is there

@@ -66,6 +66,9 @@ def test_every_rank_of_the_best_stands_against_the_limit(tuning: Tuning, sample:
     assert ranks.lines[0].get_ydata()[0] == LIMIT / 1e9 < ranks.get_ylim()[1]
     assert "P=4 G=2 wave" in ranks.get_title()
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["b = 1", "b = 2", "best", "no plan: at most, or needed", "measured"]
+    assert words == [
+        *("microbatches of 1", "microbatches of 2", "best", "no plan: at most, or needed"),
+        *("number: GB beyond the axis", "measured"),
+    ]
     draw_tuning(tuning, tmp_path / "tuning.png")
     assert image.imread(tmp_path / "tuning.png").shape[1] > 1500
