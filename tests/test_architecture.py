@@ -45,6 +45,16 @@ ALLOWED = {
 }
 """Per part of the package, the modules (by prefix) it may import from the package."""
 
+BELOW_ENGINE = {
+    "engine.measure": (
+        "engine.measure",
+        "engine.collectives",
+        "engine.communicator",
+        "engine.seat",
+    ),
+}
+"""Per folder of the engine that needs no engine, the modules of the engine it may import."""
+
 FRAMEWORKS = ("torch", "deepspeed", "diffusers", "transformers", "matplotlib")
 FORBIDDEN = {
     "errors": FRAMEWORKS,
@@ -104,6 +114,10 @@ def forbidden_imports(package: Path) -> list[str]:
                 found.append(f"{where}: {part or ROOT} must not import {target}")
             if any(within(target, name) for name in FORBIDDEN.get(part, ())):
                 found.append(f"{where}: {part} must not import {target}")
+            for folder, allowed in BELOW_ENGINE.items():
+                within_engine = within(module, f"{ROOT}.{folder}") and within(target, f"{ROOT}.engine")
+                if within_engine and not any(within(target, f"{ROOT}.{name}") for name in allowed):
+                    found.append(f"{where}: {folder} must not import {target}")
             for key in ONE_MODULE:
                 if part == key[0] and within(target, key[1]):
                     users.setdefault(key, set()).add(module)
@@ -181,6 +195,7 @@ BAD_TREE = {
     "runtime/rank.py": "from deepspeed_pulse.planner.make import make_plan\nimport deepspeed.comm",
     "engine/one.py": "from deepspeed_pulse.planner import make",
     "engine/two.py": "from ..planner.make import make_plan",
+    "engine/measure/links.py": "from deepspeed_pulse.engine.module import PipelineModule",
     "models/unet.py": "from deepspeed_pulse.engine.specs import spec\nfrom deepspeed_pulse.engine.module import x",
     "report/grid.py": "from deepspeed_pulse.planner.simulate import simulate",
     "cli.py": "from deepspeed_pulse.engine import module",
@@ -190,10 +205,11 @@ BAD_TREE = {
 def test_the_check_can_fail(tmp_path: Path) -> None:
     for name, text in BAD_TREE.items():
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert forbidden_imports(tmp_path) == [
         "cli.py:1: cli must not import deepspeed_pulse.engine.module",
+        "engine/measure/links.py:1: engine.measure must not import deepspeed_pulse.engine.module.PipelineModule",
         "errors.py:1: errors must not import deepspeed_pulse.ir.plan",
         "ir/plan.py:2: ir must not import torch.nn",
         "ir/plan.py:2: ir is stdlib only, found torch.nn",

@@ -26,8 +26,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ranks import launch
 
 from deepspeed_pulse import PipelineModule
-from deepspeed_pulse.engine.checkpoints import digests, engine, files
-from deepspeed_pulse.engine.checkpoints.engine import CheckpointingEngine
+from deepspeed_pulse.engine.checkpoints import digests, files, saving
+from deepspeed_pulse.engine.common import CommonEngine
 
 README = Path(__file__).with_name("README.md")
 MARK = "<!-- tables: everything below is written by run.py -->"
@@ -48,7 +48,7 @@ class NoDigest:
 def without_digests() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(digests.hashlib, "sha256", NoDigest))
-        for module in (digests, engine):
+        for module in (digests, saving):
             stack.enter_context(patch.object(module, "digest_of", lambda path: "0" * 64))
         yield
 
@@ -64,7 +64,7 @@ def deepspeeds_own() -> Iterator[None]:
     names = ("_save_checkpoint", "_save_zero_checkpoint", "_copy_recovery_script", "load_module_state_dict")
     with ExitStack() as stack:
         for name in ("save_checkpoint", "load_checkpoint", *names):
-            stack.enter_context(patch.object(CheckpointingEngine, name, getattr(PipelineEngine, name)))
+            stack.enter_context(patch.object(CommonEngine, name, getattr(PipelineEngine, name)))
         for name in ("save", "load"):
             stack.enter_context(patch.object(files.SafeCheckpointEngine, name, getattr(TorchCheckpointEngine, name)))
         yield

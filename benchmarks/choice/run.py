@@ -133,12 +133,12 @@ def measure(case: Case) -> dict[str, Any]:
     import deepspeed
     from measured import measured_profiles
 
-    from deepspeed_pulse.engine.plans.links import measure_cluster
+    from deepspeed_pulse.engine.plans.machines import machines
 
     _name_host(case)
     deepspeed.init_distributed("gloo")
     profiles = measured_profiles(case.name, case.layers(), case.batch(1)()[0], SIZES)
-    cluster = measure_cluster(torch.device("cpu"))
+    cluster = machines(torch.device("cpu"))
     return {"profiles": [profile.to_json() for profile in profiles], "cluster": cluster.to_json()}
 
 

@@ -106,7 +106,7 @@ def train(arguments: tuple[Case, int]) -> dict[str, Any] | None:
         torch.distributed.all_reduce(took, torch.distributed.ReduceOp.MAX)
         taken.append(float(took))
         timelines.append(engine.pulse_timeline())
-    peaks = engine.module.gather_to_first(engine.pulse_stats()["peak_live_bytes"])
+    peaks = engine.module.ranks.gather_to_first(engine.pulse_stats()["peak_live_bytes"])
     if engine.global_rank != 0:
         return None
     planned = engine.module.planned

@@ -84,7 +84,7 @@ def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
         if timeline is not None:
             makespans.append(timeline.makespan_ms)
             overheads = gaps(timeline)
-    all_overheads = engine.module.gather_to_first(overhead.taken_ms)
+    all_overheads = engine.module.ranks.gather_to_first(overhead.taken_ms)
     if engine.global_rank != 0:
         return None
     estimate = engine.module.plan.estimate
@@ -104,22 +104,21 @@ def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 class Overhead:
-    """What the engine itself takes for each instruction, in ms: not in layers, not in autograd, not waiting.
+    """What the engine itself takes for each action, in ms: not in layers, not in autograd, not waiting.
 
-    Wraps the instructions of an engine, the layers' forward, autograd's backward and the waits for messages.
+    Wraps the instruction that runs actions, the layers' forward, autograd's backward and the waits for messages.
     """
 
     def __init__(self, engine: Any, layer_class: Any) -> None:
         from deepspeed_pulse.engine import communicator
 
-        self.taken_ms: list[tuple[str, float]] = []
+        self.taken_ms: list[float] = []
         self._elsewhere = 0.0
         layer_class.forward = self._outside(layer_class.forward)
         torch.autograd.backward = self._outside(torch.autograd.backward)
         communicator._Sent.wait = self._outside(communicator._Sent.wait)
-        kinds = ("ReceiveMessages", "ComputeAction", "SendMessages")
         engine._INSTRUCTION_MAP = {
-            kind: self._timed(kind.__name__, run) if kind.__name__ in kinds else run
+            kind: self._timed(run) if kind.__name__ == "RunStep" else run
             for kind, run in engine._INSTRUCTION_MAP.items()
         }
 
@@ -133,22 +132,19 @@ class Overhead:
 
         return timed
 
-    def _timed(self, kind: str, run: Any) -> Any:
+    def _timed(self, run: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> None:
             start, before = time.perf_counter(), self._elsewhere
             run(*args, **kwargs)
             own = time.perf_counter() - start - (self._elsewhere - before)
-            self.taken_ms.append((kind, own * 1e3))
+            self.taken_ms.append(own * 1e3)
 
         return timed
 
 
-def summary(taken_ms: list[tuple[str, float]]) -> dict[str, float]:
-    """Medians by kind of instruction, and over all of them the median and the 90th percentile."""
-    kinds = {kind: [ms for other, ms in taken_ms if other == kind] for kind, _ in taken_ms}
-    everything = sorted(ms for _, ms in taken_ms)
-    medians = {kind: statistics.median(found) for kind, found in kinds.items()}
-    return {**medians, "median": statistics.median(everything), "p90": everything[int(0.9 * len(everything))]}
+def summary(taken_ms: list[float]) -> dict[str, float]:
+    """The median and the 90th percentile."""
+    return {"median": statistics.median(taken_ms), "p90": sorted(taken_ms)[int(0.9 * len(taken_ms))]}
 
 
 def gaps(timeline: Any) -> float:
@@ -168,9 +164,7 @@ def report(found: dict[str, Any]) -> None:
         f"simulated makespan {found['simulated_makespan_ms']:.1f} ms (lower bound {found['lower_bound_ms']:.1f} ms)\n"
         f"measured makespan  {found['measured_makespan_ms']:.1f} ms, step {found['measured_step_ms']:.1f} ms, "
         f"{found['between_actions_ms']:.2f} ms between actions\n"
-        f"engine, per instruction: median {overhead['median']:.3f} ms, 90 % below {overhead['p90']:.3f} ms "
-        f"(receive {overhead['ReceiveMessages']:.3f}, compute {overhead['ComputeAction']:.3f}, send "
-        f"{overhead['SendMessages']:.3f})\n"
+        f"engine, per action: median {overhead['median']:.3f} ms, 90 % below {overhead['p90']:.3f} ms\n"
         f"measured / simulated makespan = {ratio:.3f}, measured step / simulated makespan = "
         f"{found['measured_step_ms'] / found['simulated_makespan_ms']:.3f}"
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
 from deepspeed_pulse.ir.program import Channel, Direction
 
-_HOST_BACKENDS = ("gloo", "mpi")
+HOST_BACKENDS = ("gloo", "mpi")
 """Backends that keep messages apart by tag, and that cannot send device memory."""
-
 
 CONNECT_SECONDS = 300.0
 """How long two ranks may take to connect."""
@@ -44,37 +43,30 @@ class PipelineCommunicator:
     its own: a rank that sends down while its peer sends up cannot block it.
 
     Args:
-        global_ranks: global rank of each pipeline rank of this pipeline.
-        group: the pipeline's process group.
-        device: where tensors live.
+        seat: of this rank.
     """
 
-    def __init__(self, global_ranks: Sequence[int], group: Any, device: torch.device) -> None:
-        self._global_ranks = tuple(global_ranks)
-        self._group = group
-        self._backend = torch.distributed.get_backend(group)
-        self._tagged = self._backend in _HOST_BACKENDS
-        self._staged = self._tagged and device.type != "cpu"
-        self._device = device
+    def __init__(self, seat: Seat) -> None:
+        self._seat, self._global_ranks, self._group = seat, seat.ranks, seat.group
+        self._tagged = torch.distributed.get_backend(seat.group) in HOST_BACKENDS
+        self._staged = self._tagged and seat.device.type != "cpu"
         self._groups: dict[Channel, Any] = {}
 
-    def open(self, channels: Sequence[Channel], pipelines: Sequence[Sequence[int]], mine: int) -> None:
-        """Make what the channels need; called by every rank of the world with the same arguments but ``mine``.
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Make what the channels need; called by every rank of the world, as each makes the groups of all pipelines.
 
         Args:
             channels: all channels of the plan, in one order everywhere.
-            pipelines: global ranks of every pipeline (every rank of the world makes every group).
-            mine: index of this rank's pipeline.
         """
         if self._tagged:
             return
         for channel in channels:
             if channel in self._groups:
                 continue
-            for index, ranks in enumerate(pipelines):
+            for index, ranks in enumerate(self._seat.pipelines):
                 pair = sorted((ranks[channel.source_rank], ranks[channel.target_rank]))
                 group = dist.new_group(pair)
-                if index == mine:
+                if index == self._seat.index:
                     self._groups[channel] = group
                     self._connect(channel)
 
@@ -89,7 +81,7 @@ class PipelineCommunicator:
         """
         me = dist.get_rank()
         if me in (self._global_ranks[channel.source_rank], self._global_ranks[channel.target_rank]):
-            number = torch.zeros(1, device=self._device)
+            number = torch.zeros(1, device=self._seat.device)
             start = self.isend if me == self._global_ranks[channel.source_rank] else self.irecv
             start(number, channel).wait(CONNECT_SECONDS)
 
@@ -110,38 +102,6 @@ class PipelineCommunicator:
 
 def _tag(channel: Channel) -> int:
     return {Direction.FORWARD: 1, Direction.BACKWARD: 2, Direction.FROZEN: 3}[channel.direction]
-
-
-def carry_to_host(
-    tensor: torch.Tensor | None,
-    *,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    source: int,
-    target: int,
-    group: Any,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """A tensor of global rank ``source`` on the CPU of ``target``; None on other ranks.
-
-    It travels as bytes: backends differ in the dtypes they know.
-    """
-    me = dist.get_rank()
-    if me == source == target:
-        assert tensor is not None
-        return tensor.detach().cpu().contiguous()
-    num_bytes = math.prod(shape) * dtype.itemsize
-    on_host = torch.distributed.get_backend(group) in _HOST_BACKENDS
-    if me == source and num_bytes:
-        assert tensor is not None
-        whole = tensor.detach().to("cpu" if on_host else device).contiguous()
-        dist.send(whole.reshape(-1).view(torch.uint8), target, group=group)
-    if me != target:
-        return None
-    found = torch.empty(num_bytes, dtype=torch.uint8, device="cpu" if on_host else device)
-    if num_bytes:
-        dist.recv(found, source, group=group)
-    return found.cpu().view(dtype).reshape(tuple(shape))
 
 
 class EngineDevice:

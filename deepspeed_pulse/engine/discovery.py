@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 
-from deepspeed_pulse.engine.data.agreement import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.plans.measuring import same_random_numbers
+from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import PulseError, RunError, add_note, in_words
 from deepspeed_pulse.ir.effects import Effects, joined
 from deepspeed_pulse.ir.graph import Graph
@@ -29,10 +29,7 @@ class Discovery:
         graph: declarations of all layers.
         layers: this rank's, by index.
         encoded: names that frozen parts make.
-        rank: in the pipeline.
-        global_ranks: of the pipeline's ranks.
-        group: the pipeline's process group.
-        device: where layers run.
+        seat: of this rank.
         number: of the microbatch, for layers that are seeded.
     """
 
@@ -43,15 +40,11 @@ class Discovery:
         graph: Graph,
         layers: Mapping[int, BoundLayer],
         encoded: Collection[str],
-        rank: int,
-        global_ranks: Sequence[int],
-        group: Any,
-        device: torch.device,
+        seat: Seat,
         number: int,
     ) -> None:
         self._plan, self._graph, self._layers, self._number = plan, graph, layers, number
-        self._encoded = encoded
-        self._rank, self._global_ranks, self._group, self._device = rank, global_ranks, group, device
+        self._encoded, self._seat, self._rank = encoded, seat, seat.rank
         self._values: dict[str, Any] = {}
         self._hidden: Any = None
         self._reach = Reach()
@@ -66,17 +59,17 @@ class Discovery:
         Raises:
             PulseError: what any rank met, on every rank. A layer's own exception keeps its class where it was raised.
         """
-        with same_random_numbers(self._device):
+        with same_random_numbers(self._seat.device):
             self._guarded(lambda: self._begin(batches), "the first microbatch")
             for stage in range(self._plan.num_stages):
                 if self._plan.placement[stage] == self._rank:
                     self._guarded(partial(self._run_stage, stage), f"stage {stage}")
                 self._hand_on(stage)
         if self._own is not None:
-            told_by_all(self._told, dist.get_world_size())
+            told_by_all(self._told)
             raise self._own
-        raise_everywhere(self._told, "trying the layers", dist.get_world_size())
-        parts = told_by_all(self._found, len(self._global_ranks), self._group)
+        raise_everywhere(self._told, "trying the layers")
+        parts = told_by_all(self._found, self._seat.group)
         return joined(parts, len(self._graph.layers))
 
     def _begin(self, batches: Batches) -> None:
@@ -130,11 +123,11 @@ class Discovery:
             values = {name: map_tensors(self._values[name], _on_host) for name in names if name in self._values}
             hidden = (map_tensors(self._hidden, _on_host), self._reach) if with_hidden else None
         item = [(self._told, values, hidden)]
-        torch.distributed.send_object_list(item, dst=self._global_ranks[target], group=self._group)
+        torch.distributed.send_object_list(item, dst=self._seat.ranks[target], group=self._seat.group)
 
     def _receive(self, source: int) -> None:
         found: list[Any] = [None]
-        torch.distributed.recv_object_list(found, src=self._global_ranks[source], group=self._group)
+        torch.distributed.recv_object_list(found, src=self._seat.ranks[source], group=self._seat.group)
         told, values, hidden = found[0]
         self._told = self._told or told
         self._values.update({name: map_tensors(value, self._here) for name, value in values.items()})
@@ -142,7 +135,7 @@ class Discovery:
             self._hidden, self._reach = map_tensors(hidden[0], self._here), hidden[1]
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self._device).requires_grad_(tensor.requires_grad)
+        return tensor.detach().to(self._seat.device).requires_grad_(tensor.requires_grad)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.engine.measure.hardware import clock_of
+from deepspeed_pulse.engine.measure.layers import Clock
 from deepspeed_pulse.engine.plans.costs import built
-from deepspeed_pulse.engine.plans.hardware import clock_of
 from deepspeed_pulse.engine.specs import describe, unwrap
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart, in_order
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.runtime.frozen import FrozenLayers
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
-from deepspeed_pulse.runtime.profiler import Clock
 
 _TIMED_RUNS = 3
 

@@ -38,7 +38,7 @@ def installed() -> bool:
 def install() -> None:
     """Teach ``deepspeed.initialize`` about our engines; does nothing when not needed or done before."""
     if needed() and not installed():
-        PipelineEngine.__new__ = _make  # type: ignore[method-assign]
+        PipelineEngine.__new__ = _make
         deepspeed.DeepSpeedConfig.__new__ = _make_config
 
 
@@ -69,13 +69,13 @@ def _refuse_planned(engine: Any, model: Any) -> None:
 
 
 def _make(cls: type, *args: Any, **kwargs: Any) -> Any:
-    model = kwargs.get("model")
+    model: Any = kwargs.get("model")
     if cls is PipelineEngine and hasattr(model, "engine_class"):
         cls = model.engine_class()
     return object.__new__(cls)
 
 
-class SettledConfig(deepspeed.DeepSpeedConfig):  # type: ignore[misc]
+class SettledConfig(deepspeed.DeepSpeedConfig):
     """The config of one of our modules; its grid, which upstream passes as ``mpu``, brings the module's answer."""
 
     def __init__(self, config: Any, mpu: Any, mesh_device: Any = None) -> None:

@@ -5,20 +5,12 @@ from __future__ import annotations
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 
-class ReceiveMessages(PipeInstruction):
-    """Wait for the messages that a step needs."""
-
-
-class ComputeAction(PipeInstruction):
-    """Run a step's forward or backward."""
+class RunStep(PipeInstruction):
+    """Run an action of the plan, with the messages before and after it."""
 
 
 class RunFrozen(PipeInstruction):
     """Encode what the plan puts at this place for the next step."""
-
-
-class SendMessages(PipeInstruction):
-    """Start the messages that leave when a step ends."""
 
 
 class FinishStep(PipeInstruction):

@@ -1,52 +1,71 @@
-"""What becomes of a microbatch's output: a loss, checked, kept for the mean, scaled for backward."""
+"""What becomes of a microbatch's output: a loss, checked, kept for the mean, scaled and differentiated."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine.data.batches import LABELS
 from deepspeed_pulse.engine.gradients.scaling import scaled
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.runtime.rank import RankRuntime
 
 
-class LossEngine(PipelineEngine):
-    """``PipelineEngine`` with upstream's books of losses, kept where a plan computes them."""
+class Losses:
+    """Upstream's books of losses, kept where a plan computes them, and upstream's backward.
 
-    _runtime: RankRuntime
+    Args:
+        engine: whose books, loss function and optimizer.
+        labels: gives those of a microbatch.
+    """
 
-    _compute_loss = True
-    """Upstream sets it in every ``train_batch`` and ``eval_batch``."""
+    def __init__(self, engine: Any, labels: Callable[[int], Any]) -> None:
+        self._engine, self._labels = engine, labels
 
-    def _finish_microbatch(self, output: Any, microbatch: int) -> Any:
-        loss_fn = self.module.loss_fn
-        if self._compute_loss and loss_fn is not None:
-            loss = loss_fn(output, self._runtime.named(LABELS, microbatch))
-        else:
-            loss = output
+    def finish(self, output: Any, microbatch: int) -> Any:
+        """The loss of a microbatch, from the last layer's output; the output itself where no loss is asked for.
+
+        Raises:
+            ConfigError: in training, it is no scalar or depends on nothing that trains.
+        """
+        engine, loss_fn = self._engine, self._engine.module.loss_fn
+        loss = loss_fn(output, self._labels(microbatch)) if engine._compute_loss and loss_fn is not None else output
         if torch.is_grad_enabled():
             _check_loss(loss, loss_fn)
-        if self.eval_return_logits:
-            self.outputs = output
-        self.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else [part.detach() for part in loss])
-        self.total_loss = _added(self.total_loss, loss)
+        if engine.eval_return_logits:
+            engine.outputs = output
+        engine.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else [part.detach() for part in loss])
+        engine.total_loss = _added(engine.total_loss, loss)
         self._add_additional_losses()
         return loss
 
     def _add_additional_losses(self) -> None:
-        additional = self.module.get_additional_losses()
+        engine, additional = self._engine, self._engine.module.get_additional_losses()
         if additional is not None:
-            if self.total_additional_losses is None:
-                self.total_additional_losses = OrderedDict()
+            if engine.total_additional_losses is None:
+                engine.total_additional_losses = OrderedDict()
             for name, loss in additional.items():
-                self.total_additional_losses[name] = _added(self.total_additional_losses.get(name), loss)
+                engine.total_additional_losses[name] = _added(engine.total_additional_losses.get(name), loss)
 
-    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return scaled(loss / self.gradient_accumulation_steps(), self.optimizer)
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as the optimizer expects the sum of its gradients over a step."""
+        return scaled(loss / self._engine.gradient_accumulation_steps(), self._engine.optimizer)
+
+    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """One traversal, between what upstream does before and after it."""
+        engine = self._engine
+        if engine.using_bf16_optimizer:
+            # To None, not to zero: after backward the optimizer adds whatever is there, of every stage.
+            engine.optimizer.clear_lp_grads(set_to_none=True)
+        # The flag tells upstream's hooks that prologue and epilogue are called here.
+        engine._running_engine_backward = True
+        try:
+            engine._backward_prologue()
+            torch.autograd.backward(roots, gradients)
+            engine._backward_epilogue()
+        finally:
+            engine._running_engine_backward = False
 
 
 def _check_loss(loss: Any, loss_fn: Any) -> None:

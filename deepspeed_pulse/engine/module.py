@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as upstream
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.engine import hook
-from deepspeed_pulse.engine.checkpointing import CheckpointArguments
-from deepspeed_pulse.engine.communicator import carry_to_host
-from deepspeed_pulse.engine.data.agreement import agree, as_pulse_error, everywhere, raise_everywhere
+from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
-from deepspeed_pulse.engine.plans.job import TrainingJob
-from deepspeed_pulse.engine.relay.forward import RelayStage, explicit_parts
-from deepspeed_pulse.engine.sharing.shared import SharedWeights
+from deepspeed_pulse.engine.ranks import Ranks
+from deepspeed_pulse.engine.recomputing import RecomputeArguments
+from deepspeed_pulse.engine.relay.forward import RelayStage, explicit_parts, relay_stage
 from deepspeed_pulse.engine.sharing.tied import adopt_tied_calls, build_tied, tie_all_parameters
-from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
-from deepspeed_pulse.engine.specs import graph_of, unwrap
-from deepspeed_pulse.engine.starting.arguments import check_arguments, check_methods, listed
+from deepspeed_pulse.engine.sharing.unseen import check_builds
+from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.engine.starting.kernels import skip_inference_kernel
-from deepspeed_pulse.engine.starting.late import take_late_block
+from deepspeed_pulse.engine.starting.late import plan_own_cuts, take_late_block
 from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.starting.start import Config, check_world
-from deepspeed_pulse.errors import ConfigError, FileError, PlanError, PulseError, RunError
-from deepspeed_pulse.ir.effects import Effects
-from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.errors import ConfigError, FileError, PulseError, RunError
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.runtime.stage import BoundLayer, Stage
-from deepspeed_pulse.runtime.usage import Usage
 
 skip_inference_kernel()
 
@@ -104,43 +95,18 @@ class PipelineModule(upstream.PipelineModule):
         input: str = DEFAULT_INPUT,
         frozen: Mapping[str, FrozenSpec] | None = None,
     ) -> None:
-        given = dict(locals())
-        arguments = CheckpointArguments(
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        arguments = RecomputeArguments(
             interval=activation_checkpoint_interval,
             function=activation_checkpoint_func,
             checkpointable=checkpointable_layers,
         )
-
-        def make_job() -> TrainingJob:
-            found = listed(layers)
-            check_arguments(graph_of(found), given)
-            job = TrainingJob(
-                found,
-                config=config,
-                input_name=input,
-                frozen=frozen,
-                example_batch=example_batch,
-                partition_method=partition_method,
-                checkpoint_arguments=arguments,
-            )
-            self.shared = SharedWeights(job.layers)
-            if job.enabled:
-                check_methods(type(self))
-            if job.pulse is not None:
-                check_functions(job.layers, job.graph, loss_fn)
-                check_shared(self.shared, job.graph)
-            return job
-
-        # layers and config are compared by their contents
-        compared = {
-            name: value for name, value in given.items() if name not in ("self", "layers", "config", "__class__")
-        }
-        compared["topology"] = [getattr(topology, name, None) for name in ("axes", "dims")]
-        self.job, num_stages, self.watchdog = set_up(make_job, num_stages, topology, compared)
+        self.job, self.shared, num_stages, self.watchdog = set_up(type(self), given, arguments)
         self.layer_list, self.graph, self.pulse = self.job.layers, self.job.graph, self.job.pulse
         self.input_name, self.frozen = self.job.input_name, self.job.frozen
         self.plan: Plan | None = None
         self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
+        self.ranks = Ranks(self)
         self._relay: RelayStage | None = None
         self._partition_method = partition_method
         self._problem: PulseError | None = None
@@ -172,9 +138,6 @@ class PipelineModule(upstream.PipelineModule):
         """Say what comes next while the module is made."""
         if self.watchdog is not None:
             self.watchdog.go_on(what)
-
-    def _watched(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.watchdog is None else self.watchdog.watching_patiently(what)
 
     # -- configuration -----------------------------------------------------------------------
 
@@ -215,7 +178,7 @@ class PipelineModule(upstream.PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         self._check_divides()
         if self.pulse_enabled:
-            self._make_plan()
+            self.make_plan()
             return
         if self._partition_method is None or isinstance(self._partition_method, str):
             super()._partition_layers(method)
@@ -225,30 +188,14 @@ class PipelineModule(upstream.PipelineModule):
         self.parts = [int(part) for part in self.parts]
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
-    def _make_plan(self) -> None:
+    def make_plan(self) -> None:
+        """Plan, and take the layers that the plan gives to this rank; collective in the world."""
         self._doing("PipelineModule(): planning")
         self.planned = self.job.plan(self._grid, self._topo, self._doing)
         self.plan = self.planned.plan
         self.parts = list(self.plan.boundaries)
         self._local_layers = list(self.plan.layers_of(self.stage_id))
         self._set_bounds(start=0, stop=len(self._local_layers))
-
-    def plan_own_cuts(self) -> None:
-        """Plan the cuts that the module has: a subclass made them, or they were made before a block was known.
-
-        Raises:
-            PulseError: they cannot be planned, or the block asks for others.
-        """
-        cuts = explicit_parts(self.graph, list(self.parts)[1:-1], self.num_stages)
-        self.job.keep_cuts(cuts[1:-1])
-        self._make_plan()
-        assert self.plan is not None
-        if (list(self.plan.boundaries), list(self.plan.placement)) != (cuts, list(range(self.num_stages))):
-            raise PlanError(
-                f"the plan has cuts {list(self.plan.boundaries)} on ranks {list(self.plan.placement)}, the layers are "
-                f'already cut at {cuts}, one stage a rank; leave "plan" out of the block, or pass config= to '
-                "PipelineModule and leave its cuts to the plan"
-            )
 
     def _count_layer_params(self) -> Any:
         """As upstream, which builds every layer; layers that would read files are counted on the meta device."""
@@ -266,15 +213,13 @@ class PipelineModule(upstream.PipelineModule):
     def _build(self) -> None:
         self._doing("PipelineModule(): building layers")
         if self.pulse_enabled and self.plan is None:
-            self.plan_own_cuts()  # a subclass's _partition_layers
+            plan_own_cuts(self)  # a subclass's _partition_layers
         with self._keeping_problem("while its layers are built"):
             self._build_layers()
 
     def to(self, *args: Any, **kwargs: Any) -> PipelineModule:
         """As upstream; what goes wrong while the module is made is told to all ranks."""
-        if self._is_made:
-            return super().to(*args, **kwargs)
-        with self._keeping_problem("while its layers are moved to the device"):
+        with nullcontext() if self._is_made else self._keeping_problem("while its layers are moved to the device"):
             super().to(*args, **kwargs)
         return self
 
@@ -293,7 +238,7 @@ class PipelineModule(upstream.PipelineModule):
         self._doing("PipelineModule(): waiting for the others to build their layers")
         self._is_made = True
         if self.pulse is not None:
-            raise_everywhere(self._problem, "building layers", self.world_size)
+            raise_everywhere(self._problem, "building layers")
         self._doing("PipelineModule(): tying weights")
         self.shared.connect(self)
         return super()._index_tied_modules()
@@ -325,7 +270,9 @@ class PipelineModule(upstream.PipelineModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """As torch; a weight that several layers share has the name of the first of them, also where that is not."""
-        named = super().named_parameters(prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate)
+        named: Iterator[Any] = super().named_parameters(
+            prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate
+        )
         if not remove_duplicate:
             return named
         start = f"{prefix}." if prefix else ""
@@ -350,49 +297,6 @@ class PipelineModule(upstream.PipelineModule):
         """(layer index, built module or function) of every layer on this rank, in forward order."""
         return list(zip(self._local_layers, self.forward_funcs, strict=True))
 
-    def bound_layers(
-        self, graph: Graph | None = None, effects: Sequence[Effects] = (), recompute: Sequence[int] | None = None
-    ) -> dict[int, BoundLayer]:
-        """Layers on this rank with their declarations, by layer index.
-
-        Args:
-            graph: with versions of values that layers change in place; left out, the list as it was given.
-            effects: what the layers change, where that is known.
-            recompute: layers that run again in backward; left out, those of the plan.
-        """
-        graph = graph or self.graph
-        if recompute is None:
-            recompute = () if self.plan is None else self.plan.recompute
-        return {
-            index: BoundLayer(
-                graph.layers[index],
-                function,
-                recompute=index in recompute,
-                seed=partial(self._seed_layer, index) if self.seed_layers else None,
-                effects=effects[index] if effects else None,
-            )
-            for index, function in self.local_layers()
-        }
-
-    def _seed_layer(self, index: int, number: int) -> None:
-        """As upstream under ``seed_layers``: random numbers depend on layer and microbatch, not on the plan."""
-        seed = (self.base_seed * (number + 2) + index) % 2**32
-        (self.seed_fn or upstream.ds_utils.set_random_seed)(seed)
-
-    def stages(self, usage: Usage, graph: Graph, effects: Sequence[Effects]) -> dict[int, Stage]:
-        """The stages of this rank, ready to run; arguments as of :meth:`bound_layers`."""
-        assert self.plan is not None
-        bound = self.bound_layers(graph, effects)
-        return {
-            stage: Stage(
-                [bound[i] for i in self.plan.stage_layers(stage)],
-                usage.exports(stage),
-                checkpoint=self.job.checkpointing.function,
-                interval=max(1, self.job.checkpointing.interval),
-            )
-            for stage in self.plan.stages_of(self.stage_id)
-        }
-
     # -- forward, checkpoints, gathering -----------------------------------------------------
 
     def forward(self, forward_input: Any) -> Any:
@@ -409,10 +313,7 @@ class PipelineModule(upstream.PipelineModule):
             )
         if not self.graph.uses_names:
             return super().forward(forward_input)
-        asked = (self.activation_checkpoint_func, self.activation_checkpoint_interval)
-        if self._relay is None or self._relay.asked != asked:
-            chosen = self.job.recomputed_every(self.activation_checkpoint_interval)
-            self._relay = RelayStage(self.graph, self.bound_layers(recompute=chosen), asked)
+        self._relay = relay_stage(self, self._relay)
         self.micro_offset += 1
         return self._relay(forward_input, self.micro_offset - 1)
 
@@ -442,50 +343,10 @@ class PipelineModule(upstream.PipelineModule):
             return []
         return [i for i, other in enumerate(self._layer_specs) if getattr(other, "key", None) == key]
 
-    def gather_to_first(self, item: Any) -> list[Any] | None:
-        """``item`` of every rank of the pipeline, in order, on its first rank; None on the others."""
-        group = self._grid.get_pipe_parallel_group()
-        first = self.global_rank == self._grid.pp_group[0]
-        found: list[Any] | None = [None] * len(self._grid.pp_group) if first else None
-        torch.distributed.gather_object(item, found, dst=self._grid.pp_group[0], group=group)
-        return found
-
-    def decide_on_first(self, make: Callable[[], Any], what: str) -> Any:
-        """What ``make`` gives on global rank 0, on every rank of the world; its error likewise."""
-        with self._watched(what):
-            return agree(make, what)
-
-    def together(self, act: Callable[[], Any], what: str) -> Any:
-        """What ``act`` gives on this rank; what any rank of the world meets in it is raised by all."""
-        self.check_usable(what)
-        return everywhere(act, what)
-
     def check_usable(self, what: str) -> None:
         """Raise a :class:`RunError`, the same on every rank, when a checkpoint was loaded by halves."""
         if self.unusable is not None:
             raise RunError(f"{what}: {self.unusable}; load a whole checkpoint first")
-
-    def bring_to_first(
-        self, tensor: torch.Tensor | None, *, owner: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """A tensor of pipeline rank ``owner``, on the CPU of global rank 0; None on the others.
-
-        Args:
-            tensor: on the owner in the first pipeline, that tensor; ignored on other ranks.
-            shape, dtype: of the tensor, known to all.
-        """
-        if self._grid.data_parallel_id != 0:
-            return None
-        with self._watched("bringing weights to rank 0"):
-            return carry_to_host(
-                tensor,
-                shape=shape,
-                dtype=dtype,
-                source=self._grid.pp_group[owner],
-                target=self._grid.pp_group[0],
-                group=self._grid.get_pipe_parallel_group(),
-                device=torch.device(get_accelerator().device_name(self.local_rank)),
-            )
 
     def full_precision(self, parameter: torch.Tensor) -> torch.Tensor:
         """The optimizer's fp32 master copy of a parameter, where it has one; all data-parallel replicas call it."""

@@ -23,15 +23,9 @@ def _is_upstreams(function: Any, owner: type) -> bool:
     return getattr(function, "__module__", "") == owner.__module__ and not hasattr(function, "__wrapped__")
 
 
-def clipping_is_replaced(engine: type) -> bool:
-    """True when upstream's ``clip_fp32_gradients`` is a program's own.
-
-    Args:
-        engine: the class that overrides it.
-    """
-    above = engine.__mro__[engine.__mro__.index(PipelineEngine) :]
-    found = next(vars(owner)["clip_fp32_gradients"] for owner in above if "clip_fp32_gradients" in vars(owner))
-    return not _is_upstreams(found, DeepSpeedEngine)
+def clipping_is_replaced() -> bool:
+    """True when upstream's ``clip_fp32_gradients`` is a program's own."""
+    return not _is_upstreams(PipelineEngine.clip_fp32_gradients, DeepSpeedEngine)
 
 
 def replaced_instructions(runs: Collection[type] | None = None) -> Instructions:

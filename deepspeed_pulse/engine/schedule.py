@@ -8,12 +8,10 @@ from deepspeed.runtime.pipe import schedule as upstream
 
 from deepspeed_pulse.engine.instructions import (
     CompleteTiedGrads,
-    ComputeAction,
     FinishStep,
-    ReceiveMessages,
     ReduceStageGrads,
     RunFrozen,
-    SendMessages,
+    RunStep,
 )
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.schedule import Op
@@ -52,7 +50,7 @@ class PulseSchedule(upstream.TrainSchedule):
         for position, step in enumerate(self._steps):
             if position in self._frozen_at:
                 yield [RunFrozen(position=position)]
-            yield [ReceiveMessages(step=step), ComputeAction(step=step), SendMessages(step=step)]
+            yield [RunStep(step=step)]
             if step.action in self._reduce_after:
                 yield [ReduceStageGrads(stage=step.action.stage)]
         if len(self._steps) in self._frozen_at:

@@ -162,8 +162,8 @@ class TiedCall:
     def __call__(self, *args: Any) -> Any:
         return self._forward_fn(self.module, *args)
 
-    def to(self, device: torch.device) -> TiedCall:
-        self.module.to(device)
+    def to(self, where: torch.device | torch.dtype) -> TiedCall:
+        self.module.to(where)
         return self
 
     def parameters(self) -> Any:

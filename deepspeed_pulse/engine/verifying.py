@@ -40,9 +40,9 @@ class _Filled(LayerSpec):
     """A layer from the meta device; each build is a copy with random weights, for the rank that holds it."""
 
     def __init__(self, index: int, layer: Any) -> None:
-        module, declared = unwrap(layer), describe(index, layer)
-        super().__init__(type(module), stash=declared.stash, pop=declared.pop, layer_name=declared.name)
-        self._module = module
+        declared = describe(index, layer)
+        self._module: nn.Module = unwrap(layer)
+        super().__init__(type(self._module), stash=declared.stash, pop=declared.pop, layer_name=declared.name)
 
     def build(self, log: bool = False) -> nn.Module:
         if torch.get_default_device().type == "meta":

@@ -80,7 +80,7 @@ class Memory:
         return Place(
             memory=self._number(self._numbers, _address(tensor)),
             graph=self._number(self._graphs, id(base)),
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
             gradient=tensor.requires_grad,

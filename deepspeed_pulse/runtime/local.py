@@ -22,8 +22,8 @@ from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.discovery import begin, discover
-from deepspeed_pulse.runtime.rank import RankRuntime, Stats
-from deepspeed_pulse.runtime.replay import Checkpoint, non_reentrant
+from deepspeed_pulse.runtime.rank import RankPart, RankRuntime, Stats
+from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
 
@@ -176,21 +176,16 @@ class LocalWorld:
         for runtime in self._ranks:
             reads = runtime.rank == plan.placement[0] or not routed & batches[0][1].keys()
             usage = Usage(plan, (*graph.values, *graph.batch_entries), runtime.rank)
+            stages = {s: self._stage(s, graph, effects, usage) for s in plan.stages_of(runtime.rank)}
             runtime.begin(
-                plan,
-                traffic,
-                usage,
+                RankPart(plan=plan, traffic=traffic, usage=usage, stages=stages),
                 ListedBatches(batches, reads_entries=reads),
                 training=training,
                 shape_keys=shape_keys,
-                stages={s: self._stage(s, graph, effects, usage) for s in plan.stages_of(runtime.rank)},
                 number=self._steps,
             )
         for rank, index in self._order():
-            step = traffic.program[rank][index]
-            self._ranks[rank].receive(step)
-            self._ranks[rank].compute(step)
-            self._ranks[rank].send(step)
+            self._ranks[rank].run(traffic.program[rank][index])
         return [runtime.finish() for runtime in self._ranks]
 
     def _discovered(self, inputs: Any, entries: Mapping[str, Any]) -> tuple[Effects, ...]:

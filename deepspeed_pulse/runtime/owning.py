@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -17,13 +18,16 @@ class _Alias(torch.autograd.Function):
         return tensor.data
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
+
+
+_alias = cast(Callable[[torch.Tensor], torch.Tensor], _Alias.apply)
 
 
 def released(value: Any) -> Any:
     """Tensors that nobody else reads, free to be changed: no copy. Those given stay what they are to autograd."""
-    return map_tensors(value, lambda t: _Alias.apply(t) if t.requires_grad else t.detach())
+    return map_tensors(value, lambda t: _alias(t) if t.requires_grad else t.detach())
 
 
 def copied(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The two things the runtime is given: a communicator and a device.
+"""What the runtime is given: a communicator, a device, the data of a step, and sometimes timers.
 
 The engine brings DeepSpeed's; :mod:`deepspeed_pulse.runtime.local` brings mailboxes in one process.
 """
@@ -6,11 +6,12 @@ The engine brings DeepSpeed's; :mod:`deepspeed_pulse.runtime.local` brings mailb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from deepspeed_pulse.ir.program import Channel
+from deepspeed_pulse.ir.program import Channel, Step
 
 
 class Handle(Protocol):
@@ -47,6 +48,16 @@ class Device(Protocol):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as backward needs it: divided by the number of microbatches, and loss-scaled."""
+
+
+class Timers(Protocol):
+    """Times the parts of a step, each a ``with``."""
+
+    def receiving(self, step: Step) -> AbstractContextManager[None]: ...
+
+    def computing(self, step: Step) -> AbstractContextManager[None]: ...
+
+    def sending(self, step: Step) -> AbstractContextManager[None]: ...
 
 
 class Batches(Protocol):

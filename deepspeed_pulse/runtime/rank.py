@@ -1,13 +1,12 @@
 """Everything one pipeline rank does in a step: its stages, its values, its messages.
 
-A step is driven from outside, action by action: ``receive``, ``compute``, ``send``. The engine does
-it through DeepSpeed's instructions, :mod:`deepspeed_pulse.runtime.local` for all ranks in one process.
+A step is driven from outside, action by action (:meth:`RankRuntime.run`). The engine does it through DeepSpeed's
+instructions, :mod:`deepspeed_pulse.runtime.local` for all ranks in one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of
-from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device
+from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import SavedBytes, Stage
 from deepspeed_pulse.runtime.transport import Transport
@@ -34,8 +33,26 @@ Finish = Callable[[Any, int], Any]
 """``finish(output of the last layer, microbatch)`` returns the loss to run backward from."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """A plan as one rank runs it.
+
+    Attributes:
+        traffic: the plan's messages.
+        usage: named values on this rank.
+        stages: of this rank, by index.
+        recomputed_bytes: per stage of the plan, what its backward holds of layers that run again; empty: not known.
+    """
+
+    plan: Plan
+    traffic: Traffic
+    usage: Usage
+    stages: Mapping[int, Stage]
+    recomputed_bytes: Sequence[int] = ()
+
+
 @dataclass
-class _Run:
+class _Forward:
     """One stage's forward of one microbatch, kept until its backward."""
 
     inputs: tuple[torch.Tensor, ...]
@@ -65,7 +82,6 @@ class RankRuntime:
         communicator, device: see :mod:`deepspeed_pulse.runtime.protocols`.
         finish: turns the last layer's output into the loss.
         state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``.
-        replay_bytes: per stage, what its backward holds of recomputed layers; counted likewise.
         timeout_seconds: silence of a peer after which a wait raises.
     """
 
@@ -78,7 +94,6 @@ class RankRuntime:
         finish: Finish,
         parameters: tuple[torch.Tensor, ...] = (),
         state_bytes: int = 0,
-        replay_bytes: Sequence[int] = (),
         timeout_seconds: float = 600.0,
     ) -> None:
         self.rank = rank
@@ -86,12 +101,11 @@ class RankRuntime:
         self._finish = finish
         self._parameters = parameters
         self._state_bytes = state_bytes
-        self.replay_bytes = tuple(replay_bytes)
         self._transport = Transport(rank, communicator, device, timeout_seconds)
         self._values = ValueBuffer()
         self._hidden: dict[tuple[int, int], Payload] = {}
         self._hidden_grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self._runs: dict[tuple[int, int], _Run] = {}
+        self._forwards: dict[tuple[int, int], _Forward] = {}
         self._book = ShapeBook()
         self._live: dict[str, int] = {}
         """Bytes by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
@@ -106,27 +120,26 @@ class RankRuntime:
 
     def begin(
         self,
-        plan: Plan,
-        traffic: Traffic,
-        usage: Usage,
+        part: RankPart,
         batches: Batches,
         *,
         training: bool,
         shape_keys: Sequence[int] | None = None,
-        stages: Mapping[int, Stage],
         first_number: int = 0,
         number: int = 1,
     ) -> None:
-        """Get ready for one step of ``plan``, whose messages are ``traffic``.
+        """Get ready for one step.
 
-        ``stages``: the rank's, by index. ``first_number``: the number by which layers that are seeded know the first
-        microbatch. ``number``: of the step, for errors.
-
-        ``shape_keys``: per microbatch, what stands for its batch's shapes on every rank of the pipeline; None when
-        shapes never change.
+        Args:
+            shape_keys: per microbatch, what stands for its batch's shapes on every rank of the pipeline; None when
+                shapes never change.
+            first_number: by which layers that are seeded know the first microbatch.
+            number: of the step, for errors.
         """
-        self._plan, self._batches, self._training, self._usage = plan, batches, training, usage
-        self._stages, self._first_number, self._number = stages, first_number, number
+        plan, traffic = part.plan, part.traffic
+        self._plan, self._batches, self._training, self._usage = plan, batches, training, part.usage
+        self._stages, self._first_number, self._number = part.stages, first_number, number
+        self._recomputed_bytes = part.recomputed_bytes
         self._releases = traffic.releases[self.rank]
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
@@ -137,42 +150,61 @@ class RankRuntime:
         self._shapes = self._book.of("train" if training else "eval", keys)
         self._transport.begin(mine, traffic.slots, self._shapes)
 
-    def receive(self, step: Step) -> None:
-        """Wait for the messages that ``step`` needs."""
-        with self._naming(step):
-            start = self._device.now_ms()
-            for message in step.receives:
-                self._take(message)
-            self._waited_ms = self._device.now_ms() - start
-            self.stats.idle_ms += self._waited_ms
-            self._transport.release(self._releases[self._position])
-
-    def compute(self, step: Step) -> None:
-        """Run the step's action."""
-        start = self._device.mark()
-        with self._naming(step):
-            if step.action.op is Op.FORWARD:
-                self._forward(step.action.stage, step.action.microbatch)
+    def run(self, step: Step, timers: Timers | None = None) -> None:
+        """Wait for the messages that a step needs, run its action, and start the messages that leave then."""
+        try:
+            if timers is None:
+                self._receive(step)
+                self._compute(step)
+                self._send(step)
             else:
-                self._backward(step.action.stage, step.action.microbatch)
+                with timers.receiving(step):
+                    self._receive(step)
+                with timers.computing(step):
+                    self._compute(step)
+                with timers.sending(step):
+                    self._send(step)
+        except PulseError as problem:
+            raise type(problem)(f"{self._where(step)}: {problem}") from problem.__cause__
+        except Exception as problem:
+            add_note(problem, self._where(step))
+            raise
+
+    def _where(self, step: Step) -> str:
+        action = step.action
+        place = f"pipeline rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        return f"step {self._number}, {place}"
+
+    def _receive(self, step: Step) -> None:
+        start = self._device.now_ms()
+        for message in step.receives:
+            self._take(message)
+        self._waited_ms = self._device.now_ms() - start
+        self.stats.idle_ms += self._waited_ms
+        self._transport.release(self._releases[self._position])
+
+    def _compute(self, step: Step) -> None:
+        start = self._device.mark()
+        if step.action.op is Op.FORWARD:
+            self._forward(step.action.stage, step.action.microbatch)
+        else:
+            self._backward(step.action.stage, step.action.microbatch)
         self._marks.append((step.action, self._waited_ms, start, self._device.mark()))
 
-    def send(self, step: Step) -> None:
-        """Start the messages that leave when ``step`` ends, and drop what is needed no more."""
-        stage, m = step.action.stage, step.action.microbatch
-        with self._naming(step):
-            for message in step.sends:
-                self._give(message)
-            self._drop_values(step)
-            if step.action.op is Op.FORWARD and stage == self._top_stage:
-                self._batches.release(m)
+    def _send(self, step: Step) -> None:
+        """Start messages, and drop what is needed no more."""
+        for message in step.sends:
+            self._give(message)
+        self._drop_values(step)
+        if step.action.op is Op.FORWARD and step.action.stage == self._top_stage:
+            self._batches.release(step.action.microbatch)
         self._position += 1
 
     def finish(self) -> Stats:
         """End the step: all sends are over and every buffer is empty."""
         self._transport.drain()
-        assert not (self._runs or self._hidden or self._hidden_grads or self._values.live), (
-            self._runs.keys(),
+        assert not (self._forwards or self._hidden or self._hidden_grads or self._values.live), (
+            self._forwards.keys(),
             self._hidden.keys(),
             self._hidden_grads.keys(),
             self._values.live,
@@ -242,7 +274,7 @@ class RankRuntime:
             self._hidden[stage + 1, m] = payload
             outputs = tensors_of(payload)
         if self._training:
-            self._runs[stage, m] = _Run(
+            self._forwards[stage, m] = _Forward(
                 inputs=leaves,
                 outputs=outputs,
                 exported={name: tensors_of(value) for name, value in exported.items()},
@@ -253,24 +285,24 @@ class RankRuntime:
     # -- backward ----------------------------------------------------------------------------
 
     def _backward(self, stage: int, m: int) -> None:
-        run = self._runs.pop((stage, m))
+        forward = self._forwards.pop((stage, m))
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
-        if run.is_loss:
-            roots.append(self._device.scale_loss(run.outputs[0]))
+        if forward.is_loss:
+            roots.append(self._device.scale_loss(forward.outputs[0]))
             gradients.append(None)
         else:
-            received = self._hidden_grads.pop((stage + 1, m), None) or [None] * len(run.outputs)
-            _pair(run.outputs, received, roots, gradients)
-        for name, tensors in run.exported.items():
+            received = self._hidden_grads.pop((stage + 1, m), None) or [None] * len(forward.outputs)
+            _pair(forward.outputs, received, roots, gradients)
+        for name, tensors in forward.exported.items():
             _pair(tensors, self._values.gradients(name, m), roots, gradients)
-        replayed = self.replay_bytes[stage] if self.replay_bytes else 0
-        self._count("recomputed", replayed)
+        recomputed = self._recomputed_bytes[stage] if self._recomputed_bytes else 0
+        self._count("recomputed", recomputed)
         if roots:
             self._device.backward(roots, gradients)
-        self._count("recomputed", -replayed)
+        self._count("recomputed", -recomputed)
         if stage > 0:
-            self._hidden_grads[stage, m] = [_gradient_of(leaf) for leaf in run.inputs]
+            self._hidden_grads[stage, m] = [_gradient_of(leaf) for leaf in forward.inputs]
         self._count("activations", -self._shapes[m].activation_bytes[stage])
 
     # -- messages ----------------------------------------------------------------------------
@@ -320,20 +352,6 @@ class RankRuntime:
         if live > self.stats.peak_live_bytes:
             self.stats.peak_live_bytes = live
             self.stats.peak_parts = {**self._live, "received": self._live["received"] + buffers}
-
-    @contextmanager
-    def _naming(self, step: Step) -> Iterator[None]:
-        """Say where an exception happened: rank, stage, microbatch, action."""
-        action = step.action
-        place = f"pipeline rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
-        where = f"step {self._number}, {place}"
-        try:
-            yield
-        except PulseError as problem:
-            raise type(problem)(f"{where}: {problem}") from problem.__cause__
-        except Exception as problem:
-            add_note(problem, where)
-            raise
 
 
 def _pair(

@@ -16,7 +16,7 @@ from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, change
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import as_payload, tensors_in
-from deepspeed_pulse.runtime.replay import Checkpoint, non_reentrant, replayed
+from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant, recomputed
 
 Lookup = Callable[[str], Any]
 
@@ -91,7 +91,7 @@ class Stage:
             if position:
                 hidden = as_payload(hidden, f"layer {self._runs[position - 1].last} returned")
             if run.recompute and torch.is_grad_enabled():
-                hidden, more = run.replayed(self._checkpoint, hidden, find, number, saved)
+                hidden, more = run.recomputed(self._checkpoint, hidden, find, number, saved)
             else:
                 hidden, more = run(hidden, find, number)
             stashed.update(more)
@@ -165,7 +165,7 @@ class _Run:
                 hidden = _called(layer, (hidden, *popped), stashed)
         return hidden, stashed
 
-    def replayed(
+    def recomputed(
         self, checkpoint: Checkpoint, hidden: Any, find: Lookup, number: int, saved: SavedBytes | None
     ) -> tuple[Any, dict[str, Any]]:
         """The same, keeping the input and what is popped until backward runs the layers again."""
@@ -185,7 +185,7 @@ class _Run:
         if saved is not None:
             saved.add(tensors_in(values[0]))
         layers = ", ".join(layer.declared.name for layer in self._layers)
-        output, *more = replayed(checkpoint, run, values, self._parameters, layers)
+        output, *more = recomputed(checkpoint, run, values, self._parameters, layers)
         return output, dict(zip(self._stashes, more, strict=True))
 
     def _own(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse import LayerSpec
 from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.content import job_content
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, known_profile, skips_of
@@ -21,7 +22,6 @@ from deepspeed_pulse.engine.specs import describe, spec
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.runtime.profiler import measure_layers
 
 CPU = torch.device("cpu")
 

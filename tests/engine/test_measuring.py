@@ -13,14 +13,14 @@ from support.launch import launch
 
 from deepspeed_pulse.engine import communicator
 from deepspeed_pulse.engine.data.resizing import resized
-from deepspeed_pulse.engine.plans import hardware
-from deepspeed_pulse.engine.plans.fitting import fit_link
-from deepspeed_pulse.engine.plans.links import rounds
+from deepspeed_pulse.engine.measure import hardware
+from deepspeed_pulse.engine.measure.fitting import fit_link
+from deepspeed_pulse.engine.measure.layers import measure_layers
+from deepspeed_pulse.engine.measure.links import rounds
+from deepspeed_pulse.engine.measure.sums import rings
 from deepspeed_pulse.engine.plans.measuring import shares
-from deepspeed_pulse.engine.plans.sums import rings
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.runtime.profiler import measure_layers
 
 
 def test_every_rank_measures_its_share() -> None:

@@ -46,7 +46,7 @@ def instructions(rank: int, *, reduce_early: bool) -> str:
     )
     found = []
     for instruction in (i for step in schedule.steps() for i in step):
-        if instruction.name == "ComputeAction":
+        if instruction.name == "RunStep":
             found.append(str(instruction.step.action))
         elif instruction.name == "ReduceStageGrads":
             found.append(f"reduce{instruction.stage}")

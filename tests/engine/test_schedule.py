@@ -8,13 +8,7 @@ import pytest
 from deepspeed.runtime.pipe import schedule as upstream
 
 from deepspeed_pulse.engine.engine import PulseEngine
-from deepspeed_pulse.engine.instructions import (
-    ComputeAction,
-    FinishStep,
-    ReceiveMessages,
-    ReduceStageGrads,
-    SendMessages,
-)
+from deepspeed_pulse.engine.instructions import FinishStep, ReduceStageGrads, RunStep
 from deepspeed_pulse.engine.plans.planning import with_schedule
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.ir.channels import make_traffic
@@ -53,9 +47,8 @@ def instructions(schedule: PulseSchedule) -> list[upstream.PipeInstruction]:
 
 def messages(schedule: PulseSchedule) -> tuple[list[Message], list[Message]]:
     """(received, sent)."""
-    found = instructions(schedule)
-    received = [m for i in found if isinstance(i, ReceiveMessages) for m in i.step.receives]
-    return received, [m for i in found if isinstance(i, SendMessages) for m in i.step.sends]
+    steps = [i.step for i in instructions(schedule) if isinstance(i, RunStep)]
+    return [m for step in steps for m in step.receives], [m for step in steps for m in step.sends]
 
 
 SIZES = [("wave", 1, 4), ("linear", 1, 4), ("wave", 3, 8), ("linear", 3, 8), ("wave", 4, 1), ("linear", 4, 3)]
@@ -68,7 +61,7 @@ def test_every_action_once_in_the_plans_order_then_one_optimizer_step(
     plan = plan_of(placement, ranks, microbatches)
     for rank, schedule in enumerate(schedules(plan)):
         found = instructions(schedule)
-        actions = [i.step.action for i in found if isinstance(i, ComputeAction)]
+        actions = [i.step.action for i in found if isinstance(i, RunStep)]
         assert tuple(actions) == plan.schedule[rank]
         ops = Counter((a.stage, a.op, a.microbatch) for a in actions)
         stages = plan.stages_of(rank)
@@ -97,10 +90,10 @@ def test_an_evaluation_runs_forwards_only(placement: str, microbatches: int) -> 
     plan = with_schedule(plan, forward_schedule(plan, microbatches), microbatches)
     for rank, schedule in enumerate(schedules(plan, training=False)):
         found = instructions(schedule)
-        actions = [i.step.action for i in found if isinstance(i, ComputeAction)]
+        actions = [i.step.action for i in found if isinstance(i, RunStep)]
         assert {a.op for a in actions} == {Op.FORWARD}
         assert len(actions) == microbatches * len(plan.stages_of(rank))
-        assert {type(i) for i in found} == {ReceiveMessages, ComputeAction, SendMessages, FinishStep}
+        assert {type(i) for i in found} == {RunStep, FinishStep}
         assert all(m.direction is Direction.FORWARD for way in messages(schedule) for m in way)
 
 

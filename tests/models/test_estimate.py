@@ -12,6 +12,7 @@ from support.small_models import small_sd_unet, small_unet
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepspeed_pulse.engine.measure.counter import FusedAttention
 from deepspeed_pulse.engine.plans.profiles import Estimated, estimate_profile, measure_profile
 from deepspeed_pulse.engine.specs import Job
 from deepspeed_pulse.ir.cluster import Cluster, Link
@@ -24,7 +25,6 @@ from deepspeed_pulse.models.catalogue.sources import build_model, find_job
 from deepspeed_pulse.models.families import FAMILIES
 from deepspeed_pulse.planner import job as planner_job
 from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.runtime.counter import FusedAttention
 
 PARAMETERS = {
     "sd15": 859.5,

@@ -116,13 +116,13 @@ def test_data_parallel_replicas_send_nothing(tmp_path):
     shared = SimpleNamespace(slots=[None, None], barrier=threading.Barrier(2, timeout=60))
     first, replica = (FakeModule(layers, [0] * len(layers), rank, shared) for rank in range(2))
     replica.local_layers = first.local_layers
-    replica.gather_to_first = lambda item: [item, replica.meet(None)][0]
+    replica.ranks.gather_to_first = lambda item: [item, replica.meet(None)][0]
     engines = [
         SimpleNamespace(module=module, grid=SimpleNamespace(data_parallel_id=index))
         for index, module in enumerate((first, replica))
     ]
     sent = []
-    replica.bring_to_first = lambda tensor, **_: [sent.append(tensor), replica.meet(None)][0]
+    replica.ranks.bring_to_first = lambda tensor, **_: [sent.append(tensor), replica.meet(None)][0]
     with ThreadPoolExecutor(2) as pool:
         for one in [pool.submit(save_pretrained, engine, tmp_path) for engine in engines]:
             one.result()

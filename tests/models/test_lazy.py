@@ -40,6 +40,7 @@ from support.small_transformers import (
 )
 from torch import nn
 
+from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.plans.costs import parameter_counts
 from deepspeed_pulse.engine.specs import describe, spec
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
@@ -47,7 +48,6 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.models import freeze, from_config, from_pretrained, to_layers
 from deepspeed_pulse.models.weights.folder import WEIGHTS
 from deepspeed_pulse.models.weights.skeleton import Skeleton
-from deepspeed_pulse.runtime.profiler import measure_layers
 
 
 @pytest.fixture(scope="module")

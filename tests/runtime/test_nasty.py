@@ -23,7 +23,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.make import forward_schedule
 from deepspeed_pulse.runtime.local import LocalWorld
 from deepspeed_pulse.runtime.payload import tensors_in
-from deepspeed_pulse.runtime.replay import non_reentrant
+from deepspeed_pulse.runtime.recomputing import non_reentrant
 
 STEPS = 2
 

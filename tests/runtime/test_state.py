@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from deepspeed_pulse.engine.measure.counter import count_layers
+from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.profile import state_factor
-from deepspeed_pulse.runtime.counter import count_layers
-from deepspeed_pulse.runtime.profiler import measure_layers
 from deepspeed_pulse.runtime.state import param_bytes, state_bytes
 
 

@@ -175,8 +175,8 @@ def resized_twice() -> None:
             if rank() == 1:
                 made.pulse_planned_timeline()
             made.train_batch(batches())
-            assert made._plans[count].microbatches == count
-            assert made._plans[count].boundaries == made.module.plan.boundaries
+            assert made._orders.made(count).microbatches == count
+            assert made._orders.made(count).boundaries == made.module.plan.boundaries
     finally:
         planning.reorder = genuine
     assert made_plans == ([4, 3] if rank() == 0 else []), made_plans

@@ -120,7 +120,7 @@ def torch_world() -> int:
 
 
 def total(engine: Any) -> dict[str, int]:
-    found = engine.module.gather_to_first(engine.pulse_stats()["p2p_bytes"]) or []
+    found = engine.module.ranks.gather_to_first(engine.pulse_stats()["p2p_bytes"]) or []
     names = sorted({name for row in found for name in row})
     return {name: sum(row.get(name, 0) for row in found) for name in names}
 
@@ -172,8 +172,8 @@ def changes_microbatches(_: Any) -> None:
             owner = getattr(function, "module", function)
             twin.by_layer[index].load_state_dict(owner.state_dict())
         engine.train_batch(data_of(engine, size))
-        assert engine._plan_for(microbatches).microbatches == microbatches
-        assert engine._plan_for(microbatches).boundaries == before
+        assert engine._orders.made(microbatches).microbatches == microbatches
+        assert engine._orders.made(microbatches).boundaries == before
     print("PASSED", flush=True)
 
 

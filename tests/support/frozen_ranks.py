@@ -181,7 +181,7 @@ def trains(arguments: dict[str, Any]) -> None:
 
 def check_ahead(engine: Any, step: int) -> None:
     """What this rank reads of the next step is there, bit for bit."""
-    found = engine._encoding._ahead.encoded
+    found = engine._ahead._ahead.encoded
     replica = engine.grid.data_parallel_id
     for (name, m), value in found.items():
         assert torch.equal(value, encoded(raw_batch(step, m, replica)[0])[name]), (name, m)

@@ -53,9 +53,9 @@ def told_by_all(item: Any) -> list[Any]:
 
 def measures(_: Any) -> None:
     """Sizes are those of the whole model on one rank, times are there, every rank has the same."""
+    from deepspeed_pulse.engine.measure.layers import measure_layers
     from deepspeed_pulse.engine.plans.measuring import measure_profiles
     from deepspeed_pulse.engine.specs import LayerSpec
-    from deepspeed_pulse.runtime.profiler import measure_layers
 
     built = []
     build = LayerSpec.build
@@ -179,35 +179,35 @@ def measures_links(folder: str) -> None:
     import deepspeed
 
     from deepspeed_pulse.engine import communicator
-    from deepspeed_pulse.engine.plans import hardware
-    from deepspeed_pulse.engine.plans.links import measure_cluster
+    from deepspeed_pulse.engine.measure import hardware
+    from deepspeed_pulse.engine.plans.machines import machines
     from deepspeed_pulse.errors import ConfigError
 
     deepspeed.init_distributed()
     rank = torch.distributed.get_rank()
     started = time.perf_counter()
-    cluster = measure_cluster(CPU)
+    cluster = machines(CPU)
     print(f"LINKS {cluster} in {time.perf_counter() - started:.2f} s", flush=True)
     assert told_by_all(cluster) == [cluster] * 4
     assert (cluster.nodes, cluster.ranks_per_node) == (1, 4)
     assert cluster.intra_node == cluster.inter_node and cluster.intra_node.latency_us > 0
     assert cluster.intra_node.overhead_us > 0 and cluster.intra_node.bus_gb_per_s > 0
     socket.gethostname = lambda: f"host{rank // 2}"
-    cluster = measure_cluster(CPU, plan_cache=folder)
+    cluster = machines(CPU, plan_cache=folder)
     assert (cluster.nodes, cluster.ranks_per_node) == (2, 2)
-    assert measure_cluster(CPU, plan_cache=folder) == cluster
+    assert machines(CPU, plan_cache=folder) == cluster
     (file,) = Path(folder).iterdir()
     torch.distributed.barrier()
     if rank == 0:
         file.write_text(file.read_text()[:100])
     torch.distributed.barrier()
-    assert told_by_all(measure_cluster(CPU, plan_cache=folder))[0].nodes == 2
-    communicator._HOST_BACKENDS = ()  # as on backends that ignore tags
-    assert measure_cluster(CPU).nodes == 2
-    communicator._HOST_BACKENDS = ("gloo", "mpi")
+    assert told_by_all(machines(CPU, plan_cache=folder))[0].nodes == 2
+    communicator.HOST_BACKENDS = ()  # as on backends that ignore tags
+    assert machines(CPU).nodes == 2
+    communicator.HOST_BACKENDS = ("gloo", "mpi")
     hardware.device_name = lambda device: "slow" if rank == 2 else "fast"
     try:
-        measure_cluster(CPU)
+        machines(CPU)
         text = "nothing"
     except ConfigError as problem:
         text = str(problem)
@@ -216,5 +216,5 @@ def measures_links(folder: str) -> None:
     torch.set_num_threads(2 if rank == 3 else 1)
     socket.gethostname = lambda: "ab"[rank % 2]
     hardware.agreed_hardware(CPU, compared="threads")
-    assert (measure_cluster(CPU).nodes, measure_cluster(CPU).ranks_per_node) == (4, 1)
+    assert (machines(CPU).nodes, machines(CPU).ranks_per_node) == (4, 1)
     os.write(1, f"CASE {json.dumps(['devices', text])}\n".encode())

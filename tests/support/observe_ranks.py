@@ -41,13 +41,13 @@ def observed(folder: str) -> None:
 def count_gathers(engine: Any) -> list[Any]:
     """Items that are gathered over the pipeline from now on."""
     found: list[Any] = []
-    genuine = engine.module.gather_to_first
+    genuine = engine.module.ranks.gather_to_first
 
     def counting(item: Any) -> Any:
         found.append(item)
         return genuine(item)
 
-    engine.module.gather_to_first = counting
+    engine.module.ranks.gather_to_first = counting
     return found
 
 

@@ -22,7 +22,7 @@ def share_groups() -> None:
     make = torch.distributed.new_group
 
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if len(ranks or ()) == 2 and communicator._HOST_BACKENDS == ():
+        if len(ranks or ()) == 2 and communicator.HOST_BACKENDS == ():
             return make(ranks, *args, **kwargs)
         key = tuple(ranks) if ranks is not None else tuple(range(torch.distributed.get_world_size()))
         if key not in made:
@@ -125,7 +125,7 @@ def run_case(case: dict[str, Any]) -> None:
     from deepspeed_pulse.engine import communicator
 
     # As on backends that ignore tags: every channel has a group of its own.
-    communicator._HOST_BACKENDS = () if case.get("untagged") else ("gloo", "mpi")
+    communicator.HOST_BACKENDS = () if case.get("untagged") else ("gloo", "mpi")
     layers, batch, first = models(case["model"])
     microbatches, clip = case["M"], case["clip"]
     pulse = {"enabled": case["enabled"]}

@@ -63,9 +63,9 @@ def as_at_the_end(options: dict[str, Any], *, bucket_bytes: int, waves: int) -> 
         before, reduction.BUCKET_BYTES = reduction.BUCKET_BYTES, bucket_bytes
         pulse = {"solver_seconds": 0, "placement": "wave", "waves": waves}
         engine = make_engine(2, 3, pulse=pulse, optimizer=lambda p: RecordingSGD(p, lr=0.05, momentum=0.9), **options)
-        assert engine._reduction is not None
+        assert engine._reduction.sums is not None
         if not early:
-            engine._reduction = None
+            engine._reduction.sums = None
         found.append(trained(engine))
         engine.destroy()
         reduction.BUCKET_BYTES = before
@@ -78,13 +78,13 @@ def as_at_the_end(options: dict[str, Any], *, bucket_bytes: int, waves: int) -> 
 def stages_leave_before_the_last_action() -> None:
     """On the first rank of a wave the last stage's gradients leave while the first stage still has backwards to do."""
     engine = make_engine(2, 3)
-    counts, start = [], engine._reduction.start
+    counts, start = [], engine._reduction.sums.start
 
     def counting(stage: int) -> None:
         counts.append((stage, len(engine._runtime._marks)))
         start(stage)
 
-    engine._reduction.start = counting
+    engine._reduction.sums.start = counting
     engine.train_batch(data_of(engine, 0))
     mine = engine.module.plan.stages_of(engine.stage_id)
     assert sorted(stage for stage, _ in counts) == sorted(mine)
@@ -187,16 +187,16 @@ def falls_back() -> None:
         return [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(count)]
 
     sparse = plain_engine([LayerSpec(SparseFirst, True), *linears(3)])
-    assert (sparse._reduction is None) == (sparse.stage_id == 0)
+    assert (sparse._reduction.sums is None) == (sparse.stage_id == 0)
     sparse.train_batch(iter(batches_for(sparse.grid.data_parallel_id)))
     sparse.destroy()
     for more in ({}, {"bf16": {"enabled": True}}):
         engine = plain_engine(linears(4), optimizer=torch.optim.AdamW, zero_optimization={"stage": 1}, **more)
-        assert engine._reduction is None and not engine.module.plan.rules.reduce_early, more
+        assert engine._reduction.sums is None and not engine.module.plan.rules.reduce_early, more
         engine.destroy()
     one_bit = plain_engine(linears(4))
     one_bit.pipeline_enable_backward_allreduce = False  # as a 1-bit optimizer does
-    one_bit._reduction.begin = one_bit._reduction.start = None
+    one_bit._reduction.sums.begin = one_bit._reduction.sums.start = None
     one_bit.train_batch(iter(batches_for(one_bit.grid.data_parallel_id)))
     one_bit.destroy()
     hidden = plain_engine([LayerSpec(SparseFirst, False), *linears(3)])
@@ -215,7 +215,7 @@ def expect(text: str, engine: Any, *, fails: bool) -> None:
     # collectives that ranks which failed do not come to
     engine._aggregate_total_loss = lambda: torch.zeros(1)
     engine._take_model_step = lambda *_: None
-    engine._steps["train"] = 10
+    engine._steps._reading._steps["train"] = 10
     batches = batches_for(engine.grid.data_parallel_id)
     try:
         engine.train_batch(iter(map(as_bf16_pair, batches) if engine.bfloat16_enabled() else batches))

@@ -349,7 +349,7 @@ def partial(engine: Any, folder: Path, act: Act) -> str:
     for name, use in {
         "train_batch": lambda: train(engine, range(1)),
         "save_checkpoint": lambda: engine.save_checkpoint(folder, "half"),
-        "what saves averages and models": lambda: engine.module.together(lambda: None, "save_pretrained()"),
+        "what saves averages and models": lambda: engine.module.ranks.together(lambda: None, "save_pretrained()"),
     }.items():
         refusals = told(error_of(use))
         if any(kind != "RunError" or "load a whole checkpoint first" not in text for kind, text in refusals):

@@ -16,6 +16,7 @@ class FakeModule:
 
     def __init__(self, layers: list[Any], owners: list[int], rank: int, shared: SimpleNamespace) -> None:
         self.layer_list, self.owners, self.stage_id, self.shared = layers, owners, rank, shared
+        self.ranks = self
         self.received_bytes: list[int] = []
 
     def local_layers(self) -> list[tuple[int, Any]]:

@@ -47,6 +47,7 @@ ROLES = {
     "engine": ENGINE,
     "_engine": ENGINE,
     "module": MODULE,
+    "_module": MODULE,
     "optimizer": OPTIMIZERS,
     "grid": GRID,
     "_grid": GRID,

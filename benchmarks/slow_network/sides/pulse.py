@@ -15,7 +15,7 @@ from measured import measured_profiles
 from slow_network.cases import Case
 
 from deepspeed_pulse import LayerSpec, PipelineModule
-from deepspeed_pulse.engine.plans.links import measure_cluster
+from deepspeed_pulse.engine.plans.machines import machines
 from deepspeed_pulse.ir.plan import Plan
 
 Described = Callable[[], dict[str, Any]]
@@ -37,7 +37,7 @@ def measured(case: Case) -> dict[str, Any]:
 
 def unlimited() -> dict[str, Any]:
     """What a message between two ranks takes here; asked on all ranks at once."""
-    return measure_cluster(torch.device("cpu")).to_dict()
+    return machines(torch.device("cpu")).to_dict()
 
 
 def build(case: Case, *, plan: str, samples: int, zero: int) -> tuple[Callable[[], None], Described]:

@@ -22,10 +22,11 @@ class Preemption:
 
     def __init__(self) -> None:
         self._heard = False
-        self._group: Any = None
+        self.group: Any = None
+        """All ranks', over the host's memory; None: the world's own is."""
         if get_accelerator().device_name() != "cpu":
             # over host memory, so that asking waits for no kernel
-            self._group = torch.distributed.new_group(backend="gloo")
+            self.group = torch.distributed.new_group(backend="gloo")
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._hear)
@@ -38,5 +39,5 @@ class Preemption:
         """True on every rank when any rank was asked to stop. Collective over the world."""
         heard = torch.tensor([int(self._heard)])
         if torch.distributed.get_world_size() > 1:
-            torch.distributed.all_reduce(heard, op=torch.distributed.ReduceOp.MAX, group=self._group)
+            torch.distributed.all_reduce(heard, op=torch.distributed.ReduceOp.MAX, group=self.group)
         return bool(heard.item())

@@ -2,78 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_pulse.engine.data.batches import kind
 from deepspeed_pulse.errors import ConfigError
 
 
-class EvaluatingEngine(PipelineEngine):
-    """``PipelineEngine`` whose ``eval_batch`` checks what is asked before any rank waits for another."""
+class Evaluation:
+    """What an ``eval_batch`` does besides upstream's.
 
-    _broadcasts = False
-    """True while an evaluation runs whose loss every rank of the pipeline receives."""
+    Args:
+        engine: whose.
+    """
 
-    def eval_batch(
-        self,
-        data_iter: Any,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """As upstream, forward only.
-
-        Args:
-            data_iter: batches ``(inputs, labels)``; training goes on with its own afterwards.
-            return_logits: also return the last layer's output of the last microbatch, on the last stage's rank.
-            compute_loss: False returns outputs instead of losses, and reads no labels.
-            reduce_output: ``"avg"`` over microbatches and replicas, or None: the last stage's rank gets the list of
-                all microbatches, the others None.
-            bcast_loss: every rank gets the loss.
-            num_micro_batches: any number; as in training when left out.
-
-        Raises:
-            ConfigError: an option is unknown, or what would be broadcast is no scalar.
-        """
-        _check_options(compute_loss, reduce_output, bcast_loss, num_micro_batches)
-        training_data = self.data_iterator
-        with self._monitoring(compute_loss and reduce_output is not None):
-            self._broadcasts = compute_loss and (bcast_loss or self.monitor.enabled)
-            # upstream would add what comes out to the last training loss, whatever its shape
-            self.total_loss = None
-            try:
-                return super().eval_batch(
-                    data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-                )
-            finally:
-                self.data_iterator, self.total_loss = training_data, None
-                self.eval_return_logits = self._broadcasts = False
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._broadcasts = False
+        """True while an evaluation runs whose loss every rank of the pipeline receives."""
 
     @contextmanager
-    def _monitoring(self, wanted: bool) -> Iterator[None]:
-        """Upstream hands the monitor whatever comes out, on rank 0 only; outputs and lists are no loss to log."""
-        before = self.monitor.enabled
-        self.monitor.enabled = before and wanted
+    def under_way(
+        self, compute_loss: bool, reduce_output: str | None, bcast_loss: bool, num_micro_batches: int | None
+    ) -> Iterator[None]:
+        """Around upstream's ``eval_batch``; the options are its own.
+
+        Raises:
+            ConfigError: an option is unknown; before any rank waits for another.
+        """
+        _check_options(compute_loss, reduce_output, bcast_loss, num_micro_batches)
+        engine = self._engine
+        training_data, monitors = engine.data_iterator, engine.monitor.enabled
+        # upstream hands the monitor whatever comes out, on rank 0 only; outputs and lists are no loss to log
+        engine.monitor.enabled = monitors and compute_loss and reduce_output is not None
+        self._broadcasts = compute_loss and (bcast_loss or engine.monitor.enabled)
+        # upstream would add what comes out to the last training loss, whatever its shape
+        engine.total_loss = None
         try:
             yield
         finally:
-            self.monitor.enabled = before
+            engine.data_iterator, engine.total_loss = training_data, None
+            engine.eval_return_logits = self._broadcasts = False
+            engine.monitor.enabled = monitors
 
-    def _reduce_outputs(self, outputs: Any, reduce: str | None = "avg", **options: Any) -> Any:
-        """As upstream, on the last stage's rank; several losses are averaged each."""
+    def reduced(self, outputs: Any, reduce: str | None, mean: Callable[[Any], Any]) -> Any:
+        """Outputs of all microbatches as one; several losses are averaged each.
+
+        Args:
+            mean: upstream's way with a list of tensors.
+
+        Raises:
+            ConfigError: what would be broadcast is no scalar.
+        """
         if self._broadcasts:
             _check_scalar(outputs[0])
         if reduce is None or isinstance(outputs[0], torch.Tensor):
-            return super()._reduce_outputs(outputs, reduce, **options)
-        columns = zip(*outputs, strict=True)
-        return [super(EvaluatingEngine, self)._reduce_outputs(list(column), reduce, **options) for column in columns]
+            return mean(outputs)
+        return [mean(list(column)) for column in zip(*outputs, strict=True)]
 
 
 def _check_options(compute_loss: bool, reduce_output: Any, bcast_loss: bool, num_micro_batches: Any) -> None:

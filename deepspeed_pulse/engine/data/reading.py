@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine.data.agreement import (
-    check_something_trains,
-    difference_in_data,
-    raise_everywhere,
-    told_by_first,
-    who_has_data,
-)
+from deepspeed_pulse.engine.collectives import decided_in_pipeline, raise_everywhere
+from deepspeed_pulse.engine.data.agreement import check_something_trains, difference_in_data, who_has_data
 from deepspeed_pulse.engine.data.batches import (
     LABELS,
     ShapeKeeper,
@@ -27,6 +21,8 @@ from deepspeed_pulse.engine.data.batches import (
     warn_of_unread,
 )
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
+from deepspeed_pulse.engine.observation.watchdog import Watchdog
+from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
@@ -38,20 +34,35 @@ MODES = ("train", "eval", "forward")
 """Kinds of step: training, evaluation with a loss, forward only. Each has its own shapes and readers of data."""
 
 
-class ReadingEngine(PipelineEngine):
-    """``PipelineEngine`` whose ranks may each read data, or be sent what they need of it."""
+class Reading:
+    """The data of a rank's steps: read by itself where it was given an iterator, else sent to it.
 
-    _plan: Plan
-    _breakdown: Any
-    _watchdog: Any
-    _compute_loss: bool
-    _told_difference = False
+    Args:
+        engine: draws batches from its iterator.
+        plan: places stages.
+        watchdog: told while ranks wait for data.
+        drawing: times the drawing of a batch.
 
-    def _prepare_reading(self) -> None:
-        module = self.module
+    Attributes:
+        batches: of the step.
+    """
+
+    batches: StepBatches
+
+    def __init__(
+        self,
+        engine: Any,
+        seat: Seat,
+        plan: Plan,
+        watchdog: Watchdog,
+        drawing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        module = engine.module
+        self._engine, self._module, self._seat = engine, module, seat
+        self._plan, self._watchdog, self._drawing = plan, watchdog, drawing
+        self._first, self._last = plan.placement[0], plan.placement[-1]
         self._names = [value.name for value in module.graph.batch_entries]
         self._data_names = [value.name for value in module.job.reading_graph.batch_entries]
-        self._pipelines = self.grid.topology().get_axis_comm_lists("pipe")
         self._readers: dict[str, tuple[bool, ...]] = {}
         self._shapes = {
             mode: ShapeKeeper(
@@ -67,156 +78,160 @@ class ReadingEngine(PipelineEngine):
         }
         self._steps = dict.fromkeys(MODES, 0)
         self._is_encoded = dict.fromkeys(MODES, False)
-        """Kinds of step whose data has what frozen parts would give."""
+        self._told_difference = False
 
-    def set_dataloader(self, loader: Any) -> None:
-        """Every rank reads its own data."""
-        self.training_dataloader = loader
-        self.data_iterator = iter(loader)
+    def begin(self, micro_batches: int, mode: str, ahead: StepBatches | None) -> None:
+        """Start a step. ``ahead``: its data, where that was read during the one before."""
+        self._mode = mode
+        self._checking = self._is_checked(self._steps[mode])
+        self.batches = ahead or self._batches_of(micro_batches, self._steps[mode])
 
-    def set_dataiterator(self, iterator: Any) -> None:
-        """Every rank that is given an iterator draws from it."""
-        self.training_dataloader = None
-        self.data_iterator = iterator
+    def following(self, micro_batches: int) -> StepBatches:
+        """The data of the next step of this kind."""
+        return self._batches_of(micro_batches, self._steps[self._mode] + 1)
 
-    def _begin_reading(self, micro_batches: int, mode: str) -> None:
-        self._checking = self._is_checked(mode, self._steps[mode])
-        self._batches = self._step_batches(micro_batches, mode, self._steps[mode])
+    @property
+    def is_encoded(self) -> bool:
+        """True for a kind of step whose data has what frozen parts would give."""
+        return self._is_encoded[self._mode]
 
-    def _is_checked(self, mode: str, steps: int) -> bool:
-        return mode == "train" and (steps < CHECKED_STEPS or steps % CHECK_EVERY == 0)
+    @property
+    def reads_labels(self) -> bool:
+        """True where a loss function reads them."""
+        return self._module.loss_fn is not None and bool(self._engine._compute_loss)
 
-    def _step_batches(self, micro_batches: int, mode: str, steps: int) -> StepBatches:
+    def entries(self, graph: Graph) -> list[NamedValue]:
+        """Batch entries that layers pop, and the labels where a loss function reads them."""
+        labels = NamedValue(name=LABELS, source=None, targets=(len(graph.layers) - 1,))
+        return [*graph.batch_entries, *([labels] if self.reads_labels else [])]
+
+    def _is_checked(self, steps: int) -> bool:
+        return self._mode == "train" and (steps < CHECKED_STEPS or steps % CHECK_EVERY == 0)
+
+    def _batches_of(self, micro_batches: int, steps: int) -> StepBatches:
         """The data of the step after so many of its kind."""
-        checked = self._is_checked(mode, steps) and self.data_iterator is not None
+        has_data = self._engine.data_iterator is not None
         return StepBatches(
-            None if self.data_iterator is None else self._timed_next_batch,
+            self._next_batch if has_data else None,
             micro_batches,
-            self._shapes[mode].split,
-            torch.device(self.device),
+            self._shapes[self._mode].split,
+            self._seat.device,
             [*self._names, *(name for name in self._data_names if name not in self._names)],
-            self._entries_to_check() if checked else (),
+            self._entries_to_check() if has_data and self._is_checked(steps) else (),
         )
 
-    def _timed_next_batch(self) -> Any:
+    def _next_batch(self) -> Any:
         """A generator that yields inside ``torch.no_grad()`` leaves it on for whoever draws: layers must not see it."""
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())
-        with self._watchdog.aside("the data loader"), self._breakdown.drawing(), gradients:
-            return self._next_batch()
+        with self._watchdog.aside("the data loader"), self._drawing(), gradients:
+            return self._engine._next_batch()
 
-    def _agree_on_data(self, mode: str) -> tuple[bool, ...]:
-        """Once per mode: all ranks look at their first batch, and learn who reads data."""
-        has_data = self.data_iterator is not None
-        if mode in self._readers:
-            if self._readers[mode][self.stage_id] != has_data:
+    # -- what ranks agree on before a step ---------------------------------------------------
+
+    def agreed_readers(self) -> tuple[bool, ...]:
+        """Which ranks read data. The first time of each mode, all ranks look at their first batch."""
+        has_data = self._engine.data_iterator is not None
+        if self._mode in self._readers:
+            readers = self._readers[self._mode]
+            if readers[self._seat.rank] != has_data:
                 before, now = ("one", "none") if not has_data else ("none", "one")
                 raise BatchError(
-                    f"pipeline rank {self.stage_id} was given {before} data iterator in the first step and {now} now; "
-                    "give each rank the same kind of argument in every step"
+                    f"pipeline rank {self._seat.rank} was given {before} data iterator in the first step and {now} "
+                    "now; give each rank the same kind of argument in every step"
                 )
-            if not self.module.dynamic_shape:
-                self._batches.first()
-            return self._readers[mode]
-        problem: Exception | None = None
+            if not self._module.dynamic_shape:
+                self.batches.first()
+            return readers
+        problem = self._problem_with_first()
+        self._watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
+        raise_everywhere(problem, "the first batch cannot be drawn")
+        if self._mode == "train":
+            named = self._module.named_parameters()
+            check_something_trains(p for name, p in named if not is_placeholder(name))
+        readers = who_has_data(has_data, self._first, self._seat.pipelines)
+        if self._module.frozen is not None:
+            self._agree_on_encoding(readers)
+        self._check_routed(readers)
+        self._readers[self._mode] = readers
+        return readers
+
+    def _problem_with_first(self) -> Exception | None:
         try:
-            check_iterator(self.data_iterator)
-            first = self._batches.first()
-            if first is not None and mode == "train" and self.is_first_stage() and self.grid.data_parallel_id == 0:
+            check_iterator(self._engine.data_iterator)
+            first = self.batches.first()
+            is_first = self._seat.rank == self._first and self._seat.index == 0
+            if first is not None and self._mode == "train" and is_first:
                 warn_of_unread(first)
         except StopIteration:
-            problem = BatchError(
-                f"rank {self.global_rank}: the data iterator is empty: expected the batches of at least one step"
+            return BatchError(
+                f"rank {self._engine.global_rank}: the data iterator is empty: expected the batches of at least one "
+                "step"
             )
         except Exception as found:  # whatever a loader raises
-            problem = found
-        self._watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
-        raise_everywhere(problem, "the first batch cannot be drawn", dist.get_world_size())
-        if mode == "train":
-            ours = (p for name, p in self.module.named_parameters() if not is_placeholder(name))
-            check_something_trains(ours, dist.get_world_size())
-        readers = who_has_data(has_data, self._plan.placement[0], self._pipelines)
-        if self.module.frozen is not None and mode != "train":
-            self._is_encoded[mode] = told_by_first(
-                self._has_results if self.is_first_stage() else None,
-                self.grid.pp_group[self._plan.placement[0]],
-                self.grid.get_pipe_parallel_group() if self.num_stages > 1 else None,
-            )
-        if self.module.frozen is not None and not self._is_encoded[mode] and not all(readers):
+            return found
+        return None
+
+    def _agree_on_encoding(self, readers: tuple[bool, ...]) -> None:
+        if self._mode != "train":
+            self._is_encoded[self._mode] = decided_in_pipeline(self._has_results, self._first, self._seat)
+        if not self.is_encoded and not all(readers):
             raise BatchError(
                 f"frozen parts run on any rank, so every rank reads data: pipeline rank {readers.index(False)} was "
                 "given none; pass the same data_iter on every rank, or evaluate on data that has the parts' results"
             )
-        self._check_routed(readers)
-        self._readers[mode] = readers
-        return readers
 
     def _has_results(self) -> bool:
-        first = self._batches.first()
+        first = self.batches.first()
         return first is not None and first.is_encoded
 
-    def _agree_on_shapes(self) -> list[int]:
-        """What stands for the shapes of this step's microbatches, as the first rank draws them."""
-        keys: list[int] = told_by_first(
-            self._batches.draw_all if self.is_first_stage() else None,
-            self.grid.pp_group[self._plan.placement[0]],
-            self.grid.get_pipe_parallel_group() if self.num_stages > 1 else None,
-        )
-        self._batches.expect(keys)
+    def agreed_shapes(self, micro_batches: int) -> list[int]:
+        """What stands for the shapes of this step's microbatches; where they change, as the first rank draws them."""
+        if not self._module.dynamic_shape:
+            return [MODES.index(self._mode)] * micro_batches
+        keys: list[int] = decided_in_pipeline(self.batches.draw_all, self._first, self._seat)
+        self.batches.expect(keys)
         return keys
 
     def _check_routed(self, readers: tuple[bool, ...]) -> None:
         """What ranks without data read is sent to them, so it must be tensors."""
-        routes = entry_routes(self._plan, self._entries(self.module.graph), readers)
+        routes = entry_routes(self._plan, self.entries(self._module.graph), readers)
         if not routes:
             return
         problem: Exception | None = None
-        first = self._batches.first()
-        for route in routes if first is not None else ():
-            value = first.value(route.name)
-            if not can_travel(value) and problem is None:
+        first = self.batches.first()
+        for route in routes:
+            value = None if first is None else first.value(route.name)
+            if first is not None and not can_travel(value) and problem is None:
                 rank = self._plan.placement[route.hops[0][1]]
                 problem = BatchError(
                     f"{entry_text(route.name)} cannot be sent: expected a tensor or a tuple of tensors, found "
                     f"{kind(value)}; pipeline rank {rank} reads it and was given no data: pass data_iter on every "
                     "rank, or make it a tensor"
                 )
-        raise_everywhere(problem, "the first batch cannot be sent", dist.get_world_size())
+        raise_everywhere(problem, "the first batch cannot be sent")
 
-    @property
-    def _reads_labels(self) -> bool:
-        return self.module.loss_fn is not None and self._compute_loss
+    # -- what they compare after it ----------------------------------------------------------
 
-    def _entries(self, graph: Graph) -> list[NamedValue]:
-        """Batch entries that layers pop, and the labels where a loss function reads them."""
-        return [*graph.batch_entries, *([_labels(graph)] if self._reads_labels else [])]
-
-    def _compare_data(self, mode: str) -> None:
-        """At the end of a step that is checked: the ranks of a pipeline have read the same."""
-        if self._checking and self.num_stages > 1:
-            names = self._all_checked()
-            mine = self._batches.checksums
-            found = difference_in_data(
-                names,
-                [mine.get(name) for name in names],
-                first_rank=self._plan.placement[0],
-                group=self.grid.get_pipe_parallel_group(),
-                size=self.num_stages,
-                device=torch.device(self.device),
-            )
+    def compare(self) -> None:
+        """At the end of a step: in one that is checked, the ranks of a pipeline have read the same."""
+        if self._checking and len(self._seat.ranks) > 1:
+            mine, names = self.batches.checksums, self._all_checked()
+            sums = [mine.get(name) for name in names]
+            found = difference_in_data(names, sums, first_rank=self._first, seat=self._seat)
             if found is not None:
-                self._tell_difference(*found, step=self._steps[mode] + 1)
-        self._steps[mode] += 1
+                self._tell_difference(*found)
+        self._steps[self._mode] += 1
 
-    def _tell_difference(self, name: str, rank: int, *, step: int) -> None:
+    def _tell_difference(self, name: str, rank: int) -> None:
         """Labels of other data than the inputs are what upstream trains with too: a program of its keeps training."""
         problem = (
-            f"step {step}: {entry_text(name)} of pipeline rank {rank} differ from those of the first pipeline rank; "
-            "every rank of a pipeline must draw the same batches: seed noise, timesteps and shuffling by step and "
-            "data-parallel index, or give data_iter to the first rank only"
+            f"step {self._steps[self._mode] + 1}: {entry_text(name)} of pipeline rank {rank} differ from those of the "
+            "first pipeline rank; every rank of a pipeline must draw the same batches: seed noise, timesteps and "
+            "shuffling by step and data-parallel index, or give data_iter to the first rank only"
         )
-        if name != LABELS or not self.module.job.keeps_cuts:
+        if name != LABELS or not self._module.job.keeps_cuts:
             raise BatchError(problem)
-        if not self._told_difference and self.is_last_stage():
+        if not self._told_difference and self._seat.rank == self._last:
             print(f"pulse: warning: trained as upstream does, on the last rank's labels: {problem}", flush=True)
         self._told_difference = True
 
@@ -225,17 +240,13 @@ class ReadingEngine(PipelineEngine):
 
     def _entries_to_check(self) -> list[str]:
         """What this rank reads of the batch: everything on the first rank."""
-        if self.is_first_stage():
+        if self._seat.rank == self._first:
             return self._all_checked()
-        mine, graph = set(self.module._local_layers), self.module.graph
+        mine, graph = {index for index, _ in self._module.local_layers()}, self._module.graph
         model = {v.name: mine & set(v.targets) for v in graph.batch_entries}
         # what frozen parts read, any rank may read
         read = [name for name in self._data_names if model.get(name, True)]
-        return [*read, LABELS] if self.is_last_stage() else read
-
-
-def _labels(graph: Any) -> NamedValue:
-    return NamedValue(name=LABELS, source=None, targets=(len(graph.layers) - 1,))
+        return [*read, LABELS] if self._seat.rank == self._last else read
 
 
 def entry_routes(plan: Plan, entries: Sequence[NamedValue], readers: tuple[bool, ...]) -> list[Route]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_pulse.engine.data.agreement import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.errors import ConfigError
 
@@ -53,10 +53,9 @@ def check_covers(groups: Iterable[Any], module: torch.nn.Module) -> None:
     named = {name: parameter for name, parameter in module.named_parameters() if not is_placeholder(name)}
     mine = {id(parameter) for parameter in module.parameters()}
     foreign = [parameter for key, parameter in given.items() if key not in mine]
-    world = dist.get_world_size()
-    raise_everywhere(_refusal(foreign, len(given)) if foreign else None, "the optimizer cannot be built", world)
+    raise_everywhere(_refusal(foreign, len(given)) if foreign else None, "the optimizer cannot be built")
     left_out = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in given]
-    everywhere = list(dict.fromkeys(name for names in told_by_all(left_out, world) for name in names))
+    everywhere = list(dict.fromkeys(name for names in told_by_all(left_out) for name in names))
     if everywhere and dist.get_rank() == 0:
         more = f" and {len(everywhere) - _SHOWN} more" if len(everywhere) > _SHOWN else ""
         print(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.engine.data.agreement import told_by_all
+from deepspeed_pulse.engine.collectives import told_by_all
 
 PLACEHOLDER = "pulse_placeholder"
 
@@ -62,8 +62,7 @@ def with_groups(
     def missing(count: int) -> range:
         if not sums_norms_by_group(engine):
             return range(0)
-        grid = engine.module._grid
-        counts = told_by_all(count, grid.pipe_parallel_size, grid.get_pipe_parallel_group())
+        counts = told_by_all(count, engine.module._grid.get_pipe_parallel_group())
         return range(max(counts) - count)
 
     def completed(optimizer: Any) -> Any:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DtypeEnum
+from deepspeed.runtime.pipe.schedule import ReduceGrads
 
+from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.errors import ConfigError, PeerError, RunError
 
 BUCKET_BYTES = 2**22
@@ -277,6 +279,42 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn
             gathered, size = [], 0
     if gathered:
         yield gathered
+
+
+class EarlyReduction:
+    """Sums this rank's gradients while it works, as long as the program lets it.
+
+    Args:
+        engine: its optimizer and the dtype in which it sends gradients are followed: a program may set others.
+        timeout_seconds: silence of a replica after which a wait raises.
+
+    Attributes:
+        sums: those of the stages; None where gradients are summed upstream's way.
+        is_on: in the step under way.
+    """
+
+    def __init__(self, engine: Any, timeout_seconds: float) -> None:
+        self._engine, self._timeout_seconds = engine, timeout_seconds
+        self._make()
+        self.is_on = False
+
+    def _make(self) -> None:
+        self._made_for = self._engine.optimizer, self._engine.communication_data_type
+        self.sums = stage_reduction(self._engine, self._timeout_seconds)
+
+    def begin(self, *, training: bool) -> bool:
+        """Start a step; False where gradients are summed upstream's way at its end, or by the program."""
+        # 1-bit optimizers turn upstream's reduction off in the middle of a run
+        may_be = training and self._engine.pipeline_enable_backward_allreduce
+        if not may_be or ReduceGrads in replaced_instructions():
+            self.is_on = False
+            return False
+        if self._made_for != (self._engine.optimizer, self._engine.communication_data_type):
+            self._make()
+        self.is_on = self.sums is not None
+        if self.sums is not None:
+            self.sums.begin()
+        return self.is_on
 
 
 def stage_reduction(engine: Any, timeout_seconds: float) -> StageReduction | None:

@@ -45,14 +45,14 @@ def trained_dtype(config: Any) -> torch.dtype | None:
 def scaled(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
     """The loss as the optimizer expects its gradients."""
     if isinstance(optimizer, ZeROOptimizer):
-        return optimizer.scale_if_loss(loss)
+        return optimizer.scale_if_loss(loss)  # type: ignore[no-any-return]
     return scaled_without_zero(loss, optimizer)
 
 
 def scaled_without_zero(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
     """Upstream divides gradients by the scale of these optimizers, and multiplies the loss by it under ZeRO only."""
     if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) and optimizer.loss_scale is not None:
-        return loss.float() * optimizer.loss_scale
+        loss = loss.float() * optimizer.loss_scale
     return loss
 
 

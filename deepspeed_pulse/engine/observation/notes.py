@@ -18,11 +18,11 @@ def print_notes(engine: Any) -> None:
 
 def _notes(engine: Any) -> Iterator[str]:
     module = engine.module
-    checkpointing = getattr(module.job, "checkpointing", None)  # known once planned
-    absent = None if checkpointing is None else checkpointing.note(module.layer_list)
+    recomputing = getattr(module.job, "recomputing", None)  # known once planned
+    absent = None if recomputing is None else recomputing.note(module.layer_list)
     if absent is not None:
         yield absent
-    if module.pulse is not None and _clips_in_full_precision(engine) and not clipping_is_replaced(type(engine)):
+    if module.pulse is not None and _clips_in_full_precision(engine) and not clipping_is_replaced():
         yield (
             f"gradient_clipping {engine.gradient_clipping():g}: gradients are clipped by the norm over all pipeline "
             f"ranks; DeepSpeed {deepspeed.__version__} by itself would take, without fp16, bf16 and ZeRO, the norm of "

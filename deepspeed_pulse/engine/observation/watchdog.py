@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -286,6 +286,19 @@ def _end_process(message: str, status: int = 1) -> None:
     # one write: lines of ranks do not mix
     os.write(sys.stderr.fileno(), f"pulse: watchdog: {message}\n".encode())
     os._exit(status)
+
+
+def hint(placement: Sequence[int], ranks: Sequence[int]) -> str:
+    """For a program that sends data between the ranks that it takes for the first and the last."""
+    first, last = placement[0], placement[-1]
+    if first != last:
+        return ""
+    return (
+        f". Under this wave pipeline rank {first} (rank {ranks[first]}) holds the first and the last stage, so "
+        "is_first_stage() and is_last_stage() are true on it alone: a loader that sends labels between the two has no "
+        "partner. Let that rank's loader give whole batches, dicts or pairs (inputs, labels), and send nothing: what "
+        'other ranks read is sent to them; or set "placement": "linear" in the "pulse" block'
+    )
 
 
 _found: tuple[int, Watchdog] | None = None

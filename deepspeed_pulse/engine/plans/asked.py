@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.data.agreement import check_zero_stage
+from deepspeed_pulse.engine.starting.supported import check_zero_stage
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Choice, Given
 from deepspeed_pulse.ir.layout import Layout

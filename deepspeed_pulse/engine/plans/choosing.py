@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed_pulse.engine.data.agreement import agree
+from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.plans.asked import Asked, sizes_to_measure
 from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.measuring import measure_profiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe import module as upstream
 
+from deepspeed_pulse.engine.measure.hardware import device_name
 from deepspeed_pulse.engine.plans.costs import PlanRequest, stand_in
-from deepspeed_pulse.engine.plans.hardware import device_name
+from deepspeed_pulse.engine.sharing.closures import is_full
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 from deepspeed_pulse.ir.profile import Profile
 
@@ -69,11 +70,12 @@ def code(layer: Any) -> Any:
     if not isinstance(module, torch.nn.Module):
         return _function(module)
     modules = dict(module.named_modules())
+    kinds: set[Any] = {type(m) for m in modules.values()}
     return {
         "forward_fn": None if forward_fn is None else _function(forward_fn),
         "modules": {name: [_named(type(m)), m.extra_repr(), _settings(m)] for name, m in modules.items()},
         "parameters": {name: [_plain(p), p.requires_grad] for name, p in module.named_parameters()},
-        "sources": {_named(kind): _source(kind) for kind in {type(m) for m in modules.values()}},
+        "sources": {_named(kind): _source(kind) for kind in kinds},
     }
 
 
@@ -85,18 +87,10 @@ def _settings(module: torch.nn.Module) -> dict[str, Any]:
 def _function(function: Any) -> Any:
     if isinstance(function, functools.partial):
         return [_function(function.func), _plain(function.args), _plain(function.keywords)]
-    closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_full(cell)]
+    closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if is_full(cell)]
     own = _plain(vars(function)) if hasattr(function, "__dict__") else None
-    kind = function if inspect.isroutine(function) else type(function)
+    kind: Any = function if inspect.isroutine(function) else type(function)
     return [_named(kind), _source(kind), _plain(closure), _plain(getattr(function, "__defaults__", None)), own]
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def _named(kind: Any) -> str:
@@ -104,7 +98,7 @@ def _named(kind: Any) -> str:
 
 
 @functools.cache
-def _source(kind: Callable[..., Any]) -> str:
+def _source(kind: Any) -> str:
     """Text of a class or function; of a library's its version says as much."""
     if str(getattr(kind, "__module__", "")).split(".")[0] in LIBRARIES:
         return ""

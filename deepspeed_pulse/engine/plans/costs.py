@@ -201,9 +201,9 @@ def skips_of(graph: Graph, value_bytes: dict[str, tuple[int, bool]]) -> tuple[Sk
 
 def built(layer: Any) -> Callable[..., Any]:
     """The module or function that a layer of the list stands for."""
-    bare = unwrap(layer)
-    if isinstance(bare, upstream.LayerSpec):
-        module = bare.build()
-        forward_fn = getattr(bare, "forward_fn", None)
-        return module if forward_fn is None else TiedCall(module, forward_fn)
-    return bare
+    bare: Any = unwrap(layer)
+    if not isinstance(bare, upstream.LayerSpec):
+        return bare  # type: ignore[no-any-return]
+    module: torch.nn.Module = bare.build()
+    forward_fn = getattr(bare, "forward_fn", None)
+    return module if forward_fn is None else TiedCall(module, forward_fn)

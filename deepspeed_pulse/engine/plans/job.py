@@ -15,8 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
-from deepspeed_pulse.engine.checkpointing import CheckpointArguments, Checkpointing
-from deepspeed_pulse.engine.data.agreement import agree, everywhere
+from deepspeed_pulse.engine.collectives import agree, everywhere
 from deepspeed_pulse.engine.data.batches import SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
 from deepspeed_pulse.engine.frozen import DeclaredParts, FrozenSpec
@@ -28,6 +27,7 @@ from deepspeed_pulse.engine.plans.choosing import Chosen, choose
 from deepspeed_pulse.engine.plans.costs import PlanRequest
 from deepspeed_pulse.engine.plans.kept import check_folder
 from deepspeed_pulse.engine.plans.planning import Planned, plan_job
+from deepspeed_pulse.engine.recomputing import RecomputeArguments, Recomputing
 from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import graph_of
 from deepspeed_pulse.engine.starting.start import Config, load_config
@@ -37,7 +37,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.rules import PLAIN, Rules
-from deepspeed_pulse.runtime.replay import Checkpoint
+from deepspeed_pulse.runtime.recomputing import Checkpoint
 
 
 class TrainingJob:
@@ -50,7 +50,7 @@ class TrainingJob:
         pulse: its block; None where the layers run as upstream runs them.
         frozen: encoders that run in idle time; None without.
         chosen: what was chosen for "auto"; None where nothing was.
-        checkpointing: which layers run again in backward, and how; known once planned.
+        recomputing: which layers run again in backward, and how; known once planned.
 
     Raises:
         PulseError: the layers, the config, the frozen parts or the example batch are wrong.
@@ -65,7 +65,7 @@ class TrainingJob:
         frozen: Mapping[str, FrozenSpec] | None,
         example_batch: Any,
         partition_method: str | Sequence[int | str] | None,
-        checkpoint_arguments: CheckpointArguments,
+        recompute_arguments: RecomputeArguments,
     ) -> None:
         self.layers = layers
         self.graph = graph_of(layers)
@@ -75,11 +75,11 @@ class TrainingJob:
         self.config = load_config(config)
         self.pulse = self._resolve_pulse()
         self.chosen: Chosen | None = None
-        self.checkpointing: Checkpointing
+        self.recomputing: Recomputing
         self._example = None if example_batch is None else self._split(example_batch)
         self._partition_method = partition_method
         self.keeps_cuts = False
-        self._checkpoint_arguments = checkpoint_arguments
+        self._recompute_arguments = recompute_arguments
         self._layout = Layout.PIPE_MAJOR
 
     @property
@@ -231,19 +231,19 @@ class TrainingJob:
 
     def recomputed_every(self, interval: int) -> tuple[int, ...]:
         """The layers that an interval applies to."""
-        layers = self._checkpoint_arguments.every(interval, self.layers).layers
+        layers = self._recompute_arguments.every(interval, self.layers).layers
         assert not isinstance(layers, str)
         return layers
 
-    def checkpoint_every(self, interval: int, function: Checkpoint | None) -> None:
+    def recompute_every(self, interval: int, function: Checkpoint | None) -> None:
         """What a program asks for after the plan was made.
 
         Args:
             interval: layers that keep one input; 0: none is recomputed.
             function: None: as before.
         """
-        found = self._checkpoint_arguments.every(interval, self.layers)
-        self.checkpointing = replace(found, function=function or self.checkpointing.function)
+        found = self._recompute_arguments.every(interval, self.layers)
+        self.recomputing = replace(found, function=function or self.recomputing.function)
 
     def _whole_request(self, grid: Any, topology: ProcessTopology) -> PlanRequest:
         parsed = _parsed(self.config, grid)
@@ -259,7 +259,7 @@ class TrainingJob:
     def _request(self, parsed: deepspeed.DeepSpeedConfig | None, *, microbatch_size: int) -> PlanRequest:
         """For one pipeline rank; costs do not depend on how many there are."""
         assert self.pulse is not None
-        self.checkpointing = self._checkpoint_arguments.resolve(self.layers, {} if parsed is None else parsed.pipeline)
+        self.recomputing = self._recompute_arguments.resolve(self.layers, {} if parsed is None else parsed.pipeline)
         device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
         example, parts = self._measured_example(device)
         return PlanRequest(
@@ -276,7 +276,7 @@ class TrainingJob:
             dtype=None if parsed is None else trained_dtype(parsed),
             frozen=parts,
             has_frozen=self.frozen is not None,
-            recompute=self.checkpointing.layers,
+            recompute=self.recomputing.layers,
             rules=PLAIN if parsed is None else _rules(parsed),
         )
 

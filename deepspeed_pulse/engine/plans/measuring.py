@@ -16,16 +16,16 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.data.agreement import agree, raise_everywhere, told_by_all
+from deepspeed_pulse.engine.collectives import agree, as_pulse_error, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
+from deepspeed_pulse.engine.measure.hardware import agreed_hardware, clock_of, device_name
+from deepspeed_pulse.engine.measure.layers import Measured, measure_layers
+from deepspeed_pulse.engine.measure.probe import Reached, reach
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
-from deepspeed_pulse.engine.plans.hardware import agreed_hardware, clock_of, device_name
 from deepspeed_pulse.engine.specs import TiedCall
 from deepspeed_pulse.errors import BatchError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.runtime.probe import Reached, reach
-from deepspeed_pulse.runtime.profiler import Measured, measure_layers
 
 CPU = torch.device("cpu")
 
@@ -57,19 +57,15 @@ def measure_profiles(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profil
 
 def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]:
     agreed_hardware(request.device, compared="threads")
-    world = dist.get_world_size()
     mine: list[Measured | None] = []
     problem: PulseError | None = None
     try:
         with same_random_numbers(request.device):
-            mine = _measure_share(request, sizes, shares(len(request.layers), world))
-    except PulseError as met:
-        problem = met
+            mine = _measure_share(request, sizes, shares(len(request.layers), dist.get_world_size()))
     except Exception as met:
-        problem = RunError(f"measuring on rank {dist.get_rank()}: {in_words(met)}")
-        problem.__cause__ = met
-    raise_everywhere(problem, "measuring layer costs", world)
-    by_rank = [row for row in told_by_all(mine, world) if row]
+        problem = as_pulse_error(met, f"measuring on rank {dist.get_rank()}")
+    raise_everywhere(problem, "measuring layer costs")
+    by_rank = [row for row in told_by_all(mine) if row]
     profiles = []
     for index, size in enumerate(sizes):
         parts = [row[index] for row in by_rank]

@@ -13,10 +13,11 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.data.agreement import agree
+from deepspeed_pulse.engine.collectives import agree
+from deepspeed_pulse.engine.measure.hardware import NO_LIMIT_BYTES
+from deepspeed_pulse.engine.measure.links import MEASURED
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile
-from deepspeed_pulse.engine.plans.hardware import NO_LIMIT_BYTES
-from deepspeed_pulse.engine.plans.links import MEASURED, measure_cluster
+from deepspeed_pulse.engine.plans.machines import machines
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
 from deepspeed_pulse.ir.choice import Given, Tuning
@@ -103,7 +104,7 @@ def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
         timed: layer costs are times; only then links are worth measuring.
     """
     if request.pulse.cluster == "auto" and timed and dist.get_world_size() > 1:
-        cluster = measure_cluster(request.device, plan_cache=request.pulse.plan_cache)
+        cluster = machines(request.device, plan_cache=request.pulse.plan_cache)
         given = request.pulse.memory_gb
         return cluster if given == "auto" else replace(cluster, memory_bytes=int(float(given) * GIGABYTE))
     return agree(lambda: known_cluster(request), "planning")  # type: ignore[no-any-return]

@@ -5,22 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
+from deepspeed_pulse.engine.measure.counter import LayerCount, count_layers
+from deepspeed_pulse.engine.measure.hardware import clock_of, device_name
+from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.plans.costs import built, skips_of
-from deepspeed_pulse.engine.plans.hardware import clock_of, device_name
 from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import Job, TiedCall
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost, Profile
-from deepspeed_pulse.runtime.counter import LayerCount, count_layers
 from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
-from deepspeed_pulse.runtime.profiler import measure_layers
 
 Watch = Callable[[str, int, int], None]
 """Called with the name of a layer, its index and the number of layers, before the layer is run."""
@@ -127,7 +128,7 @@ def _watched(build: Sequence[Callable[[], Any]], graph: Graph, watch: Watch | No
             watch(graph.layers[index].name, index, len(build))
         return build[index]()
 
-    return [lambda index=index: make(index) for index in range(len(build))]
+    return [partial(make, index) for index in range(len(build))]
 
 
 def _on_meta(layer: Any) -> Any:

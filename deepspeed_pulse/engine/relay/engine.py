@@ -10,21 +10,19 @@ import torch
 from deepspeed.runtime.pipe import schedule as upstream_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_pulse.engine.checkpoints.engine import CheckpointingEngine
-from deepspeed_pulse.engine.data.agreement import check_same_block
+from deepspeed_pulse.engine.common import CommonEngine
 from deepspeed_pulse.engine.data.batches import SplitBatch, warn_of_unread
-from deepspeed_pulse.engine.data.evaluation import EvaluatingEngine
-from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
 from deepspeed_pulse.engine.observation import events, notes
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
-from deepspeed_pulse.engine.replaced import clipping_is_replaced, replaced_instructions
+from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
+from deepspeed_pulse.engine.starting.supported import check_same_block
 from deepspeed_pulse.engine.waist.older import EngineDividingOnce
 
 
-class RelayEngine(CheckpointingEngine, EvaluatingEngine, EngineDividingOnce):
+class RelayEngine(CommonEngine, EngineDividingOnce):
     """Upstream's engine for our module without a plan.
 
     Without a ``"pulse"`` block clipping and loss scaling are upstream's. With ``"enabled": false`` clipping is over all
@@ -46,7 +44,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine, EngineDividingOnce):
             notes.print_notes(self)
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        vars(self)["_INSTRUCTION_MAP"] = {**RelayEngine._INSTRUCTION_MAP, **replaced_instructions()}
+        self.__dict__["_INSTRUCTION_MAP"] = {**RelayEngine._INSTRUCTION_MAP, **replaced_instructions()}
         self._sent.clear()
         self.module.shared.watch_buffers()
         start = time.perf_counter()
@@ -59,7 +57,7 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine, EngineDividingOnce):
 
     def _write_events(self) -> None:
         """The baseline's figures under the names that a plan's have. Collective in the pipeline."""
-        rows = self.module.gather_to_first(dict(self._sent))
+        rows = self.module.ranks.gather_to_first(dict(self._sent))
         if rows is not None and self.global_rank == 0:
             sent: Counter[str] = sum((Counter(row) for row in rows), Counter())
             mean = sum(self._times) / len(self._times)
@@ -78,14 +76,6 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine, EngineDividingOnce):
         """Bytes this rank sent in the last ``train_batch``, by channel."""
         return {"p2p_bytes": dict(self._sent)}
 
-    def clip_fp32_gradients(self) -> None:
-        if self.module.pulse is None or clipping_is_replaced(RelayEngine):
-            super().clip_fp32_gradients()
-            return
-        self._global_grad_norm = clip_over_pipeline(
-            self.module.parameters(), self.gradient_clipping(), self.grid.get_pipe_parallel_group()
-        )
-
     def _next_batch(self) -> Any:
         batch = super()._next_batch()
         graph = self.module.graph
@@ -100,11 +90,12 @@ class RelayEngine(CheckpointingEngine, EvaluatingEngine, EngineDividingOnce):
 
     def _allocate_or_extend_buffers(self, idx: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         # Upstream's pool ignores the dtype; relayed tuples mix dtypes.
-        return self._allocate_buffer(shape, dtype=dtype, num_buffers=1)[0]
+        buffer: torch.Tensor = self._allocate_buffer(shape, dtype=dtype, num_buffers=1)[0]
+        return buffer
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         if self.module.pulse is not None and self.is_last_stage():
-            self.loss = scaled_without_zero(self.loss, self.optimizer)
+            self.loss: Any = scaled_without_zero(self.loss, self.optimizer)
         super()._exec_backward_pass(buffer_id)
 
     def _exec_reduce_tied_grads(self) -> None:

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed_pulse.engine.binding import bound_layers
 from deepspeed_pulse.engine.relay.tuples import live_after, pack, unpack, unpack_batch
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.replay import Checkpoint
+from deepspeed_pulse.runtime.recomputing import Checkpoint
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 
 
@@ -47,6 +48,15 @@ class RelayStage:
         if not self._is_first:
             return unpack(state, self._before)
         return unpack_batch(state, self._before) if self._before else (state, {})
+
+
+def relay_stage(module: Any, made: RelayStage | None) -> RelayStage:
+    """A module's layers, made anew where it asks for other activation checkpointing than ``made`` was made for."""
+    asked = (module.activation_checkpoint_func, module.activation_checkpoint_interval)
+    if made is not None and made.asked == asked:
+        return made
+    chosen = module.job.recomputed_every(module.activation_checkpoint_interval)
+    return RelayStage(module.graph, bound_layers(module, recompute=chosen), asked)
 
 
 def explicit_parts(graph: Graph, cuts: Sequence[int | str], num_ranks: int) -> list[int]:

@@ -46,7 +46,7 @@ class _Reader:
             if str(function.__module__).split(".")[0] in _LIBRARIES or not self._is_new(function):
                 return
             names = _names(function.__code__)
-            cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
+            cells = [cell.cell_contents for cell in function.__closure__ or () if is_full(cell)]
             defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
             globals_ = [function.__globals__[name] for name in names if name in function.__globals__]
             yield from self._of_all([*cells, *defaults, *globals_], names)
@@ -118,7 +118,8 @@ def _names(code: CodeType | None) -> dict[str, None]:
     return dict.fromkeys([*code.co_names, *inner])
 
 
-def _is_full(cell: Any) -> bool:
+def is_full(cell: Any) -> bool:
+    """False for a cell of a closure whose variable has no value yet."""
     try:
         _ = cell.cell_contents
     except ValueError:

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.pipe import module as upstream
 
-from deepspeed_pulse.engine.data.agreement import raise_everywhere
+from deepspeed_pulse.engine.collectives import raise_everywhere
 from deepspeed_pulse.engine.plans.costs import stand_in
 from deepspeed_pulse.engine.sharing.closures import weights_reached
 from deepspeed_pulse.engine.sharing.shared import SharedWeights, parameters_in
@@ -31,7 +30,7 @@ def check_functions(layers: Sequence[Any], graph: Graph, loss_fn: Any) -> None:
     Raises:
         GraphError: says which function and, where a layer holds it, which weight.
     """
-    names = {
+    names: dict[torch.Tensor, str] = {
         p: f"{name} of layer {graph.layers[index].name}"
         for index, layer in enumerate(map(unwrap, layers))
         if isinstance(layer, torch.nn.Module)
@@ -94,7 +93,7 @@ def check_buffers(shared: SharedWeights) -> None:
             "state on as a named value"
         )
     if shared.num_watches <= AGREED_STEPS:
-        raise_everywhere(problem, "the step", dist.get_world_size())
+        raise_everywhere(problem, "the step")
     if problem is not None:
         raise problem
 

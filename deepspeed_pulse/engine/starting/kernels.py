@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-from deepspeed_pulse.engine.data.agreement import everywhere
+from deepspeed_pulse.engine.collectives import everywhere
 from deepspeed_pulse.errors import ConfigError, in_words
 
 TORCH_ADAM = "torch_adam"

@@ -11,14 +11,16 @@ from typing import Any
 from deepspeed import comm as dist
 
 from deepspeed_pulse.config import parse_pulse
-from deepspeed_pulse.engine.data.agreement import everywhere
+from deepspeed_pulse.engine.collectives import everywhere
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
+from deepspeed_pulse.engine.relay.forward import explicit_parts
 from deepspeed_pulse.engine.sharing.tied import tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.starting.arguments import check_methods
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
 from deepspeed_pulse.engine.starting.setting_up import join_others, watched_start
+from deepspeed_pulse.errors import PlanError
 
 WHERE = "deepspeed.initialize"
 
@@ -60,7 +62,7 @@ def _take(module: Any, config: dict[str, Any], watchdog: Watchdog | None) -> Non
     everywhere(lambda: _check(module), WHERE)
     _tie(module)
     if module.pulse_enabled:
-        module.plan_own_cuts()
+        plan_own_cuts(module)
         _say(module)
 
 
@@ -82,6 +84,24 @@ def _tie(module: Any) -> None:
     module._synchronize_tied_weights()
     if module.pulse_enabled and not any(p.requires_grad for p in module.parameters()):
         add_placeholder(module)
+
+
+def plan_own_cuts(module: Any) -> None:
+    """Plan the cuts that a module has: a subclass made them, or they were made before a block was known.
+
+    Raises:
+        PulseError: they cannot be planned, or the block asks for others.
+    """
+    cuts = explicit_parts(module.graph, list(module.parts)[1:-1], module.num_stages)
+    module.job.keep_cuts(cuts[1:-1])
+    module.make_plan()
+    assert module.plan is not None
+    if (list(module.plan.boundaries), list(module.plan.placement)) != (cuts, list(range(module.num_stages))):
+        raise PlanError(
+            f"the plan has cuts {list(module.plan.boundaries)} on ranks {list(module.plan.placement)}, the layers are "
+            f'already cut at {cuts}, one stage a rank; leave "plan" out of the block, or pass config= to '
+            "PipelineModule and leave its cuts to the plan"
+        )
 
 
 def _say(module: Any) -> None:

@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.pipe import module as upstream
 
-from deepspeed_pulse.engine.data.agreement import told_by_all
+from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.engine.specs import describe, unwrap
 from deepspeed_pulse.errors import ConfigError, GraphError
 
@@ -126,14 +125,13 @@ def check_same(facts: Facts, where: str) -> None:
     Raises:
         GraphError, ConfigError: they differ; the same on every rank, with the first difference.
     """
-    world = dist.get_world_size()
-    digests = told_by_all(_digests(facts), world)
+    digests = told_by_all(_digests(facts))
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is None:
         return
     names = dict.fromkeys((*digests[0], *digests[other]))
     name = next(name for name in names if digests[0].get(name) != digests[other].get(name))
-    found = told_by_all(facts.get(name, _ABSENT), world)
+    found = told_by_all(facts.get(name, _ABSENT))
     first, second = found[0], found[other]
     if name == "layers":
         raise GraphError(_layers_differ(first, second, other, where))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,14 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.data.agreement import as_pulse_error, raise_everywhere
+from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.plans.job import TrainingJob
+from deepspeed_pulse.engine.recomputing import RecomputeArguments
+from deepspeed_pulse.engine.sharing.shared import SharedWeights
+from deepspeed_pulse.engine.sharing.unseen import check_functions, check_shared
+from deepspeed_pulse.engine.specs import graph_of
+from deepspeed_pulse.engine.starting.arguments import check_arguments, check_methods, listed
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts, layer_facts, plain
 from deepspeed_pulse.engine.starting.start import groups_with_timeout, has_failed, init_distributed
 from deepspeed_pulse.errors import ConfigError, PulseError
@@ -24,24 +29,25 @@ WHERE = "PipelineModule()"
 
 
 def set_up(
-    make_job: Callable[[], TrainingJob], num_stages: Any, topology: Any, given: Mapping[str, Any]
-) -> tuple[TrainingJob, Any, Watchdog | None]:
-    """The job, the number of pipeline ranks as given or "auto", and the watchdog; None without pulse.
+    module_class: type, given: Mapping[str, Any], recomputing: RecomputeArguments
+) -> tuple[TrainingJob, SharedWeights, Any, Watchdog | None]:
+    """The job, what its layers share, the number of pipeline ranks as given or "auto", and the watchdog.
 
-    Every rank of the world comes here, also one that cannot go on.
+    Every rank of the world comes here, also one that cannot go on. The watchdog is None without pulse.
 
     Args:
-        make_job: of this rank; what it raises is raised by all.
-        num_stages, topology: as ``PipelineModule`` was given them.
-        given: its arguments that must be the same on all ranks.
+        module_class: the user's, of ``PipelineModule``.
+        given: its arguments.
 
     Raises:
         PulseError: the first that any rank has met, or what the ranks differ in; the same on every rank.
     """
     job: TrainingJob | None = None
     problem: PulseError | None = None
+    num_stages, topology = given["num_stages"], given["topology"]
     try:
-        job = make_job()
+        job = _job(given, recomputing)
+        shared = _checked(job, module_class, given["loss_fn"])
         num_stages = job.check(num_stages, topology, dynamic_shape=given["dynamic_shape"])
     except Exception as met:
         problem = as_pulse_error(met, WHERE)
@@ -53,10 +59,44 @@ def set_up(
         _meet(problem, watchdog, None if pulse is None else pulse.timeout_seconds)
         assert job is not None
         if dist.get_world_size() > 1:
-            layers = [layer_facts(index, layer) for index, layer in enumerate(job.layers)]
-            facts = {"layers": layers, **{name: plain(value) for name, value in given.items()}}
-            check_same({**facts, **config_facts(job.config)}, WHERE)
-    return job, num_stages, watchdog
+            check_same(_facts(job, given), WHERE)
+    return job, shared, num_stages, watchdog
+
+
+def _job(given: Mapping[str, Any], recomputing: RecomputeArguments) -> TrainingJob:
+    layers = listed(given["layers"])
+    check_arguments(graph_of(layers), given)
+    return TrainingJob(
+        layers,
+        config=given["config"],
+        input_name=given["input"],
+        frozen=given["frozen"],
+        example_batch=given["example_batch"],
+        partition_method=given["partition_method"],
+        recompute_arguments=recomputing,
+    )
+
+
+def _checked(job: TrainingJob, module_class: type, loss_fn: Any) -> SharedWeights:
+    """What layers share; what no plan could run is refused."""
+    shared = SharedWeights(job.layers)
+    if job.enabled:
+        check_methods(module_class)
+    if job.pulse is not None:
+        check_functions(job.layers, job.graph, loss_fn)
+        check_shared(shared, job.graph)
+    return shared
+
+
+def _facts(job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same on all ranks; layers and config are compared by their contents."""
+    topology = given["topology"]
+    compared = {
+        **{name: value for name, value in given.items() if name not in ("layers", "config")},
+        "topology": [getattr(topology, name, None) for name in ("axes", "dims")],
+    }
+    layers = [layer_facts(index, layer) for index, layer in enumerate(job.layers)]
+    return {"layers": layers, **{name: plain(value) for name, value in compared.items()}, **config_facts(job.config)}
 
 
 def _has_others() -> bool:
@@ -84,7 +124,7 @@ def _meet(problem: PulseError | None, watchdog: Watchdog | None, timeout_seconds
         watchdog.go_on(f"{WHERE}: waiting for all ranks to come here")
     if dist.get_world_size() > 1:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # object gathers need it where ranks have devices
-    raise_everywhere(problem, WHERE, dist.get_world_size())
+    raise_everywhere(problem, WHERE)
     if watchdog is not None:
         watchdog.meet()
         watchdog.go_on(f"{WHERE}: comparing what ranks bring")
@@ -99,7 +139,7 @@ def join_others(watchdog: Watchdog) -> None:
 @functools.cache
 def _end_at_exit(watchdog: Watchdog) -> None:
     """Registered after, so called before, what ends the process group."""
-    atexit.register(lambda: has_failed() or watchdog.end())
+    atexit.register(lambda: None if has_failed() else watchdog.end())
 
 
 @contextmanager

@@ -97,7 +97,7 @@ NAMES = {
         activation_checkpoint_interval base_seed ckpt_layer_path ckpt_layer_path_list ds_pipe_replicated
         dynamic_shape forward forward_funcs get_additional_losses get_tied_weights_and_groups global_rank
         local_rank loss_fn micro_offset mpu num_stages parts seed_fn seed_layers stage_id stage_owner tied_comms
-        tied_modules tied_weight_attrs world_size
+        tied_modules tied_weight_attrs
     """,
     "deepspeed.runtime.pipe.module.TiedLayerSpec": "build forward_fn key typename",
     "deepspeed.runtime.pipe.module.ds_utils": "set_random_seed",
@@ -109,7 +109,7 @@ NAMES = {
     "deepspeed.runtime.pipe.topology": "ProcessTopology",
     "deepspeed.runtime.pipe.topology.PipelineParallelGrid": """
         data_parallel_id data_parallel_size get_data_parallel_group get_model_parallel_rank
-        get_pipe_parallel_group get_slice_parallel_world_size pipe_parallel_size pp_group stage_to_global
+        get_pipe_parallel_group get_slice_parallel_world_size pp_group stage_to_global
         topology
     """,
     "deepspeed.runtime.pipe.topology.ProcessTopology": "get_axis_comm_lists get_axis_names get_dim world_size",

@@ -47,7 +47,9 @@ class _WithSeams(_Stepping):
         self, data_iter: Any, return_logits: Any, compute_loss: bool, reduce: Any, bcast: bool, num_micro_batches: Any
     ) -> Any:
         # asked for here, where newer versions ask: before upstream's barrier, which ranks that train do not come to
-        training, self.data_iterator, self._compute_loss = self.data_iterator, data_iter, compute_loss
+        training: Any = self.data_iterator
+        self.data_iterator: Any = data_iter
+        self._compute_loss = compute_loss
         self.module.eval()
         self._evaluating = self._inference_schedule(num_micro_batches or self.micro_batches)
         self.data_iterator = training
@@ -63,8 +65,8 @@ class _WithSeams(_Stepping):
 
     def _aggregate_total_loss(self) -> Any:
         # upstream takes the loss from the last of so many ranks, and reads the number for nothing else there
-        num_stages = self.num_stages
-        self.num_stages = self.grid.pp_group.index(self._loss_stage_global_rank()) + 1
+        num_stages: int = self.num_stages
+        self.num_stages: int = self.grid.pp_group.index(self._loss_stage_global_rank()) + 1
         try:
             return super()._aggregate_total_loss()
         finally:
@@ -105,10 +107,10 @@ class _DividingOnce(_Stepping):
         return grad
 
 
-EngineWithSeams = PipelineEngine if _HAS_SEAMS else _WithSeams
+EngineWithSeams: Any = PipelineEngine if _HAS_SEAMS else _WithSeams
 """``PipelineEngine`` with ``_train_schedule``, ``_inference_schedule`` and ``_loss_stage_global_rank``."""
 
-EngineDividingOnce = PipelineEngine if _HAS_SEAMS else _DividingOnce
+EngineDividingOnce: Any = PipelineEngine if _HAS_SEAMS else _DividingOnce
 """``PipelineEngine`` whose gradients are right with several microbatches."""
 
 isend, irecv = comm.isend, comm.irecv

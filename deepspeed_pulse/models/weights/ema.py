@@ -128,13 +128,13 @@ class EMA:
         """
         module, schedule, first = self._engine.module, Path(folder) / SCHEDULE, self._engine.global_rank == 0
         what = f"saving averages in {folder}"
-        module.together(lambda: first and _writing(schedule, lambda path: path.unlink(missing_ok=True)), what)
-        mine = module.together(lambda: self._write_layers(Path(folder)), what)
-        rows = module.gather_to_first(mine) or []
+        module.ranks.together(lambda: first and _writing(schedule, lambda path: path.unlink(missing_ok=True)), what)
+        mine = module.ranks.together(lambda: self._write_layers(Path(folder)), what)
+        rows = module.ranks.gather_to_first(mine) or []
         digests = {name: digest for row in rows for name, digest in row.items()}
         state = {**self.schedule(), DIGESTS: {SCHEDULE: _digest(self.schedule()), **digests}}
         text = json.dumps({"format": FORMAT, **state}, indent=2) + "\n"
-        module.together(lambda: first and _replace(schedule, lambda path: path.write_text(text)), what)
+        module.ranks.together(lambda: first and _replace(schedule, lambda path: path.write_text(text)), what)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from what :meth:`save` wrote, under this plan or another; collective, every rank calls it.
@@ -143,7 +143,9 @@ class EMA:
             FileError: a file is missing or damaged; on every rank.
             ConfigError: the files belong to another model; on every rank.
         """
-        self.load_state_dict(self._engine.module.together(lambda: self.read(folder), f"loading averages from {folder}"))
+        self.load_state_dict(
+            self._engine.module.ranks.together(lambda: self.read(folder), f"loading averages from {folder}")
+        )
 
     def read(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """A state that :meth:`load_state_dict` takes, of what :meth:`save` wrote and this rank needs; local.

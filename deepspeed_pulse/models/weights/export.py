@@ -63,7 +63,7 @@ def save_pretrained(
     def write(
         to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: torch.dtype | None, config: str
     ) -> Path:
-        tensors = engine.module.together(lambda: _tensors(engine, origin, averaged), "save_pretrained()")
+        tensors = engine.module.ranks.together(lambda: _tensors(engine, origin, averaged), "save_pretrained()")
         cast = {k: origin.dtype_of(k, dtype) for k, t in tensors.items() if dtype and t.is_floating_point()}
         keys = tuple(origin.base_keys.values())
         return write_sharded(engine, to, tensors, keys=keys, dtypes=cast, texts={CONFIG: config}, **files)

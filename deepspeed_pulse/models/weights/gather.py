@@ -61,7 +61,7 @@ def gather_model(
     tensors = {key: averages.get(place, tensor) for key, (place, tensor) in weights.items()}
     found = gather(engine, tensors, keys=origin.state_keys, dtypes=floats)
     made: list[Any] = []
-    engine.module.decide_on_first(lambda: made.append(_model(origin, found)), WHAT)
+    engine.module.ranks.decide_on_first(lambda: made.append(_model(origin, found)), WHAT)
     return made[0] if made else None
 
 

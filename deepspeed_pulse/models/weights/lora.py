@@ -82,7 +82,7 @@ def save_lora(
         raise ConfigError(f'format: expected "diffusers" or "peft", found {format!r}')
 
     def write(to: str | os.PathLike[str], averaged: dict[str, Tensor], dtype: torch.dtype | None) -> Path:
-        mine = engine.module.together(lambda: _adapter(engine, origin, adapter_name, averaged), "save_lora()")
+        mine = engine.module.ranks.together(lambda: _adapter(engine, origin, adapter_name, averaged), "save_lora()")
         tensors = {prefix + key: tensor for key, tensor in mine.items()}
         dtypes = {} if dtype is None else dict.fromkeys(tensors, dtype)
         return write_sharded(

@@ -88,13 +88,13 @@ def write_sharded(
     module, folder, wanted = engine.module, Path(folder), dict(dtypes or {})
     names = _Names(name=name, variant=variant)
     rows = _rows(engine, tensors, wanted)
-    layout = module.decide_on_first(lambda: _layout(_entries(rows, keys), names, max_shard_size), "save")
+    layout = module.ranks.decide_on_first(lambda: _layout(_entries(rows, keys), names, max_shard_size), "save")
     writer = _Writer(folder, names, dict(metadata or {"format": "pt"}), dict(texts or {}))
     try:
         for filename, entries in layout.files.items():
             shard = _bring(engine, entries, tensors)
-            module.decide_on_first(lambda f=filename, s=shard: writer.write(f, s), "save")
-        module.decide_on_first(lambda: writer.finish(layout), "save")
+            module.ranks.decide_on_first(lambda f=filename, s=shard: writer.write(f, s), "save")
+        module.ranks.decide_on_first(lambda: writer.finish(layout), "save")
     finally:
         writer.discard()
     return folder
@@ -108,7 +108,7 @@ def gather(
     Arguments and errors are those of :func:`write_sharded`.
     """
     rows = _rows(engine, tensors, dtypes)
-    entries = engine.module.decide_on_first(lambda: _entries(rows, keys), "gather")
+    entries = engine.module.ranks.decide_on_first(lambda: _entries(rows, keys), "gather")
     found = _bring(engine, entries.values(), tensors)
     # what this rank holds itself may have come without a copy
     return {key: t.clone() if entries[key].owner == engine.module.stage_id else t for key, t in found.items()}
@@ -117,7 +117,7 @@ def gather(
 def _rows(engine: Any, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> list[Any]:
     """Key, shape and dtype of what each rank sends, on the first rank."""
     mine = [(key, tuple(t.shape), dtypes.get(key, t.dtype)) for key, t in tensors.items()]
-    return engine.module.gather_to_first(mine if engine.grid.data_parallel_id == 0 else None) or []
+    return engine.module.ranks.gather_to_first(mine if engine.grid.data_parallel_id == 0 else None) or []
 
 
 def _bring(engine: Any, entries: Iterable[_Entry], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def _bring(engine: Any, entries: Iterable[_Entry], tensors: Mapping[str, Tensor]
     found = {}
     for entry in entries:
         value = _value(engine.module, engine, entry, tensors)
-        value = engine.module.bring_to_first(value, owner=entry.owner, shape=entry.shape, dtype=entry.dtype)
+        value = engine.module.ranks.bring_to_first(value, owner=entry.owner, shape=entry.shape, dtype=entry.dtype)
         if value is not None:
             found[entry.key] = value
     return found

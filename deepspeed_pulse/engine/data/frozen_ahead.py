@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
 from deepspeed_pulse.engine.data.batches import StepBatches
+from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.ir.fill import Fill, up_front
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import FrozenSpan
 from deepspeed_pulse.runtime.frozen import FrozenRuntime, channels_of
+from deepspeed_pulse.runtime.rank import Stats
 
 
-class Encoding:
+class FrozenAhead:
     """Encodes what a step reads: in the idle time of the one before, or before the step where there was none.
 
     Args:
-        engine: the pulse engine; its plan has a fill.
+        module: the ``PipelineModule``; its plan has a fill.
+        communicator, device, timeout_seconds: as for the pipeline.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._module = engine, engine.module
-        plan: Plan = engine.module.plan
+    def __init__(
+        self,
+        module: Any,
+        seat: Seat,
+        communicator: PipelineCommunicator,
+        device: EngineDevice,
+        timeout_seconds: float,
+    ) -> None:
+        self._module, self._communicator = module, communicator
+        plan: Plan = module.plan
         assert plan.fill is not None
         self._fill, self._microbatches = plan.fill, plan.microbatches
-        device, rank = torch.device(engine.device), engine.stage_id
+        self._positions = frozenset(filling.position for filling in plan.fill.rows[seat.rank])
         self._readers = {part.name: tuple(plan.readers_of(part)) for part in self._fill.parts}
         self._runtime = FrozenRuntime(
-            rank=rank,
-            parts=self._module.frozen.build(self._fill.held_on(rank), device),
-            reads=[name for name, ranks in self._readers.items() if rank in ranks],
-            communicator=engine._communicator,
-            device=engine._engine_device,
-            timeout_seconds=engine._pulse.timeout_seconds,
+            rank=seat.rank,
+            parts=module.frozen.build(self._fill.held_on(seat.rank), seat.device),
+            reads=[name for name, ranks in self._readers.items() if seat.rank in ranks],
+            communicator=communicator,
+            device=device,
+            timeout_seconds=timeout_seconds,
         )
         self._before_step: dict[int, Fill] = {}
         self._opened: set[int] = set()
@@ -49,16 +58,6 @@ class Encoding:
     def spans(self) -> list[FrozenSpan]:
         """What ran in the last step."""
         return self._runtime.spans if self._ran_in_step else []
-
-    @property
-    def waited_ms(self) -> float:
-        """For results of other ranks, in the last step."""
-        return self._runtime.waited_ms if self._ran_in_step else 0.0
-
-    @property
-    def sent_bytes(self) -> dict[str, int]:
-        """By channel, in the last step."""
-        return self._runtime.sent_bytes if self._ran_in_step else {}
 
     def forget(self) -> None:
         """Drop what was read ahead: the next step reads and encodes its own."""
@@ -84,34 +83,39 @@ class Encoding:
             self._before_step[micro_batches] = up_front(self._fill, micro_batches, self._readers)
         return self._before_step[micro_batches]
 
-    def start(self, current: StepBatches, following: StepBatches) -> bool:
-        """Begin encoding the next step's data while this one runs; False where there is no more data."""
+    def start(self, current: StepBatches, following: StepBatches) -> frozenset[int]:
+        """Begin encoding the next step's data while this one runs; nothing where there is no more data.
+
+        Returns:
+            Positions among the rank's actions before which there is work on it.
+        """
         current.hold_all()
         try:
             following.first()
         except StopIteration:
-            return False
+            return frozenset()
         self._ahead = following
         self._begin(self._fill, following, self._microbatches, "train")
         self._running = True
-        return True
+        return self._positions
 
     def _begin(self, fill: Fill, batches: StepBatches, micro_batches: int, mode: str) -> None:
         if id(fill) not in self._opened:
             self._opened.add(id(fill))
-            engine, channels = self._engine, list(channels_of(fill))
-            engine._communicator.open(channels, engine._pipelines, engine._pipelines.index(engine.grid.pp_group))
+            self._communicator.open(channels_of(fill))
         self._runtime.begin(fill, batches.data_entry, microbatches=micro_batches, mode=mode)
 
     def run(self, position: int) -> None:
         """Frozen work that the plan puts before the action at this position."""
         self._runtime.run(position)
 
-    def finish(self) -> None:
-        """The end of a step during which the next one's data was encoded."""
+    def finish(self, stats: Stats) -> None:
+        """The end of a step, during which the next one's data may have been encoded: ``stats`` count that too."""
         if not self._running:
             return
         assert self._ahead is not None
         self._ahead.hold_all()
         self._ahead.encoded, self._ahead.is_encoded = self._runtime.finish(), True
         self._running, self._ran_in_step = False, True
+        stats.p2p_bytes.update(self._runtime.sent_bytes)
+        stats.idle_ms += self._runtime.waited_ms

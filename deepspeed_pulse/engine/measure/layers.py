@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from deepspeed_pulse.engine.measure.probe import Probe, Reached, Walk
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
-from deepspeed_pulse.runtime.probe import Probe, Reached, Walk
 from deepspeed_pulse.runtime.stage import SavedBytes
 from deepspeed_pulse.runtime.state import param_bytes
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.runtime.profiler import measure_layers
 
 CPU = torch.device("cpu")
 

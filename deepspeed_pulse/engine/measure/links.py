@@ -6,23 +6,20 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, PipelineCommunicator
-from deepspeed_pulse.engine.data.agreement import agree, told_by_all
-from deepspeed_pulse.engine.plans import kept
-from deepspeed_pulse.engine.plans.content import library_versions
-from deepspeed_pulse.engine.plans.fitting import Points, fit_link
-from deepspeed_pulse.engine.plans.hardware import Hardware, agreed_hardware
-from deepspeed_pulse.engine.plans.overhead import message_pauses_ms
-from deepspeed_pulse.engine.plans.sums import measure_bus
+from deepspeed_pulse.engine.measure.fitting import Points, fit_link
+from deepspeed_pulse.engine.measure.hardware import Hardware
+from deepspeed_pulse.engine.measure.overhead import message_pauses_ms
+from deepspeed_pulse.engine.measure.sums import measure_bus
+from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.program import Channel, Direction
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)
@@ -37,7 +34,7 @@ _LONGEST_MS = 40.0
 _REPEATS = 5
 
 
-def measure_cluster(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
+def measure_cluster(ranks: Sequence[Hardware], device: torch.device, bucket_bytes: int) -> Cluster:
     """The machines that this job runs on, with measured links; all ranks of the world call it.
 
     Ranks on one host make a node. Neighbours inside a node, and ranks at the same place of neighbouring nodes, send
@@ -46,31 +43,33 @@ def measure_cluster(device: torch.device, *, plan_cache: str | None = None) -> C
     measured by two ranks alone, all-reduces by all of a node and by all of a place in their nodes.
 
     Args:
+        ranks: of the job, all with the same device.
         device: of this rank.
-        plan_cache: folder in which links are kept by content; None: measured every time.
+        bucket_bytes: gradients are summed in buckets of so many.
 
     Returns:
         The same on every rank; ``memory_bytes`` is the least that a device has.
-
-    Raises:
-        ConfigError: ranks have different devices.
     """
-    ranks = agreed_hardware(device, compared="memory_bytes")
     nodes, per_node = shape_of([rank.host for rank in ranks])
-    path = None if plan_cache is None else Path(plan_cache) / f"cluster-{_key(ranks, device)}.json"
-    found = None if path is None else agree(lambda: kept.read_cluster(path, nodes, per_node), "reading kept links")
-    if found is not None:
-        return found  # type: ignore[no-any-return]
-    cluster = _measured(device, ranks, nodes, per_node)
-    if path is not None:
-        agree(lambda: write_whole(path, cluster.to_json()), "keeping links")
-    return cluster
-
-
-def _key(ranks: Sequence[Hardware], device: torch.device) -> str:
-    backend = str(torch.distributed.get_backend())
-    described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
-    return kept.named_by([described, backend, device.type, *Link.__dataclass_fields__, *library_versions()])
+    measured = told_by_all(list(_exchanges(nodes, per_node, device)))
+    links = [link for told in measured for link in told]
+    pauses_ms = [ms for told in told_by_all(message_pauses_ms(device)) for ms in told]
+    overhead_us = round(1e3 * statistics.median(pauses_ms), 3) if pauses_ms else 0.0
+    bus = measure_bus(device, nodes, per_node, bucket_bytes)
+    intra, inter = (
+        _median([link for inside, link in links if inside is kind], overhead_us, bus[kind]) if kind in bus else None
+        for kind in (True, False)
+    )
+    some = intra or inter
+    assert some is not None
+    return Cluster(
+        name=MEASURED,
+        nodes=nodes,
+        ranks_per_node=per_node,
+        memory_bytes=min(rank.memory_bytes for rank in ranks),
+        intra_node=intra or some,
+        inter_node=inter or some,
+    )
 
 
 def shape_of(hosts: Sequence[str]) -> tuple[int, int]:
@@ -107,33 +106,14 @@ def rounds(nodes: int, per_node: int) -> Iterator[tuple[bool, list[tuple[int, in
             yield False, pairs
 
 
-def _measured(device: torch.device, ranks: Sequence[Hardware], nodes: int, per_node: int) -> Cluster:
-    me = dist.get_rank()
-    mine: list[tuple[bool, Link]] = []
+def _exchanges(nodes: int, per_node: int, device: torch.device) -> Iterator[tuple[bool, Link]]:
+    """(whether inside nodes, link) of the pairs of which this rank is the first."""
     for inside, pairs in rounds(nodes, per_node):
         for pair in pairs:
-            if me in pair:
+            if dist.get_rank() in pair:
                 points = _exchange(pair, device)
                 if points:
-                    mine.append((inside, fit_link(points)))
-    links = [link for told in told_by_all(mine, len(ranks)) for link in told]
-    pauses_ms = [ms for told in told_by_all(message_pauses_ms(device), len(ranks)) for ms in told]
-    overhead_us = round(1e3 * statistics.median(pauses_ms), 3) if pauses_ms else 0.0
-    bus = measure_bus(device, nodes, per_node)
-    intra, inter = (
-        _median([link for inside, link in links if inside is kind], overhead_us, bus[kind]) if kind in bus else None
-        for kind in (True, False)
-    )
-    some = intra or inter
-    assert some is not None
-    return Cluster(
-        name=MEASURED,
-        nodes=nodes,
-        ranks_per_node=per_node,
-        memory_bytes=min(rank.memory_bytes for rank in ranks),
-        intra_node=intra or some,
-        inter_node=inter or some,
-    )
+                    yield inside, fit_link(points)
 
 
 def _median(links: Sequence[Link], overhead_us: float, bus_gb_per_s: float) -> Link:
@@ -147,8 +127,8 @@ def _median(links: Sequence[Link], overhead_us: float, bus_gb_per_s: float) -> L
 
 def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
     """Messages to and fro; the first of the pair gets the times, the other nothing."""
-    communicator = PipelineCommunicator(range(dist.get_world_size()), None, device)
-    there, back = Channel(*pair, Direction.FORWARD), Channel(*reversed(pair), Direction.BACKWARD)
+    communicator = PipelineCommunicator(Seat.among_first(dist.get_world_size(), device))
+    there, back = Channel(*pair, Direction.FORWARD), Channel(pair[1], pair[0], Direction.BACKWARD)
     communicator.share([there, back])
     first = dist.get_rank() == pair[0]
 

@@ -158,6 +158,7 @@ class Walk:
                 hidden = as_payload(hidden, f"layer {self._graph.layers[index].name} returned")
             self._reach(index, hidden, stashed)
             if home is not None:
+                assert module is not None
                 module.to(home)
                 for buffer, saved in buffers:
                     buffer.data = saved.to(home)

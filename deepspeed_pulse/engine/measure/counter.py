@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepspeed_pulse.engine.measure.probe import Probe, Reached, Walk
 from deepspeed_pulse.errors import PulseError, RunError, in_words
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
-from deepspeed_pulse.runtime.probe import Probe, Reached, Walk
 from deepspeed_pulse.runtime.stage import SavedBytes
 from deepspeed_pulse.runtime.state import param_bytes
 

@@ -25,7 +25,7 @@ def non_reentrant(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     return torch_checkpoint(function, *tensors, use_reentrant=False)
 
 
-def replayed(
+def recomputed(
     checkpoint: Checkpoint,
     function: Callable[[Sequence[Any], bool], Sequence[Any]],
     values: Sequence[Any],

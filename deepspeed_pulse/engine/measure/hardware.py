@@ -13,10 +13,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.engine.communicator import recorded_event
-from deepspeed_pulse.engine.data.agreement import told_by_all
+from deepspeed_pulse.engine.measure.layers import Clock, HostClock
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.runtime.profiler import Clock, HostClock
 
 NO_LIMIT_BYTES = 2**50
 """Memory of a rank whose device does not say how much it has: the host's is shared and paged."""
@@ -93,7 +93,7 @@ def agreed_hardware(device: torch.device, *, compared: Literal["threads", "memor
     Raises:
         ConfigError: devices differ; the same on every rank.
     """
-    found = tuple(told_by_all(hardware_of(device), dist.get_world_size()))
+    found = tuple(told_by_all(hardware_of(device)))
     if len({rank.device for rank in found}) > 1:
         raise ConfigError(
             "expected the same device on every rank, to measure layers and links, found "

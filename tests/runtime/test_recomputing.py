@@ -23,7 +23,7 @@ from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.runtime.local import LocalWorld
-from deepspeed_pulse.runtime.replay import non_reentrant
+from deepspeed_pulse.runtime.recomputing import non_reentrant
 from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage
 
 GRAPH = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(toy_layers())))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, EngineDevice, PipelineCommunicator
-from deepspeed_pulse.engine.plans.hardware import runs_at_once
-from deepspeed_pulse.ir.channels import Traffic, make_traffic
+from deepspeed_pulse.engine.measure.hardware import runs_at_once
+from deepspeed_pulse.engine.seat import Seat
+from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.local import ListedBatches
-from deepspeed_pulse.runtime.rank import RankRuntime
+from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
 
@@ -45,8 +46,8 @@ def message_pauses_ms(device: torch.device) -> list[float]:
         return []
     plan = _plan()
     traffic = make_traffic(plan)
-    communicator = PipelineCommunicator(range(_RANKS), None, device)
-    communicator.open(list(traffic.channels), [range(_RANKS)], 0)
+    communicator = PipelineCommunicator(Seat.among_first(_RANKS, device))
+    communicator.open(traffic.channels)
     if dist.get_rank() >= _RANKS:
         return []
     runtime = _runtime(communicator, device)
@@ -54,22 +55,19 @@ def message_pauses_ms(device: torch.device) -> list[float]:
     stages = {s: Stage([layer], ()) for s, layer in layers.items()}
     batches = ListedBatches([(torch.zeros(_HIDDEN, device=device), {})] * _MICROBATCHES)
     found: list[float] = []
+    part = RankPart(plan=plan, traffic=traffic, usage=Usage(plan, (), runtime.rank), stages=stages)
     for _ in range(_STEPS):
-        found = [*_step(runtime, stages, plan, traffic, batches)]  # shapes are agreed on in the first one
+        found = [*_step(runtime, part, batches)]  # shapes are agreed on in the first one
     return found
 
 
-def _step(
-    runtime: RankRuntime, stages: Mapping[int, Stage], plan: Plan, traffic: Traffic, batches: ListedBatches
-) -> Iterator[float]:
-    runtime.begin(plan, traffic, Usage(plan, (), runtime.rank), batches, training=True, stages=stages)
-    for step in traffic.program[runtime.rank]:
-        runtime.receive(step)
-        runtime.compute(step)
-        runtime.send(step)
+def _step(runtime: RankRuntime, part: RankPart, batches: ListedBatches) -> Iterator[float]:
+    row = part.traffic.program[runtime.rank]
+    runtime.begin(part, batches, training=True)
+    for step in row:
+        runtime.run(step)
     runtime.finish()
     pauses = Timeline(num_ranks=_RANKS, spans=tuple(runtime.spans)).pauses_ms()
-    row = traffic.program[runtime.rank]
     for before, after in itertools.pairwise(row):
         messages = len(before.sends) + len(after.receives)
         if messages:

@@ -10,11 +10,11 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as upstream
 
 from deepspeed_pulse.engine.plans.costs import type_name
 from deepspeed_pulse.errors import ConfigError, did_you_mean
-from deepspeed_pulse.runtime.replay import Checkpoint, non_reentrant
+from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpointing:
+class Recomputing:
     """Which layers run again in backward, and how.
 
     Attributes:
@@ -42,7 +42,7 @@ class Checkpointing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointArguments:
+class RecomputeArguments:
     """What ``PipelineModule`` was given.
 
     Attributes:
@@ -55,7 +55,7 @@ class CheckpointArguments:
     function: Checkpoint | None = None
     checkpointable: Sequence[str] | None = None
 
-    def resolve(self, layers: Sequence[Any], pipeline: Mapping[str, Any]) -> Checkpointing:
+    def resolve(self, layers: Sequence[Any], pipeline: Mapping[str, Any]) -> Recomputing:
         """What these and the config's ``pipeline`` block ask for; the block goes first.
 
         Args:
@@ -73,14 +73,14 @@ class CheckpointArguments:
         if function is None or reentrant is False:
             function = non_reentrant
         if not interval:
-            return Checkpointing(function=function)
+            return Recomputing(function=function)
         return replace(self.every(interval, layers), function=function)
 
-    def every(self, interval: int, layers: Sequence[Any]) -> Checkpointing:
+    def every(self, interval: int, layers: Sequence[Any]) -> Recomputing:
         """Recompute so many layers in a row from one input; 0: none."""
         names = [type_name(layer) for layer in layers]
         chosen = range(len(names) if interval else 0)
-        return Checkpointing(
+        return Recomputing(
             layers=tuple(i for i in chosen if self.checkpointable is None or names[i] in self.checkpointable),
             interval=interval,
             absent=tuple(name for name in self.checkpointable or () if name not in names),

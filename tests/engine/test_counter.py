@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepspeed_pulse.engine.measure.counter import Counted, FusedAttention, count_layers
 from deepspeed_pulse.errors import RunError
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.runtime.counter import Counted, FusedAttention, count_layers
 from deepspeed_pulse.runtime.stage import SavedBytes
 
 

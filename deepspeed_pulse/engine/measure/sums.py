@@ -11,9 +11,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.data.agreement import told_by_all
-from deepspeed_pulse.engine.gradients.reduction import BUCKET_BYTES
-from deepspeed_pulse.engine.plans.fitting import Points, fit_link
+from deepspeed_pulse.engine.collectives import told_by_all
+from deepspeed_pulse.engine.measure.fitting import Points, fit_link
 
 _SIZES = (2**16, 2**20, 2**22, 2**24, 2**26)
 """Of what is summed, bytes."""
@@ -24,7 +23,7 @@ _LONGEST_MS = 100.0
 _REPEATS = 3
 
 
-def measure_bus(device: torch.device, nodes: int, per_node: int) -> dict[bool, float]:
+def measure_bus(device: torch.device, nodes: int, per_node: int, bucket_bytes: int) -> dict[bool, float]:
     """Bus bandwidth of all-reduces inside nodes (True) and between nodes (False), GB/s; all ranks of the world call it.
 
     A ring of g ranks carries 2 (g - 1) / g times what is summed over each of its links. Groups of a kind sum at the
@@ -34,8 +33,8 @@ def measure_bus(device: torch.device, nodes: int, per_node: int) -> dict[bool, f
     for inside, groups in rings(nodes, per_node):
         made = [dist.new_group(ranks) for ranks in groups]
         (mine,) = (at for at, ranks in enumerate(groups) if me in ranks)
-        link = fit_link(_points(made[mine], len(groups[mine]), device))
-        found[inside] = statistics.median(told_by_all(link.bandwidth_gb_per_s, dist.get_world_size()))
+        link = fit_link(_points(made[mine], len(groups[mine]), device, bucket_bytes))
+        found[inside] = statistics.median(told_by_all(link.bandwidth_gb_per_s))
     return found
 
 
@@ -53,7 +52,7 @@ def rings(nodes: int, per_node: int) -> Iterator[tuple[bool, list[list[int]]]]:
         yield False, [[n * per_node + i for n in range(nodes)] for i in range(per_node)]
 
 
-def _points(group: Any, size: int, device: torch.device) -> Points:
+def _points(group: Any, size: int, device: torch.device, bucket_bytes: int) -> Points:
     """(bytes over a link, ms), the same on every rank of the group: the slowest rank's."""
     points: Points = []
     for num_bytes in _SIZES:
@@ -61,17 +60,17 @@ def _points(group: Any, size: int, device: torch.device) -> Points:
         if len(points) >= 2 and fit_link(points).whole_ms(carried) > _LONGEST_MS:
             break
         summed = torch.zeros(num_bytes // 4, device=device)
-        usual = statistics.median([_sum_ms(summed, group) for _ in range(_REPEATS + 1)][1:])
+        usual = statistics.median([_sum_ms(summed, group, bucket_bytes) for _ in range(_REPEATS + 1)][1:])
         slowest = torch.tensor(usual, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         points.append((carried, float(slowest)))
     return points
 
 
-def _sum_ms(summed: torch.Tensor, group: Any) -> float:
+def _sum_ms(summed: torch.Tensor, group: Any, bucket_bytes: int) -> float:
     """As gradients are reduced: gathered into buckets, all of them under way together, and put back."""
     start = time.perf_counter()
-    buckets = [(part, part.clone()) for part in summed.split(BUCKET_BYTES // summed.element_size())]
+    buckets = [(part, part.clone()) for part in summed.split(bucket_bytes // summed.element_size())]
     under_way = [dist.all_reduce(bucket, group=group, async_op=True) for _, bucket in buckets]
     for (part, bucket), work in zip(buckets, under_way, strict=True):
         work.wait()

@@ -1,0 +1,156 @@
+"""Saving: upstream's files, whole or absent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deepspeed_pulse.engine.checkpoints.contents import EMA_FOLDER, check_asked_alike, check_client_state, check_tag
+from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, write_sums
+from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, sync
+from deepspeed_pulse.engine.checkpoints.layout import record_of
+from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, CheckpointRecord
+from deepspeed_pulse.engine.collectives import everywhere, told_by_all
+from deepspeed_pulse.engine.plans.pinned import pinned
+from deepspeed_pulse.errors import ConfigError, FileError, PulseError
+from deepspeed_pulse.ir.fields import write_json
+
+
+class Saving:
+    """Saves an engine's state.
+
+    Args:
+        engine: whose.
+        write: upstream's ``save_checkpoint`` of it.
+
+    Attributes:
+        last: folder, client state and averages of the last save, for a run that is asked to stop.
+    """
+
+    def __init__(self, engine: Any, write: Callable[..., Any]) -> None:
+        self._engine, self._write = engine, write
+        self._problem: Exception | None = None
+        """What this rank met while upstream wrote."""
+        self.last: tuple[Any, dict[str, Any]] | None = None
+
+    def save(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any,
+        client_state: dict[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+        ema: Any,
+        limit: int | None,
+    ) -> None:
+        """As the engine's ``save_checkpoint``."""
+        engine = self._engine
+        engine.module.check_usable("save_checkpoint")
+        client_state = {} if client_state is None else client_state
+        everywhere(lambda: _check_limit(limit), "save_checkpoint")
+        folder = self._checked_folder(save_dir, tag, client_state)
+        record = record_of(engine)
+        leader = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+
+        def on_leader(act: Callable[[], Any]) -> None:
+            everywhere(lambda: _writing(folder.save_dir, act) if leader else None, f"saving {folder.save_dir}")
+
+        on_leader(folder.prepare)
+        try:
+            digests = self._write_files(folder, client_state, exclude_frozen_parameters)
+            if ema is not None:
+                ema.save(folder.save_dir / folder.writing / EMA_FOLDER)
+            on_leader(lambda: self._write_record(folder, record, digests))
+            on_leader(lambda: folder.commit(save_latest=save_latest))
+        except PulseError:
+            if leader:
+                folder.discard()
+            raise
+        if leader and engine.save_zero_checkpoint:
+            engine.write_recovery_script(save_dir)
+        if leader and limit is not None:
+            _keep(folder, limit)
+        self.last = save_dir, {"client_state": client_state, "ema": ema}
+
+    def _checked_folder(self, save_dir: Any, tag: Any, client_state: Any) -> CheckpointFolder:
+        """Nothing is touched before every rank's arguments are known to be good, and the same tag."""
+
+        def check() -> tuple[str, str]:
+            if not isinstance(save_dir, (str, os.PathLike)) or not os.fspath(save_dir):
+                raise ConfigError(f"save_checkpoint: save_dir: expected a folder, found {save_dir!r}")
+            name = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+            check_tag(name)
+            check_client_state(client_state)
+            return os.fspath(save_dir), name
+
+        mine = everywhere(check, "save_checkpoint")
+        check_asked_alike(("", mine[1]) if self._engine.use_node_local_storage() else mine, "save_checkpoint")
+        return CheckpointFolder(*mine)
+
+    def _write_files(self, folder: CheckpointFolder, client_state: dict[str, Any], exclude: bool) -> dict[str, str]:
+        """Upstream's files of all ranks; their digests by name."""
+        self._problem = None
+        self._engine.module.checkpoint_parallel_write_pipeline = True
+        self._engine.checkpoint_engine.digests.clear()
+        self._write(str(folder.save_dir), folder.writing, client_state, False, exclude)
+        everywhere(lambda: _writing(folder.save_dir, self._raise_problem), f"saving {folder.save_dir}")
+        told = told_by_all(self._engine.checkpoint_engine.digests)
+        return {name: digest for digests in told for name, digest in digests.items()}
+
+    def keep_problem(self, write: Callable[[], None]) -> None:
+        """One of upstream's parts of a save: what goes wrong is kept until all ranks meet, and no more is written."""
+        if self._problem is None:
+            try:
+                write()
+            except Exception as problem:
+                self._problem = problem
+
+    def _raise_problem(self) -> None:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def _write_record(self, folder: CheckpointFolder, record: CheckpointRecord, digests: dict[str, str]) -> None:
+        where, engine, module = folder.save_dir / folder.writing, self._engine, self._engine.module
+        record.write(where)
+        if module.plan is not None:
+            (where / PLAN_FILE).write_text(module.plan.to_json(), encoding="utf-8")
+        if module.job.chosen is not None:
+            plan = folder.save_dir.resolve() / folder.tag / PLAN_FILE
+            text = write_json(pinned(engine.config, module.job.chosen, str(plan)))
+            (where / CHOICE_FILE).write_text(text, encoding="utf-8")
+        there = {path.name for path in where.iterdir() if path.is_file()}
+        missing = sorted(digests.keys() - there)
+        if missing and not engine.use_node_local_storage():
+            raise FileError(
+                f"{where}: expected the files of all ranks, {len(missing)} are not seen by rank 0, the first is "
+                f"{missing[0]}; save into a folder that all machines share, or set checkpoint.use_node_local_storage"
+            )
+        write_sums(where, {name: digests.get(name) or digest_of(where / name) for name in there})
+        for name in (there - digests.keys()) | {SUMS_FILE}:
+            sync(where / name)
+
+
+def _writing(folder: Path, act: Callable[[], Any]) -> None:
+    try:
+        act()
+    except OSError as problem:
+        raise FileError(
+            f"{problem.filename or folder}: the checkpoint cannot be written: {problem.strerror or problem}; "
+            f"{folder} holds what it held before; make room there, or name another folder"
+        ) from problem
+
+
+def _check_limit(limit: Any) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ConfigError(f"checkpoints_total_limit: expected a number of checkpoints >= 1 or None, found {limit!r}")
+
+
+def _keep(folder: CheckpointFolder, limit: int) -> None:
+    """The new checkpoint is there whatever happens to old ones."""
+    try:
+        folder.keep(limit)
+    except (OSError, FileError) as problem:
+        print(f"pulse: warning: {folder.save_dir}: older checkpoints are not removed: {problem}", flush=True)

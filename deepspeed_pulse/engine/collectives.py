@@ -1,0 +1,108 @@
+"""What ranks do together: one decides for all, all tell each other, and what one meets is raised by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_pulse.engine.seat import Seat
+from deepspeed_pulse.errors import BatchError, FileError, PulseError, RunError, in_words
+
+T = TypeVar("T")
+
+
+def agree(make: Callable[[], Any], what: str) -> Any:
+    """Run ``make`` on rank 0; every rank gets its result, or raises the same error, which names ``what``."""
+    return _decided(
+        make if dist.get_rank() == 0 else None,
+        # a layer's own, met while it is built or measured
+        lambda problem: RunError(f"{what} on rank 0: {type(problem).__name__}: {problem}"),
+        (lambda outcome: dist.broadcast_object_list(outcome, src=0)) if dist.get_world_size() > 1 else None,
+    )
+
+
+def decided_in_pipeline(make: Callable[[], Any], decider: int, seat: Seat) -> Any:
+    """What ``make`` returns on pipeline rank ``decider``, on all ranks of the pipeline; or its error, on all."""
+
+    def spread(outcome: list[Any]) -> None:
+        dist.broadcast_object_list(outcome, src=seat.ranks[decider], group=seat.group)
+
+    return _decided(
+        make if seat.rank == decider else None,
+        # whatever a loader raises
+        lambda problem: BatchError(f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}"),
+        spread if len(seat.ranks) > 1 else None,
+    )
+
+
+def _decided(
+    make: Callable[[], Any] | None,
+    as_told: Callable[[Exception], Exception],
+    spread: Callable[[list[Any]], Any] | None,
+) -> Any:
+    outcome: list[Any] = [None]
+    cause: Exception | None = None
+    if make is not None:
+        try:
+            outcome = [make()]
+        except (PulseError, StopIteration) as problem:
+            outcome = [problem]
+        except Exception as problem:
+            cause, outcome = problem, [as_told(problem)]
+    if spread is not None:
+        spread(outcome)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0] from cause
+    return outcome[0]
+
+
+def told_by_all(item: Any, group: Any = None) -> list[Any]:
+    """``item`` of every rank of a group (None: the world), in order."""
+    found = [item] * dist.get_world_size(group)
+    if len(found) > 1:
+        # not deepspeed.comm's: its logger (comms_logger) does not know this operation and ends the process
+        torch.distributed.all_gather_object(found, item, group=group)
+    return found
+
+
+def raise_everywhere(problem: Exception | None, what: str, kind: type[PulseError] = BatchError) -> None:
+    """Raise the first error any rank of the world has, on every rank.
+
+    Args:
+        problem: this rank's error; one that is no PulseError (a loader's own) is told as one of ``kind``.
+        what: names what failed then.
+    """
+    told = problem
+    if problem is not None and not isinstance(problem, PulseError):
+        told = kind(f"rank {dist.get_rank()}: {what}: {type(problem).__name__}: {problem}")
+    told = next((p for p in told_by_all(told) if p is not None), None)
+    if told is not None:
+        raise told from (None if problem is told else problem)
+
+
+def everywhere(act: Callable[[], T], what: str, kind: type[PulseError] = FileError) -> T:
+    """Run ``act`` on every rank of the world; what one rank meets is raised by all.
+
+    Args:
+        act: makes no collective calls that a rank which fails would leave out.
+        what: names what failed, for an error that is no PulseError: it is told as one of ``kind``.
+    """
+    problem: Exception | None = None
+    try:
+        result = act()
+    except Exception as found:
+        problem = found
+    raise_everywhere(problem, what, kind)
+    return result
+
+
+def as_pulse_error(problem: Exception, what: str) -> PulseError:
+    """An error that can be told to other ranks; it names ``what`` where it is none of this package's."""
+    if isinstance(problem, PulseError):
+        return problem
+    told = RunError(f"{what}: {in_words(problem)}")
+    told.__cause__ = problem
+    return told

@@ -1,0 +1,204 @@
+"""What both engines, with a plan and without one, do otherwise than upstream's."""
+
+from __future__ import annotations
+
+import glob
+import os
+from typing import Any
+
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from deepspeed_pulse.engine.checkpoints.files import SafeCheckpointEngine
+from deepspeed_pulse.engine.checkpoints.loading import Loading, Wanted
+from deepspeed_pulse.engine.checkpoints.optimizer_state import full_precision_copies
+from deepspeed_pulse.engine.checkpoints.saving import Saving
+from deepspeed_pulse.engine.checkpoints.universal import name_once
+from deepspeed_pulse.engine.data.evaluation import Evaluation
+from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
+from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
+from deepspeed_pulse.engine.replaced import clipping_is_replaced
+from deepspeed_pulse.errors import ConfigError
+
+
+class CommonEngine(PipelineEngine):
+    """``PipelineEngine`` with checkpoints that are whole or absent, and that resume under another plan.
+
+    Layer files and optimizer files are upstream's. Beside them lies ``pulse_checkpoint.json``, which
+    says what each rank held; when another layout resumes, optimizer state is found by parameter name.
+    ``SHA256SUMS`` holds the digest of every file. Evaluation refuses options that would hang, and with a ``"pulse"``
+    block gradients are clipped by the norm over all ranks.
+    """
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        if type(self.checkpoint_engine) is not TorchCheckpointEngine:
+            raise ConfigError(
+                f"checkpoint: expected upstream's default writer, found {type(self.checkpoint_engine).__name__}: other "
+                "writers finish after save_checkpoint() returns, so a save could not be complete or absent; remove "
+                '"checkpoint.writer" (and "nebula"/"datastates") from the config'
+            )
+        name_once(self.optimizer, self.param_names)
+        self.checkpoint_engine: Any = SafeCheckpointEngine(self._config)
+        self.module.full_precision_copies = full_precision_copies(self.optimizer)
+        self._saving = Saving(self, super().save_checkpoint)
+        self._loading = Loading(self, super().load_checkpoint)
+        self._evaluation = Evaluation(self)
+
+    # -- training and evaluation -------------------------------------------------------------
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """As upstream: one step over the global batch; returns the mean loss."""
+        self.module.check_usable("train_batch")
+        return super().train_batch(data_iter)
+
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As upstream, forward only.
+
+        Args:
+            data_iter: batches ``(inputs, labels)``; training goes on with its own afterwards.
+            return_logits: also return the last layer's output of the last microbatch, on the last stage's rank.
+            compute_loss: False returns outputs instead of losses, and reads no labels.
+            reduce_output: ``"avg"`` over microbatches and replicas, or None: the last stage's rank gets the list of
+                all microbatches, the others None.
+            bcast_loss: every rank gets the loss.
+            num_micro_batches: any number; as in training when left out.
+
+        Raises:
+            ConfigError: an option is unknown, or what would be broadcast is no scalar.
+        """
+        self.module.check_usable("eval_batch")
+        with self._evaluation.under_way(compute_loss, reduce_output, bcast_loss, num_micro_batches):
+            return super().eval_batch(
+                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+            )
+
+    def _reduce_outputs(self, outputs: Any, reduce: str | None = "avg", **options: Any) -> Any:
+        """As upstream, on the last stage's rank; several losses are averaged each."""
+        mean = super()._reduce_outputs
+        return self._evaluation.reduced(outputs, reduce, lambda found: mean(found, reduce, **options))
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over all pipeline ranks, tied weights once; a program's own clipping goes first."""
+        if self.module.pulse is None or clipping_is_replaced():
+            super().clip_fp32_gradients()
+            return
+        self._global_grad_norm = clip_over_pipeline(
+            self.module.parameters(), self.gradient_clipping(), self.grid.get_pipe_parallel_group()
+        )
+
+    # -- saving ------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        ema: Any = None,
+        checkpoints_total_limit: int | None = None,
+    ) -> bool:
+        """As upstream; the checkpoint appears under its name when all of it is on disk.
+
+        Data-parallel replicas share the writing of layers. When any rank fails, all raise, and the folder
+        is as it was.
+
+        Args:
+            ema: a ``deepspeed_pulse.models.EMA``, saved in the checkpoint: both are there, or neither is.
+            checkpoints_total_limit: when this checkpoint is there, so many of its series stay, the last written:
+                those whose tags differ from this one in the number at their end. Never removed: this one, the one
+                that ``latest`` names, and tags of another kind.
+
+        Raises:
+            ConfigError: the tag is no name, ranks gave different ones, or client state could not be loaded again.
+            FileError: a rank cannot write, or another job saves into the folder.
+        """
+        self._saving.save(
+            save_dir, tag, client_state, save_latest, exclude_frozen_parameters, ema, checkpoints_total_limit
+        )
+        return True
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        write = super()._save_checkpoint
+        self._saving.keep_problem(lambda: write(*args, **kwargs))
+
+    def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        write = super()._save_zero_checkpoint
+        self._saving.keep_problem(lambda: write(*args, **kwargs))
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Later: nothing but the checkpoint's own folder is touched before that is whole."""
+
+    def write_recovery_script(self, save_dir: str | os.PathLike[str]) -> None:
+        """Upstream's ``zero_to_fp32.py``, beside a checkpoint that is whole."""
+        try:
+            super()._copy_recovery_script(os.fspath(save_dir))
+        except OSError as problem:
+            print(f"pulse: warning: {save_dir}: zero_to_fp32.py is not written: {problem}", flush=True)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def load_universal_checkpoint(self) -> bool:
+        """False for upstream, which would unpickle: such a checkpoint is read here, when the config asks for it."""
+        return False
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        *,
+        ema: Any = None,
+    ) -> tuple[Any, Any]:
+        """As upstream, from a checkpoint of any plan, number of ranks or placement, or of stock 1F1B.
+
+        Every rank reads and verifies its files before any of them changes a weight. The client state is
+        what was given to :meth:`save_checkpoint`.
+
+        Args:
+            ema: goes on from the averages that were saved with the checkpoint.
+
+        Raises:
+            PlanError: optimizer state cannot be carried over; says why and the way round.
+            FileError: a file is missing, damaged, or holds objects that are not read.
+            ConfigError: the tag is no name, or ranks gave different ones.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint: custom_load_fn: expected None: a pipeline's layers load their own files"
+            )
+        wanted = Wanted(
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+        )
+        return self._loading.load(load_dir, tag, wanted, ema)
+
+    def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream; ranks meet for tied weights after all of them have loaded their layers."""
+        load = super().load_module_state_dict
+        self._loading.load_layers(lambda: load(*args, **kwargs))
+
+    def _get_zero_param_shapes(self) -> list[dict[str, Any]]:
+        """As upstream; the converter to universal checkpoints looks for the state of each, so no placeholders."""
+        groups = super()._get_zero_param_shapes()
+        return [{name: shape for name, shape in group.items() if not is_placeholder(name)} for group in groups]
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        """As upstream, for folders with ``[``, ``*`` or ``?`` in their path too."""
+        return list(super()._get_all_ckpt_names(glob.escape(checkpoints_path), glob.escape(tag)))

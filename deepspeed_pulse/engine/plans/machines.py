@@ -1,0 +1,45 @@
+"""The machines of a job with their links: kept ones, or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from deepspeed_pulse.engine.collectives import agree
+from deepspeed_pulse.engine.gradients.reduction import BUCKET_BYTES
+from deepspeed_pulse.engine.measure.hardware import Hardware, agreed_hardware
+from deepspeed_pulse.engine.measure.links import measure_cluster, shape_of
+from deepspeed_pulse.engine.plans import kept
+from deepspeed_pulse.engine.plans.content import library_versions
+from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.fields import write_whole
+
+
+def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
+    """The machines that this job runs on; all ranks of the world call it.
+
+    Args:
+        device: of this rank.
+        plan_cache: folder in which links are kept by content; None: measured every time.
+
+    Raises:
+        ConfigError: ranks have different devices.
+    """
+    ranks = agreed_hardware(device, compared="memory_bytes")
+    if plan_cache is None:
+        return measure_cluster(ranks, device, BUCKET_BYTES)
+    path = Path(plan_cache) / f"cluster-{_key(ranks, device)}.json"
+    found = agree(lambda: kept.read_cluster(path, *shape_of([rank.host for rank in ranks])), "reading kept links")
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    cluster = measure_cluster(ranks, device, BUCKET_BYTES)
+    agree(lambda: write_whole(path, cluster.to_json()), "keeping links")
+    return cluster
+
+
+def _key(ranks: Sequence[Hardware], device: torch.device) -> str:
+    backend = str(torch.distributed.get_backend())
+    described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
+    return kept.named_by([described, backend, device.type, *Link.__dataclass_fields__, *library_versions()])

@@ -1,0 +1,82 @@
+"""What the ranks of a module do together besides training: saving averages, models and adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.engine.collectives import agree, everywhere
+from deepspeed_pulse.engine.communicator import HOST_BACKENDS
+
+
+class Ranks:
+    """The ranks that hold a module's layers.
+
+    Args:
+        module: the ``PipelineModule``.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def _watched(self, what: str) -> AbstractContextManager[None]:
+        watchdog = self._module.watchdog
+        return nullcontext() if watchdog is None else watchdog.watching_patiently(what)
+
+    def gather_to_first(self, item: Any) -> list[Any] | None:
+        """``item`` of every rank of the pipeline, in order, on its first rank; None on the others."""
+        grid = self._module._grid
+        first = self._module.global_rank == grid.pp_group[0]
+        found: list[Any] | None = [None] * len(grid.pp_group) if first else None
+        torch.distributed.gather_object(item, found, dst=grid.pp_group[0], group=grid.get_pipe_parallel_group())
+        return found
+
+    def decide_on_first(self, make: Callable[[], Any], what: str) -> Any:
+        """What ``make`` gives on global rank 0, on every rank of the world; its error likewise."""
+        with self._watched(what):
+            return agree(make, what)
+
+    def together(self, act: Callable[[], Any], what: str) -> Any:
+        """What ``act`` gives on this rank; what any rank of the world meets in it is raised by all."""
+        self._module.check_usable(what)
+        return everywhere(act, what)
+
+    def bring_to_first(
+        self, tensor: torch.Tensor | None, *, owner: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """A tensor of pipeline rank ``owner``, on the CPU of global rank 0; None on the others.
+
+        It travels as bytes: backends differ in the dtypes they know.
+
+        Args:
+            tensor: on the owner in the first pipeline, that tensor; ignored on other ranks.
+            shape, dtype: of the tensor, known to all.
+        """
+        grid = self._module._grid
+        me, source, target = dist.get_rank(), grid.pp_group[owner], grid.pp_group[0]
+        if grid.data_parallel_id != 0 or me not in (source, target):
+            return None
+        if source == target:
+            assert tensor is not None
+            return tensor.detach().cpu().contiguous()
+        group, num_bytes = grid.get_pipe_parallel_group(), math.prod(shape) * dtype.itemsize
+        on_host = torch.distributed.get_backend(group) in HOST_BACKENDS
+        device = "cpu" if on_host else get_accelerator().device_name(self._module.local_rank)
+        with self._watched("bringing weights to rank 0"):
+            if me == source:
+                assert tensor is not None
+                if num_bytes:
+                    dist.send(
+                        tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8), target, group=group
+                    )
+                return None
+            found = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            if num_bytes:
+                dist.recv(found, source, group=group)
+            return found.cpu().view(dtype).reshape(tuple(shape))
