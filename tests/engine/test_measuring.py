@@ -16,7 +16,7 @@ from deepspeed_pulse.engine.data.resizing import resized
 from deepspeed_pulse.engine.measure import hardware
 from deepspeed_pulse.engine.measure.fitting import fit_link
 from deepspeed_pulse.engine.measure.layers import measure_layers
-from deepspeed_pulse.engine.measure.links import rounds
+from deepspeed_pulse.engine.measure.links import rounds, shape_of, uneven
 from deepspeed_pulse.engine.measure.sums import rings
 from deepspeed_pulse.engine.plans.measuring import shares
 from deepspeed_pulse.errors import BatchError
@@ -153,3 +153,9 @@ def test_an_accelerator_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) 
     clock = hardware.clock_of(torch.device("meta"))
     (cost,) = measure_layers(graph, [lambda: layer], torch.ones(2, 2), {}, torch.device("cpu"), clock).layers
     assert (cost.forward_ms, cost.backward_ms, cost.spread) == (7.0, 0.0, 0.0)
+
+
+def test_hosts_of_unequal_numbers_of_ranks_are_told() -> None:
+    hosts = ["a", "a", "b"]
+    assert shape_of(hosts) == (3, 1)
+    assert "one host after the other (2 on a, 1 on b): planned as a rank a node" in uneven(hosts)

@@ -86,6 +86,16 @@ def shape_of(hosts: Sequence[str]) -> tuple[int, int]:
     return (len(runs), runs[0][1]) if whole else (len(hosts), 1)
 
 
+def uneven(hosts: Sequence[str]) -> str:
+    """What is said where every rank counts as a node although a host holds several."""
+    held = [f"{len(list(group))} on {host}" for host, group in itertools.groupby(hosts)]
+    return (
+        f"ranks do not fill hosts evenly, one host after the other ({', '.join(held[:8])}{', ...' * (len(held) > 8)}): "
+        "planned as a rank a node, links inside hosts taken for as slow as those between them; start as many ranks on "
+        'every host, or give a "cluster" file'
+    )
+
+
 def rounds(nodes: int, per_node: int) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
     """(whether inside nodes, pairs of ranks that send at the same time); no rank is in two pairs of a round.
 

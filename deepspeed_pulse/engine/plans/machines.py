@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.gradients.reduction import BUCKET_BYTES
 from deepspeed_pulse.engine.measure.hardware import Hardware, agreed_hardware
-from deepspeed_pulse.engine.measure.links import measure_cluster, shape_of
+from deepspeed_pulse.engine.measure.links import measure_cluster, shape_of, uneven
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.content import library_versions
 from deepspeed_pulse.ir.cluster import Cluster, Link
@@ -28,10 +29,14 @@ def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
         ConfigError: ranks have different devices.
     """
     ranks = agreed_hardware(device, compared="memory_bytes")
+    hosts = [rank.host for rank in ranks]
+    nodes, per_node = shape_of(hosts)
+    if dist.get_rank() == 0 and nodes > len(set(hosts)):
+        print(f"pulse: {uneven(hosts)}", flush=True)
     if plan_cache is None:
         return measure_cluster(ranks, device, BUCKET_BYTES)
     path = Path(plan_cache) / f"cluster-{_key(ranks, device)}.json"
-    found = agree(lambda: kept.read_cluster(path, *shape_of([rank.host for rank in ranks])), "reading kept links")
+    found = agree(lambda: kept.read_cluster(path, nodes, per_node), "reading kept links")
     if found is not None:
         return found  # type: ignore[no-any-return]
     cluster = measure_cluster(ranks, device, BUCKET_BYTES)
