@@ -17,33 +17,37 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.report.words import OPS, summary
+from deepspeed_pulse.report.spans import FROZEN, WORDS, Box, boxes_of, kind, kinds, microbatch, text
+from deepspeed_pulse.report.words import summary
 
 IDLE = "."
-_FILL = {Op.FORWARD: ">", Op.BACKWARD: "<", Op.INPUT_GRAD: "(", Op.WEIGHT_GRAD: "~"}
+_FILL = {"F": ">", "B": "<", "I": "(", "W": "~", FROZEN: "="}
 _STYLES = {
-    Op.FORWARD: ("black on bright_cyan", "black on cyan"),
-    Op.BACKWARD: ("bright_white on dark_orange3", "bright_white on dark_red"),
-    Op.INPUT_GRAD: ("bright_white on dark_orange3", "bright_white on dark_red"),
-    Op.WEIGHT_GRAD: ("black on green", "black on dark_sea_green"),
+    "F": ("black on bright_cyan", "black on cyan"),
+    "B": ("bright_white on dark_orange3", "bright_white on dark_red"),
+    "I": ("bright_white on dark_orange3", "bright_white on dark_red"),
+    "W": ("black on green", "black on dark_sea_green"),
+    FROZEN: ("black on yellow",),
 }
-_FROZEN_FILL, _FROZEN_STYLE = "=", "black on yellow"
 _IDLE_STYLE = "dim"
 _MAX_LINES = 70
 _CELL_WIDTHS = (5, 4, 3, 2, 1)
 """Columns of a short action, widest first; the first that needs few enough bands is taken."""
 
 
-def schedule_grid(timeline: Timeline, placement: Sequence[int], *, width: int = 100) -> Text:
+def schedule_grid(timeline: Timeline, placement: Placement, *, width: int = 100) -> Text:
     """The grid as something rich prints; ``str()`` of it is the plain form.
 
     Args:
         placement: rank of each stage; a rank's first and second stage get different shades.
         width: columns there are.
     """
-    lines = [Text(summary(timeline)), *_bands(timeline, Placement(placement), width), *_legend(timeline, width)]
+    lines = [
+        Text(summary(timeline)),
+        *_bands(timeline, placement, width),
+        *_legend(timeline, placement, width),
+    ]
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
@@ -79,23 +83,16 @@ def _lane(
     timeline: Timeline, placement: Placement, rank: int, start: float, ms_per_column: float, columns: int
 ) -> Text:
     """All columns of one rank."""
-    shades = {stage: index % 2 for index, stage in enumerate(placement.stages_of(rank))}
     lane, at = Text(), 0
-    cells = [
-        (s.start_ms, s.end_ms, _labels(s.action), _FILL[s.action.op], _STYLES[s.action.op][shades[s.action.stage]])
-        for s in timeline.spans_of(rank)
-    ]
-    cells += [
-        (s.start_ms, s.end_ms, (f"E{s.run.microbatch}", "E"), _FROZEN_FILL, _FROZEN_STYLE)
-        for s in timeline.frozen_of(rank)
-    ]
-    for start_ms, end_ms, labels, fill, style in sorted(cells, key=lambda cell: cell[:2]):
+    for box in boxes_of(timeline, rank):
+        letter, way = kind(box, placement)
+        start_ms, end_ms = box.start_ms, box.end_ms
         left, right = (_column(ms - start, ms_per_column) for ms in (start_ms, end_ms))
         left = max(left, at)
         if right <= left:
             continue
         lane.append(IDLE * (left - at), style=_IDLE_STYLE)
-        lane.append(_cell(labels, fill, right - left), style=style)
+        lane.append(_cell(_labels(box, letter), _FILL[letter], right - left), style=_STYLES[letter][way])
         at = right
     lane.append(IDLE * (columns - at), style=_IDLE_STYLE)
     return lane
@@ -111,8 +108,9 @@ def _cell(labels: Sequence[str], fill: str, width: int) -> str:
     return fitting[0].ljust(width, fill)
 
 
-def _labels(action: Action) -> tuple[str, ...]:
-    return (str(action), f"{action.op.value}{action.microbatch}", action.op.value)
+def _labels(box: Box, letter: str) -> tuple[str, ...]:
+    short = (f"{letter}{microbatch(box)}", letter)
+    return short if letter == FROZEN else (text(box), *short)
 
 
 def _axis(left: int, right: int, ms_per_column: float) -> str:
@@ -121,12 +119,10 @@ def _axis(left: int, right: int, ms_per_column: float) -> str:
     return "".join(mark.ljust(20) for mark in marks)[: max(right - left, 12)].rstrip()
 
 
-def _legend(timeline: Timeline, width: int) -> Iterator[Text]:
+def _legend(timeline: Timeline, placement: Placement, width: int) -> Iterator[Text]:
     """As many lines as it takes."""
-    used = {span.action.op for span in timeline.spans}
-    parts = [(f"{op.value}{_FILL[op]}", _STYLES[op][0], OPS[op]) for op in Op if op in used]
-    if timeline.frozen:
-        parts.append((f"E{_FROZEN_FILL}", _FROZEN_STYLE, "frozen, for the next step"))
+    used = {kind.letter for kind in kinds([timeline], placement)}
+    parts = [(f"{letter}{_FILL[letter]}", _STYLES[letter][0], WORDS[letter]) for letter in WORDS if letter in used]
     line = Text("STAGE OP MICROBATCH: ", style="dim")
     for sign, style, what in (*parts, (IDLE, "", "idle")):
         entry = Text().append(sign, style=style).append(f" {what}  ")

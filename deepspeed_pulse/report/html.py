@@ -12,61 +12,49 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.report.spans import FROZEN, arrows, boxes, kind, kinds, microbatch, text
 from deepspeed_pulse.report.words import summary
 
 
-def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Sequence[int]) -> None:
+def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Placement) -> None:
     """Write named timelines above each other, on one time axis."""
-    data = [_row(title, timeline, Placement(placement)) for title, timeline in rows]
+    data = [_row(title, timeline, placement) for title, timeline in rows]
     title = "; ".join(title for title, _ in rows if title) or "timeline"
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    split = any(span.action.op is Op.WEIGHT_GRAD for _, timeline in rows for span in timeline.spans)
-    frozen = any(timeline.frozen for _, timeline in rows)
-    page = _PAGE.replace("@SPLIT@", (_SPLIT if split else "") + (_FROZEN if frozen else ""))
-    page = page.replace("@TITLE@", html.escape(title)).replace("@DATA@", text)
+    found = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    used = {kind.letter for kind in kinds([timeline for _, timeline in rows], placement)}
+    page = _PAGE.replace("@SPLIT@", (_SPLIT if "W" in used else "") + (_FROZEN if FROZEN in used else ""))
+    page = page.replace("@TITLE@", html.escape(title)).replace("@DATA@", found)
     Path(path).write_text(page, encoding="utf-8")
 
 
 def _row(title: str, timeline: Timeline, placement: Placement) -> dict[str, Any]:
-    """``spans``: rank, op, second stage or not, start, end, text; ``messages``: ranks, leave, arrive."""
+    """``spans``: rank, letter, second stage or not, start, end, text, microbatch; ``messages``: ranks, from, until."""
     start = timeline.start_ms
     return {
         "title": f"{title}: {summary(timeline)}" if title else summary(timeline),
         "lanes": [f"rank {r}: {', '.join(map(str, placement.stages_of(r)))}" for r in range(timeline.num_ranks)],
         "end": timeline.makespan_ms,
         "spans": [
-            [
-                span.rank,
-                span.action.op.value,
-                placement.stages_of(span.rank).index(span.action.stage) % 2,
-                round(span.start_ms - start, 4),
-                round(span.end_ms - start, 4),
-                str(span.action),
-            ]
-            for span in timeline.spans
-        ]
-        + [
-            [s.rank, "E", 0, round(s.start_ms - start, 4), round(s.end_ms - start, 4), str(s.run)]
-            for s in timeline.frozen
+            [b.rank, *kind(b, placement), _ms(b.start_ms - start), _ms(b.end_ms - start), text(b), microbatch(b)]
+            for b in boxes(timeline)
         ],
         "messages": [
-            [t.source_rank, t.target_rank, round(t.leave_ms - start, 4), round(t.arrive_ms - start, 4)]
-            for t in timeline.transfers
-        ]
-        + [
-            [c.source_rank, c.hand_over.target_rank, round(c.leave_ms - start, 4), round(c.arrive_ms - start, 4)]
-            for c in timeline.carried
+            [arrow.source_rank, arrow.target_rank, _ms(arrow.leave_ms - start), _ms(arrow.arrive_ms - start)]
+            for arrow in arrows(timeline)
         ],
     }
+
+
+def _ms(value: float) -> float:
+    return round(value, 4)
 
 
 _SPLIT = """Backward is split: dark colours are its input gradients (I),
 <b style="background:#8d8d8d;color:#fff">W</b>weight gradient, first
 <b style="background:#6f6f6f;color:#fff">W</b>weight gradient, second."""
 
-_FROZEN = """ <b style="background:#f6d58e">E</b>frozen layers, for the next step."""
+_FROZEN = """ <b style="background:#f6d58e">E</b>frozen, for the next step."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>@TITLE@</title>
@@ -104,10 +92,10 @@ function draw() {
     pen.fillStyle = "#222"; pen.textAlign = "left"; pen.fillText(row.title, 0, top + TITLE / 2);
     row.lanes.forEach((name, r) => pen.fillText(name, 0, top + TITLE + (r + .5) * LANE, LEFT - 4));
     pen.save(); pen.beginPath(); pen.rect(LEFT, top + TITLE, wide(), row.lanes.length * LANE); pen.clip();
-    for (const [rank, op, way, a, b, text] of row.spans) if (b >= from && a <= to) {
+    for (const [rank, op, way, a, b, text, microbatch] of row.spans) if (b >= from && a <= to) {
       const left = x(a), w = x(b) - left, y = top + TITLE + rank * LANE + 2;
       pen.fillStyle = FACE[op][way]; pen.fillRect(left, y, Math.max(w - .8, .3), LANE - 4);
-      const label = w > 34 ? text : text.replace(/^(\\d+[A-Z]|.*@)/, "");
+      const label = w > 34 ? text : String(microbatch);
       if (w > 7 * label.length) {
         pen.fillStyle = op === "F" || op === "E" ? "#10304d" : "#fff"; pen.textAlign = "center";
         pen.fillText(label, left + w / 2, y + LANE / 2 - 2);

@@ -21,15 +21,8 @@ from matplotlib.patches import Patch
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.report import words
+from deepspeed_pulse.report.style import STYLE
 
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "hatch.linewidth": 0.5,
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 _FORWARD, _BACKWARD, _BACKWARD_EDGE, _BYTES = "#cfe3f7", "#2f6db0", "#5f93ca", "#8d8d8d"
 _STAYS, _TRAVELS = "#3b3b3b", "#c2452d"
 _DASHES = (0, (3, 1.2))
@@ -65,7 +58,7 @@ def draw_model(profile: Profile, path: str | Path, *, plan: Plan | None = None) 
         path: ``.png``, ``.svg`` or ``.pdf``, by its suffix.
         plan: whose cuts are drawn; one for this profile's layers.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         model_figure(profile, plan=plan).savefig(path, dpi=120)
 
 

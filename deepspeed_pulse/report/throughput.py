@@ -13,15 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from deepspeed_pulse.ir.choice import Trial, Tuning, Verdict
+from deepspeed_pulse.report.style import STYLE
 from deepspeed_pulse.report.tuning import describe
 
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 _MARKERS = "os^Dv*P<>X"
 _GB = 1e9
 _ASIDE = 0.05
@@ -32,7 +26,7 @@ _MOST_LIMITS = 2.0
 
 def draw_tuning(tuning: Tuning, path: Path) -> None:
     """Write the picture; the suffix says in which format."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         tuning_figure(tuning).savefig(path, dpi=150)
 
 

@@ -19,9 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.schedule import Op
-from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
-from deepspeed_pulse.report.words import OPS, summary
+from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.report.spans import FROZEN, WORDS, Box, Kind, arrows, boxes, kind, kinds, microbatch
+from deepspeed_pulse.report.style import STYLE
+from deepspeed_pulse.report.words import summary
 
 _LANE = 0.84
 _FOOT = 0.10
@@ -32,14 +33,6 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))
 """Of neighbouring ranks' memory, so that the curves differ without colour."""
 _FONT_POINTS = 7.0
 _STAGES_SHOWN = 4
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "hatch.linewidth": 0.5,
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +47,22 @@ class _Look:
 
 
 _LOOKS = {
-    (Op.FORWARD, 0): _Look("#cfe3f7", "#10304d", "#7fa3c4"),
-    (Op.FORWARD, 1): _Look("#bfe8d2", "#0f3d26", "#74b392", foot="#0f3d26"),
-    (Op.BACKWARD, 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "////"),
-    (Op.BACKWARD, 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
-    (Op.INPUT_GRAD, 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "////"),
-    (Op.INPUT_GRAD, 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
-    (Op.WEIGHT_GRAD, 0): _Look("#8d8d8d", "#ffffff", "#b5b5b5", "...."),
-    (Op.WEIGHT_GRAD, 1): _Look("#6f6f6f", "#ffffff", "#9a9a9a", "....", "#dddddd"),
+    Kind("F", 0): _Look("#cfe3f7", "#10304d", "#7fa3c4"),
+    Kind("F", 1): _Look("#bfe8d2", "#0f3d26", "#74b392", foot="#0f3d26"),
+    Kind("B", 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "////"),
+    Kind("B", 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
+    Kind("I", 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "////"),
+    Kind("I", 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
+    Kind("W", 0): _Look("#8d8d8d", "#ffffff", "#b5b5b5", "...."),
+    Kind("W", 1): _Look("#6f6f6f", "#ffffff", "#9a9a9a", "....", "#dddddd"),
+    Kind(FROZEN, 0): _Look("#f6d58e", "#4d3800", "#c79a35", "xx"),
 }
 _MESSAGE_INK = "#c2452d"
-_FROZEN = _Look("#f6d58e", "#4d3800", "#c79a35", "xx")
 
 
 def draw_timelines(
     rows: Sequence[tuple[str, Timeline]],
-    placement: Sequence[int],
+    placement: Placement,
     path: str | Path,
     *,
     memory: bool = False,
@@ -82,15 +75,15 @@ def draw_timelines(
         path: ``.png``, ``.svg`` or ``.pdf``, by its suffix.
         memory: draw each rank's live bytes under the timelines that have them.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = timelines_figure(rows, placement, memory=memory)
         figure.savefig(path, dpi=110)
 
 
-def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Sequence[int], *, memory: bool = False) -> Figure:
+def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Placement, *, memory: bool = False) -> Figure:
     """The picture of :func:`draw_timelines`, not yet written."""
     width, heights = _size(rows, memory)
-    handles = _legend([timeline for _, timeline in rows], Placement(placement))
+    handles = _legend([timeline for _, timeline in rows], placement)
     columns = min(len(handles), int(width / _LEGEND_INCHES))
     legend_rows = math.ceil(len(handles) / columns)
     figure = Figure(figsize=(width, sum(heights) + 0.55 + 0.2 * legend_rows), layout="constrained")
@@ -100,7 +93,7 @@ def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Sequence[i
     for title, timeline in rows:
         axes = next(remaining)
         axes.set_title(f"{title}: {summary(timeline)}" if title else summary(timeline), loc="left", fontsize=10)
-        _draw_lanes(axes, timeline, Placement(placement), points_per_ms=72 * (width - 1.2) / end)
+        _draw_lanes(axes, timeline, placement, points_per_ms=72 * (width - 1.2) / end)
         if memory and timeline.memory:
             _draw_memory(next(remaining), timeline)
     all_axes[-1].set_xlabel("ms")
@@ -128,17 +121,13 @@ def _size(rows: Sequence[tuple[str, Timeline]], memory: bool) -> tuple[float, li
 
 def _draw_lanes(axes: Axes, timeline: Timeline, placement: Placement, *, points_per_ms: float) -> None:
     start = timeline.start_ms
-    groups: dict[tuple[Op, int], list[Span]] = {}
-    for span in timeline.spans:
-        groups.setdefault((span.action.op, _way(placement, span)), []).append(span)
-    for key, spans in groups.items():
-        _draw_boxes(axes, spans, _LOOKS[key], start)
-        for span in spans:
-            _draw_number(axes, span, span.action.microbatch, _LOOKS[key].ink, start, points_per_ms)
-    if timeline.frozen:
-        _draw_boxes(axes, timeline.frozen, _FROZEN, start)
-        for frozen in timeline.frozen:
-            _draw_number(axes, frozen, frozen.run.microbatch, _FROZEN.ink, start, points_per_ms)
+    groups: dict[Kind, list[Box]] = {}
+    for box in boxes(timeline):
+        groups.setdefault(kind(box, placement), []).append(box)
+    for key, mine in groups.items():
+        _draw_boxes(axes, mine, _LOOKS[key], start)
+        for box in mine:
+            _draw_number(axes, box, _LOOKS[key].ink, start, points_per_ms)
     if len(timeline.transfers) <= _MAX_MESSAGES:
         _draw_messages(axes, timeline, start)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
@@ -154,12 +143,7 @@ def lane_name(placement: Placement, rank: int) -> str:
     return f"rank {rank}\nstage{'s' if len(stages) > 1 else ''} {', '.join(shown)}"
 
 
-def _way(placement: Placement, span: Span) -> int:
-    """0 for a rank's first, third, ... stage (down the V), 1 for its second (up)."""
-    return placement.stages_of(span.rank).index(span.action.stage) % 2
-
-
-def _draw_boxes(axes: Axes, spans: Sequence[Span | FrozenSpan], look: _Look, start: float) -> None:
+def _draw_boxes(axes: Axes, spans: Sequence[Box], look: _Look, start: float) -> None:
     boxes = [
         Rectangle((span.start_ms - start, span.rank - _LANE / 2), span.end_ms - span.start_ms, _LANE) for span in spans
     ]
@@ -172,10 +156,8 @@ def _draw_boxes(axes: Axes, spans: Sequence[Span | FrozenSpan], look: _Look, sta
         axes.add_collection(PatchCollection(feet, facecolor=look.foot, linewidth=0))
 
 
-def _draw_number(
-    axes: Axes, span: Span | FrozenSpan, number: int, ink: str, start: float, points_per_ms: float
-) -> None:
-    text = str(number)
+def _draw_number(axes: Axes, span: Box, ink: str, start: float, points_per_ms: float) -> None:
+    text = str(microbatch(span))
     room = (span.end_ms - span.start_ms) * points_per_ms - 1
     size = min(_FONT_POINTS, room / (0.66 * len(text)))
     if size >= 4:
@@ -186,22 +168,10 @@ def _draw_number(
 def _draw_messages(axes: Axes, timeline: Timeline, start: float) -> None:
     """A thin line from the sender's lane when the message leaves to the receiver's when it arrives."""
     lines = []
-    for transfer in timeline.transfers:
-        down = math.copysign(_LANE / 2, transfer.target_rank - transfer.source_rank)
-        lines.append(
-            [
-                (transfer.leave_ms - start, transfer.source_rank + down),
-                (transfer.arrive_ms - start, transfer.target_rank - down),
-            ]
-        )
-    for carried in timeline.carried:
-        down = math.copysign(_LANE / 2, carried.hand_over.target_rank - carried.source_rank)
-        lines.append(
-            [
-                (carried.leave_ms - start, carried.source_rank + down),
-                (carried.arrive_ms - start, carried.hand_over.target_rank - down),
-            ]
-        )
+    for arrow in arrows(timeline):
+        down = math.copysign(_LANE / 2, arrow.target_rank - arrow.source_rank)
+        leaves = (arrow.leave_ms - start, arrow.source_rank + down)
+        lines.append([leaves, (arrow.arrive_ms - start, arrow.target_rank - down)])
     axes.add_collection(LineCollection(lines, colors=_MESSAGE_INK, linewidths=0.8, zorder=3))
 
 
@@ -219,7 +189,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
 
 
 def _legend(timelines: Sequence[Timeline], placement: Placement) -> list[Patch]:
-    used = {(s.action.op, _way(placement, s)) for timeline in timelines for s in timeline.spans}
+    used = kinds(timelines, placement)
     several = max(len(placement.stages_of(rank)) for rank in set(placement))
     ways = ("first stage of a rank", "second stage of a rank (bar below)")
     if several > 2:
@@ -227,11 +197,8 @@ def _legend(timelines: Sequence[Timeline], placement: Placement) -> list[Patch]:
     handles = [Patch(facecolor="none", edgecolor="none", label="number: its microbatch")]
     for key, look in _LOOKS.items():
         if key in used:
-            label = OPS[key[0]] + (f", {ways[key[1]]}" if several > 1 else "")
+            label = WORDS[key.letter] + (f", {ways[key.way]}" if several > 1 and key.letter != FROZEN else "")
             handles.append(Patch(facecolor=look.face, edgecolor=look.edge, hatch=look.hatch or None, label=label))
-    if any(timeline.frozen for timeline in timelines):
-        label = "frozen layers, for the next step"
-        handles.append(Patch(facecolor=_FROZEN.face, edgecolor=_FROZEN.edge, hatch=_FROZEN.hatch, label=label))
     if any(0 < len(timeline.transfers) <= _MAX_MESSAGES for timeline in timelines):
         handles.append(Patch(facecolor=_MESSAGE_INK, label="message"))
     return handles

@@ -12,12 +12,12 @@ from typing import Any
 
 from deepspeed_pulse.ir.program import Direction, Message
 from deepspeed_pulse.ir.schedule import Op
-from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline, Transfer
-from deepspeed_pulse.report.words import OPS
+from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
+from deepspeed_pulse.report.spans import FROZEN, WORDS, Box, boxes, details, kind, text
 
 Event = dict[str, Any]
 
-_COLOURS = {Op.FORWARD: "good", Op.BACKWARD: "bad", Op.INPUT_GRAD: "bad", Op.WEIGHT_GRAD: "terrible"}
+_COLOURS = {"F": "good", "B": "bad", "I": "bad", "W": "terrible", FROZEN: "yellow"}
 _BACKWARD_OPS = (Op.BACKWARD, Op.INPUT_GRAD)
 
 
@@ -42,8 +42,7 @@ def _events(timeline: Timeline, placement: Sequence[int], name: str, first_pid: 
         yield _metadata("process_name", pid, name=f"{name} rank {rank} (stages {stages})".strip())
         yield _metadata("process_sort_index", pid, sort_index=pid)
         yield _metadata("thread_name", pid, name="compute")
-    yield from (_complete(span, first_pid) for span in timeline.spans)
-    yield from (_frozen(span, first_pid) for span in timeline.frozen)
+    yield from (_complete(box, first_pid, placement) for box in boxes(timeline))
     yield from _flows(timeline, first_pid)
     yield from _hand_overs(timeline, first_pid)
     for rank, changes in enumerate(timeline.memory):
@@ -56,33 +55,18 @@ def _metadata(kind: str, pid: int, **args: object) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": args}
 
 
-def _complete(span: Span, first_pid: int) -> Event:
-    action = span.action
+def _complete(box: Box, first_pid: int, placement: Sequence[int]) -> Event:
+    letter = kind(box, placement).letter
     return {
         "ph": "X",
-        "name": str(action),
-        "cat": OPS[action.op],
-        "pid": first_pid + span.rank,
+        "name": text(box),
+        "cat": WORDS[letter],
+        "pid": first_pid + box.rank,
         "tid": 0,
-        "ts": _us(span.start_ms),
-        "dur": _us(span.end_ms - span.start_ms),
-        "cname": _COLOURS[action.op],
-        "args": {"stage": action.stage, "microbatch": action.microbatch},
-    }
-
-
-def _frozen(span: FrozenSpan, first_pid: int) -> Event:
-    run = span.run
-    return {
-        "ph": "X",
-        "name": str(run),
-        "cat": "frozen, for the next step",
-        "pid": first_pid + span.rank,
-        "tid": 0,
-        "ts": _us(span.start_ms),
-        "dur": _us(span.end_ms - span.start_ms),
-        "cname": "yellow",
-        "args": {"part": run.part, "layers": f"{run.first}-{run.end - 1}", "microbatch": run.microbatch},
+        "ts": _us(box.start_ms),
+        "dur": _us(box.end_ms - box.start_ms),
+        "cname": _COLOURS[letter],
+        "args": details(box),
     }
 
 

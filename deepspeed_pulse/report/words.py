@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from deepspeed_pulse.ir.fill import Fill
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Timeline
 
 _SHOWN = 8
 """Names in a line; the rest is counted."""
-
-OPS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.INPUT_GRAD: "input gradient",
-    Op.WEIGHT_GRAD: "weight gradient",
-}
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 
