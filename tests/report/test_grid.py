@@ -46,7 +46,7 @@ def test_staircase_of_one_microbatch() -> None:
 
 def test_halves_of_the_backward_differ() -> None:
     split = timeline_of((0, "0F0", 0, 1), (0, "0I0", 1, 2), (0, "0W0", 2, 3))
-    text = schedule_grid(split, (0,), width=80).plain
+    text = schedule_grid(split, Placement((0,)), width=80).plain
     assert "0F0>>0I0((0W0~~" in text
     assert "I( input gradient  W~ weight gradient" in text
 

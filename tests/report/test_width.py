@@ -184,7 +184,7 @@ def test_what_a_run_has_written(sample: Any) -> None:
 
 def test_a_wave_of_that_name_is_told_as_what_it_is(sample: Any) -> None:
     """The schedule "wave" orders linear placements, too."""
-    linear = replace(sample.plan, placement=(0, 1, 2, 3), boundaries=(0, 2, 4, 6, 8), waves=0, routes=(), estimate=None)
+    linear = replace(sample.plan, placement=(0, 1, 2, 3), boundaries=(0, 2, 4, 6, 8), routes=(), estimate=None)
     linear = replace(linear, schedule=tuple((a for a in row if a.stage < 4) for row in linear.schedule))
     title = printed(plan_table(replace(linear, solver=replace(sample.plan.solver, name="wave"))), 200).splitlines()[0]
     assert "linear placement" in title and title.endswith("schedule list scheduling (wave)")
