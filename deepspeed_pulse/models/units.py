@@ -56,14 +56,19 @@ class Origin:
 
 
 class Unit(nn.Module):
-    """A layer whose children are submodules or parameters of ``model``, each under its path in the model."""
+    """A layer whose children are submodules or parameters of ``model``, each under its path in the model.
+
+    ``PARTS``: the paths of a kind of layer that always has the same.
+    """
+
+    PARTS: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, origin: Origin, *paths: str) -> None:
         super().__init__()
         self.origin = origin
-        self.paths = paths
+        self.paths = paths or self.PARTS
         self.entry_rules: EntryRules | None = None
-        for path in paths:
+        for path in self.paths:
             _register(self, path, _part_of(model, path))
 
     def part(self, path: str | None = None) -> nn.Module:
@@ -102,6 +107,13 @@ def origin_of(layer_list: Iterable[Any], what: str, model_class: type[nn.Module]
     kinds = ", ".join(one.model_class.__name__ for one in origins)
     asked = "which one was not said" if model_class is None else f"{len(found)} of them are a {model_class.__name__}"
     raise ConfigError(f"{what} writes one model; the layers were made of {kinds}, and {asked}; pass model_class=")
+
+
+def whole(origin: Origin, layers: Iterable[Any]) -> list[Any]:
+    """A model's declared layers as a list; they hold all of it, see :func:`check_cover`."""
+    found = list(layers)
+    check_cover((declared.layer for declared in found), origin)
+    return found
 
 
 def check_cover(units: Iterable[Unit], origin: Origin) -> None:

@@ -29,7 +29,7 @@ from deepspeed_pulse.models.transformers.units import (
     patches_value,
     same,
 )
-from deepspeed_pulse.models.units import Origin, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, refuse, whole
 
 ROTARY = "image_rotary_emb"
 BLOCKS = classes_beside(CogVideoXTransformer3DModel, "CogVideoXBlock")
@@ -50,9 +50,7 @@ def to_layers(
     refuse(model, foreign(model, numbered(model, "transformer_blocks"), BLOCKS))
     rotary = model.config.use_rotary_positional_embeddings if image_rotary_emb is None else image_rotary_emb
     origin = Origin.of(model)
-    layers = list(_layers(model, origin, fine=granularity == "fine", rotary=(ROTARY,) if rotary else ()))
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    return whole(origin, _layers(model, origin, fine=granularity == "fine", rotary=(ROTARY,) if rotary else ()))
 
 
 def _layers(
@@ -93,8 +91,7 @@ class Stem(TokenUnit):
         text = given["encoder_hidden_states"]
         joined = self.embedding_dropout(self.patch_embed(text, hidden))
         frames, _, height, width = hidden.shape[1:]
-        counts = zip((frames, height, width), self.patch_size, strict=True)
-        patches = patches_value(hidden, *(length // patch for length, patch in counts))
+        patches = patches_value(hidden, (frames, height, width), self.patch_size)
         return (joined[:, text.shape[1] :], joined[:, : text.shape[1]]), patches, temb
 
 

@@ -35,7 +35,7 @@ from deepspeed_pulse.models.transformers.units import (
     numbered,
     same,
 )
-from deepspeed_pulse.models.units import Origin, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, refuse, whole
 
 BLOCKS = classes_beside(FluxTransformer2DModel, "FluxTransformerBlock")
 SINGLE_BLOCKS = classes_beside(FluxTransformer2DModel, "FluxSingleTransformerBlock")
@@ -54,9 +54,7 @@ def to_layers(model: FluxTransformer2DModel, *, granularity: str = "block") -> l
     """
     refuse(model, _problems(model))
     origin = Origin.of(model)
-    layers = list(_layers(model, origin, fine=granularity == "fine"))
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    return whole(origin, _layers(model, origin, fine=granularity == "fine"))
 
 
 def _layers(model: FluxTransformer2DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
@@ -86,8 +84,7 @@ def _problems(model: FluxTransformer2DModel) -> Iterator[str]:
 class Stem(TokenUnit):
     """The projected latents and text, and the embedding of time, guidance and pooled text."""
 
-    def __init__(self, model: FluxTransformer2DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "x_embedder", "time_text_embed", "context_embedder")
+    PARTS = ("x_embedder", "time_text_embed", "context_embedder")
 
     def forward(self, latents: Tensor, *popped: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         given = self.given(popped)
@@ -122,8 +119,7 @@ class Attention(_Placed, JointAttention):
 class Head(TokenUnit):
     """Norm and projection to packed latents."""
 
-    def __init__(self, model: FluxTransformer2DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "norm_out", "proj_out")
+    PARTS = ("norm_out", "proj_out")
 
     def forward(self, hidden: Tensor, temb: Tensor) -> Any:
         return self.proj_out(self.norm_out(hidden, temb))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.transformers.units import (
+    PictureHead,
     Piece,
     TokenUnit,
     Whole,
@@ -34,9 +35,8 @@ from deepspeed_pulse.models.transformers.units import (
     numbered,
     patches_value,
     same,
-    unpatchify,
 )
-from deepspeed_pulse.models.units import Origin, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, refuse, whole
 
 BLOCKS = classes_beside(HunyuanDiT2DModel, "HunyuanDiTBlock")
 TAKES_APART = (HunyuanDiT2DModel, *BLOCKS)
@@ -57,9 +57,7 @@ def to_layers(model: HunyuanDiT2DModel, *, granularity: str = "block", image_rot
     """
     refuse(model, foreign(model, numbered(model, "blocks"), BLOCKS))
     origin = Origin.of(model)
-    layers = list(_layers(model, origin, fine=granularity == "fine", rotary=image_rotary_emb))
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    return whole(origin, _layers(model, origin, fine=granularity == "fine", rotary=image_rotary_emb))
 
 
 def _layers(model: HunyuanDiT2DModel, origin: Origin, *, fine: bool, rotary: bool) -> Iterator[Declared]:
@@ -85,16 +83,13 @@ class Stem(TokenUnit):
 
     PARTS = ("pos_embed", "time_extra_emb", "text_embedder", "text_embedding_padding")
 
-    def __init__(self, model: HunyuanDiT2DModel, origin: Origin) -> None:
-        super().__init__(model, origin, *self.PARTS)
-
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, ...]:
         given = self.given(popped)
-        height, width = (side // self.pos_embed.patch_size for side in hidden.shape[-2:])
+        patches = patches_value(hidden, hidden.shape[-2:], (self.pos_embed.patch_size,) * 2)
         timestep, t5 = given["timestep"], given["encoder_hidden_states_t5"]
         sizes = given.get("image_meta_size"), given.get("style")
         temb = self.time_extra_emb(timestep, t5, *sizes, hidden_dtype=timestep.dtype)
-        return self.pos_embed(hidden), patches_value(hidden, height, width), temb, self._text(given)
+        return self.pos_embed(hidden), patches, temb, self._text(given)
 
     def _text(self, given: dict[str, Tensor]) -> Tensor:
         t5 = given["encoder_hidden_states_t5"]
@@ -123,13 +118,8 @@ class FeedForward(Piece):
         return self.leave(hidden + self.block.ff(self.block.norm3(hidden)))
 
 
-class Head(TokenUnit):
-    """Norm, projection, and patches back to a picture."""
+class Head(PictureHead):
+    """The norm takes the embedding in float32."""
 
-    def __init__(self, model: HunyuanDiT2DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "norm_out", "proj_out")
-        self.patch_size = model.config.patch_size
-
-    def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Tensor:
-        tokens = self.proj_out(self.norm_out(hidden, temb.to(torch.float32)))
-        return unpatchify(tokens, patches.shape, self.patch_size)
+    def tokens(self, hidden: Tensor, temb: Tensor) -> Tensor:
+        return super().tokens(hidden, temb.to(torch.float32))

@@ -37,7 +37,7 @@ from deepspeed_pulse.models.transformers.units import (
     same,
     size_only,
 )
-from deepspeed_pulse.models.units import Origin, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, refuse, whole
 
 BLOCKS = {
     path: classes_beside(
@@ -65,9 +65,7 @@ def to_layers(model: HunyuanVideoTransformer3DModel, *, granularity: str = "bloc
     fine = granularity == "fine"
     refuse(model, _problems(model, fine=fine))
     origin = Origin.of(model)
-    layers = list(_layers(model, origin, fine=fine))
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    return whole(origin, _layers(model, origin, fine=fine))
 
 
 def _layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
@@ -110,7 +108,7 @@ class Stem(TokenUnit):
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Any, ...]:
         given = self.given(popped)
         timestep, text, mask = given["timestep"], given["encoder_hidden_states"], given[MASK]
-        patches = patches_value(hidden, *(n // p for n, p in zip(hidden.shape[2:], self.patch_size, strict=True)))
+        patches = patches_value(hidden, hidden.shape[2:], self.patch_size)
         temb, replaced = self.time_text_embed(timestep, given["pooled_projections"], given.get("guidance"))
         streams = self.x_embedder(hidden), self.context_embedder(text, timestep, mask)
         return (streams, patches, temb) if replaced is None else (streams, patches, temb, replaced)

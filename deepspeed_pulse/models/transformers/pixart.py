@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.transformers.units import (
+    PictureHead,
     Piece,
     TokenUnit,
     classes_beside,
@@ -25,9 +26,8 @@ from deepspeed_pulse.models.transformers.units import (
     numbered,
     patches_value,
     same,
-    unpatchify,
 )
-from deepspeed_pulse.models.units import Origin, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, refuse, whole
 
 BLOCKS = classes_beside(PixArtTransformer2DModel, "BasicTransformerBlock")
 TAKES_APART = (PixArtTransformer2DModel, *BLOCKS)
@@ -55,9 +55,7 @@ def to_layers(
     origin = Origin.of(model)
     asked = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
     masks = tuple(name for name, wanted in asked.items() if wanted)
-    layers = list(_layers(model, origin, fine=granularity == "fine", masks=masks))
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    return whole(origin, _layers(model, origin, fine=granularity == "fine", masks=masks))
 
 
 def _layers(
@@ -95,13 +93,13 @@ class Stem(TokenUnit):
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, ...]:
         given = self.given(popped)
-        height, width = (side // self.pos_embed.patch_size for side in hidden.shape[-2:])
+        patches = patches_value(hidden, hidden.shape[-2:], (self.pos_embed.patch_size,) * 2)
         tokens = self.pos_embed(hidden)
         sizes = {name: given.get(name) for name in ("resolution", "aspect_ratio")}
         modulation, temb = self.adaln_single(
             given["timestep"], sizes, batch_size=len(tokens), hidden_dtype=tokens.dtype
         )
-        leaving = tokens, patches_value(hidden, height, width), modulation, temb
+        leaving = tokens, patches, modulation, temb
         if TEXT not in given:
             return leaving
         text = self.caption_projection(given[TEXT])
@@ -153,17 +151,14 @@ class FeedForward(Piece):
         return gate * self.block.ff(self.block.norm2(hidden) * (1 + scale) + shift) + hidden
 
 
-class Head(TokenUnit):
-    """Norm, projection, and patches back to a picture."""
+class Head(PictureHead):
+    """The norm is modulated by the embedding and a table."""
 
-    def __init__(self, model: PixArtTransformer2DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "norm_out", "scale_shift_table", "proj_out")
-        self.patch_size = model.config.patch_size
+    PARTS = ("norm_out", "scale_shift_table", "proj_out")
 
-    def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Any:
+    def tokens(self, hidden: Tensor, temb: Tensor) -> Any:
         shift, scale = (self.scale_shift_table[None] + temb[:, None]).chunk(2, dim=1)
-        tokens = self.proj_out(self.norm_out(hidden) * (1 + scale) + shift)
-        return unpatchify(tokens, patches.shape, self.patch_size)
+        return self.proj_out(self.norm_out(hidden) * (1 + scale) + shift)
 
 
 def _bias(mask: Tensor, hidden: Tensor) -> Tensor:

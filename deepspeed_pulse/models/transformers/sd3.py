@@ -10,7 +10,6 @@ No long skips: the pair of picture and text travels from layer to layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward, joint_halves
 from deepspeed_pulse.models.transformers.units import (
+    PictureHead,
     TokenUnit,
     classes_beside,
     declare,
@@ -25,9 +25,8 @@ from deepspeed_pulse.models.transformers.units import (
     numbered,
     patches_value,
     same,
-    unpatchify,
 )
-from deepspeed_pulse.models.units import Origin, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, refuse, whole
 
 BLOCKS = classes_beside(SD3Transformer2DModel, "JointTransformerBlock")
 TAKES_APART = (SD3Transformer2DModel, *BLOCKS)
@@ -43,9 +42,7 @@ def to_layers(model: SD3Transformer2DModel, *, granularity: str = "block") -> li
     """
     refuse(model, foreign(model, numbered(model, "transformer_blocks"), BLOCKS))
     origin = Origin.of(model)
-    layers = list(_layers(model, origin, fine=granularity == "fine"))
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    return whole(origin, _layers(model, origin, fine=granularity == "fine"))
 
 
 def _layers(model: SD3Transformer2DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
@@ -59,29 +56,17 @@ def _layers(model: SD3Transformer2DModel, origin: Origin, *, fine: bool) -> Iter
             yield from joint_halves(attention, JointFeedForward(model, origin, path, last=last), pop=same("temb"))
         else:
             yield declare(JointBlock(model, origin, path, text_first=True, last=last), pop=same("temb"))
-    yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
+    yield declare(PictureHead(model, origin), pop=same("patches", "temb"), name="proj_out")
 
 
 class Stem(TokenUnit):
     """Patches with their positions, the embedding of time and pooled text, and the projected text."""
 
-    def __init__(self, model: SD3Transformer2DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "pos_embed", "time_text_embed", "context_embedder")
+    PARTS = ("pos_embed", "time_text_embed", "context_embedder")
 
     def forward(
         self, hidden: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        height, width = (side // self.pos_embed.patch_size for side in hidden.shape[-2:])
+        patches = patches_value(hidden, hidden.shape[-2:], (self.pos_embed.patch_size,) * 2)
         streams = self.pos_embed(hidden).contiguous(), self.context_embedder(text)
-        return streams, patches_value(hidden, height, width), self.time_text_embed(timestep, pooled)
-
-
-class Head(TokenUnit):
-    """Norm, projection, and patches back to a picture."""
-
-    def __init__(self, model: SD3Transformer2DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "norm_out", "proj_out")
-        self.patch_size = model.config.patch_size
-
-    def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Any:
-        return unpatchify(self.proj_out(self.norm_out(hidden, temb)), patches.shape, self.patch_size)
+        return streams, patches, self.time_text_embed(timestep, pooled)

@@ -59,6 +59,23 @@ class Piece(TokenUnit):
         return self.get_submodule(self.at)
 
 
+class PictureHead(TokenUnit):
+    """Norm, projection, and patches back to a picture."""
+
+    PARTS = ("norm_out", "proj_out")
+
+    def __init__(self, model: Any, origin: Origin) -> None:
+        super().__init__(model, origin)
+        self.patch_size = model.config.patch_size
+
+    def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Tensor:
+        return unpatchify(self.tokens(hidden, temb), patches.shape, self.patch_size)
+
+    def tokens(self, hidden: Tensor, temb: Tensor) -> Tensor:
+        """``(batch, tokens, patch * patch * channels)``."""
+        return self.proj_out(self.norm_out(hidden, temb))  # type: ignore[no-any-return]
+
+
 class Remembered:
     """What is computed from a few tensors alone, kept while they stay the same objects with the same content.
 
@@ -140,9 +157,10 @@ def same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def patches_value(hidden: Tensor, *size: int) -> Tensor:
-    """A value without content whose shape is ``size``: patches in height and width, for videos frames first."""
-    return hidden.new_zeros(size, dtype=torch.bool)
+def patches_value(hidden: Tensor, sides: Sequence[int], patch_size: Sequence[int]) -> Tensor:
+    """A value without content whose shape is the number of patches in height and width, for videos frames first."""
+    counts = [side // patch for side, patch in zip(sides, patch_size, strict=True)]
+    return hidden.new_zeros(counts, dtype=torch.bool)
 
 
 def size_only(patches: Tensor, patch_size: Sequence[int]) -> Tensor:

@@ -32,7 +32,7 @@ from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import BatchError, ConfigError, did_you_mean
 from deepspeed_pulse.models.catalogue.published import UVIT_SIZES as SIZES
 from deepspeed_pulse.models.transformers.units import Whole, declare, same, unpatchify
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, whole
 
 
 class UViTModel(ModelMixin, ConfigMixin):
@@ -253,9 +253,7 @@ def to_layers(model: UViTModel, *, granularity: str = "block") -> list[Declared]
     of a block is one layer and its feed-forward another.
     """
     origin = Origin.of(model)
-    layers = list(_layers(model, origin, fine=granularity == "fine"))
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    return whole(origin, _layers(model, origin, fine=granularity == "fine"))
 
 
 def _layers(model: UViTModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:

@@ -30,7 +30,7 @@ from deepspeed_pulse.models.transformers.units import (
     same,
     size_only,
 )
-from deepspeed_pulse.models.units import Origin, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, refuse, whole
 
 BLOCKS = classes_beside(WanTransformer3DModel, "WanTransformerBlock")
 TAKES_APART = (WanTransformer3DModel, *BLOCKS)
@@ -56,9 +56,7 @@ def to_layers(
         problems.append(f"{IMAGE}=True was asked for, but config.image_dim is None")
     refuse(model, problems)
     origin = Origin.of(model)
-    layers = list(_layers(model, origin, fine=granularity == "fine", image=(IMAGE,) if image else ()))
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    return whole(origin, _layers(model, origin, fine=granularity == "fine", image=(IMAGE,) if image else ()))
 
 
 def _layers(model: WanTransformer3DModel, origin: Origin, *, fine: bool, image: tuple[str, ...]) -> Iterator[Declared]:
@@ -86,7 +84,7 @@ class Stem(TokenUnit):
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, ...]:
         given = self.given(popped)
-        patches = patches_value(hidden, *(n // p for n, p in zip(hidden.shape[2:], self.patch_size, strict=True)))
+        patches = patches_value(hidden, hidden.shape[2:], self.patch_size)
         tokens = self.patch_embedding(hidden).flatten(2).transpose(1, 2).contiguous()
         timestep = given["timestep"]
         of_tokens = timestep.shape[1] if timestep.ndim == 2 else None

@@ -23,7 +23,7 @@ from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.unets.problems import unknown_blocks
-from deepspeed_pulse.models.unets.walk import Layers, Walk, size_is_odd
+from deepspeed_pulse.models.unets.walk import Layers, Walk
 from deepspeed_pulse.models.units import refuse
 
 BLOCKS = {
@@ -73,7 +73,7 @@ def to_layers(
     walk = AudioLdm2Walk(
         model,
         granularity=granularity,
-        upsample_size=size_is_odd(model) if upsample_size is None else upsample_size,
+        upsample_size=upsample_size,
         timestep_cond=timestep_cond,
         masks=("attention_mask",) if attention_mask else (),
     )

@@ -62,8 +62,10 @@ class Lane(Unit):
 class ControlStem(Stem):
     """The ControlNet's own embeddings, and the image that controls added behind ``conv_in``."""
 
-    def __init__(self, model: Any, origin: Origin) -> None:
-        super().__init__(model, origin, "controlnet_cond_embedding")
+    ADDED = ("controlnet_cond_embedding",)
+
+    def __init__(self, model: Any, origin: Origin, *, timestep_cond: bool = False) -> None:
+        super().__init__(model, origin, timestep_cond=timestep_cond)
         self.flips = model.config.controlnet_conditioning_channel_order == "bgr"
 
     def entries(self, *, timestep_cond: bool) -> dict[str, bool]:
@@ -105,9 +107,7 @@ class ControlledMiddle(_Residual):
 class ControlWalk(Walk):
     """The ControlNet's encoder and middle; its names begin with ``controlnet.``."""
 
-    def stem(self) -> Layers:
-        stem = ControlStem(self.model, self.origin)
-        return [spec(stem, name="conv_in", pop=stem.pops, stash=stem.stashes)]
+    stem_kind = ControlStem
 
     def own_rows(self) -> list[Layers]:
         """Every row of the encoder, then the middle."""

@@ -48,8 +48,7 @@ def to_layers(model: Any, *, granularity: str = "block") -> list[Declared]:
 class KandinskyStem(Stem):
     """``temb`` also holds the pooled text."""
 
-    def __init__(self, model: Any, origin: Origin) -> None:
-        super().__init__(model, origin, "add_time_condition")
+    ADDED = ("add_time_condition",)
 
     def entries(self, *, timestep_cond: bool) -> dict[str, bool]:
         return dict.fromkeys(("timestep", "encoder_hidden_states", MASK), True)
@@ -116,12 +115,8 @@ class KandinskyHead(Head):
 class Kandinsky3Walk(Walk):
     """Blocks of resnet, text attention, resnet, with self-attention at the outer end."""
 
-    def stem(self) -> Layers:
-        stem = KandinskyStem(self.model, self.origin)
-        return [spec(stem, name="conv_in", pop=stem.pops, stash=stem.stashes)]
-
-    def head(self) -> Layers:
-        return [spec(KandinskyHead(self.model, self.origin), name="conv_out")]
+    stem_kind = KandinskyStem
+    head_kind = KandinskyHead
 
     def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
         return {blocks.Kandinsky3ResNetBlock: self.resnet, blocks.Kandinsky3AttentionBlock: self.attention}

@@ -19,7 +19,7 @@ from diffusers.models.upsampling import Upsample2D
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unets.units import Head
-from deepspeed_pulse.models.unets.walk import Layers, Walk, size_is_odd
+from deepspeed_pulse.models.unets.walk import Layers, Walk
 from deepspeed_pulse.models.units import refuse
 
 BLOCKS = {
@@ -80,8 +80,6 @@ def to_layers(
 
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
-    if upsample_size is None:
-        upsample_size = isinstance(model, UNet2DConditionModel) and size_is_odd(model)
     entries = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
     asked = {**entries, "timestep_cond": timestep_cond, "upsample_size": upsample_size}
     refuse(model, problems(model, tuple(name for name, wanted in asked.items() if wanted)))

@@ -17,7 +17,7 @@ from diffusers.models.upsampling import Upsample2D
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.unets.problems import unknown_blocks
 from deepspeed_pulse.models.unets.video_walk import VideoWalk
-from deepspeed_pulse.models.unets.walk import Layers, size_is_odd
+from deepspeed_pulse.models.unets.walk import Layers
 from deepspeed_pulse.models.units import refuse
 
 BLOCKS = {
@@ -58,12 +58,7 @@ def to_layers(
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     refuse(model, unknown_blocks(model, **BLOCKS, parts=PARTS, plain_parts={}))
-    walk = Unet3dWalk(
-        model,
-        granularity=granularity,
-        upsample_size=size_is_odd(model) if upsample_size is None else upsample_size,
-        timestep_cond=timestep_cond,
-    )
+    walk = Unet3dWalk(model, granularity=granularity, upsample_size=upsample_size, timestep_cond=timestep_cond)
     return walk.layers()
 
 

@@ -20,7 +20,7 @@ from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unets.video_units import Temporal
 from deepspeed_pulse.models.unets.video_walk import VideoWalk
-from deepspeed_pulse.models.unets.walk import Layers, size_is_odd
+from deepspeed_pulse.models.unets.walk import Layers
 from deepspeed_pulse.models.units import refuse
 
 BLOCKS = {
@@ -65,12 +65,7 @@ def to_layers(
         *unknown_blocks(model, **BLOCKS, parts=PARTS, plain_parts={}),
     ]
     refuse(model, problems)
-    walk = UnetMotionWalk(
-        model,
-        granularity=granularity,
-        upsample_size=size_is_odd(model) if upsample_size is None else upsample_size,
-        timestep_cond=timestep_cond,
-    )
+    walk = UnetMotionWalk(model, granularity=granularity, upsample_size=upsample_size, timestep_cond=timestep_cond)
     return walk.layers()
 
 

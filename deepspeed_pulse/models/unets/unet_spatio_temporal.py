@@ -26,7 +26,7 @@ from deepspeed_pulse.models.unets.tokens import Entry, Exit
 from deepspeed_pulse.models.unets.units import Producer, Resnet, SkipResnet
 from deepspeed_pulse.models.unets.video_units import FrameHead, FrameStem, per_frame
 from deepspeed_pulse.models.unets.video_walk import WITHIN_FRAMES, VideoWalk
-from deepspeed_pulse.models.unets.walk import Layers, size_is_odd
+from deepspeed_pulse.models.unets.walk import Layers
 from deepspeed_pulse.models.units import Origin, Unit, refuse
 
 BLOCKS = {
@@ -62,7 +62,6 @@ def to_layers(model: Any, *, granularity: str = "block", upsample_size: bool | N
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     refuse(model, unknown_blocks(model, **BLOCKS, parts=PARTS, plain_parts={}))
-    upsample_size = size_is_odd(model) if upsample_size is None else upsample_size
     return SpatioTemporalWalk(model, granularity=granularity, upsample_size=upsample_size).layers()
 
 

@@ -47,10 +47,12 @@ class Stem(Producer):
     """
 
     OPTIONAL = ("class_embedding", "add_time_proj", "add_embedding", "time_embed_act", "encoder_hid_proj")
+    ADDED: tuple[str, ...] = ()
+    """Parts that only this kind of stem has."""
 
-    def __init__(self, model: Any, origin: Origin, *more: str, timestep_cond: bool = False) -> None:
+    def __init__(self, model: Any, origin: Origin, *, timestep_cond: bool = False) -> None:
         present = tuple(name for name in self.OPTIONAL if getattr(model, name, None) is not None)
-        super().__init__(model, origin, "time_proj", "time_embedding", *present, *more, "conv_in")
+        super().__init__(model, origin, "time_proj", "time_embedding", *present, *self.ADDED, "conv_in")
         config = model.config
         self.center = bool(getattr(config, "center_input_sample", False))
         self.class_is_time = getattr(config, "class_embed_type", None) == "timestep"

@@ -29,12 +29,8 @@ OVER_FRAMES = Cut(entry=TemporalEntry, exit=TemporalExit, ends_pop=("frames",))
 class VideoWalk(Walk):
     """2-D layers run on each frame, temporal ones over the frames of each pixel."""
 
-    stem_kind: type[FrameStem] = FrameStem
-    head_kind: type[FrameHead] = FrameHead
-
-    def stem(self) -> Layers:
-        stem = self.stem_kind(self.model, self.origin, timestep_cond=self.timestep_cond)
-        return [spec(stem, name="conv_in", pop=stem.pops, stash=stem.stashes)]
+    stem_kind = FrameStem
+    head_kind = FrameHead
 
     def head(self) -> Layers:
         return [spec(self.head_kind(self.model, self.origin), name="conv_out", pop="frames")]

@@ -42,7 +42,7 @@ from deepspeed_pulse.models.unets.units import (
     Stem,
     Upsample,
 )
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, whole
 
 Layers = list[Declared]
 
@@ -53,19 +53,23 @@ class Walk:
     Args:
         model: a diffusers U-Net with ``down_blocks``, ``mid_block`` and ``up_blocks``.
         granularity: ``"block"`` or ``"fine"``.
-        upsample_size: the down path stashes the size that each upsampler has to produce.
+        upsample_size: the down path stashes the size that each upsampler has to produce; None: where the size of
+            samples in the config needs it.
         timestep_cond, masks: optional batch entries that the batch has.
     """
 
     followers: tuple[str, ...] = ("attentions",)
     """Lists of a block whose i-th module follows the i-th resnet, in this order."""
 
+    stem_kind: type[Stem] = Stem
+    head_kind: type[Head] = Head
+
     def __init__(
         self,
         model: Any,
         *,
         granularity: str = "block",
-        upsample_size: bool = False,
+        upsample_size: bool | None = False,
         timestep_cond: bool = False,
         masks: tuple[str, ...] = (),
     ) -> None:
@@ -75,6 +79,8 @@ class Walk:
         projects_text = getattr(model, "encoder_hid_proj", None) is not None
         self.text = "text_states" if projects_text else "encoder_hidden_states"
         self.declared: Layers = []
+        if upsample_size is None:
+            upsample_size = not isinstance(model, UNet2DModel) and _size_is_odd(model)
         self._sized = self._sized_skips() if upsample_size else {}
         self._takes_any_size = not upsample_size and not isinstance(model, UNet2DModel)
         self._waiting: list[str] = []  # skips stashed and not popped yet
@@ -87,18 +93,17 @@ class Walk:
         self.declared += self.middle()
         self.declared += self.decoder()
         self.declared += self.head()
-        check_cover((declared.layer for declared in self.declared), self.origin)
-        return self.declared
+        return whole(self.origin, self.declared)
 
     # -- what a family may override ------------------------------------------------------------------
 
     def stem(self) -> Layers:
         """From the sample to the first skip."""
-        stem = Stem(self.model, self.origin, timestep_cond=self.timestep_cond)
+        stem = self.stem_kind(self.model, self.origin, timestep_cond=self.timestep_cond)
         return [spec(stem, name="conv_in", pop=stem.pops, stash=stem.stashes)]
 
     def head(self) -> Layers:
-        return [spec(Head(self.model, self.origin), name="conv_out")]
+        return [spec(self.head_kind(self.model, self.origin), name="conv_out")]
 
     def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
         """Class of a part to the layers that it becomes."""
@@ -223,7 +228,7 @@ class Walk:
         return sized
 
 
-def size_is_odd(model: Any) -> bool:
+def _size_is_odd(model: Any) -> bool:
     """True when the sample size in the config is known and not divisible by the total downsampling."""
     size = model.config.sample_size
     sides = size if isinstance(size, (tuple, list)) else (size,)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.models.units import Origin, Unit, origin_of
+from deepspeed_pulse.models.units import Origin, origin_of
 from deepspeed_pulse.models.weights.folder import CONFIG, WEIGHTS
-from deepspeed_pulse.models.weights.shards import write_sharded
+from deepspeed_pulse.models.weights.shards import own_states, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -83,11 +83,10 @@ def save_pretrained(
 
 
 def _tensors(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's tensors under their names in the folder, averages in place of weights where there are some."""
+    """This rank's tensors under their names in the folder."""
     return {
-        origin.base_keys[key]: averaged.get(f"{index}.{key}", tensor)
-        for index, layer in engine.module.local_layers()
-        if isinstance(layer, Unit) and layer.origin is origin
-        for key, tensor in layer.state_dict(keep_vars=True).items()
+        origin.base_keys[key]: tensor
+        for _, state in own_states(engine, origin, averaged)
+        for key, tensor in state.items()
         if key in origin.base_keys
     }

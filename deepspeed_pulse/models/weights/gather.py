@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.models.families import construct
-from deepspeed_pulse.models.units import Origin, Unit, origin_of
-from deepspeed_pulse.models.weights.shards import gather
+from deepspeed_pulse.models.units import Origin, origin_of
+from deepspeed_pulse.models.weights.shards import gather, own_states
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -54,25 +54,18 @@ def gather_model(
         raise ConfigError(
             f"{WHAT}: expected one adapter at most, found {', '.join(origin.peft_config)}; write them with save_lora()"
         )
-    weights = _weights(engine, origin)
-    floats = {key: t.dtype if dtype is None else origin.dtype_of(key, dtype) for key, (_, t) in weights.items()
-              if t.is_floating_point()}  # fmt: skip
+    floats = {
+        key: weight.dtype if dtype is None else origin.dtype_of(key, dtype)
+        for _, state in own_states(engine, origin, {})
+        for key, weight in state.items()
+        if weight.is_floating_point()
+    }
     averages = {} if ema is None else ema.averages()
-    tensors = {key: averages.get(place, tensor) for key, (place, tensor) in weights.items()}
+    tensors = {key: t for _, state in own_states(engine, origin, averages) for key, t in state.items()}
     found = gather(engine, tensors, keys=origin.state_keys, dtypes=floats)
     made: list[Any] = []
     engine.module.ranks.decide_on_first(lambda: made.append(_model(origin, found)), WHAT)
     return made[0] if made else None
-
-
-def _weights(engine: Any, origin: Origin) -> dict[str, tuple[str, Tensor]]:
-    """By name in the model, this rank's tensors and what the averages call them."""
-    return {
-        key: (f"{index}.{key}", tensor)
-        for index, layer in engine.module.local_layers()
-        if isinstance(layer, Unit) and layer.origin is origin
-        for key, tensor in layer.state_dict(keep_vars=True).items()
-    }
 
 
 def _model(origin: Origin, tensors: dict[str, Tensor]) -> Any:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
-from deepspeed_pulse.models.units import Origin, Unit, origin_of
-from deepspeed_pulse.models.weights.shards import write_sharded
+from deepspeed_pulse.models.units import Origin, origin_of
+from deepspeed_pulse.models.weights.shards import own_states, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -99,10 +99,8 @@ def _adapter(engine: Any, origin: Origin, name: str, averaged: dict[str, Tensor]
     from peft import get_peft_model_state_dict
 
     found: dict[str, Tensor] = {}
-    for index, unit in engine.module.local_layers():
-        if isinstance(unit, Unit) and unit.origin is origin:
-            state = {key: averaged.get(f"{index}.{key}", t) for key, t in unit.state_dict(keep_vars=True).items()}
-            found |= get_peft_model_state_dict(unit, state, name, save_embedding_layers=False)
+    for unit, state in own_states(engine, origin, averaged):
+        found |= get_peft_model_state_dict(unit, state, name, save_embedding_layers=False)
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.models.units import Origin, Unit
 from deepspeed_pulse.models.weights.folder import WEIGHTS, varied
 
 _SHARD = r"-\d{5}-of-\d{5}"
@@ -98,6 +99,14 @@ def write_sharded(
     finally:
         writer.discard()
     return folder
+
+
+def own_states(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+    """This rank's layers of a model, each with its tensors; averages in place of weights where there are some."""
+    for index, layer in engine.module.local_layers():
+        if isinstance(layer, Unit) and layer.origin is origin:
+            state = layer.state_dict(keep_vars=True)
+            yield layer, {key: averaged.get(f"{index}.{key}", tensor) for key, tensor in state.items()}
 
 
 def gather(
