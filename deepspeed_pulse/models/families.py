@@ -36,7 +36,7 @@ FAMILIES = {
     "UniDiffuserModel": "transformers.unidiffuser",
     "WanTransformer3DModel": "transformers.wan",
 }
-"""Class of the model to the module of this package whose ``to_layers`` takes it."""
+"""Class of the model to the module of this package whose ``to_layers`` takes it and whose ``example`` feeds it."""
 
 
 def class_of(config: Mapping[str, Any], where: str) -> Any:
@@ -93,20 +93,28 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
     if granularity not in ("block", "fine"):
         raise ConfigError(f'granularity: expected "block" or "fine", found {granularity!r}')
     model = without_wrapper(model)
+    found = family_of(model)
+    if found is None:
+        raise GraphError(
+            f"to_layers() takes one of {', '.join(FAMILIES)}, found {type(model).__name__}; "
+            "for another model write the layer list yourself: spec(module, stash=..., pop=..., name=...) "
+            "for each layer, in forward order"
+        )
+    kind, family = found
+    _check_names(kind.__name__, family.to_layers, what_the_batch_has)
+    check_switches(model)
+    layers: list[Declared] = family.to_layers(model, granularity=granularity, **what_the_batch_has)
+    check_bypassed(model, layers, family.TAKES_APART)
+    set_entry_rules(model, kind, layers, family.to_layers)
+    return layers
+
+
+def family_of(model: nn.Module) -> tuple[type[nn.Module], Any] | None:
+    """Which known class a model has or is derived from, and the module that knows it."""
     for kind in type(model).__mro__:
         if kind.__name__ in FAMILIES and kind is _known(kind.__name__):
-            family = _family(kind.__name__)
-            _check_names(kind.__name__, family.to_layers, what_the_batch_has)
-            check_switches(model)
-            layers: list[Declared] = family.to_layers(model, granularity=granularity, **what_the_batch_has)
-            check_bypassed(model, layers, family.TAKES_APART)
-            set_entry_rules(model, kind, layers, family.to_layers)
-            return layers
-    raise GraphError(
-        f"to_layers() takes one of {', '.join(FAMILIES)}, found {type(model).__name__}; "
-        "for another model write the layer list yourself: spec(module, stash=..., pop=..., name=...) "
-        "for each layer, in forward order"
-    )
+            return kind, _family(kind.__name__)
+    return None
 
 
 def _check_names(kind: str, take: Callable[..., Any], given: dict[str, Any]) -> None:

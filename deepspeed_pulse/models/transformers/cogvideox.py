@@ -18,6 +18,7 @@ from diffusers import CogVideoXTransformer3DModel
 from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import JointBlock, Streams
 from deepspeed_pulse.models.transformers.units import (
     Piece,
@@ -137,3 +138,23 @@ class Head(TokenUnit):
 def _patch_size(model: CogVideoXTransformer3DModel) -> tuple[int, int, int]:
     """Frames, height, width; 1.0 has no patches over frames."""
     return (model.config.patch_size_t or 1, model.config.patch_size, model.config.patch_size)
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    depth = config.patch_size_t or 1
+    frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
+    frames += -frames % depth
+    height, width = config.sample_height, config.sample_width
+    batch: dict[str, Any] = {
+        "hidden_states": shapes.numbers(frames, config.in_channels, height, width),
+        "encoder_hidden_states": shapes.numbers(config.max_text_seq_length, config.text_embed_dim),
+        "timestep": shapes.integers(),
+    }
+    if config.ofs_embed_dim is not None:
+        batch["ofs"] = shapes.numbers()
+    if config.use_rotary_positional_embeddings:
+        num_patches = frames // depth * (height // config.patch_size) * (width // config.patch_size)
+        batch["image_rotary_emb"] = tuple(shapes.table(num_patches, config.attention_head_dim) for _ in ("cos", "sin"))
+    return batch

@@ -18,6 +18,7 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import (
     JointAttention,
     JointBlock,
@@ -40,6 +41,7 @@ from deepspeed_pulse.models.units import Origin, refuse, whole
 BLOCKS = classes_beside(FluxTransformer2DModel, "FluxTransformerBlock")
 SINGLE_BLOCKS = classes_beside(FluxTransformer2DModel, "FluxSingleTransformerBlock")
 TAKES_APART = (FluxTransformer2DModel, *BLOCKS)
+T5_TOKENS = 512
 
 
 def to_layers(model: FluxTransformer2DModel, *, granularity: str = "block") -> list[Declared]:
@@ -123,3 +125,17 @@ class Head(TokenUnit):
 
     def forward(self, hidden: Tensor, temb: Tensor) -> Any:
         return self.proj_out(self.norm_out(hidden, temb))
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model. 1024 x 1024: 64 x 64 packed patches."""
+    config = shapes.config
+    batch = {
+        "hidden_states": shapes.numbers(64 * 64, config.in_channels),
+        "encoder_hidden_states": shapes.numbers(T5_TOKENS, config.joint_attention_dim),
+        "pooled_projections": shapes.numbers(config.pooled_projection_dim),
+        "timestep": shapes.numbers(),
+        "txt_ids": shapes.table(T5_TOKENS, 3),
+        "img_ids": shapes.table(64 * 64, 3),
+    }
+    return batch | ({"guidance": shapes.numbers()} if config.guidance_embeds else {})

@@ -24,6 +24,7 @@ from diffusers import HunyuanDiT2DModel
 from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.units import (
     PictureHead,
     Piece,
@@ -123,3 +124,21 @@ class Head(PictureHead):
 
     def tokens(self, hidden: Tensor, temb: Tensor) -> Tensor:
         return super().tokens(hidden, temb.to(torch.float32))
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config, (height, width) = shapes.config, shapes.sides
+    num_patches = (height // config.patch_size) * (width // config.patch_size)
+    batch: dict[str, Any] = {
+        "hidden_states": shapes.numbers(config.in_channels, height, width),
+        "timestep": shapes.numbers(),
+        "encoder_hidden_states": shapes.numbers(config.text_len, config.cross_attention_dim),
+        "text_embedding_mask": shapes.integers(config.text_len),
+        "encoder_hidden_states_t5": shapes.numbers(config.text_len_t5, config.cross_attention_dim_t5),
+        "text_embedding_mask_t5": shapes.integers(config.text_len_t5),
+        "image_rotary_emb": tuple(shapes.table(num_patches, config.attention_head_dim) for _ in ("cos", "sin")),
+    }
+    if config.use_style_cond_and_image_meta_size:
+        batch |= {"image_meta_size": shapes.numbers(6), "style": shapes.integers()}
+    return batch

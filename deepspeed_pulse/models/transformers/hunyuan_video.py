@@ -18,6 +18,7 @@ from diffusers import HunyuanVideoTransformer3DModel
 from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import (
     JointAttention,
     JointBlock,
@@ -50,6 +51,7 @@ BLOCKS = {
 TAKES_APART = (HunyuanVideoTransformer3DModel, *BLOCKS["transformer_blocks"])
 MASK = "encoder_attention_mask"
 REPLACE = "token_replace"
+LLAMA_TOKENS = 256
 
 
 def to_layers(model: HunyuanVideoTransformer3DModel, *, granularity: str = "block") -> list[Declared]:
@@ -171,3 +173,16 @@ def _joint_mask(patches: Tensor, mask: Tensor) -> Tensor:
     length = patches.numel() + mask.sum(dim=1, dtype=torch.int)
     keys = torch.arange(patches.numel() + mask.shape[1], device=mask.device)
     return (keys < length[:, None])[:, None, None]
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model. 129 frames of 720 x 1280."""
+    config = shapes.config
+    batch = {
+        "hidden_states": shapes.numbers(config.in_channels, 33, 90, 160),
+        "timestep": shapes.integers(),
+        "encoder_hidden_states": shapes.numbers(LLAMA_TOKENS, config.text_embed_dim),
+        "encoder_attention_mask": shapes.integers(LLAMA_TOKENS),
+        "pooled_projections": shapes.numbers(config.pooled_projection_dim),
+    }
+    return batch | ({"guidance": shapes.numbers()} if config.guidance_embeds else {})

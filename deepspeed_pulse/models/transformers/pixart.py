@@ -16,6 +16,7 @@ from diffusers import PixArtTransformer2DModel
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.units import (
     PictureHead,
     Piece,
@@ -33,6 +34,7 @@ BLOCKS = classes_beside(PixArtTransformer2DModel, "BasicTransformerBlock")
 TAKES_APART = (PixArtTransformer2DModel, *BLOCKS)
 ADDED = "added_cond_kwargs."
 TEXT = "encoder_hidden_states"
+T5_TOKENS = 300
 
 
 def to_layers(
@@ -164,3 +166,17 @@ class Head(PictureHead):
 def _bias(mask: Tensor, hidden: Tensor) -> Tensor:
     """A mask ``(batch, keys)`` as ``(batch, 1, keys)`` of 0 and -10000; with three dimensions it is that already."""
     return ((1 - mask.to(hidden.dtype)) * -10000.0).unsqueeze(1) if mask.ndim == 2 else mask
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    batch: dict[str, Any] = {
+        "hidden_states": shapes.numbers(config.in_channels, *shapes.sides),
+        "encoder_hidden_states": shapes.numbers(T5_TOKENS, config.caption_channels),
+        "timestep": shapes.integers(),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+    if shapes.model.use_additional_conditions:
+        batch["added_cond_kwargs"] = {"resolution": shapes.numbers(2), "aspect_ratio": shapes.numbers(1)}
+    return batch

@@ -10,11 +10,13 @@ No long skips: the pair of picture and text travels from layer to layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward, joint_halves
 from deepspeed_pulse.models.transformers.units import (
     PictureHead,
@@ -30,6 +32,8 @@ from deepspeed_pulse.models.units import Origin, refuse, whole
 
 BLOCKS = classes_beside(SD3Transformer2DModel, "JointTransformerBlock")
 TAKES_APART = (SD3Transformer2DModel, *BLOCKS)
+TOKENS = 77 + 256
+"""Of CLIP and T5, one after the other."""
 
 
 def to_layers(model: SD3Transformer2DModel, *, granularity: str = "block") -> list[Declared]:
@@ -70,3 +74,14 @@ class Stem(TokenUnit):
         patches = patches_value(hidden, hidden.shape[-2:], (self.pos_embed.patch_size,) * 2)
         streams = self.pos_embed(hidden).contiguous(), self.context_embedder(text)
         return streams, patches, self.time_text_embed(timestep, pooled)
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    return {
+        "hidden_states": shapes.numbers(config.in_channels, *shapes.sides),
+        "encoder_hidden_states": shapes.numbers(TOKENS, config.joint_attention_dim),
+        "pooled_projections": shapes.numbers(config.pooled_projection_dim),
+        "timestep": shapes.integers(),
+    }

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.units import (
     Piece,
     TokenUnit,
@@ -247,3 +248,15 @@ class Head(TokenUnit):
         _, text, image, latents = self.part("transformer.norm_out")(hidden).split(lengths, dim=1)
         latents = unpatchify(self.vae_img_out(latents), (self.side, self.side), self.patch_size)
         return latents, self.clip_img_out(image), self.text_out(text)
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    return {
+        "latent_image_embeds": shapes.numbers(config.in_channels, *shapes.sides),
+        "image_embeds": shapes.numbers(1, config.clip_img_dim),
+        "prompt_embeds": shapes.numbers(config.num_text_tokens, config.text_dim),
+        "timestep_img": shapes.integers(),
+        "timestep_text": shapes.integers(),
+    }

@@ -31,6 +31,7 @@ from torch.nn import functional
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import BatchError, ConfigError, did_you_mean
 from deepspeed_pulse.models.catalogue.published import UVIT_SIZES as SIZES
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.units import Whole, declare, same, unpatchify
 from deepspeed_pulse.models.units import Origin, whole
 
@@ -272,3 +273,14 @@ def _layers(model: UViTModel, origin: Origin, *, fine: bool) -> Iterator[Declare
         else:
             yield declare(Whole(model, origin, path), pop=pop, skip=stashed)
     yield declare(Whole(model, origin, "head"))
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    batch = {"sample": shapes.numbers(config.in_channels, *shapes.sides), "timestep": shapes.integers()}
+    if config.num_classes is not None:
+        batch["class_labels"] = shapes.integers()
+    if config.text_dim is not None:
+        batch["encoder_hidden_states"] = shapes.numbers(config.num_text_tokens, config.text_dim)
+    return batch

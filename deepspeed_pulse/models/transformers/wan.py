@@ -17,6 +17,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.units import (
     Piece,
     Remembered,
@@ -36,6 +37,9 @@ BLOCKS = classes_beside(WanTransformer3DModel, "WanTransformerBlock")
 TAKES_APART = (WanTransformer3DModel, *BLOCKS)
 IMAGE = "encoder_hidden_states_image"
 ATTENTIONS = ("scale_shift_table", "norm1", "attn1", "norm2", "attn2")
+T5_TOKENS = 512
+CLIP_PICTURE_TOKENS = 257
+"""Of the first frame, in models from picture to video."""
 
 
 def to_layers(
@@ -159,3 +163,16 @@ def _modulation(table: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
         return (table + embedding).chunk(table.shape[1], dim=1)
     chunks = (table.unsqueeze(0) + embedding).chunk(table.shape[1], dim=2)
     return tuple(chunk.squeeze(2) for chunk in chunks)
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model. 81 frames of 480 x 832."""
+    config = shapes.config
+    batch = {
+        "hidden_states": shapes.numbers(config.in_channels, 21, 60, 104),
+        "encoder_hidden_states": shapes.numbers(T5_TOKENS, config.text_dim),
+        "timestep": shapes.integers(),
+    }
+    if config.image_dim is not None:
+        batch["encoder_hidden_states_image"] = shapes.numbers(CLIP_PICTURE_TOKENS, config.image_dim)
+    return batch

@@ -22,7 +22,9 @@ from diffusers.pipelines.audioldm2 import modeling_audioldm2 as blocks
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.problems import unknown_blocks
+from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS, classes
 from deepspeed_pulse.models.unets.walk import Layers, Walk
 from deepspeed_pulse.models.units import refuse
 
@@ -44,6 +46,8 @@ TAKES_APART = (
     Transformer2DModel,
     BasicTransformerBlock,
 )
+SOUND_TOKENS = 8
+"""Of the language model that is read beside the text encoder."""
 
 
 def to_layers(
@@ -107,3 +111,19 @@ class AudioLdm2Walk(Walk):
             if mask in self.text_masks:
                 given["encoder_attention_mask"] = mask
         return self.transformer_reading(path, given)
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    widths = config.cross_attention_dim if isinstance(config.cross_attention_dim, int) else None
+    texts = [widths] if widths else [width for width in config.cross_attention_dim[0] if width is not None]
+    batch = {
+        "sample": shapes.numbers(config.in_channels, *shapes.sides),
+        "timestep": shapes.integers(),
+        "encoder_hidden_states": shapes.numbers(SOUND_TOKENS, texts[0]),
+        "encoder_hidden_states_1": shapes.numbers(CLIP_TOKENS, texts[-1]),
+    }
+    if shapes.model.class_embedding is not None:
+        batch["class_labels"] = classes(shapes)
+    return batch

@@ -17,6 +17,7 @@ from diffusers.models.unets import unet_kandinsky3 as blocks
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.tokens import bias_of_mask
 from deepspeed_pulse.models.unets.units import NO_REMEDY, Head, Producer, SkipResnet, Stem
 from deepspeed_pulse.models.unets.walk import Layers, Walk
@@ -29,6 +30,7 @@ TAKES_APART = (
     blocks.Kandinsky3AttentionBlock,
 )
 MASK = "encoder_attention_mask"
+TEXT_TOKENS = 128
 
 
 def to_layers(model: Any, *, granularity: str = "block") -> list[Declared]:
@@ -164,3 +166,13 @@ class Kandinsky3Walk(Walk):
 
     def _self_attention(self, path: str, block: Any) -> Layers:
         return self.part(f"{path}.attentions.0") if block.self_attention else []
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model. The config has no size; the model was made for 1024 x 1024."""
+    return {
+        "sample": shapes.numbers(shapes.config.in_channels, 128, 128),
+        "timestep": shapes.integers(),
+        "encoder_hidden_states": shapes.numbers(TEXT_TOKENS, shapes.config.encoder_hid_dim),
+        "encoder_attention_mask": shapes.integers(TEXT_TOKENS),
+    }

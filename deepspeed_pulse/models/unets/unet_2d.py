@@ -15,8 +15,10 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets import unet_2d_blocks as blocks
 from diffusers.models.upsampling import Upsample2D
+from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unets.units import Head
 from deepspeed_pulse.models.unets.walk import Layers, Walk
@@ -47,6 +49,8 @@ CONFIG = {
     "attention_type": ("default",),
     "dual_cross_attention": (False,),
 }
+CLIP_TOKENS = 77
+"""Tokens of a CLIP text encoder, whose output the U-Nets read."""
 
 
 def to_layers(
@@ -111,3 +115,47 @@ def problems(model: Any, asked: tuple[str, ...] = ()) -> Iterator[str]:
     elif "timestep_cond" in asked and getattr(model.config, "time_cond_proj_dim", None) is None:
         yield "timestep_cond=True was asked for, but config.time_cond_proj_dim is None"
     yield from unknown_blocks(model, **BLOCKS, parts=PARTS, plain_parts=PLAIN_PARTS)
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    if isinstance(shapes.model, UNet2DModel):
+        return _unconditional(shapes)
+    width = config.encoder_hid_dim or config.cross_attention_dim
+    width = width if isinstance(width, int) else width[0]
+    batch: dict[str, Any] = {
+        "sample": shapes.numbers(config.in_channels, *shapes.sides),
+        "timestep": shapes.integers(),
+        "encoder_hidden_states": shapes.numbers(CLIP_TOKENS, width),
+    }
+    if shapes.model.class_embedding is not None:
+        batch["class_labels"] = classes(shapes)
+    return batch | text_and_sizes(shapes)
+
+
+def _unconditional(shapes: Shapes) -> dict[str, Any]:
+    config = shapes.config
+    batch = {"sample": shapes.numbers(config.in_channels, *shapes.sides), "timestep": shapes.integers()}
+    if shapes.model.class_embedding is not None:
+        batch["class_labels"] = shapes.integers()
+    return batch
+
+
+def text_and_sizes(shapes: Shapes) -> dict[str, Any]:
+    """What SDXL adds."""
+    config = shapes.config
+    if config.addition_embed_type != "text_time":
+        return {}
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    return {"added_cond_kwargs": {"text_embeds": shapes.numbers(pooled), "time_ids": shapes.numbers(6)}}
+
+
+def classes(shapes: Shapes) -> Tensor:
+    """Of a model that embeds them."""
+    kind = shapes.config.class_embed_type
+    if kind in (None, "timestep"):
+        return shapes.integers()
+    if kind == "identity":
+        return shapes.numbers(shapes.model.time_embedding.linear_2.out_features)
+    return shapes.numbers(shapes.config.projection_class_embeddings_input_dim)

@@ -15,7 +15,9 @@ from diffusers.models.unets import unet_3d_blocks as blocks
 from diffusers.models.upsampling import Upsample2D
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.problems import unknown_blocks
+from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS
 from deepspeed_pulse.models.unets.video_walk import VideoWalk
 from deepspeed_pulse.models.unets.walk import Layers
 from deepspeed_pulse.models.units import refuse
@@ -41,6 +43,8 @@ TAKES_APART = (
     TransformerTemporalModel,
     BasicTransformerBlock,
 )
+FRAMES = 16
+"""Of a video where the config names no number."""
 
 
 def to_layers(
@@ -69,3 +73,13 @@ class Unet3dWalk(VideoWalk):
 
     def stem(self) -> Layers:
         return [*super().stem(), *self.part("transformer_in")]
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    return {
+        "sample": shapes.numbers(config.in_channels, FRAMES, *shapes.sides),
+        "timestep": shapes.integers(),
+        "encoder_hidden_states": shapes.numbers(CLIP_TOKENS, config.cross_attention_dim),
+    }

@@ -17,7 +17,10 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.shapes import Shapes
+from deepspeed_pulse.models.unets import unet_3d
 from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
+from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS, text_and_sizes
 from deepspeed_pulse.models.unets.video_units import Temporal
 from deepspeed_pulse.models.unets.video_walk import VideoWalk
 from deepspeed_pulse.models.unets.walk import Layers
@@ -77,3 +80,9 @@ class UnetMotionWalk(VideoWalk):
     def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
         motion = {blocks.AnimateDiffTransformer3D: lambda path: self.over_frames(Temporal, path)}
         return {**super().kinds(), **motion}
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    text = shapes.numbers(CLIP_TOKENS, shapes.config.cross_attention_dim, rows=unet_3d.FRAMES)
+    return {**unet_3d.example(shapes), "encoder_hidden_states": text, **text_and_sizes(shapes)}

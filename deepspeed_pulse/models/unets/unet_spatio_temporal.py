@@ -21,6 +21,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.problems import unknown_blocks
 from deepspeed_pulse.models.unets.tokens import Entry, Exit
 from deepspeed_pulse.models.unets.units import Producer, Resnet, SkipResnet
@@ -156,3 +157,15 @@ class SpatioTemporalWalk(VideoWalk):
             spec(temporal, pop=(self.text, places, "frames"), name=f"{path}.temporal"),
             spec(Exit(model, origin, path), pop=residual, name=f"{path}.exit"),
         ]
+
+
+def example(shapes: Shapes) -> dict[str, Any]:
+    """What training scripts hand the model."""
+    config = shapes.config
+    added = config.projection_class_embeddings_input_dim // config.addition_time_embed_dim
+    return {
+        "sample": shapes.numbers(config.num_frames, config.in_channels, *shapes.sides),
+        "timestep": shapes.numbers(),
+        "encoder_hidden_states": shapes.numbers(1, config.cross_attention_dim),
+        "added_time_ids": shapes.numbers(added),
+    }
