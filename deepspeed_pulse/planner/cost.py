@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -84,12 +83,3 @@ def state_bytes(profile: Profile, param_bytes: int, *, shards: int = 1) -> int:
     """
     factor = profile.state_factor
     return 2 * param_bytes + -(-(factor - 2) * param_bytes // shards)
-
-
-def gigabytes(num_bytes: int) -> str:
-    """Rounded up, so that what an error says would do does.
-
-    >>> gigabytes(1_500_000_001)
-    '1.501'
-    """
-    return f"{math.ceil(num_bytes / 1e6) / 1e3:.3f}"

@@ -8,6 +8,7 @@ from deepspeed_pulse.ir.fill import Fill
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.ir.units import gigabytes as gigabytes
 
 _SHOWN = 8
 """Names in a line; the rest is counted."""
@@ -34,12 +35,6 @@ def count(number: int) -> str:
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{letter}"
     return str(number)
-
-
-def gigabytes(num_bytes: float) -> str:
-    """GB of 1e9 bytes; small sizes keep three digits."""
-    gb = num_bytes / 1e9
-    return f"{gb:.2f}" if gb >= 0.1 or gb == 0 else f"{gb:.2g}"
 
 
 def megabytes(num_bytes: float) -> str:

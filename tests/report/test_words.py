@@ -4,11 +4,12 @@ import doctest
 
 import pytest
 
+from deepspeed_pulse.ir import units
 from deepspeed_pulse.report import progress, words
 
 
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(words).failed == 0
+    assert doctest.testmod(words).failed + doctest.testmod(units).failed == 0
 
 
 @pytest.mark.parametrize(

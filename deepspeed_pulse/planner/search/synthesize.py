@@ -14,8 +14,8 @@ from deepspeed_pulse.errors import InfeasibleError, PulseError
 from deepspeed_pulse.ir.plan import Estimate, Plan, Solver
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.bounds import lower_bound_ms
-from deepspeed_pulse.planner.cost import gigabytes
 from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for
@@ -255,7 +255,7 @@ def _simulated(instance: Instance, name: str, schedule: Schedule) -> Candidate:
 
 def _too_little_memory(instance: Instance, memory_bytes: int, smallest: int | None) -> InfeasibleError:
     states = [rank_state_bytes(instance, rank) for rank in range(instance.num_ranks)]
-    needed = f"{gigabytes(smallest)} GB" if smallest is not None else "more"
+    needed = f"{gigabytes(smallest, enough=True)} GB" if smallest is not None else "more"
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "
         f"fullest rank, of which weights, gradients and optimizer state are up to {max(states) / 1e9:.3f} GB; use more "

@@ -9,7 +9,7 @@ from dataclasses import replace
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
 from deepspeed_pulse.ir.layout import Layout
-from deepspeed_pulse.planner.cost import gigabytes
+from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.tuning.tuner import Tuner
 
 _MARGINS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
@@ -27,10 +27,13 @@ def nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
             f"{'; '.join(reasons[:3])}; use another global batch, fewer ranks or finer layers"
         )
     memory, ranks = _memory_that_would_do(tuner, limited), _ranks_that_would_do(tuner)
-    ways = [f"{gigabytes(memory)} GB a rank would do" if memory else "", f"{ranks} ranks would do" if ranks else ""]
+    ways = [
+        f"{gigabytes(memory, enough=True)} GB a rank would do" if memory else "",
+        f"{ranks} ranks would do" if ranks else "",
+    ]
     return InfeasibleError(
-        f"nothing fits {gigabytes(tuner.job.limit_bytes)} GB a rank on {tuner.job.world} ranks{_means(tuner)}: "
-        f"{' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}{_hint(tuner)}",
+        f"nothing fits {gigabytes(tuner.job.limit_bytes, enough=True)} GB a rank on {tuner.job.world} ranks"
+        f"{_means(tuner)}: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}{_hint(tuner)}",
         needed_bytes=memory,
     )
 

@@ -12,7 +12,8 @@ from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
-from deepspeed_pulse.planner.cost import gigabytes, state_bytes
+from deepspeed_pulse.ir.units import gigabytes
+from deepspeed_pulse.planner.cost import state_bytes
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job, SearchOptions
@@ -245,7 +246,7 @@ class Tuner:
         """A plan that fits, where the one without regard to memory does not."""
         least = self.least_state_bytes(choice)
         if least > self.job.limit_bytes:
-            reason = f"weights, gradients and optimizer state alone need {gigabytes(least)} GB a rank"
+            reason = f"weights, gradients and optimizer state alone need {gigabytes(least, enough=True)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
         cuts = None if free is None or choice.waves <= 1 else free.boundaries
         try:
@@ -254,7 +255,7 @@ class Tuner:
             return self._too_slow(choice, slow.bound_ms)
         except InfeasibleError as problem:
             needed = problem.needed_bytes
-            reason = f"needs {gigabytes(needed)} GB a rank" if needed else str(problem)
+            reason = f"needs {gigabytes(needed, enough=True)} GB a rank" if needed else str(problem)
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=needed)
 
     def figures(self, choice: Choice, plan: Plan) -> Estimate:
