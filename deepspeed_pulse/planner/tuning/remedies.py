@@ -33,7 +33,8 @@ def nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
     ]
     return InfeasibleError(
         f"nothing fits {gigabytes(tuner.job.limit_bytes, enough=True)} GB a rank on {tuner.job.world} ranks"
-        f"{_means(tuner)}: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}{_hint(tuner)}",
+        f"{_means(tuner)}: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}"
+        f"{_hint(tuner)}",
         needed_bytes=memory,
     )
 
