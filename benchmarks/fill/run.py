@@ -171,7 +171,7 @@ def _estimated() -> tuple[Profile, FrozenParts]:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     from deepspeed_pulse.engine.plans.profiles import estimate_profile
-    from deepspeed_pulse.engine.specs import Job
+    from deepspeed_pulse.engine.specs import Workload
     from deepspeed_pulse.models import to_layers
     from deepspeed_pulse.models.catalogue.published import PUBLISHED
     from deepspeed_pulse.models.catalogue.sources import DTYPES, build_model, example_batch
@@ -195,7 +195,7 @@ def _estimated() -> tuple[Profile, FrozenParts]:
         ids = torch.empty(size, TOKENS, dtype=torch.long)
 
     def estimated(name: str, layers: list[object], inputs: object) -> Profile:
-        job = Job(name=name, layers=layers, batch=(inputs, None), microbatch_size=size)
+        job = Workload(name=name, layers=layers, batch=(inputs, None), microbatch_size=size)
         return estimate_profile(job, tflops=TFLOPS).profile
 
     profile = estimated("sd21 at 512 px", to_layers(unet), batch)

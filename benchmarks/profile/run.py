@@ -27,7 +27,7 @@ from diffusers import UNet2DConditionModel
 from small_models import small_unet
 
 from deepspeed_pulse.engine.plans.profiles import measure_profile
-from deepspeed_pulse.engine.specs import Job
+from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.models import to_layers
 
 README = Path(__file__).with_name("README.md")
@@ -93,7 +93,7 @@ def measured(size: int, *, rounds: int) -> Row:
         "timestep": torch.randint(0, 1000, (size,)),
         "encoder_hidden_states": torch.randn(size, 77, 32),
     }
-    job = Job(name="small", layers=to_layers(unet), batch=(entries, None))
+    job = Workload(name="small", layers=to_layers(unet), batch=(entries, None))
     layers, whole, spreads = [], [], []
     for _ in range(rounds):
         whole.append(times_of(lambda: unet(**entries).sample))

@@ -33,9 +33,9 @@ def profile(arguments: argparse.Namespace) -> int:
         raise ConfigError("--tflops goes with --estimate: measured times need no rate")
     with replacing(arguments.out) as out, visiting(sys.stderr) as watch, quiet():
         from deepspeed_pulse.engine.plans.profiles import estimate_profile, measure_profile
-        from deepspeed_pulse.models.catalogue.sources import find_job
+        from deepspeed_pulse.models.catalogue.sources import find_workload
 
-        job = find_job(
+        workload = find_workload(
             arguments.model,
             microbatch_size=arguments.microbatch_size,
             dtype=arguments.dtype,
@@ -43,7 +43,7 @@ def profile(arguments: argparse.Namespace) -> int:
         )
         if arguments.estimate:
             tflops = arguments.tflops or TFLOPS
-            estimated = estimate_profile(job, tflops=tflops, watch=watch)
+            estimated = estimate_profile(workload, tflops=tflops, watch=watch)
             profile, counts = estimated.profile, estimated.counts
             figures = {
                 "forward GFLOP": [count.forward_flop / 1e9 for count in counts],
@@ -52,7 +52,7 @@ def profile(arguments: argparse.Namespace) -> int:
             }
             note = f"estimated: operations at {tflops:g} TFLOP/s; a multiplication and its addition are two operations"
         else:
-            profile = measure_profile(job, watch=watch)
+            profile = measure_profile(workload, watch=watch)
             figures = layer_times(profile)
             note = f"measured on {profile.device}: medians; spread is (largest - smallest) / median"
         out.write_text(profile.to_json(), encoding="utf-8")

@@ -30,21 +30,21 @@ def main() -> int:
 
 def _times(task: dict[str, Any]) -> list[float]:
     from deepspeed_pulse.engine.verifying import step_times
-    from deepspeed_pulse.models.catalogue.sources import find_job
+    from deepspeed_pulse.models.catalogue.sources import find_workload
 
-    job = find_job(
+    workload = find_workload(
         task["model"],
         microbatch_size=task["microbatch_size"],
         dtype=task["dtype"],
         granularity=task["granularity"],
     )
-    found = [layer.name for layer in job.graph.layers]
+    found = [layer.name for layer in workload.graph.layers]
     if found != task["layers"]:
         raise ConfigError(
             f"{task['model']}: expected the {len(task['layers'])} layers of the profile, found {len(found)} layers"
             f"{_first_difference(task['layers'], found)}; give the model that was profiled, with its --granularity"
         )
-    return step_times(job, task["config"], pipeline_ranks=task["pipeline_ranks"], steps=task["steps"])
+    return step_times(workload, task["config"], pipeline_ranks=task["pipeline_ranks"], steps=task["steps"])
 
 
 def _first_difference(expected: list[str], found: list[str]) -> str:

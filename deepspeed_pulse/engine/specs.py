@@ -137,7 +137,7 @@ def graph_of(layers: Sequence[Any]) -> Graph:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Workload:
     """A layer list with a batch ``(inputs, labels)`` to try it on; tensors may be on the meta device.
 
     ``microbatch_size``: samples in the batch; None: the leading size of the first layer's input.

@@ -15,7 +15,7 @@ from torch import nn
 
 from deepspeed_pulse.engine.module import PipelineModule
 from deepspeed_pulse.engine.plans.profiles import filled, on_device
-from deepspeed_pulse.engine.specs import Job, LayerSpec, describe, unwrap
+from deepspeed_pulse.engine.specs import LayerSpec, Workload, describe, unwrap
 from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
 
 WARM_UP = 2
@@ -51,7 +51,7 @@ class _Filled(LayerSpec):
         return made
 
 
-def step_times(job: Job, config: dict[str, Any], *, pipeline_ranks: int, steps: int) -> list[float]:
+def step_times(job: Workload, config: dict[str, Any], *, pipeline_ranks: int, steps: int) -> list[float]:
     """ms of each step, the slowest rank's. Collective.
 
     Args:
@@ -90,7 +90,7 @@ def _mean_square(output: Any, _: Any) -> torch.Tensor:
     return torch.stack([tensor.float().square().mean() for tensor in tensors_in(output)]).sum()
 
 
-def _batches(job: Job) -> Iterator[Any]:
+def _batches(job: Workload) -> Iterator[Any]:
     """The job's batch again and again; its labels, which the loss does not read, are one number."""
     inputs = _with_numbers(job.batch[0])
     return itertools.repeat((inputs, torch.zeros(1)))

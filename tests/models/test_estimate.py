@@ -15,16 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_pulse.engine.measure.counter import FusedAttention
 from deepspeed_pulse.engine.plans.profiles import Estimated, estimate_profile, measure_profile
-from deepspeed_pulse.engine.specs import Job
+from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
-from deepspeed_pulse.models.catalogue.sources import build_model, find_job
+from deepspeed_pulse.models.catalogue.sources import build_model, find_workload
 from deepspeed_pulse.models.families import FAMILIES
-from deepspeed_pulse.planner import job as planner_job
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 
 PARAMETERS = {
@@ -91,7 +91,7 @@ def skips(profile: Profile) -> dict[str, int]:
 def test_layers_count_what_the_whole_model_counts() -> None:
     model = small_unet().to("meta")
     batch = example_batch(model, microbatch_size=2, dtype=torch.float32)
-    estimated = estimate_profile(Job(name="small", layers=to_layers(model), batch=(batch, None)), tflops=1)
+    estimated = estimate_profile(Workload(name="small", layers=to_layers(model), batch=(batch, None)), tflops=1)
     assert (total(estimated, "forward_flop"), total(estimated, "backward_flop")) == whole_model(model, batch)
     assert total(estimated, "num_params") == sum(p.numel() for p in model.parameters())
     assert estimated.profile.microbatch_size == 2
@@ -101,7 +101,7 @@ def test_layers_count_what_the_whole_model_counts() -> None:
 @pytest.mark.parametrize("name", sorted(set(PUBLISHED) - set(FIGURES)))
 @pytest.mark.parametrize("granularity", ["block", "fine"])
 def test_layers_of_published_models_count_what_the_whole_model_counts(name: str, granularity: str) -> None:
-    estimated = estimate_profile(find_job(name, granularity=granularity), tflops=312)
+    estimated = estimate_profile(find_workload(name, granularity=granularity), tflops=312)
     model = build_model(PUBLISHED[name], dtype="bfloat16")
     batch = example_batch(model, microbatch_size=1, dtype=torch.bfloat16)
     assert (total(estimated, "forward_flop"), total(estimated, "backward_flop")) == whole_model(model, batch)
@@ -110,7 +110,7 @@ def test_layers_of_published_models_count_what_the_whole_model_counts(name: str,
 def test_times_are_operations_over_the_rate_and_say_so() -> None:
     model = small_unet().to("meta")
     batch = example_batch(model, microbatch_size=1, dtype=torch.float32)
-    estimated = estimate_profile(Job(name="small", layers=to_layers(model), batch=(batch, None)), tflops=2)
+    estimated = estimate_profile(Workload(name="small", layers=to_layers(model), batch=(batch, None)), tflops=2)
     for count, cost in zip(estimated.counts, estimated.profile.layers, strict=True):
         assert cost.forward_ms == pytest.approx(count.forward_flop / 2e12 * 1e3)
         assert cost.backward_ms == pytest.approx(count.backward_flop / 2e12 * 1e3)
@@ -130,7 +130,7 @@ def test_published_numbers_of_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_operations_and_skips_as_published(name: str) -> None:
     """Counts equal the whole model's; every skip stays on its rank at P = 2, 4, 8."""
-    estimated = estimate_profile(find_job(name), tflops=312)
+    estimated = estimate_profile(find_workload(name), tflops=312)
     profile, (gigaflop, num_skips, megabytes) = estimated.profile, FIGURES[name]
     model = build_model(PUBLISHED[name], dtype="bfloat16")
     batch = example_batch(model, microbatch_size=1, dtype=torch.bfloat16)
@@ -146,8 +146,8 @@ def planned(profile: Profile, ranks: int) -> Plan:
     link = Link(bandwidth_gb_per_s=300.0, latency_us=5.0)
     cluster = Cluster(name="node", nodes=1, ranks_per_node=ranks, memory_bytes=10**12, intra_node=link, inter_node=link)
     return make_plan(
-        planner_job.Job(profile=profile, cluster=cluster, pipeline_ranks=ranks, microbatches=2 * ranks),
-        planner_job.SearchOptions(placement="wave", solver_seconds=0),
+        Job(profile=profile, cluster=cluster, pipeline_ranks=ranks, microbatches=2 * ranks),
+        SearchOptions(placement="wave", solver_seconds=0),
     )
 
 
@@ -158,7 +158,7 @@ def travelling_skips(profile: Profile, ranks: int) -> list[str]:
 
 def test_fine_layers_balance_where_blocks_cannot() -> None:
     """SDXL on eight ranks: 1.30 with a layer for each transformer, 1.03 with one for each of its blocks."""
-    profile = estimate_profile(find_job("sdxl", granularity="fine"), tflops=312).profile
+    profile = estimate_profile(find_workload("sdxl", granularity="fine"), tflops=312).profile
     plan = planned(profile, 8)
     work = [layer.forward_ms + layer.backward_ms for layer in profile.layers]
     loads = [sum(work[index] for index in plan.layers_of(rank)) for rank in range(8)]
@@ -198,7 +198,7 @@ def test_estimated_sizes_are_exactly_the_measured_ones(dtype: str) -> None:
     """Of the small SD-like U-Net: parameters, outputs and named values; parameters are the whole model's."""
     model = small_sd_unet().to(getattr(torch, dtype))
     batch = example_batch(model, microbatch_size=2, dtype=getattr(torch, dtype))
-    job = Job(name="small", layers=to_layers(model), batch=(batch, None))
+    job = Workload(name="small", layers=to_layers(model), batch=(batch, None))
     estimated, measured = estimate_profile(job, tflops=1).profile, measure_profile(job)
     for one, other in zip(estimated.layers, measured.layers, strict=True):
         assert (one.name, one.param_bytes, one.output_bytes) == (other.name, other.param_bytes, other.output_bytes)

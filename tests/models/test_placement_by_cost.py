@@ -12,14 +12,14 @@ import torch
 from diffusers import ControlNetModel
 
 from deepspeed_pulse.engine.plans.profiles import estimate_profile
-from deepspeed_pulse.engine.specs import Job
+from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
-from deepspeed_pulse.models.catalogue.sources import build_model, find_job
-from deepspeed_pulse.planner import job as planner_job
+from deepspeed_pulse.models.catalogue.sources import build_model, find_workload
+from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.tune import tune
@@ -35,17 +35,19 @@ def cluster(speed: float) -> Cluster:
 
 @cache
 def profile(name: str) -> Profile:
-    return estimate_profile(controlnet() if name == "controlnet" else find_job(name), tflops=125.0).profile
+    return estimate_profile(controlnet() if name == "controlnet" else find_workload(name), tflops=125.0).profile
 
 
-def controlnet() -> Job:
+def controlnet() -> Workload:
     """The ControlNet of SD 1.5 trains, its U-Net is frozen."""
     unet = build_model(PUBLISHED["sd15"], dtype="bfloat16").requires_grad_(False)
     with torch.device("meta"):
         control = ControlNetModel.from_unet(unet, load_weights_from_unet=False).to(torch.bfloat16)
     batch = example_batch(unet, microbatch_size=1, dtype=torch.bfloat16)
     batch["controlnet_cond"] = torch.empty(1, 3, 512, 512, device="meta", dtype=torch.bfloat16)
-    return Job(name="controlnet", layers=to_layers(unet, controlnet=control), batch=(batch, None), microbatch_size=1)
+    return Workload(
+        name="controlnet", layers=to_layers(unet, controlnet=control), batch=(batch, None), microbatch_size=1
+    )
 
 
 @pytest.mark.parametrize("name", ["kandinsky3", "controlnet"])
@@ -53,8 +55,8 @@ def controlnet() -> Job:
 def test_auto_takes_the_faster_placement(name: str, speed: float, faster: str) -> None:
     plans = {
         placement: make_plan(
-            planner_job.Job(profile=profile(name), cluster=cluster(speed), pipeline_ranks=8, microbatches=16),
-            planner_job.SearchOptions(placement=placement, solver_seconds=0),
+            Job(profile=profile(name), cluster=cluster(speed), pipeline_ranks=8, microbatches=16),
+            SearchOptions(placement=placement, solver_seconds=0),
         )
         for placement in ("wave", "linear", "auto")
     }

@@ -17,7 +17,7 @@ from deepspeed_pulse.engine.measure.hardware import clock_of, device_name
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.plans.costs import built, skips_of
 from deepspeed_pulse.engine.rules import rules_of
-from deepspeed_pulse.engine.specs import Job, TiedCall
+from deepspeed_pulse.engine.specs import TiedCall, Workload
 from deepspeed_pulse.errors import BatchError, ConfigError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost, Profile
@@ -37,15 +37,15 @@ class Estimated:
     counts: tuple[LayerCount, ...]
 
 
-def estimate_profile(job: Job, *, tflops: float, watch: Watch | None = None) -> Estimated:
+def estimate_profile(workload: Workload, *, tflops: float, watch: Watch | None = None) -> Estimated:
     """Operation counts on the meta device as times of a device that does ``tflops`` * 1e12 of them a second.
 
     Memory-bound work counts nothing, so times are too short in all, and most of all for layers without
     matrix products; ratios between layers are what a partition needs.
     """
-    graph = job.graph
-    split = _split(job, graph)
-    build = [lambda layer=layer: _on_meta(layer) for layer in job.layers]
+    graph = workload.graph
+    split = _split(workload, graph)
+    build = [lambda layer=layer: _on_meta(layer) for layer in workload.layers]
     counted = count_layers(graph, _watched(build, graph, watch), split.inputs, split.entries)
 
     def milliseconds(flop: int) -> float:
@@ -64,26 +64,26 @@ def estimate_profile(job: Job, *, tflops: float, watch: Watch | None = None) -> 
         for count in counted.layers
     )
     profile = Profile(
-        name=f"{job.name} (estimate)",
+        name=f"{workload.name} (estimate)",
         device=f"estimated at {tflops:g} TFLOP/s",
         dtype=counted.dtype,
-        microbatch_size=_microbatch_size(job, split),
+        microbatch_size=_microbatch_size(workload, split),
         layers=layers,
         skips=skips_of(graph, counted.value_bytes),
     )
     return Estimated(profile=profile, counts=counted.layers)
 
 
-def measure_profile(job: Job, *, watch: Watch | None = None) -> Profile:
+def measure_profile(workload: Workload, *, watch: Watch | None = None) -> Profile:
     """Run each layer on the accelerator at hand.
 
     A batch on the meta device is replaced by random data of its shapes. Layers on the meta device are
     made on the accelerator with random weights when their turn comes, and dropped after it, so the
     model need not fit.
     """
-    graph, device = job.graph, torch.device(get_accelerator().current_device_name())
-    split = _split(job, graph)
-    build = [lambda layer=layer: on_device(layer, device) for layer in job.layers]
+    graph, device = workload.graph, torch.device(get_accelerator().current_device_name())
+    split = _split(workload, graph)
+    build = [lambda layer=layer: on_device(layer, device) for layer in workload.layers]
     try:
         measured = measure_layers(
             graph,
@@ -98,28 +98,28 @@ def measure_profile(job: Job, *, watch: Watch | None = None) -> Profile:
     except Exception as problem:  # a layer's own
         raise RunError(in_words(problem)) from problem
     return Profile(
-        name=job.name,
+        name=workload.name,
         device=device_name(device),
         dtype=measured.dtype or "float32",
-        microbatch_size=_microbatch_size(job, split),
+        microbatch_size=_microbatch_size(workload, split),
         layers=measured.layers,
         skips=skips_of(graph, measured.value_bytes),
     )
 
 
-def _split(job: Job, graph: Graph) -> SplitBatch:
-    if not job.layers:
-        raise ConfigError(f"{job.name}: expected at least one layer, found none")
+def _split(workload: Workload, graph: Graph) -> SplitBatch:
+    if not workload.layers:
+        raise ConfigError(f"{workload.name}: expected at least one layer, found none")
     try:
-        rules = rules_of(job.layers, [value.name for value in graph.batch_entries])
-        return SplitBatch(job.batch, graph, DEFAULT_INPUT, rules=rules)
+        rules = rules_of(workload.layers, [value.name for value in graph.batch_entries])
+        return SplitBatch(workload.batch, graph, DEFAULT_INPUT, rules=rules)
     except BatchError as problem:
-        raise BatchError(f"{job.name}: example batch: {problem}") from None
+        raise BatchError(f"{workload.name}: example batch: {problem}") from None
 
 
-def _microbatch_size(job: Job, split: SplitBatch) -> int:
+def _microbatch_size(workload: Workload, split: SplitBatch) -> int:
     """What was asked for, else the leading size of the first layer's input."""
-    return job.microbatch_size or int(tensors_in(split.inputs)[0].shape[0])
+    return workload.microbatch_size or int(tensors_in(split.inputs)[0].shape[0])
 
 
 def _watched(build: Sequence[Callable[[], Any]], graph: Graph, watch: Watch | None) -> list[Callable[[], Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_pulse.engine.specs import Job
+from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError, did_you_mean
 from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
@@ -28,9 +28,9 @@ BACKBONES = ("unet", "transformer")
 """Where a diffusers pipeline's folder keeps the model to train."""
 
 
-def find_job(
+def find_workload(
     model: str, *, microbatch_size: int | None = None, dtype: str | None = None, granularity: str | None = None
-) -> Job:
+) -> Workload:
     """The layers and example batch that ``model`` names.
 
     Args:
@@ -45,9 +45,9 @@ def find_job(
     Raises a :class:`PulseError` that says what was found instead.
     """
     if model in PUBLISHED:
-        return _job_of(model, PUBLISHED[model], microbatch_size, dtype, granularity)
+        return _workload_of(model, PUBLISHED[model], microbatch_size, dtype, granularity)
     if Path(model).exists():
-        return _job_of(model, _read_config(Path(model)), microbatch_size, dtype, granularity)
+        return _workload_of(model, _read_config(Path(model)), microbatch_size, dtype, granularity)
     given = {"microbatch_size": microbatch_size, "dtype": dtype, "granularity": granularity}
     if ":" in model:
         return _called(model, {name: value for name, value in given.items() if value is not None})
@@ -65,14 +65,14 @@ def build_model(config: Mapping[str, Any], *, dtype: str = "float32", where: str
     return nn.Module.to(model, torch.device("meta"), DTYPES[dtype])
 
 
-def _job_of(
+def _workload_of(
     name: str, config: Mapping[str, Any], microbatch_size: int | None, dtype: str | None, granularity: str | None
-) -> Job:
+) -> Workload:
     microbatch_size, dtype = microbatch_size or 1, dtype or "bfloat16"
     model = build_model(config, dtype=dtype, where=name)
     batch = example_batch(model, microbatch_size=microbatch_size, dtype=DTYPES[dtype])
     layers = to_layers(model, granularity=granularity or "block")
-    return Job(name=name, layers=layers, batch=(batch, None), microbatch_size=microbatch_size)
+    return Workload(name=name, layers=layers, batch=(batch, None), microbatch_size=microbatch_size)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def _called(model: str, given: dict[str, Any]) -> Job:
+def _called(model: str, given: dict[str, Any]) -> Workload:
     function = _function(model)
     parameters = inspect.signature(function).parameters
     for name in given:
@@ -105,7 +105,7 @@ def _called(model: str, given: dict[str, Any]) -> Job:
         raise ConfigError(f"{model} failed: {type(problem).__name__}: {problem}") from problem
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], (list, tuple)):
         raise ConfigError(f"{model}: expected it to return (layers, example_batch), found {type(made).__name__}")
-    return Job(name=model, layers=made[0], batch=made[1], microbatch_size=given.get("microbatch_size"))
+    return Workload(name=model, layers=made[0], batch=made[1], microbatch_size=given.get("microbatch_size"))
 
 
 def _function(model: str) -> Callable[..., Any]:
