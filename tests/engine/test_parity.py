@@ -46,23 +46,20 @@ def test_toy_network_trains_as_if_unpartitioned(world: int) -> None:
 
 
 UNET_PAIRS = [
-    # P, M, W, clip, enabled: every pair of values occurs; the whole product is `make soak`.
+    # P, M, W, clip, enabled: the toy network has the whole product here, this one in `make soak`.
     (1, 1, 1, 0.1, True),
     (1, 3, 2, 0.0, True),
     (1, 2, 1, 0.1, False),
     (2, 1, 2, 0.1, True),
     (2, 2, 1, 0.0, True),
     (2, 8, 2, 0.1, True),
-    (2, 3, 1, 0.0, False),
     (3, 1, 1, 0.0, True),
     (3, 3, 2, 0.1, True),
-    (3, 8, 1, 0.1, True),
     (3, 2, 1, 0.1, False),
     (4, 1, 1, 0.1, False),
     (4, 2, 2, 0.0, True),
     (4, 3, 1, 0.1, True),
     (4, 8, 1, 0.0, True),
-    (4, 8, 1, 0.1, False),
 ]
 
 
