@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ from deepspeed_pulse.report.style import STYLE
 _FORWARD, _BACKWARD, _BACKWARD_EDGE, _BYTES = "#cfe3f7", "#2f6db0", "#5f93ca", "#8d8d8d"
 _STAYS, _TRAVELS = "#3b3b3b", "#c2452d"
 _DASHES = (0, (3, 1.2))
-_AWAY = {"marker": "o", "markersize": 3.4, "markerfacecolor": "white", "markeredgecolor": _TRAVELS}
+_AWAY: dict[str, Any] = {"marker": "o", "markersize": 3.4, "markerfacecolor": "white", "markeredgecolor": _TRAVELS}
 _THIN, _THICK = 0.6, 4.5
 """Points: widths of the arcs of the smallest values and, where layers have room, of the largest one."""
 _LAYER_INCHES, _MOST_INCHES, _MOST_NAMES = 0.15, 26.0, 160
@@ -213,16 +214,17 @@ def _draw_bytes(axes: Axes, sizes: Sequence[int], what: str, plan: Plan | None =
 
 def _draw_cuts(all_axes: Sequence[Axes], plan: Plan, room: float) -> None:
     """A line at each cut, stages of a rank in one shade, rank and stage above."""
-    top, shades = all_axes[0], lambda share: (*matplotlib.colormaps["rainbow"](share)[:3], _SHADE)
+    top, colours = all_axes[0], matplotlib.colormaps["rainbow"]
     for stage in range(plan.num_stages):
         first, end = plan.boundaries[stage] - 0.5, plan.boundaries[stage + 1] - 0.5
         for axes in all_axes:
-            axes.axvspan(first, end, color=shades(plan.placement[stage] / plan.pipeline_ranks), linewidth=0, zorder=0)
+            colour = colours(plan.placement[stage] / plan.pipeline_ranks)
+            axes.axvspan(first, end, color=colour, alpha=_SHADE, linewidth=0, zorder=0)
             if stage:
                 axes.axvline(first, color="#000000", linewidth=0.8, linestyle=(0, (1, 1.5)))
         rank, wide = plan.placement[stage], (end - first) * room > _LABEL_POINTS
         label = f"stage {stage}\nrank {rank}" if wide else f"{stage}\nr{rank}"
-        place = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
+        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
         top.annotate(label, ((first + end) / 2, 1.0), fontsize=7, **place)
 
 

@@ -1,6 +1,10 @@
 """How every picture looks."""
 
-STYLE = {
+from __future__ import annotations
+
+from typing import Any
+
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "hatch.linewidth": 0.5,

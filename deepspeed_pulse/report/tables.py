@@ -123,14 +123,14 @@ def measured_table(
     estimate = plan.estimate
     table = new_table(("", "predicted", "measured", "difference", "mostly"), text=("", "mostly"))
     mostly = "" if difference is None else _most_of_step(difference)
-    _compare(table, "step", estimate and estimate.step_ms, step_ms, words.milliseconds, mostly)
+    _compare(table, "step", estimate.step_ms if estimate else None, step_ms, words.milliseconds, mostly)
     if bubble_ratio is not None:
         table.add_row(
             "bubble", words.percent(estimate.bubble_ratio) if estimate else UNKNOWN, words.percent(bubble_ratio)
         )
     for rank in range(plan.pipeline_ranks):
         if peak_bytes is not None:
-            predicted = estimate and estimate.peak_bytes[rank]
+            predicted = estimate.peak_bytes[rank] if estimate else None
             mostly = _most_of_memory(difference.memory[rank]) if difference is not None and difference.memory else ""
             _compare(table, f"rank {rank} GB", predicted, peak_bytes[rank], words.gigabytes, mostly)
         if idle_ms is not None:
