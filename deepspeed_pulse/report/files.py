@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report import words
@@ -28,9 +29,7 @@ def write(path: Path, plan: Plan, timeline: Timeline, *, memory: bool) -> None:
     write_rows(path, [(title, timeline)], plan.placement, memory=memory)
 
 
-def write_rows(
-    path: Path, rows: Sequence[tuple[str, Timeline]], placement: Sequence[int], *, memory: bool = False
-) -> None:
+def write_rows(path: Path, rows: Sequence[tuple[str, Timeline]], placement: Placement, *, memory: bool = False) -> None:
     """Named timelines as a trace, a page or a picture, as the suffix asks for."""
     if path.suffix == ".json":
         from deepspeed_pulse.report.trace import write_trace

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Direction, Message
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
@@ -21,12 +22,12 @@ _COLOURS = {"F": "good", "B": "bad", "I": "bad", "W": "terrible", FROZEN: "yello
 _BACKWARD_OPS = (Op.BACKWARD, Op.INPUT_GRAD)
 
 
-def write_trace(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Sequence[int]) -> None:
+def write_trace(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Placement) -> None:
     """Write named timelines into one trace, each with processes of its own (``measured rank 0``)."""
     Path(path).write_text(json.dumps(_trace(rows, placement)) + "\n", encoding="utf-8")
 
 
-def _trace(rows: Sequence[tuple[str, Timeline]], placement: Sequence[int]) -> Event:
+def _trace(rows: Sequence[tuple[str, Timeline]], placement: Placement) -> Event:
     events: list[Event] = []
     pid = 0
     for name, timeline in rows:
@@ -35,7 +36,7 @@ def _trace(rows: Sequence[tuple[str, Timeline]], placement: Sequence[int]) -> Ev
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _events(timeline: Timeline, placement: Sequence[int], name: str, first_pid: int) -> Iterator[Event]:
+def _events(timeline: Timeline, placement: Placement, name: str, first_pid: int) -> Iterator[Event]:
     for rank in range(timeline.num_ranks):
         pid = first_pid + rank
         stages = ", ".join(str(stage) for stage, owner in enumerate(placement) if owner == rank)
@@ -55,7 +56,7 @@ def _metadata(kind: str, pid: int, **args: object) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": args}
 
 
-def _complete(box: Box, first_pid: int, placement: Sequence[int]) -> Event:
+def _complete(box: Box, first_pid: int, placement: Placement) -> Event:
     letter = kind(box, placement).letter
     return {
         "ph": "X",
