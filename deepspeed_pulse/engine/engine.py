@@ -42,7 +42,7 @@ from deepspeed_pulse.engine.step import Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE
-from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
+from deepspeed_pulse.ir.timeline import AnySpan, Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime, Stats
 from deepspeed_pulse.runtime.state import state_bytes
 
@@ -261,7 +261,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def gather_figures(self) -> tuple[Timeline, list[Stats]] | None:
         """The last step's timeline and every rank's counts, on the pipeline's first rank. Collective."""
-        spans: list[Span | FrozenSpan] = [*self._runtime.spans, *([] if self._ahead is None else self._ahead.spans)]
+        spans: list[AnySpan] = [*self._runtime.spans, *([] if self._ahead is None else self._ahead.spans)]
         rows = self.module.ranks.gather_to_first((spans, figures.clock(), self._runtime.stats))
         if rows is None:
             return None

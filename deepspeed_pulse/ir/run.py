@@ -15,7 +15,7 @@ from deepspeed_pulse.ir.fields import MAX_NUMBER, Fields
 from deepspeed_pulse.ir.fill import FrozenRun, parse_work
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action
-from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
+from deepspeed_pulse.ir.timeline import AnySpan, Span, Timeline
 
 RUN_FILE = "pulse_run.json"
 """Its name beside checkpoints; beside a trace it has the trace's name and the suffix ``.run.json``."""
@@ -36,8 +36,7 @@ def bytes_by_kind(channels: Mapping[str, int]) -> dict[str, int]:
 
 def _spans_to_list(timeline: Timeline) -> list[list[Any]]:
     """``[rank, "2F0", start, end, waited]`` per action, ms with 4 digits (0.1 microseconds); frozen work likewise."""
-    spans = [(s.rank, str(s.action), s.start_ms, s.end_ms, s.waited_ms) for s in timeline.spans]
-    spans += [(s.rank, str(s.run), s.start_ms, s.end_ms, 0.0) for s in timeline.frozen]
+    spans = [(s.rank, str(s.work), s.start_ms, s.end_ms, s.waited_ms) for s in timeline.every_span]
     return [[rank, text, *(round(ms, 4) for ms in times)] for rank, text, *times in spans]
 
 
@@ -189,14 +188,10 @@ class Run(File):
 
 def _read_spans(fields: Fields, name: str, plan: Plan, where: str) -> Timeline:
     spans = [_read_span(item, plan, f"{where}: {name}[{i}]") for i, item in enumerate(fields.items(name))]
-    return Timeline(
-        num_ranks=plan.pipeline_ranks,
-        spans=tuple(span for span in spans if isinstance(span, Span)),
-        frozen=tuple(span for span in spans if isinstance(span, FrozenSpan)),
-    )
+    return Timeline.of(plan.pipeline_ranks, spans)
 
 
-def _read_span(item: Any, plan: Plan, where: str) -> Span | FrozenSpan:
+def _read_span(item: Any, plan: Plan, where: str) -> AnySpan:
     wrong = FileError(f'{where}: expected [rank, action, start_ms, end_ms, waited_ms] like [0, "2F0", 0.0, 1.5, 0.0]')
     if not isinstance(item, list) or len(item) != 5 or not isinstance(item[1], str):
         raise wrong
@@ -210,13 +205,13 @@ def _read_span(item: Any, plan: Plan, where: str) -> Span | FrozenSpan:
             work = parse_work(text)
             if not isinstance(work, FrozenRun):
                 raise FileError(f"expected layers of a frozen part such as 'latents[0:5]@3', found {text!r}")
-            return FrozenSpan(rank=rank, run=work, start_ms=start, end_ms=end)
+            return Span(rank=rank, work=work, start_ms=start, end_ms=end)
         action = Action.parse(text)
     except PulseError as problem:
         raise FileError(f"{where}: {problem}") from None
     if action.stage not in plan.stages_of(rank):
         raise FileError(f"{where}: expected an action of rank {rank} (stages {plan.stages_of(rank)}), found {text}")
-    return Span(rank=rank, action=action, start_ms=start, end_ms=end, waited_ms=waited)
+    return Span(rank=rank, work=action, start_ms=start, end_ms=end, waited_ms=waited)
 
 
 def _read_step(fields: Fields, plan: Plan, where: str) -> MeasuredStep:

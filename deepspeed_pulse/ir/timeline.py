@@ -3,55 +3,42 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from deepspeed_pulse.ir.fill import FrozenRun, HandOver
 from deepspeed_pulse.ir.program import Message
 from deepspeed_pulse.ir.schedule import Action
 
+Work = TypeVar("Work", bound=Action | FrozenRun)
+Sent = TypeVar("Sent", bound=Message | HandOver)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """An action while it runs on a pipeline rank; ms since the first action of the step.
+class Span(Generic[Work]):
+    """An action, or layers of a frozen part, while it runs on a pipeline rank; ms since the first action of the step.
 
     ``waited_ms``: how long the rank waited for the action's messages before; measured timelines only.
     """
 
     rank: int
-    action: Action
+    work: Work
     start_ms: float
     end_ms: float
     waited_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """A message on its way between pipeline ranks; ms since the first action of the step."""
+AnySpan = Span[Action] | Span[FrozenRun]
 
-    message: Message
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer(Generic[Sent]):
+    """A message, or a frozen part's result, on its way between pipeline ranks; ms since the step's first action."""
+
+    message: Sent
     source_rank: int
     target_rank: int
-    leave_ms: float
-    arrive_ms: float
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenSpan:
-    """Frozen layers while they run on a pipeline rank; ms since the first action of the step."""
-
-    rank: int
-    run: FrozenRun
-    start_ms: float
-    end_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
-    """A frozen part's result on its way to another pipeline rank; ms since the first action of the step."""
-
-    hand_over: HandOver
-    source_rank: int
     leave_ms: float
     arrive_ms: float
     num_bytes: int
@@ -76,12 +63,28 @@ class Timeline:
     """
 
     num_ranks: int
-    spans: tuple[Span, ...]
-    transfers: tuple[Transfer, ...] = ()
+    spans: tuple[Span[Action], ...]
+    transfers: tuple[Transfer[Message], ...] = ()
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
-    frozen: tuple[FrozenSpan, ...] = ()
-    carried: tuple[Carried, ...] = ()
+    frozen: tuple[Span[FrozenRun], ...] = ()
+    carried: tuple[Transfer[HandOver], ...] = ()
     reductions: tuple[Reduction, ...] = ()
+
+    @classmethod
+    def of(cls, num_ranks: int, spans: Iterable[AnySpan]) -> Timeline:
+        """What ran on so many ranks."""
+        every = list(spans)
+        return cls(
+            num_ranks=num_ranks,
+            spans=tuple(span for span in every if isinstance(span.work, Action)),
+            frozen=tuple(span for span in every if isinstance(span.work, FrozenRun)),
+        )
+
+    @property
+    def every_span(self) -> tuple[AnySpan, ...]:
+        """Actions and frozen work."""
+        actions: tuple[AnySpan, ...] = self.spans
+        return actions + self.frozen
 
     @property
     def start_ms(self) -> float:
@@ -90,8 +93,7 @@ class Timeline:
 
     def intervals(self, rank: int | None = None) -> list[tuple[float, float]]:
         """From when until when ranks (or one of them) work, frozen work included."""
-        actions = [(s.start_ms, s.end_ms) for s in self.spans if rank in (None, s.rank)]
-        return actions + [(s.start_ms, s.end_ms) for s in self.frozen if rank in (None, s.rank)]
+        return [(s.start_ms, s.end_ms) for s in self.every_span if rank in (None, s.rank)]
 
     @property
     def makespan_ms(self) -> float:
@@ -99,10 +101,10 @@ class Timeline:
         ends = [end for _, end in self.intervals()]
         return max([*ends, *(carried.arrive_ms for carried in self.carried)]) - self.start_ms
 
-    def spans_of(self, rank: int) -> tuple[Span, ...]:
+    def spans_of(self, rank: int) -> tuple[Span[Action], ...]:
         return tuple(span for span in self.spans if span.rank == rank)
 
-    def frozen_of(self, rank: int) -> tuple[FrozenSpan, ...]:
+    def frozen_of(self, rank: int) -> tuple[Span[FrozenRun], ...]:
         return tuple(span for span in self.frozen if span.rank == rank)
 
     def pauses_ms(self) -> dict[Action, float]:
@@ -113,7 +115,7 @@ class Timeline:
             for span, following in itertools.pairwise(self.spans_of(rank)):
                 between = (f for f in frozen if span.end_ms <= f.start_ms < following.start_ms)
                 worked = sum(f.end_ms - f.start_ms for f in between)
-                found[span.action] = max(0.0, following.start_ms - span.end_ms - following.waited_ms - worked)
+                found[span.work] = max(0.0, following.start_ms - span.end_ms - following.waited_ms - worked)
         return found
 
     @property

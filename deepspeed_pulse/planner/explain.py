@@ -39,7 +39,7 @@ def explain(
         peaks: per rank what its memory held at most, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`; empty: unknown.
     """
     instance = Instance(plan, profile, cluster)
-    durations = {span.action: span.end_ms - span.start_ms for span in measured.spans}
+    durations = {span.work: span.end_ms - span.start_ms for span in measured.spans}
     pauses = measured.pauses_ms()
     as_planned = run(instance, plan.schedule)
     planned = as_planned.makespan_ms

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from deepspeed_pulse.ir.channels import receive_slots
 from deepspeed_pulse.ir.dependencies import Result, result_of, results_needed
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.planner.instance import Instance
 
@@ -52,11 +52,11 @@ def _intervals(instance: Instance, timeline: Timeline) -> Iterator[tuple[int, st
     """(rank, kind, interval) of everything that is live for a time."""
     life = _Life(instance, timeline.spans)
     for span in timeline.spans:
-        stage, m, start = span.action.stage, span.action.microbatch, span.start_ms
-        if span.action.op is Op.FORWARD:
+        stage, m, start = span.work.stage, span.work.microbatch, span.start_ms
+        if span.work.op is Op.FORWARD:
             yield span.rank, "activations", (start, life.end(stage, m), instance.costs.activation_bytes[stage])
-        elif span.action.op is not Op.WEIGHT_GRAD:
-            replayed = instance.replay_bytes(stage, split=span.action.op is Op.INPUT_GRAD)
+        elif span.work.op is not Op.WEIGHT_GRAD:
+            replayed = instance.replay_bytes(stage, split=span.work.op is Op.INPUT_GRAD)
             yield span.rank, "recomputed", (start, life.end(stage, m), replayed)
     posted = _posted_ms(instance, timeline, life)
     for transfer in timeline.transfers:
@@ -70,7 +70,7 @@ def _posted_ms(instance: Instance, timeline: Timeline, life: _Life) -> dict[Mess
     """When each message's receive is posted: a channel's first ones with the step, then one whenever one was read."""
     rows: list[list[Step]] = [[] for _ in range(instance.num_ranks)]
     for span in timeline.spans:
-        rows[span.rank].append(instance.step(span.action))
+        rows[span.rank].append(instance.step(span.work))
     channels, slots = receive_slots(tuple(map(tuple, rows)), instance.placement)
     found: dict[Message, float] = {}
     start = timeline.start_ms
@@ -88,14 +88,14 @@ def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> It
     made: dict[Result, float] = {}
     used: dict[Result, float] = {}
     for span in timeline.frozen:
-        layers = fill.part(span.run.part).layers[span.run.first : span.run.end]
+        layers = fill.part(span.work.part).layers[span.work.first : span.work.end]
         yield span.rank, (span.start_ms, span.end_ms, max(layer.activation_bytes for layer in layers))
-        made[result_of(span.rank, span.run)] = span.end_ms
-        for result in results_needed(span.rank, span.run, fill):
+        made[result_of(span.rank, span.work)] = span.end_ms
+        for result in results_needed(span.rank, span.work, fill):
             used[result] = max(used.get(result, 0.0), span.end_ms)
     for carried in timeline.carried:
-        made[result_of(carried.source_rank, carried.hand_over)] = carried.leave_ms
-        for result in results_needed(carried.source_rank, carried.hand_over, fill):
+        made[result_of(carried.source_rank, carried.message)] = carried.leave_ms
+        for result in results_needed(carried.source_rank, carried.message, fill):
             used[result] = max(used.get(result, 0.0), carried.arrive_ms)
     readers = {part.name: instance.plan.readers_of(part) for part in fill.parts}
     for result, start in made.items():
@@ -113,12 +113,12 @@ def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> It
 class _Life:
     """When the activations of a stage and microbatch are freed."""
 
-    def __init__(self, instance: Instance, spans: Sequence[Span]) -> None:
+    def __init__(self, instance: Instance, spans: Sequence[Span[Action]]) -> None:
         self._instance = instance
-        self._read = {m: span.start_ms for span in spans for m in instance.step(span.action).receives}
+        self._read = {m: span.start_ms for span in spans for m in instance.step(span.work).receives}
         self._end: dict[tuple[int, int], float] = {}
         for span in spans:
-            key = (span.action.stage, span.action.microbatch)
+            key = (span.work.stage, span.work.microbatch)
             self._end[key] = max(self._end.get(key, 0.0), span.end_ms)
 
     def end(self, stage: int, microbatch: int) -> float:
@@ -127,7 +127,7 @@ class _Life:
     def read_ms(self, message: Message) -> float:
         return self._read[message]
 
-    def received_until(self, transfer: Transfer) -> float:
+    def received_until(self, transfer: Transfer[Message]) -> float:
         message = transfer.message
         if message.direction is Direction.BACKWARD or message.name == HIDDEN:
             return self.read_ms(message)

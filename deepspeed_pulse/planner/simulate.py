@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.ir.timeline import Carried, FrozenSpan, Reduction, Span, Timeline, Transfer
+from deepspeed_pulse.ir.timeline import Reduction, Sent, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cost import state_bytes
 from deepspeed_pulse.planner.instance import Instance
@@ -78,10 +78,10 @@ class _Clock:
     def __init__(self, instance: Instance, schedule: Schedule, durations: Mapping[Action, float] | None) -> None:
         self.instance = instance
         self._duration_ms = instance.duration_ms if durations is None else durations.__getitem__
-        self.spans: list[Span] = []
-        self.transfers: list[Transfer] = []
-        self.frozen: list[FrozenSpan] = []
-        self.carried: list[Carried] = []
+        self.spans: list[Span[Action]] = []
+        self.transfers: list[Transfer[Message]] = []
+        self.frozen: list[Span[FrozenRun]] = []
+        self.carried: list[Transfer[HandOver]] = []
         self.reductions: list[Reduction] = []
         self._rank_free = [0.0] * instance.num_ranks
         self._ports = Ports(instance.links)
@@ -107,7 +107,7 @@ class _Clock:
             start = max(start, self._arrived[message])
         end = start + self._duration_ms(step.action)
         self._rank_free[rank] = end
-        self.spans.append(Span(rank=rank, action=step.action, start_ms=start, end_ms=end))
+        self.spans.append(Span(rank=rank, work=step.action, start_ms=start, end_ms=end))
         for message in step.sends:
             self._send(message, end)
         if self._backwards and step.action.op is not Op.FORWARD:
@@ -117,14 +117,14 @@ class _Clock:
         start = self._frozen_ready(rank, run)
         end = self._rank_free[rank] = start + self._fill.duration_ms(run)
         self._ready[result_of(rank, run)] = end
-        self.frozen.append(FrozenSpan(rank=rank, run=run, start_ms=start, end_ms=end))
+        self.frozen.append(Span(rank=rank, work=run, start_ms=start, end_ms=end))
 
     def _hand_over(self, rank: int, work: HandOver) -> None:
         """It leaves when the rank comes to it, and occupies the link as messages do."""
         size = self._fill.num_bytes(work)
         leave, arrive = self._ports.send(rank, work.target_rank, size, self._frozen_ready(rank, work))
         self._ready[result_of(rank, work)] = arrive
-        self.carried.append(Carried(hand_over=work, source_rank=rank, leave_ms=leave, arrive_ms=arrive, num_bytes=size))
+        self.carried.append(_transfer(work, rank, work.target_rank, leave, arrive, size))
 
     def _frozen_ready(self, rank: int, work: FrozenWork) -> float:
         """The rank is free and holds what the work reads."""
@@ -141,16 +141,7 @@ class _Clock:
         size = self.instance.num_bytes(message)
         leave, arrive = self._ports.send(source, target, size, ready)
         self._arrived[message] = arrive
-        self.transfers.append(
-            Transfer(
-                message=message,
-                source_rank=source,
-                target_rank=target,
-                leave_ms=leave,
-                arrive_ms=arrive,
-                num_bytes=size,
-            )
-        )
+        self.transfers.append(_transfer(message, source, target, leave, arrive, size))
 
     def _count_down(self, rank: int, stage: int, end: float) -> None:
         """A backward is done: behind a stage's last one come its gradients, now or when the rank has nothing to do."""
@@ -174,6 +165,19 @@ class _Clock:
         self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
 
 
+def _transfer(
+    message: Sent, source: int, target: int, leave_ms: float, arrive_ms: float, num_bytes: int
+) -> Transfer[Sent]:
+    return Transfer(
+        message=message,
+        source_rank=source,
+        target_rank=target,
+        leave_ms=leave_ms,
+        arrive_ms=arrive_ms,
+        num_bytes=num_bytes,
+    )
+
+
 def _count_backwards(schedule: Schedule) -> Counter[int]:
     return Counter(action.stage for row in schedule for action in row if action.op is not Op.FORWARD)
 
@@ -182,8 +186,8 @@ def summarize(instance: Instance, timeline: Timeline) -> Estimate:
     """The figures of a simulated step."""
     plan = instance.plan
     makespan = timeline.makespan_ms
-    microbatches = 1 + max(span.action.microbatch for span in timeline.spans)
-    split = any(span.action.op is Op.WEIGHT_GRAD for span in timeline.spans)
+    microbatches = 1 + max(span.work.microbatch for span in timeline.spans)
+    split = any(span.work.op is Op.WEIGHT_GRAD for span in timeline.spans)
     bound = max(lower_bound_ms(instance, microbatches, split=split), _even_share_ms(timeline))
     step_ms = max(makespan, _reduction_end_ms(instance, timeline))
     samples = plan.microbatch_size * microbatches * plan.data_parallel
@@ -209,7 +213,7 @@ def _even_share_ms(timeline: Timeline) -> float:
 def _sent_bytes(timeline: Timeline) -> int:
     """For the first microbatch, frozen results included."""
     messages = sum(t.num_bytes for t in timeline.transfers if t.message.microbatch == 0)
-    return messages + sum(c.num_bytes for c in timeline.carried if c.hand_over.microbatch == 0)
+    return messages + sum(c.num_bytes for c in timeline.carried if c.message.microbatch == 0)
 
 
 def _gap(makespan: float, bound: float) -> float:

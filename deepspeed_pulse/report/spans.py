@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from deepspeed_pulse.ir.fill import FrozenRun
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
+from deepspeed_pulse.ir.timeline import AnySpan, Timeline
 
-Box = Span | FrozenSpan
+Box = AnySpan
 
 FROZEN = "E"
 """The letter of frozen work, beside those of operations."""
@@ -41,7 +42,7 @@ class Arrow(NamedTuple):
 
 def boxes(timeline: Timeline) -> tuple[Box, ...]:
     """Of all ranks."""
-    return (*timeline.spans, *timeline.frozen)
+    return timeline.every_span
 
 
 def boxes_of(timeline: Timeline, rank: int) -> list[Box]:
@@ -50,10 +51,10 @@ def boxes_of(timeline: Timeline, rank: int) -> list[Box]:
 
 
 def kind(box: Box, placement: Placement) -> Kind:
-    if isinstance(box, FrozenSpan):
+    if isinstance(box.work, FrozenRun):
         return Kind(FROZEN, 0)
-    way = placement.stages_of(box.rank).index(box.action.stage) % 2
-    return Kind(box.action.op.value, way)
+    way = placement.stages_of(box.rank).index(box.work.stage) % 2
+    return Kind(box.work.op.value, way)
 
 
 def kinds(timelines: Sequence[Timeline], placement: Placement) -> set[Kind]:
@@ -63,21 +64,21 @@ def kinds(timelines: Sequence[Timeline], placement: Placement) -> set[Kind]:
 
 def text(box: Box) -> str:
     """``2F0``, ``latents[0:5]@3``."""
-    return str(box.run if isinstance(box, FrozenSpan) else box.action)
+    return str(box.work)
 
 
 def microbatch(box: Box) -> int:
-    return box.run.microbatch if isinstance(box, FrozenSpan) else box.action.microbatch
+    return box.work.microbatch
 
 
 def details(box: Box) -> dict[str, Any]:
     """What a box is of, by name."""
-    if isinstance(box, FrozenSpan):
-        run = box.run
+    if isinstance(box.work, FrozenRun):
+        run = box.work
         return {"part": run.part, "layers": f"{run.first}-{run.end - 1}", "microbatch": run.microbatch}
-    return {"stage": box.action.stage, "microbatch": box.action.microbatch}
+    return {"stage": box.work.stage, "microbatch": box.work.microbatch}
 
 
 def arrows(timeline: Timeline) -> list[Arrow]:
     sent = [Arrow(t.source_rank, t.target_rank, t.leave_ms, t.arrive_ms) for t in timeline.transfers]
-    return sent + [Arrow(c.source_rank, c.hand_over.target_rank, c.leave_ms, c.arrive_ms) for c in timeline.carried]
+    return sent + [Arrow(c.source_rank, c.target_rank, c.leave_ms, c.arrive_ms) for c in timeline.carried]

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Direction, Message
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.report.spans import FROZEN, WORDS, Box, boxes, details, kind, text
 
@@ -76,19 +76,19 @@ def _hand_overs(timeline: Timeline, first_pid: int) -> Iterator[Event]:
     for carried in timeline.carried:
         yield {
             "ph": "X",
-            "name": str(carried.hand_over),
+            "name": str(carried.message),
             "cat": "frozen result on its way",
             "pid": first_pid + carried.source_rank,
             "tid": 1,
             "ts": _us(carried.leave_ms),
             "dur": _us(carried.arrive_ms - carried.leave_ms),
-            "args": {"bytes": carried.num_bytes, "to rank": carried.hand_over.target_rank},
+            "args": {"bytes": carried.num_bytes, "to rank": carried.target_rank},
         }
 
 
 def _flows(timeline: Timeline, first_pid: int) -> Iterator[Event]:
     """An arrow from the end of a message's producer to the start of its consumer."""
-    spans = {(s.action.stage, s.action.microbatch, s.action.op in _BACKWARD_OPS): s for s in _ends(timeline)}
+    spans = {(s.work.stage, s.work.microbatch, s.work.op in _BACKWARD_OPS): s for s in _ends(timeline)}
     for index, transfer in enumerate(timeline.transfers):
         message = transfer.message
         backward = message.direction is Direction.BACKWARD
@@ -101,12 +101,12 @@ def _flows(timeline: Timeline, first_pid: int) -> Iterator[Event]:
         yield {**flow, "ph": "f", "bp": "e", "pid": first_pid + consumer.rank, "ts": _us(_inside(consumer, 0.01))}
 
 
-def _ends(timeline: Timeline) -> Iterator[Span]:
+def _ends(timeline: Timeline) -> Iterator[Span[Action]]:
     """Spans that a message can start or end at."""
-    return (span for span in timeline.spans if span.action.op is not Op.WEIGHT_GRAD)
+    return (span for span in timeline.spans if span.work.op is not Op.WEIGHT_GRAD)
 
 
-def _flow(transfer: Transfer, message: Message, flow_id: str) -> Event:
+def _flow(transfer: Transfer[Message], message: Message, flow_id: str) -> Event:
     return {
         "name": message.label,
         "cat": "message",
@@ -121,7 +121,7 @@ def _flow(transfer: Transfer, message: Message, flow_id: str) -> Event:
     }
 
 
-def _inside(span: Span, share: float) -> float:
+def _inside(span: Span[Action], share: float) -> float:
     """A moment within a span: viewers tie an arrow to the box around its time, ends excluded."""
     return span.start_ms + share * (span.end_ms - span.start_ms)
 

@@ -16,7 +16,7 @@ from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.ir.program import Channel, Direction, Message
-from deepspeed_pulse.ir.timeline import FrozenSpan
+from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import Signature, as_payload
 from deepspeed_pulse.runtime.protocols import Communicator, Device
@@ -91,7 +91,7 @@ class FrozenRuntime:
         self._held: dict[Key, Any] = {}
         self._coming: dict[Key, Message] = {}
         self._marks: list[tuple[FrozenRun, Any, Any]] = []
-        self.spans: list[FrozenSpan] = []
+        self.spans: list[Span[FrozenRun]] = []
         """What ran in the last step that was finished."""
         self.waited_ms = 0.0
         self.sent_bytes: dict[str, int] = {}
@@ -127,8 +127,7 @@ class FrozenRuntime:
         self.sent_bytes = dict(self._transport.sent_bytes)
         when = self._device.ms_of
         self.spans = [
-            FrozenSpan(rank=self._rank, run=run, start_ms=when(start), end_ms=when(end))
-            for run, start, end in self._marks
+            Span(rank=self._rank, work=run, start_ms=when(start), end_ms=when(end)) for run, start, end in self._marks
         ]
         held, self._held = self._held, {}
         return {

@@ -113,7 +113,7 @@ class RankRuntime:
         self._marks: list[tuple[Action, float, Any, Any]] = []
         """Per action run: itself, ms waited for its messages, marks of its start and end."""
         self.stats = Stats()
-        self.spans: list[Span] = []
+        self.spans: list[Span[Action]] = []
         """The actions of the last step that was finished."""
 
     # -- one step ----------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class RankRuntime:
         self.stats.metadata_bytes = self._transport.metadata_bytes
         when = self._device.ms_of
         self.spans = [
-            Span(rank=self.rank, action=action, start_ms=when(start), end_ms=when(end), waited_ms=waited)
+            Span(rank=self.rank, work=action, start_ms=when(start), end_ms=when(end), waited_ms=waited)
             for action, waited, start, end in self._marks
         ]
         return self.stats

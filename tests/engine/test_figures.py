@@ -78,7 +78,7 @@ def test_other_steps_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 def span(rank: int, start: float) -> Span:
-    return Span(rank=rank, action=Action.parse(f"{rank}F0"), start_ms=start, end_ms=start + 1, waited_ms=0.5)
+    return Span(rank=rank, work=Action.parse(f"{rank}F0"), start_ms=start, end_ms=start + 1, waited_ms=0.5)
 
 
 def test_machines_share_the_time_of_day_and_ranks_of_one_its_clock() -> None:

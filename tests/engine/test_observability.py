@@ -69,7 +69,7 @@ def test_the_chosen_steps_are_traced_below_the_planned_one(observed: tuple[Path,
     assert [name.partition(" rank")[0] for name in processes[::2]] == ["planned", "step 2", "step 4"]
     run = Run.load(observed[0] / "traces" / "step.run.json")
     for step in run.steps:
-        assert [tuple(span.action for span in step.timeline.spans_of(r)) for r in (0, 1)] == list(run.plan.schedule)
+        assert [tuple(span.work for span in step.timeline.spans_of(r)) for r in (0, 1)] == list(run.plan.schedule)
         assert all(span.waited_ms >= 0 for span in step.timeline.spans)
     assert run.difference is not None
 

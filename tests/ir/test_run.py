@@ -15,11 +15,11 @@ from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, Froz
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, RankMemory, Run, bytes_by_kind
 from deepspeed_pulse.ir.schedule import Action
-from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
+from deepspeed_pulse.ir.timeline import Span, Timeline
 
 
 def span(rank: int, action: str, start: float) -> Span:
-    return Span(rank=rank, action=Action.parse(action), start_ms=start, end_ms=start + 1.5, waited_ms=0.25)
+    return Span(rank=rank, work=Action.parse(action), start_ms=start, end_ms=start + 1.5, waited_ms=0.25)
 
 
 def figures(sent: dict[str, int]) -> RankFigures:
@@ -75,7 +75,7 @@ def test_frozen_work_is_written_and_read_again() -> None:
         parts=(FrozenPart(name="text", layers=(costs,), targets=(1,)),), rows=((), (Filling(2, work),)), solver="greedy"
     )
     assert run.planned is not None
-    timeline = replace(run.planned, frozen=(FrozenSpan(rank=1, run=work, start_ms=6.0, end_ms=7.25),))
+    timeline = replace(run.planned, frozen=(Span(rank=1, work=work, start_ms=6.0, end_ms=7.25),))
     steps = (replace(run.steps[0], timeline=timeline),)
     filled = replace(run, plan=replace(run.plan, fill=fill), planned=timeline, steps=steps)
     assert Run.from_json(filled.to_json()) == filled

@@ -97,7 +97,7 @@ def pausing(plan: Plan, pauses: Mapping[Action, float]) -> Timeline:
     instance = Instance(plan, COSTS, CLUSTER)
     durations = {a: instance.duration_ms(a) + pauses[a] for row in plan.schedule for a in row}
     timeline = with_waits(run(instance, plan.schedule, durations=durations))
-    return replace(timeline, spans=tuple(replace(s, end_ms=s.end_ms - pauses[s.action]) for s in timeline.spans))
+    return replace(timeline, spans=tuple(replace(s, end_ms=s.end_ms - pauses[s.work]) for s in timeline.spans))
 
 
 def test_planned_pauses_are_no_difference(plan: Plan) -> None:

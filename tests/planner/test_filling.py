@@ -161,9 +161,9 @@ def test_frozen_work_takes_time_and_its_results_travel():
     made, costs = filled_by_hand(), uniform(2)
     slow = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=500.0))
     timeline = simulate(made, costs, slow)
-    spans = {str(span.run): (span.rank, span.start_ms, span.end_ms) for span in timeline.frozen}
+    spans = {str(span.work): (span.rank, span.start_ms, span.end_ms) for span in timeline.frozen}
     assert spans == {"text[0:2]@0": (1, 0.0, 1.0), "text[0:2]@1": (1, 7.5, 8.5)}
-    carried = {str(c.hand_over): (c.leave_ms, c.arrive_ms) for c in timeline.carried}
+    carried = {str(c.message): (c.leave_ms, c.arrive_ms) for c in timeline.carried}
     assert carried == {"text[2]@0>0": (1.0, 2.5), "text[2]@1>0": (8.5, 10.0)}
     assert timeline.makespan_ms == pytest.approx(10.0)
     assert violations(made, num_layers=2, values=()) == []

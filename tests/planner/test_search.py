@@ -154,7 +154,7 @@ def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, mo
 def test_a_pattern_extends_to_any_number_of_microbatches():
     small = Instance(plan(Placement.wave(4), 12), uniform(8), cluster())
     order = dualpipev(4, 12)
-    starts = {span.action: span.start_ms for span in run(small, order).spans}
+    starts = {span.work: span.start_ms for span in run(small, order).spans}
     for microbatches in (13, 20, 31):
         large = Instance(plan(Placement.wave(4), microbatches), uniform(8), cluster())
         net = Net(large, microbatches)

@@ -24,7 +24,7 @@ def staircase(timeline, width):
     lines = [["..."] * width for _ in range(timeline.num_ranks)]
     for span in timeline.spans:
         for unit in range(round(span.start_ms), round(span.end_ms)):
-            lines[span.rank][unit] = str(span.action)
+            lines[span.rank][unit] = str(span.work)
     return [" ".join(line) for line in lines]
 
 
@@ -77,7 +77,7 @@ def test_split_backward_shares_the_time_between_its_halves():
     costs = profile([layer(1, 2, weight_grad_ms=0.5), layer(1, 2)])
     order = rows("0F0 0I0 0W0", "1F0 1I0 1W0")
     timeline = simulate(plan((0, 1), 1, schedule=order), costs, cluster())
-    spans = {str(span.action): (span.start_ms, span.end_ms) for span in timeline.spans}
+    spans = {str(span.work): (span.start_ms, span.end_ms) for span in timeline.spans}
     assert spans == {"0F0": (0, 1), "1F0": (1, 2), "1I0": (2, 3), "1W0": (3, 4), "0I0": (3, 4.5), "0W0": (4.5, 5)}
 
 

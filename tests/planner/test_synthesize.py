@@ -150,7 +150,7 @@ def test_rows_of_the_model_hold_for_a_simulated_order():
     instance = Instance(blank, costs, cluster())
     timeline = run(instance, found.schedule)
     model = whole_model(instance, timeline.makespan_ms)
-    start = {model.net.index[span.action]: span.start_ms for span in timeline.spans}
+    start = {model.net.index[span.work]: span.start_ms for span in timeline.spans}
     value = {**start, "makespan": timeline.makespan_ms, **{p: float(start[p[0]] < start[p[1]]) for p in model.pairs}}
     for terms, right in model.rows():
         assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6

@@ -17,7 +17,7 @@ def timeline_of(*spans: tuple[int, str, float, float]) -> Timeline:
     ranks = 1 + max(rank for rank, *_ in spans)
     return Timeline(
         num_ranks=ranks,
-        spans=tuple(Span(rank=r, action=Action.parse(text), start_ms=a, end_ms=b) for r, text, a, b in spans),
+        spans=tuple(Span(rank=r, work=Action.parse(text), start_ms=a, end_ms=b) for r, text, a, b in spans),
     )
 
 
@@ -72,5 +72,5 @@ def test_forward_and_backward_have_different_colours() -> None:
 
 
 def test_actions_of_no_length_do_not_break_the_grid() -> None:
-    assert "0F1" in schedule_grid(timeline_of((0, "0F0", 0, 0), (0, "0F1", 0, 1)), (0,), width=80).plain
-    assert "rank 0" in schedule_grid(timeline_of((0, "0F0", 0, 0)), (0,), width=80).plain
+    assert "0F1" in schedule_grid(timeline_of((0, "0F0", 0, 0), (0, "0F1", 0, 1)), Placement((0,)), width=80).plain
+    assert "rank 0" in schedule_grid(timeline_of((0, "0F0", 0, 0)), Placement((0,)), width=80).plain

@@ -12,7 +12,7 @@ from deepspeed_pulse.report.units import with_unit_costs
 
 def test_a_stage_takes_one_forward_and_two_backward(sample: Any) -> None:
     timeline = simulate(*with_unit_costs(dataclasses.replace(sample.plan, boundaries=(0, 1, 4, 5, 6, 9, 20, 21, 30))))
-    durations = {(s.action.op.value, round(s.end_ms - s.start_ms, 9)) for s in timeline.spans}
+    durations = {(s.work.op.value, round(s.end_ms - s.start_ms, 9)) for s in timeline.spans}
     assert durations == {("F", 1.0), ("B", 2.0)}
     assert timeline.makespan_ms >= 57 - 1e-9
 

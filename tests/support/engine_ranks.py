@@ -299,8 +299,8 @@ def traces(folder: str) -> None:
             planned = engine.pulse_planned_timeline()
             assert planned is not None
             for rank, row in enumerate(engine.module.plan.schedule):
-                assert tuple(span.action for span in measured.spans_of(rank)) == row
-                assert tuple(span.action for span in planned.spans_of(rank)) == row
+                assert tuple(span.work for span in measured.spans_of(rank)) == row
+                assert tuple(span.work for span in planned.spans_of(rank)) == row
     assert plans[0] == plans[1]
     print("PASSED", flush=True)
 

@@ -173,7 +173,7 @@ def trains(arguments: dict[str, Any]) -> None:
             assert error(mine.detach(), other.detach()) < TOLERANCE, (case, name)
         timeline = engine.pulse_timeline()
         if timeline is not None:
-            assert sum(span.run.end - span.run.first for span in timeline.frozen) == 8 * microbatches
+            assert sum(span.work.end - span.work.first for span in timeline.frozen) == 8 * microbatches
         engine.destroy()
         twin.destroy()
         print("PASSED", case, flush=True)

@@ -7,9 +7,9 @@ from typing import Any
 from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
 from deepspeed_pulse.engine.data.batches import StepBatches
 from deepspeed_pulse.engine.seat import Seat
-from deepspeed_pulse.ir.fill import Fill, up_front
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, up_front
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.timeline import FrozenSpan
+from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.frozen import FrozenRuntime, channels_of
 from deepspeed_pulse.runtime.rank import Stats
 
@@ -55,7 +55,7 @@ class FrozenAhead:
         return 0 if self._ahead is None else self._microbatches
 
     @property
-    def spans(self) -> list[FrozenSpan]:
+    def spans(self) -> list[Span[FrozenRun]]:
         """What ran in the last step."""
         return self._runtime.spans if self._ran_in_step else []
 

@@ -21,7 +21,7 @@ from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, Run
-from deepspeed_pulse.ir.timeline import FrozenSpan, Span, Timeline
+from deepspeed_pulse.ir.timeline import AnySpan, Timeline
 from deepspeed_pulse.report.advice import warning
 from deepspeed_pulse.report.chosen import chosen_table
 from deepspeed_pulse.report.files import replacing
@@ -117,7 +117,7 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
         print(f"pulse: warning: {path} is not written: {problem}", flush=True)
 
 
-def joined_timeline(rows: Sequence[tuple[Sequence[Span | FrozenSpan], Clock]]) -> Timeline:
+def joined_timeline(rows: Sequence[tuple[Sequence[AnySpan], Clock]]) -> Timeline:
     """Spans of all ranks as one timeline that starts at zero.
 
     Ranks of one machine share a clock; of several they share the time of day, as well as the machines keep it.
@@ -128,12 +128,8 @@ def joined_timeline(rows: Sequence[tuple[Sequence[Span | FrozenSpan], Clock]]) -
     ]
     start = min((span.start_ms for span in spans), default=0.0)
     moved = [_moved(span, -start) for span in spans]
-    return Timeline(
-        num_ranks=len(rows),
-        spans=tuple(span for span in moved if isinstance(span, Span)),
-        frozen=tuple(span for span in moved if isinstance(span, FrozenSpan)),
-    )
+    return Timeline.of(len(rows), moved)
 
 
-def _moved(span: Span | FrozenSpan, by_ms: float) -> Span | FrozenSpan:
+def _moved(span: AnySpan, by_ms: float) -> AnySpan:
     return replace(span, start_ms=span.start_ms + by_ms, end_ms=span.end_ms + by_ms)

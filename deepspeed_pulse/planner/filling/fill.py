@@ -83,7 +83,7 @@ class _Ways:
         self._instance, self._parts, self._cap = instance, parts, cap
         timeline = run(instance, instance.plan.schedule)
         self._pipeline = summarize(instance, timeline)
-        self._starts = {span.action: span.start_ms for span in timeline.spans}
+        self._starts = {span.work: span.start_ms for span in timeline.spans}
         self._allowed = allowed_ranks(instance, parts, self._pipeline.peak_bytes, cap)
 
     def best(self, seconds: float) -> Filled:

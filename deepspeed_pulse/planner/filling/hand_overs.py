@@ -60,7 +60,7 @@ def _while_links_idle(instance: Instance, fill: Fill, later: Sequence[tuple[int,
     timeline = run(instance.with_plan(replace(instance.plan, fill=fill)), instance.plan.schedule)
     busy = _busy(instance, timeline, fill)
     rows = [list(row) for row in fill.rows]
-    made = {(s.run.part, s.run.end, s.run.microbatch): s.end_ms for s in timeline.frozen}
+    made = {(s.work.part, s.work.end, s.work.microbatch): s.end_ms for s in timeline.frozen}
     free = [_free_times(instance, timeline, rank, fill) for rank in range(timeline.num_ranks)]
     for rank, work in sorted(later, key=lambda item: made[item[1].part, item[1].done, item[1].microbatch]):
         pair = (rank, work.target_rank)
@@ -88,7 +88,7 @@ def _busy(instance: Instance, timeline: Timeline, fill: Fill) -> Mapping[Port, l
     for r in timeline.reductions:
         found[instance.links.sums_port(r.rank)].append((r.start_ms, r.end_ms))
     for c in timeline.carried:
-        pair = (c.source_rank, c.hand_over.target_rank)
+        pair = (c.source_rank, c.target_rank)
         way = instance.links.between(*pair)
         found[instance.links.port(*pair)].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
     return found
@@ -96,9 +96,9 @@ def _busy(instance: Instance, timeline: Timeline, fill: Fill) -> Mapping[Port, l
 
 def _free_times(instance: Instance, timeline: Timeline, rank: int, fill: Fill) -> list[float]:
     """Per position in a rank's row, when the rank gets there with its frozen runs there behind it."""
-    ends = {span.action: span.end_ms for span in timeline.spans_of(rank)}
+    ends = {span.work: span.end_ms for span in timeline.spans_of(rank)}
     times = [0.0, *(ends[action] for action in instance.plan.schedule[rank])]
-    finished = {span.run: span.end_ms for span in timeline.frozen_of(rank)}
+    finished = {span.work: span.end_ms for span in timeline.frozen_of(rank)}
     for filling in fill.rows[rank]:
         if isinstance(filling.work, FrozenRun):
             times[filling.position] = max(times[filling.position], finished[filling.work])

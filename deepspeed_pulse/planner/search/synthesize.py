@@ -192,7 +192,7 @@ def _from_few(pool: _Pool, microbatches: int, seed: int, deadline: float) -> lis
     if not small.proven:
         _improver(small, seed, deadline).improve(small.starts())
     best = small.best
-    starts = {span.action: span.start_ms for span in best.timeline.spans}
+    starts = {span.work: span.start_ms for span in best.timeline.spans}
     return unrolled(best.schedule, starts, pool.instance.plan.microbatches)
 
 
@@ -202,7 +202,7 @@ def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
     small = count_pairs(instance, instance.plan.microbatches) <= MAX_BINARIES
     if pool.split or not pool.fits_all or not small:
         return
-    starts = {span.action: span.start_ms for span in best.timeline.spans}
+    starts = {span.work: span.start_ms for span in best.timeline.spans}
     makespan, seconds = best.estimate.makespan_ms, deadline - time.monotonic()
     solved = solve_order(instance, starts, makespan, seconds=max(0.0, seconds), seed=seed)
     if solved is None:
