@@ -41,8 +41,9 @@ class PipelineModule(upstream.PipelineModule):
     Args:
         num_stages: number of pipeline ranks, as upstream, or "auto": chosen together with whatever else is "auto"; left
             out, the config's ``pipeline.stages``.
-        partition_method: ``"profile"`` (the default under pulse), upstream's values, or a list of inner
-            cuts: the first layer of each stage but the first, by index or by name.
+        partition_method: ``"profile"`` (the default under pulse), upstream's values (a linear placement then has
+            upstream's stages), or a list of inner cuts: the first layer of each stage but the first, by index or by
+            name.
         activation_checkpoint_interval: recompute layers in backward, so many in a row from one input; 0: as few as the
             memory needs, none if it is enough.
         activation_checkpoint_func: under pulse torch's non-reentrant checkpoint is the default;

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.module import PipelineModule as UpstreamModule
 from support.pulse_files import write_files
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.plans.costs import PlanRequest
+from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.planning import Planned, known_cluster, make_planned, reorder
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Cluster
@@ -65,6 +67,26 @@ def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(
     shared = from_files(replace(request, rules=Rules(zero_stage=1)))
     for plan in (shared.plan, reorder(shared, pulse, 8)):
         assert 120e6 < peak(plan) <= 150e6
+
+
+@pytest.mark.parametrize("method", ["parameters", "uniform", "type:linear"])
+def test_linear_stages_by_upstreams_methods_are_upstreams(method: str) -> None:
+    """So random numbers inside layers are drawn by the ranks that draw them there."""
+    layers: list[torch.nn.Module] = [torch.nn.Linear(2, width) for width in (2, 9, 4, 1, 7, 3, 5)] + [torch.nn.ReLU()]
+    pulse = PulseConfig.model_validate({"placement": "linear", "solver_seconds": 0})
+    request = replace(request_for(pulse, data_parallel=1), layers=layers, partition_method=method, pipeline_ranks=3)
+    profile, costs = known_profile(request)
+    assert profile is not None
+    found = make_planned(request, profile, known_cluster(request), costs).plan
+    topology = types.SimpleNamespace(get_coord=lambda rank: types.SimpleNamespace(pipe=rank))
+    own = types.SimpleNamespace(_layer_specs=layers, num_stages=3, global_rank=1, _topo=topology, loss_fn=None)
+    for name in ("_count_layer_params", "_find_layer_type"):
+        setattr(own, name, types.MethodType(getattr(UpstreamModule, name), own))
+    own._set_bounds = lambda **bounds: None
+    UpstreamModule._partition_layers(own, method)
+    assert list(found.boundaries) == own.parts
+    wave = replace(request, pulse=PulseConfig.model_validate({"placement": "wave", "solver_seconds": 0}))
+    assert len(make_planned(wave, profile, known_cluster(wave), costs).plan.placement) == 6
 
 
 def peak(plan: Plan) -> int:

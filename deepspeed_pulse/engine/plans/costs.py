@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime import utils as upstream_utils
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.config import PulseConfig
@@ -124,6 +126,24 @@ def _method_weights(request: PlanRequest, method: str) -> list[int]:
         "partition_method: expected 'profile', 'uniform', 'parameters', 'type:REGEX' or a list of cuts, "
         f"found {method!r}"
     )
+
+
+def upstream_cuts(request: PlanRequest) -> tuple[int, ...] | None:
+    """Where upstream's class cuts by one of its methods; None for "profile", or where a rank would have no layer."""
+    method, ranks = str(request.partition_method), request.pipeline_ranks
+    if method == "profile":
+        return None
+    weights = _method_weights(request, method)
+    if method.lower() == "uniform":
+        found = upstream_utils.partition_uniform(num_items=len(weights), num_parts=ranks)
+    else:
+        if method.lower() == "parameters":
+            weights = [sum(p.numel() for p in parameters_of(layer) if p.requires_grad) for layer in request.layers]
+        else:
+            weights = [int(weight > 1) for weight in weights]
+        found = upstream_utils.partition_balanced(weights=weights, num_parts=ranks)
+    cuts = tuple(int(cut) for cut in found)
+    return cuts if all(a < b for a, b in itertools.pairwise(cuts)) else None
 
 
 def type_name(layer: Any) -> str:

@@ -16,7 +16,7 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.measure.hardware import NO_LIMIT_BYTES
 from deepspeed_pulse.engine.measure.links import MEASURED
-from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile
+from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile, upstream_cuts
 from deepspeed_pulse.engine.plans.machines import machines
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
@@ -240,8 +240,8 @@ def replay_bytes(planned: Planned, interval: int) -> tuple[int, ...]:
 
 def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:
     method = request.partition_method
-    if isinstance(method, str):
-        return None
+    if isinstance(method, str):  # one stage a rank: a program that names upstream's method gets upstream's stages
+        return upstream_cuts(request) if request.pulse.placement == "linear" else None
     cuts = tuple(cut if isinstance(cut, int) else request.graph.index_of(cut) for cut in method)
     return (0, *cuts, len(request.layers))
 

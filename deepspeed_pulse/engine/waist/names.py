@@ -115,6 +115,7 @@ NAMES = {
     "deepspeed.runtime.pipe.topology.ProcessTopology": "get_axis_comm_lists get_axis_names get_dim world_size",
     "deepspeed.runtime.precision_config.DeepSpeedBF16Config": "enabled",
     "deepspeed.runtime.precision_config.DeepSpeedFP16Config": "auto_cast enabled",
+    "deepspeed.runtime.utils": "partition_balanced partition_uniform",
     "deepspeed.runtime.zero.config": "ZeroStageEnum",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
         _hp_mapping _hp_optimizer_states_linked _link_all_hp_params _param_slice_mappings bit16_groups
