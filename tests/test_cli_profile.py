@@ -92,7 +92,7 @@ def test_estimate_of_a_folder(model: str, capsys: pytest.CaptureFixture[str]) ->
     assert profile.layers[0].output_bytes == 2 * 8 * 8 * 8 * 2
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert re.search(r"down_blocks\.0\.resnets\.0 +[\d.]+ +", printed.out)
+    assert re.search(r"resnets\.0 +[\d.]+ +", printed.out), "the end of a long name"
     assert "estimated: operations at 100 TFLOP/s" in printed.out
     assert "named values: skip0, temb, skip1" in printed.out
 
