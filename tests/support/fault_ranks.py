@@ -147,12 +147,13 @@ def load_everything() -> None:
     import deepspeed_pulse.engine.engine  # noqa: F401
 
 
-def die_at_named_points(folder: str) -> None:
+def die_at_named_points(case: dict[str, Any]) -> None:
+    """A rank dies at each of ``case["points"]``, of :data:`POINTS`."""
     load_everything()
-    base = Path(folder)
+    base = Path(case["folder"])
     assert run(base / "undisturbed") == [0] * RANKS, logs(base / "undisturbed")
     expected = losses(base / "undisturbed")
-    for number, point in enumerate(POINTS):
+    for number, point in enumerate(case["points"]):
         place = base / point.replace(" ", "_")
         mine = 0 if "rename" in point else number % RANKS
         statuses = run(place, lambda rank, point=point, mine=mine: strike(point, rank, mine))
