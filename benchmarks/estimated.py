@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from deepspeed_pulse.ir.profile import Profile
 
 if TYPE_CHECKING:
-    from deepspeed_pulse.engine.specs import Job
+    from deepspeed_pulse.engine.specs import Workload
 
 TFLOPS = 125.0
 """Operations a second of the device that times stand for."""
@@ -42,19 +42,19 @@ class Profiles:
         return Profile.load(path)
 
 
-def job(name: str) -> Job:
+def job(name: str) -> Workload:
     """A published model, "sdv2-1.7b", or "sd15-controlnet": a ControlNet that trains beside a frozen U-Net."""
-    from deepspeed_pulse.engine.specs import Job
+    from deepspeed_pulse.engine.specs import Workload
     from deepspeed_pulse.models import to_layers
     from deepspeed_pulse.models.catalogue.published import PUBLISHED
-    from deepspeed_pulse.models.catalogue.sources import DTYPES, build_model, example_batch, find_job
+    from deepspeed_pulse.models.catalogue.sources import DTYPES, build_model, example_batch, find_workload
 
     if name.removesuffix(FINE) in PUBLISHED:
-        return find_job(name.removesuffix(FINE), granularity="fine" if name.endswith(FINE) else None)
+        return find_workload(name.removesuffix(FINE), granularity="fine" if name.endswith(FINE) else None)
     unet = build_model(SDV2_17B if name == "sdv2-1.7b" else PUBLISHED["sd15"], dtype="bfloat16")
     batch = example_batch(unet, microbatch_size=1, dtype=DTYPES["bfloat16"])
     if name == "sdv2-1.7b":
-        return Job(name=name, layers=to_layers(unet), batch=(batch, None), microbatch_size=1)
+        return Workload(name=name, layers=to_layers(unet), batch=(batch, None), microbatch_size=1)
     import torch
     from diffusers import ControlNetModel
 
@@ -62,4 +62,4 @@ def job(name: str) -> Job:
         controlnet = ControlNetModel.from_unet(unet, load_weights_from_unet=False).to(torch.bfloat16)
     unet.requires_grad_(False)
     batch["controlnet_cond"] = torch.empty(1, 3, 512, 512, device="meta", dtype=torch.bfloat16)
-    return Job(name=name, layers=to_layers(unet, controlnet=controlnet), batch=(batch, None), microbatch_size=1)
+    return Workload(name=name, layers=to_layers(unet, controlnet=controlnet), batch=(batch, None), microbatch_size=1)

@@ -10,7 +10,7 @@ import torch
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.plans.costs import PlanRequest
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
-from deepspeed_pulse.engine.specs import Job
+from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.ir.profile import Profile
 
 
@@ -25,7 +25,7 @@ def measured_profiles(name: str, layers: Sequence[Any], inputs: Any, sizes: Sequ
         (_, first), *others = inputs.items()
         entries = dict(others)
     request = PlanRequest(
-        graph=Job(name=name, layers=layers, batch=None).graph,
+        graph=Workload(name=name, layers=layers, batch=None).graph,
         layers=layers,
         pulse=PulseConfig(),
         pipeline_ranks=1,

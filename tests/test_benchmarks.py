@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -11,7 +14,8 @@ import pytest
 
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 
-PLANNER = Path(__file__).parents[1] / "benchmarks" / "planner" / "run.py"
+ROOT = Path(__file__).parents[1]
+PLANNER = ROOT / "benchmarks" / "planner" / "run.py"
 
 
 def planner(line: str) -> subprocess.CompletedProcess[str]:
@@ -84,3 +88,25 @@ def test_cuts_are_compared_with_those_of_deepspeed(monkeypatch: pytest.MonkeyPat
         "linear": (1.2, 0.003),
         "wave": (1.0, 0.004),
     }
+
+
+def test_what_scripts_import_of_the_package_is_there() -> None:
+    """Scripts of benchmarks, examples and docs, also where they import inside a function."""
+    lacking = []
+    for path in (path for part in ("benchmarks", "examples", "docs") for path in (ROOT / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed_pulse"):
+                names = [f"{node.module}:{alias.name}" for alias in node.names]
+                lacking += [f"{path.relative_to(ROOT)}: {name}" for name in names if not _is_there(name)]
+    assert not lacking
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        try:
+            importlib.import_module(name.replace(":", "."))
+        except ImportError:
+            return False
+    return True

@@ -20,7 +20,7 @@ from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.planner.making.request import TooSlow
+from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.simulate import estimate
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
