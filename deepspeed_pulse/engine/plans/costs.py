@@ -130,18 +130,18 @@ def _method_weights(request: PlanRequest, method: str) -> list[int]:
 
 def upstream_cuts(request: PlanRequest) -> tuple[int, ...] | None:
     """Where upstream's class cuts by one of its methods; None for "profile", or where a rank would have no layer."""
-    method, ranks = str(request.partition_method), request.pipeline_ranks
+    method, ranks, layers = str(request.partition_method), request.pipeline_ranks, request.layers
     if method == "profile":
         return None
-    weights = _method_weights(request, method)
+    weighed = _method_weights(request, method)  # or says which methods there are
     if method.lower() == "uniform":
-        found = upstream_utils.partition_uniform(num_items=len(weights), num_parts=ranks)
+        found = upstream_utils.partition_uniform(num_items=len(layers), num_parts=ranks)
+    elif method.lower() == "parameters":
+        trained = [sum(p.numel() for p in parameters_of(layer) if p.requires_grad) for layer in layers]
+        found = upstream_utils.partition_balanced(weights=trained, num_parts=ranks)
     else:
-        if method.lower() == "parameters":
-            weights = [sum(p.numel() for p in parameters_of(layer) if p.requires_grad) for layer in request.layers]
-        else:
-            weights = [int(weight > 1) for weight in weights]
-        found = upstream_utils.partition_balanced(weights=weights, num_parts=ranks)
+        of_type = [int(weight > 1) for weight in weighed]
+        found = upstream_utils.partition_balanced(weights=of_type, num_parts=ranks)
     cuts = tuple(int(cut) for cut in found)
     return cuts if all(a < b for a, b in itertools.pairwise(cuts)) else None
 
