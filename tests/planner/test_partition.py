@@ -7,13 +7,12 @@ import time
 
 import pytest
 from support.cut_cases import MICROBATCHES, agrees, brute_force, key_of, random_case
-from toys import cluster, layer, plan, profile, random_profile, skip, uniform
+from toys import cluster, job_on, layer, plan, profile, random_profile, skip, uniform
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.instance import Instance
-from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
 from deepspeed_pulse.planner.partition.weights import Weights
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
@@ -43,13 +42,7 @@ def test_links_carry_what_the_simulator_sends(seed):
     costs = random_profile(rng, 12, temb=True, strict=False)
     placement = rng.choice([Placement.wave(3), Placement.wave(2, 2), Placement.linear(4)])
     weights = Weights(
-        Job(
-            profile=costs,
-            cluster=cluster(),
-            pipeline_ranks=max(placement) + 1,
-            microbatches=1,
-            memory_bytes=UNLIMITED_BYTES,
-        ),
+        job_on(placement, costs),
         placement,
     )
     cuts = tuple(sorted({0, 12, *rng.sample(range(1, 12), len(placement) - 1)}))
@@ -66,12 +59,7 @@ def test_a_lone_skip_that_would_ruin_the_balance_travels():
     """0 -> 8 of 16 layers: on one rank of four it would hold half of the model."""
     skips = [skip("lone", 0, 8, 5)]
     cuts = partition(
-        Job(
-            profile=profile([layer()] * 16, skips),
-            cluster=cluster(),
-            pipeline_ranks=Placement.wave(4).num_ranks,
-            microbatches=4,
-        ),
+        job_on(Placement.wave(4), profile([layer()] * 16, skips), microbatches=4),
         Placement.wave(4),
     )
     assert sum(cuts[s + 1] - cuts[s] for s in (0, 7)) == 4
@@ -81,13 +69,7 @@ def test_a_value_on_one_side_of_the_turn_does_not_hold_the_cuts():
     """As heavy as the skips, the residual 2 -> 5 would cost a quarter of a rank's load to keep; the skips stay."""
     skips = [skip("outer", 0, 15, 5), skip("middle", 1, 14, 5), skip("inner", 7, 8, 5), skip("residual", 2, 5, 5)]
     weights = Weights(
-        Job(
-            profile=profile([layer()] * 16, skips),
-            cluster=cluster(),
-            pipeline_ranks=Placement.wave(4).num_ranks,
-            microbatches=1,
-            memory_bytes=UNLIMITED_BYTES,
-        ),
+        job_on(Placement.wave(4), profile([layer()] * 16, skips)),
         Placement.wave(4),
     )
     assert [value.name for value in weights.paired] == ["outer", "middle", "inner"]
@@ -101,13 +83,7 @@ def test_one_crossing_skip_does_not_part_the_nested_ones():
     layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=100) for _ in range(46)]
     costs = profile(layers, [*nested, skip("crossing", 3, 20, 300)])
     weights = Weights(
-        Job(
-            profile=costs,
-            cluster=cluster(),
-            pipeline_ranks=Placement.wave(4).num_ranks,
-            microbatches=1,
-            memory_bytes=UNLIMITED_BYTES,
-        ),
+        job_on(Placement.wave(4), costs),
         Placement.wave(4),
     )
     found = best_partition(weights, microbatches=8)
@@ -128,13 +104,7 @@ def test_skips_that_cross_others_give_way_to_the_nested_ones(crossed):
     def found(pairs):
         skips = [skip(f"s{i}", source, target, 500) for i, (source, target) in pairs]
         weights = Weights(
-            Job(
-                profile=profile(layers, skips),
-                cluster=cluster(),
-                pipeline_ranks=Placement.wave(4).num_ranks,
-                microbatches=1,
-                memory_bytes=UNLIMITED_BYTES,
-            ),
+            job_on(Placement.wave(4), profile(layers, skips)),
             Placement.wave(4),
         )
         return weights, best_partition(weights, microbatches=8)
@@ -150,13 +120,7 @@ def test_heavier_skips_are_the_nested_ones():
     for size, kept in ((100, ["heavy"]), (80, ["s0", "s1", "s2"])):
         skips = [*(skip(f"s{i}", a, b, 30) for i, (a, b) in enumerate(ends)), skip("heavy", 6, 15, size)]
         weights = Weights(
-            Job(
-                profile=profile([layer()] * 16, skips),
-                cluster=cluster(),
-                pipeline_ranks=Placement.wave(2).num_ranks,
-                microbatches=1,
-                memory_bytes=UNLIMITED_BYTES,
-            ),
+            job_on(Placement.wave(2), profile([layer()] * 16, skips)),
             Placement.wave(2),
         )
         assert [value.name for value in weights.paired] == kept
@@ -168,15 +132,15 @@ def test_a_slow_link_pulls_the_cut_to_where_little_is_sent():
     costs = profile([layer(output_bytes=size) for size in sizes])
     slow = cluster(Link(bandwidth_gb_per_s=1e-6, latency_us=0))
     assert partition(
-        Job(profile=costs, cluster=slow, pipeline_ranks=Placement.linear(2).num_ranks, microbatches=2),
+        job_on(Placement.linear(2), costs, cluster=slow, microbatches=2),
         Placement.linear(2),
     ) == (0, 5, 8)
     assert partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.linear(2).num_ranks, microbatches=2),
+        job_on(Placement.linear(2), costs, microbatches=2),
         Placement.linear(2),
     ) == (0, 4, 8)
     assert partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.linear(2).num_ranks, microbatches=2),
+        job_on(Placement.linear(2), costs, microbatches=2),
         Placement.linear(2),
         tolerance=0.3,
     ) == (0, 5, 8)
@@ -189,13 +153,7 @@ def test_five_hundred_layers():
     sources, targets = sorted(rng.sample(range(250), 200)), sorted(rng.sample(range(251, 500), 200), reverse=True)
     skips = [skip(f"s{i}", a, b, 500) for i, (a, b) in enumerate(zip(sources, targets, strict=True))]
     weights = Weights(
-        Job(
-            profile=profile(layers, skips),
-            cluster=cluster(),
-            pipeline_ranks=Placement.wave(32).num_ranks,
-            microbatches=1,
-            memory_bytes=UNLIMITED_BYTES,
-        ),
+        job_on(Placement.wave(32), profile(layers, skips)),
         Placement.wave(32),
     )
     began = time.process_time()
@@ -209,7 +167,7 @@ def test_both_ends_of_nested_skips_share_a_rank():
     skips = [skip(f"s{i}", i, 15 - i) for i in range(8)]
     costs = profile([layer(1 + i % 3, 2) for i in range(16)], skips)
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(4).num_ranks, microbatches=4),
+        job_on(Placement.wave(4), costs, microbatches=4),
         Placement.wave(4),
     )
     found = plan(Placement.wave(4), 1, boundaries=cuts)
@@ -219,7 +177,7 @@ def test_both_ends_of_nested_skips_share_a_rank():
 def test_a_time_embedding_does_not_bind_the_cuts():
     costs = profile([layer() for _ in range(12)], [skip("temb", 0, t) for t in range(1, 12)])
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(3).num_ranks, microbatches=4),
+        job_on(Placement.wave(3), costs, microbatches=4),
         Placement.wave(3),
     )
     assert cuts == (0, 2, 4, 6, 8, 10, 12)
@@ -229,7 +187,7 @@ def test_the_lightest_skip_is_parted_when_not_all_can_stay():
     """Two skips that cross: 0 -> 2 and 1 -> 3 cannot both stay on one of two ranks of two layers each."""
     costs = profile([layer() for _ in range(4)], [skip("light", 0, 2, 1), skip("heavy", 0, 3, 10)])
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(2).num_ranks, microbatches=2),
+        job_on(Placement.wave(2), costs, microbatches=2),
         Placement.wave(2),
     )
     found = plan(Placement.wave(2), 1, boundaries=cuts, of=costs)
@@ -239,7 +197,7 @@ def test_the_lightest_skip_is_parted_when_not_all_can_stay():
 def test_too_few_layers_says_how_many_are_needed():
     with pytest.raises(InfeasibleError, match="has 8 stages and needs at least 8 layers, the model 'toy' has 7"):
         partition(
-            Job(profile=uniform(7), cluster=cluster(), pipeline_ranks=Placement.wave(4).num_ranks, microbatches=4),
+            job_on(Placement.wave(4), uniform(7), microbatches=4),
             Placement.wave(4),
         )
 
@@ -248,17 +206,11 @@ def test_memory_moves_the_cut():
     """The first layers keep much: without a limit rank 0 gets half the work, with one it gets less."""
     costs = profile([layer(activation_bytes=100 if i < 4 else 1) for i in range(8)])
     free = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.linear(2).num_ranks, microbatches=4),
+        job_on(Placement.linear(2), costs, microbatches=4),
         Placement.linear(2),
     )
     tight = partition(
-        Job(
-            profile=costs,
-            cluster=cluster(),
-            pipeline_ranks=Placement.linear(2).num_ranks,
-            microbatches=4,
-            memory_bytes=700,
-        ),
+        job_on(Placement.linear(2), costs, microbatches=4, memory_bytes=700),
         Placement.linear(2),
     )
     assert (free, tight) == ((0, 4, 8), (0, 3, 8))
@@ -270,18 +222,12 @@ def test_is_quick_on_real_sizes_and_close_to_balance(num_layers, ranks, waves):
     costs = profile([layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=9) for _ in range(num_layers)])
     began = time.process_time()
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(ranks, waves).num_ranks, microbatches=8),
+        job_on(Placement.wave(ranks, waves), costs, microbatches=8),
         Placement.wave(ranks, waves),
     )
     assert time.process_time() - began < 5
     weights = Weights(
-        Job(
-            profile=costs,
-            cluster=cluster(),
-            pipeline_ranks=Placement.wave(ranks, waves).num_ranks,
-            microbatches=1,
-            memory_bytes=UNLIMITED_BYTES,
-        ),
+        job_on(Placement.wave(ranks, waves), costs),
         Placement.wave(ranks, waves),
     )
     score = weights.score(cuts, (1,) * (len(cuts) - 1))
@@ -297,7 +243,7 @@ def test_bytes_decide_between_equal_loads(size, cut):
     sizes = (1, 10, 100, 1, 1)
     costs = profile([layer(output_bytes=s) for s in sizes], [skip("v", 0, 1, size), skip("v", 0, 4, size)])
     cuts = partition(
-        Job(profile=costs, cluster=cluster(), pipeline_ranks=Placement.wave(2).num_ranks, microbatches=2),
+        job_on(Placement.wave(2), costs, microbatches=2),
         Placement.wave(2),
     )
     assert (cuts[1], cuts[3]) == (cut, 4)
@@ -309,13 +255,7 @@ def test_two_waves_of_46_layers_come_close_to_an_even_split():
     layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=rng.randrange(1, 1000)) for _ in range(46)]
     costs = profile(layers, [skip(f"s{i}", 2 * i, 45 - 2 * i, 500) for i in range(11)])
     weights = Weights(
-        Job(
-            profile=costs,
-            cluster=cluster(),
-            pipeline_ranks=Placement.wave(4, 2).num_ranks,
-            microbatches=1,
-            memory_bytes=UNLIMITED_BYTES,
-        ),
+        job_on(Placement.wave(4, 2), costs),
         Placement.wave(4, 2),
     )
     found = best_partition(weights, microbatches=8)

@@ -10,6 +10,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.schedule import Schedule, parse_schedule
+from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.routes import named_values
 
 INSTANT = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
@@ -80,6 +81,12 @@ def plan(
         schedule=schedule if schedule is not None else ((),) * ranks,
         routes=make_routes(bounds, placement, named_values(of)) if of else (),
     )
+
+
+def job_on(placement: Sequence[int], costs: Profile, **more) -> Job:
+    """On the ranks of a placement, one microbatch and the toy cluster unless ``more`` says otherwise."""
+    usual = {"cluster": cluster(), "microbatches": 1, "pipeline_ranks": max(placement) + 1}
+    return Job(profile=costs, **(usual | more))
 
 
 def random_profile(
