@@ -1,4 +1,4 @@
-"""The greedy fill and HiGHS's on random small instances. Usage: python benchmarks/fill/compare.py [--instances 100]
+"""The greedy fill and HiGHS's on random small problems. Usage: python benchmarks/fill/compare.py [--problems 100]
 
 Wave pipelines of 2 ranks with uneven stages and one or two frozen parts. A fill is as good as the share of the
 possible gain that it reaches: from encoding up front, spread evenly, to the longer of the pipeline alone and all work
@@ -23,17 +23,17 @@ RANKS = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of HiGHS for an instance")
+    parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of HiGHS for a problem")
     options = parser.parse_args()
     greedy, both = [], []
-    for seed in range(options.instances):
+    for seed in range(options.problems):
         one, other = gains(random.Random(seed), options.seconds)
         greedy.append(one)
         both.append(other)
     shorter = sum(b > g + 1e-9 for g, b in zip(greedy, both, strict=True))
     print(
-        f"{options.instances} instances, share of the possible gain, mean and least:\n"
+        f"{options.problems} problems, share of the possible gain, mean and least:\n"
         f"greedy alone        {100 * statistics.mean(greedy):.1f} %, {100 * min(greedy):.1f} %\n"
         f"greedy, then HiGHS  {100 * statistics.mean(both):.1f} %, {100 * min(both):.1f} %; shorter in {shorter}"
     )

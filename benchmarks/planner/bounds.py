@@ -57,7 +57,7 @@ def _never_worse(name: str, rows: Sequence[Row]) -> Bound:
     worse = [f"{row.case.sizes}, seed {row.case.seed}" for row in rows if not row.never_worse]
     return Bound(
         promise=f"{name}: never worse than a generator that fits",
-        figure="; ".join(worse) or f"{len(rows)} instances{_against_dualpipev(rows)}",
+        figure="; ".join(worse) or f"{len(rows)} problems{_against_dualpipev(rows)}",
         met=not worse,
     )
 

@@ -16,8 +16,8 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.planner.checks.validate import check
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import run, summarize
@@ -28,7 +28,7 @@ INSTANT = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: an instance, the seconds it may take, and the makespan it should reach (None: it is only compared)."""
+    """One row: a problem, the seconds it may take, and the makespan it should reach (None: it is only compared)."""
 
     name: str
     ranks: int
@@ -90,7 +90,7 @@ class Row:
 
 
 COLUMNS = (
-    "instance", "P, M", "cap", "target", "found", "bound", "gap", "peak", "by", "generators that fit",
+    "problem", "P, M", "cap", "target", "found", "bound", "gap", "peak", "by", "generators that fit",
     "s: found, ended", "met",
 )  # fmt: skip
 
@@ -198,12 +198,12 @@ def limit(case: Case) -> int | None:
 
 def generated(case: Case) -> dict[str, float]:
     """The best makespan of each generator whose order fits the cap."""
-    memory, instance = limit(case), Instance(blank(case), costs(case), cluster(case))
+    memory, problem = limit(case), Problem(blank(case), costs(case), cluster(case))
     found: dict[str, float] = {}
-    for name, generator in generators_for("auto", instance.placement, split=case.split).items():
-        for order in generator.orders(instance, (None,), case.split):
+    for name, generator in generators_for("auto", problem.placement, split=case.split).items():
+        for order in generator.orders(problem, (None,), case.split):
             try:
-                figures = summarize(instance, run(instance, order()))
+                figures = summarize(problem, run(problem, order()))
             except InfeasibleError:
                 continue
             if memory is None or max(figures.peak_bytes) <= memory:

@@ -10,8 +10,8 @@ from bounds import Bound
 from cases import Case, blank, cluster, costs
 
 from deepspeed_pulse.planner.checks.validate import check
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import wave
 from deepspeed_pulse.planner.schedules.templates import dualpipev
 from deepspeed_pulse.planner.search.synthesize import synthesize
@@ -30,9 +30,9 @@ def parts(case: Case) -> Iterator[Bound]:
     """A closed form, and the list that is built action by action."""
     for name in ("dualpipev", "wave"):
         began = time.perf_counter()
-        instance = Instance(blank(case), costs(case), cluster(case))
-        order = dualpipev(case.ranks, case.microbatches) if name == "dualpipev" else wave(instance, case.microbatches)
-        figures = summarize(instance, run(instance, order))
+        problem = Problem(blank(case), costs(case), cluster(case))
+        order = dualpipev(case.ranks, case.microbatches) if name == "dualpipev" else wave(problem, case.microbatches)
+        figures = summarize(problem, run(problem, order))
         check(replace(blank(case), schedule=order), num_layers=2 * case.ranks, values=())
         took = time.perf_counter() - began
         yield Bound(

@@ -25,8 +25,8 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition
-from deepspeed_pulse.planner.partition.weights import Weights
 from deepspeed_pulse.planner.routes import named_values
 
 CASES = 500
@@ -99,7 +99,7 @@ def large() -> tuple[list[str], Bound]:
     ]
     for num_layers, num_skips, crossing, placement in LARGE:
         profile = model(rng, num_layers, num_skips, crossing)
-        weights = Weights(
+        weights = CutCosts(
             Job(
                 profile=profile,
                 cluster=box(),

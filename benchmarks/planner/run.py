@@ -3,7 +3,7 @@
     python benchmarks/planner/run.py                     # everything: about a quarter of an hour on 2 quiet cores
     python benchmarks/planner/run.py --seconds 1 --seeds 2 --only uncapped capped
 
-Two instances are solved at a time, each in a process of its own. Ends with status 1 when a promise is missed, and says
+Two problems are solved at a time, each in a process of its own. Ends with status 1 when a promise is missed, and says
 which.
 """
 
@@ -59,12 +59,10 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seconds", type=float, default=None, help="at most so many for an instance, to try things out"
-    )
+    parser.add_argument("--seconds", type=float, default=None, help="at most so many for a problem, to try things out")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--cases", type=int, default=partition.CASES, help="small cases cut by brute force")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="instances at a time")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="problems at a time")
     parser.add_argument("--only", nargs="*", choices=[*GROUPS, *OTHERS], default=None)
     return readme.keep_option(parser, "seconds", "seeds", "cases", "only")
 
@@ -114,9 +112,9 @@ def _schedules(options: argparse.Namespace, chosen: Sequence[str]) -> list[Row]:
 
 
 def _conditions(options: argparse.Namespace, minutes: float) -> str:
-    limit = "" if options.seconds is None else f", at most {options.seconds:g} s an instance"
+    limit = "" if options.seconds is None else f", at most {options.seconds:g} s a problem"
     return (
-        f"{options.jobs} instances at a time, a process each{limit}; {minutes:.1f} minutes in all; "
+        f"{options.jobs} problems at a time, a process each{limit}; {minutes:.1f} minutes in all; "
         f"Python {platform.python_version()}, {platform.machine()}.\n"
     )
 

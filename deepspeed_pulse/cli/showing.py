@@ -21,15 +21,15 @@ OK, FAILED_CHECK = 0, 1
 
 def simulate(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.plan import Plan
-    from deepspeed_pulse.planner.instance import Instance
+    from deepspeed_pulse.planner.problem import Problem
     from deepspeed_pulse.planner.simulate import run, summarize
     from deepspeed_pulse.report.tables import estimate_table
 
     plan, profile, cluster = _costs(arguments, arguments.plan, Plan.load(arguments.plan))
     _check_plan(arguments.plan, plan, profile)
-    instance = Instance(plan, profile, cluster)
-    timeline = run(instance, plan.schedule)
-    estimate = summarize(instance, timeline)
+    problem = Problem(plan, profile, cluster)
+    timeline = run(problem, plan.schedule)
+    estimate = summarize(problem, timeline)
     print_text(estimate_table(plan, timeline, estimate, memory_bytes=cluster.memory_bytes))
     return OK
 

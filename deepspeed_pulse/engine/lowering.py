@@ -69,7 +69,7 @@ class Lowering:
             traffic=traffic,
             usage=usage,
             stages=bound_stages(module, usage, graph, effects),
-            recomputed_bytes=planning.replay_bytes(module.planned, module.job.recomputing.interval),
+            recomputed_bytes=planning.recomputed_bytes(module.planned, module.job.recomputing.interval),
         )
 
     def knows_effects(self, *, training: bool) -> bool:

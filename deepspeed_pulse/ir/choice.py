@@ -58,7 +58,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class Constraints:
     """What the user has settled; the rest is chosen.
 
     Attributes:
@@ -91,9 +91,9 @@ class Given:
     def sizes_of(self, share: int, sizes: Sequence[int]) -> tuple[int, ...]:
         """Microbatch sizes that divide a pipeline's share of the global batch, of ``sizes`` where none is given.
 
-        >>> Given(microbatches=3).sizes_of(12, (1, 2)), Given(microbatch_size=5).sizes_of(12, (1, 2))
+        >>> Constraints(microbatches=3).sizes_of(12, (1, 2)), Constraints(microbatch_size=5).sizes_of(12, (1, 2))
         ((4,), ())
-        >>> Given().sizes_of(12, (1, 2, 8))
+        >>> Constraints().sizes_of(12, (1, 2, 8))
         (1, 2)
         """
         if self.microbatch_size is not None:

@@ -18,21 +18,21 @@ from itertools import count
 from deepspeed_pulse.ir.dependencies import Key
 from deepspeed_pulse.ir.program import Message
 from deepspeed_pulse.ir.schedule import Action, Op
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.links import Port
+from deepspeed_pulse.planner.problem import Problem
 
 
 class CriticalPaths:
     """Longest paths of one microbatch: ``head_ms`` before each action starts, ``tail_ms`` after it ends."""
 
-    def __init__(self, instance: Instance, *, split: bool = False) -> None:
-        self.instance = instance
-        self.actions = _one_microbatch(instance.num_stages, split)
-        self.delays = _message_delays(instance, self.actions)
+    def __init__(self, problem: Problem, *, split: bool = False) -> None:
+        self.problem = problem
+        self.actions = _one_microbatch(problem.num_stages, split)
+        self.delays = _message_delays(problem, self.actions)
         self.head_ms: dict[Key, float] = {}
-        self.tail_ms: dict[Key, float] = dict.fromkeys((instance.key(a) for a in self.actions), 0.0)
-        self._edges = {instance.key(a): self._incoming(a) for a in self.actions}
-        duration = {instance.key(a): instance.duration_ms(a) for a in self.actions}
+        self.tail_ms: dict[Key, float] = dict.fromkeys((problem.key(a) for a in self.actions), 0.0)
+        self._edges = {problem.key(a): self._incoming(a) for a in self.actions}
+        duration = {problem.key(a): problem.duration_ms(a) for a in self.actions}
         for key, edges in self._edges.items():
             self.head_ms[key] = max((self.head_ms[k] + duration[k] + delay for k, delay in edges), default=0.0)
         for key, edges in reversed(self._edges.items()):
@@ -65,9 +65,9 @@ class CriticalPaths:
 
     def _incoming(self, action: Action) -> list[tuple[Key, float]]:
         """What the action waits for, with the ms from there to arrival (0 on its own rank)."""
-        kind = self.instance.key(action)[1]
-        delay: dict[Key, float] = dict.fromkeys(self.instance.needs(action), 0.0)
-        for message in self.instance.step(action).receives:
+        kind = self.problem.key(action)[1]
+        delay: dict[Key, float] = dict.fromkeys(self.problem.needs(action), 0.0)
+        for message in self.problem.step(action).receives:
             key = (message.source_stage, kind, 0)
             delay[key] = max(delay[key], self.delays[message])
         return list(delay.items())
@@ -80,36 +80,36 @@ def _one_microbatch(num_stages: int, split: bool) -> list[Action]:
     return actions + [Action(s, Op.WEIGHT_GRAD, 0) for s in stages if split]
 
 
-def _message_delays(instance: Instance, actions: list[Action]) -> dict[Message, float]:
+def _message_delays(problem: Problem, actions: list[Action]) -> dict[Message, float]:
     """ms from the producer's end to arrival; messages of one action through one port follow one another."""
     delays: dict[Message, float] = {}
     for action in actions:
         queued: dict[Port, float] = defaultdict(float)
-        for message in instance.step(action).sends:
-            port, delay = instance.port_of(message), instance.delay(message)
+        for message in problem.step(action).sends:
+            port, delay = problem.port_of(message), problem.delay(message)
             queued[port] += delay.transfer_ms
             delays[message] = queued[port] + delay.latency_ms
     return delays
 
 
-def lower_bound_ms(instance: Instance, microbatches: int, *, split: bool = False) -> float:
+def lower_bound_ms(problem: Problem, microbatches: int, *, split: bool = False) -> float:
     """Largest of the rank and port bounds, in ms. ``split``: backward may run as ``I`` and ``W``."""
-    known = instance.bounds_ms.get((microbatches, split))
+    known = problem.bounds_ms.get((microbatches, split))
     if known is None:
-        paths = CriticalPaths(instance, split=split)
+        paths = CriticalPaths(problem, split=split)
         known = max([*_port_bounds(paths, microbatches), *_rank_bounds(paths, microbatches)])
-        instance.bounds_ms[microbatches, split] = known
+        problem.bounds_ms[microbatches, split] = known
     return known
 
 
 def _rank_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     """Per rank: the longest actions' tails first, interrupted whenever an action with a longer tail arrives."""
-    instance = paths.instance
+    problem = paths.problem
     heads, tails = paths.heads_of(microbatches), paths.tails_of(microbatches)
-    jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(instance.num_ranks)]
+    jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(problem.num_ranks)]
     for action in paths.actions:
-        key, duration = instance.key(action), instance.duration_ms(action)
-        row = jobs[instance.placement[action.stage]]
+        key, duration = problem.key(action), problem.duration_ms(action)
+        row = jobs[problem.placement[action.stage]]
         row += [(head, tail, duration) for head, tail in zip(heads[key], tails[key], strict=True)]
     return [preemptive_ms(row) for row in jobs]
 
@@ -138,17 +138,17 @@ def preemptive_ms(jobs: list[tuple[float, float, float]]) -> float:
 
 
 def _port_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
-    instance = paths.instance
+    problem = paths.problem
     work: dict[Port, float] = defaultdict(float)
     first: dict[Port, float] = {}
     last: dict[Port, float] = {}
     for action in paths.actions:
-        key = instance.key(action)
-        end = paths.head_ms[key] + instance.duration_ms(action)
-        for message in instance.step(action).sends:
-            port, delay = instance.port_of(message), instance.delay(message)
+        key = problem.key(action)
+        end = paths.head_ms[key] + problem.duration_ms(action)
+        for message in problem.step(action).sends:
+            port, delay = problem.port_of(message), problem.delay(message)
             target = (message.target_stage, key[1], 0)
-            consumer = instance.duration_ms(Action(message.target_stage, action.op, 0))
+            consumer = problem.duration_ms(Action(message.target_stage, action.op, 0))
             after = delay.latency_ms + consumer + paths.tail_ms[target]
             work[port] += delay.transfer_ms
             first[port] = min(first.get(port, end), end)

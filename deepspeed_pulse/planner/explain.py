@@ -17,8 +17,8 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.run import Difference, RankMemory
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.memory import parts_at_peak
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.simulate import rank_state_bytes, run
 
 
@@ -38,18 +38,18 @@ def explain(
         step_ms: the measured step, from the start of ``train_batch`` to its end.
         peaks: per rank what its memory held at most, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`; empty: unknown.
     """
-    instance = Instance(plan, profile, cluster)
+    problem = Problem(plan, profile, cluster)
     durations = {span.work: span.end_ms - span.start_ms for span in measured.spans}
     pauses = measured.pauses_ms()
-    as_planned = run(instance, plan.schedule)
+    as_planned = run(problem, plan.schedule)
     planned = as_planned.makespan_ms
-    overheads = {action: instance.overhead_ms(action) for action in durations}
+    overheads = {action: problem.overhead_ms(action) for action in durations}
     as_paused = {action: ms + overheads[action] for action, ms in durations.items()}
-    with_layers = run(instance, plan.schedule, durations=as_paused).makespan_ms
+    with_layers = run(problem, plan.schedule, durations=as_paused).makespan_ms
     paused = {action: ms + pauses.get(action, 0.0) for action, ms in durations.items()}
-    with_pauses = run(instance, plan.schedule, durations=paused).makespan_ms
+    with_pauses = run(problem, plan.schedule, durations=paused).makespan_ms
     planned_step = planned if plan.estimate is None else plan.estimate.step_ms
-    layers_ms = {action: instance.duration_ms(action) - overheads[action] for action in durations}
+    layers_ms = {action: problem.duration_ms(action) - overheads[action] for action in durations}
     stage = _most_exceeding(durations, layers_ms)
     return Difference(
         planned_ms=planned_step,
@@ -62,14 +62,14 @@ def explain(
         stage_planned_ms=_per_microbatch(plan, stage, layers_ms),
         stage_measured_ms=_per_microbatch(plan, stage, durations),
         mean_pause_ms=statistics.mean(pauses.values()),
-        memory=_memory(instance, as_planned, peaks) if peaks else (),
+        memory=_memory(problem, as_planned, peaks) if peaks else (),
     )
 
 
-def _memory(instance: Instance, planned: Timeline, peaks: Sequence[Mapping[str, int]]) -> tuple[RankMemory, ...]:
+def _memory(problem: Problem, planned: Timeline, peaks: Sequence[Mapping[str, int]]) -> tuple[RankMemory, ...]:
     return tuple(
-        RankMemory(planned={"state": rank_state_bytes(instance, rank), **parts}, measured=peaks[rank])
-        for rank, parts in enumerate(parts_at_peak(instance, planned))
+        RankMemory(planned={"state": rank_state_bytes(problem, rank), **parts}, measured=peaks[rank])
+        for rank, parts in enumerate(parts_at_peak(problem, planned))
     )
 
 

@@ -9,7 +9,7 @@ from deepspeed_pulse.ir.dependencies import Result, result_of, results_needed
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 
 Interval = tuple[float, float, int]
 """From ms, until ms, bytes."""
@@ -17,7 +17,7 @@ Interval = tuple[float, float, int]
 Curve = tuple[tuple[float, int], ...]
 
 
-def memory_over_time(instance: Instance, timeline: Timeline) -> tuple[Curve, ...]:
+def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     """Per rank, (ms, bytes) at every change.
 
     * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split); they
@@ -32,46 +32,46 @@ def memory_over_time(instance: Instance, timeline: Timeline) -> tuple[Curve, ...
     What a frozen layer needs lives while it runs, its result on a rank until it was used there. Of a part's last result
     there are two where it is read: this step's until its last reader's backward ends, the next step's until the end.
     """
-    intervals: list[list[Interval]] = [[] for _ in range(instance.num_ranks)]
-    for rank, _, interval in _intervals(instance, timeline):
+    intervals: list[list[Interval]] = [[] for _ in range(problem.num_ranks)]
+    for rank, _, interval in _intervals(problem, timeline):
         intervals[rank].append(interval)
     return tuple(_curve(row) for row in intervals)
 
 
-def parts_at_peak(instance: Instance, timeline: Timeline) -> tuple[dict[str, int], ...]:
+def parts_at_peak(problem: Problem, timeline: Timeline) -> tuple[dict[str, int], ...]:
     """Per rank, what is live when most is, by kind (:data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`), state apart."""
     peaks = [max(curve, key=lambda change: change[1], default=(0.0, 0))[0] for curve in timeline.memory]
     found: list[dict[str, int]] = [{} for _ in peaks]
-    for rank, kind, (start, end, size) in _intervals(instance, timeline):
+    for rank, kind, (start, end, size) in _intervals(problem, timeline):
         if start <= peaks[rank] < end:
             found[rank][kind] = found[rank].get(kind, 0) + size
     return tuple(found)
 
 
-def _intervals(instance: Instance, timeline: Timeline) -> Iterator[tuple[int, str, Interval]]:
+def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str, Interval]]:
     """(rank, kind, interval) of everything that is live for a time."""
-    life = _Life(instance, timeline.spans)
+    life = _Life(problem, timeline.spans)
     for span in timeline.spans:
         stage, m, start = span.work.stage, span.work.microbatch, span.start_ms
         if span.work.op is Op.FORWARD:
-            yield span.rank, "activations", (start, life.end(stage, m), instance.costs.activation_bytes[stage])
+            yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage])
         elif span.work.op is not Op.WEIGHT_GRAD:
-            replayed = instance.replay_bytes(stage, split=span.work.op is Op.INPUT_GRAD)
+            replayed = problem.recomputed_bytes(stage, split=span.work.op is Op.INPUT_GRAD)
             yield span.rank, "recomputed", (start, life.end(stage, m), replayed)
-    posted = _posted_ms(instance, timeline, life)
+    posted = _posted_ms(problem, timeline, life)
     for transfer in timeline.transfers:
         until = life.received_until(transfer)
         yield transfer.target_rank, "received", (posted[transfer.message], until, transfer.num_bytes)
-    for rank, interval in _frozen_intervals(instance, timeline, life):
+    for rank, interval in _frozen_intervals(problem, timeline, life):
         yield rank, "frozen", interval
 
 
-def _posted_ms(instance: Instance, timeline: Timeline, life: _Life) -> dict[Message, float]:
+def _posted_ms(problem: Problem, timeline: Timeline, life: _Life) -> dict[Message, float]:
     """When each message's receive is posted: a channel's first ones with the step, then one whenever one was read."""
-    rows: list[list[Step]] = [[] for _ in range(instance.num_ranks)]
+    rows: list[list[Step]] = [[] for _ in range(problem.num_ranks)]
     for span in timeline.spans:
-        rows[span.rank].append(instance.step(span.work))
-    channels, slots = receive_slots(tuple(map(tuple, rows)), instance.placement)
+        rows[span.rank].append(problem.step(span.work))
+    channels, slots = receive_slots(tuple(map(tuple, rows)), problem.placement)
     found: dict[Message, float] = {}
     start = timeline.start_ms
     for channel, messages in channels.items():
@@ -80,8 +80,8 @@ def _posted_ms(instance: Instance, timeline: Timeline, life: _Life) -> dict[Mess
     return found
 
 
-def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> Iterator[tuple[int, Interval]]:
-    fill = instance.plan.fill
+def _frozen_intervals(problem: Problem, timeline: Timeline, life: _Life) -> Iterator[tuple[int, Interval]]:
+    fill = problem.plan.fill
     if fill is None:
         return
     end = timeline.start_ms + timeline.makespan_ms
@@ -97,7 +97,7 @@ def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> It
         made[result_of(carried.source_rank, carried.message)] = carried.leave_ms
         for result in results_needed(carried.source_rank, carried.message, fill):
             used[result] = max(used.get(result, 0.0), carried.arrive_ms)
-    readers = {part.name: instance.plan.readers_of(part) for part in fill.parts}
+    readers = {part.name: problem.plan.readers_of(part) for part in fill.parts}
     for result, start in made.items():
         layers = fill.part(result.part).layers
         kept = result.done == len(layers) and result.rank in readers[result.part]
@@ -105,7 +105,7 @@ def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> It
         yield result.rank, (start, until, layers[result.done - 1].output_bytes)
     for part in fill.parts:
         for rank, stages in readers[part.name].items():
-            for m in range(instance.plan.microbatches):
+            for m in range(problem.plan.microbatches):
                 until = max(life.end(stage, m) for stage in stages)
                 yield rank, (timeline.start_ms, until, part.output_bytes)
 
@@ -113,9 +113,9 @@ def _frozen_intervals(instance: Instance, timeline: Timeline, life: _Life) -> It
 class _Life:
     """When the activations of a stage and microbatch are freed."""
 
-    def __init__(self, instance: Instance, spans: Sequence[Span[Action]]) -> None:
-        self._instance = instance
-        self._read = {m: span.start_ms for span in spans for m in instance.step(span.work).receives}
+    def __init__(self, problem: Problem, spans: Sequence[Span[Action]]) -> None:
+        self._problem = problem
+        self._read = {m: span.start_ms for span in spans for m in problem.step(span.work).receives}
         self._end: dict[tuple[int, int], float] = {}
         for span in spans:
             key = (span.work.stage, span.work.microbatch)
@@ -131,7 +131,7 @@ class _Life:
         message = transfer.message
         if message.direction is Direction.BACKWARD or message.name == HIDDEN:
             return self.read_ms(message)
-        readers = self._instance.consumer_stages(message.name, transfer.target_rank) or (message.target_stage,)
+        readers = self._problem.consumer_stages(message.name, transfer.target_rank) or (message.target_stage,)
         return max(self.end(stage, message.microbatch) for stage in readers)
 
 

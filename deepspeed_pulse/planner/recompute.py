@@ -77,7 +77,7 @@ def _kept_bytes(profile: Profile) -> list[int]:
     return kept
 
 
-def replay_bytes(profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1) -> tuple[int, ...]:
+def recomputed_bytes(profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1) -> tuple[int, ...]:
     """Per stage, what its backward holds of recomputed layers at a time.
 
     The activations of one run of ``interval`` layers after another; with ``split`` the weight half needs them all.

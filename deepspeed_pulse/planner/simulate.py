@@ -22,9 +22,9 @@ from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Reduction, Sent, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cost import state_bytes
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.memory import memory_over_time
+from deepspeed_pulse.planner.problem import Problem
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -33,7 +33,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     Raises:
         PlanError: the plan is another model's, or its order deadlocks; says per rank where it is stuck.
     """
-    return run(Instance(plan, profile, cluster), plan.schedule)
+    return run(Problem(plan, profile, cluster), plan.schedule)
 
 
 def estimate(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
@@ -42,53 +42,53 @@ def estimate(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     ``peak_bytes`` includes weights, gradients and optimizer state, of which the optimizer's part is divided by the
     data-parallel degree where the plan's rules say so (ZeRO-1).
     """
-    instance = Instance(plan, profile, cluster)
-    return summarize(instance, run(instance, plan.schedule))
+    problem = Problem(plan, profile, cluster)
+    return summarize(problem, run(problem, plan.schedule))
 
 
 def run(
-    instance: Instance,
+    problem: Problem,
     schedule: Schedule,
     *,
     durations: Mapping[Action, float] | None = None,
 ) -> Timeline:
-    """Simulate an order on an instance, whatever schedule its plan has.
+    """Simulate an order on a problem, whatever schedule its plan has.
 
     Args:
         durations: ms of every action, where they are not the profile's.
     """
-    clock = _Clock(instance, schedule, durations)
-    for rank, item in ordered(instance.lower(schedule), instance.placement, instance.plan.fill):
+    clock = _Clock(problem, schedule, durations)
+    for rank, item in ordered(problem.lower(schedule), problem.placement, problem.plan.fill):
         clock.run(rank, item)
     clock.reduce_rest()
     found = Timeline(
-        num_ranks=instance.num_ranks,
+        num_ranks=problem.num_ranks,
         spans=tuple(clock.spans),
         transfers=tuple(clock.transfers),
         frozen=tuple(clock.frozen),
         carried=tuple(clock.carried),
         reductions=tuple(clock.reductions),
     )
-    return replace(found, memory=memory_over_time(instance, found))
+    return replace(found, memory=memory_over_time(problem, found))
 
 
 class _Clock:
     """Times of steps that come in a feasible order."""
 
-    def __init__(self, instance: Instance, schedule: Schedule, durations: Mapping[Action, float] | None) -> None:
-        self.instance = instance
-        self._duration_ms = instance.duration_ms if durations is None else durations.__getitem__
+    def __init__(self, problem: Problem, schedule: Schedule, durations: Mapping[Action, float] | None) -> None:
+        self.problem = problem
+        self._duration_ms = problem.duration_ms if durations is None else durations.__getitem__
         self.spans: list[Span[Action]] = []
         self.transfers: list[Transfer[Message]] = []
         self.frozen: list[Span[FrozenRun]] = []
         self.carried: list[Transfer[HandOver]] = []
         self.reductions: list[Reduction] = []
-        self._rank_free = [0.0] * instance.num_ranks
-        self._ports = Ports(instance.links)
+        self._rank_free = [0.0] * problem.num_ranks
+        self._ports = Ports(problem.links)
         self._arrived: dict[Message, float] = {}
         self._ready: dict[Result, float] = {}
         """When frozen results are on a rank."""
-        self._backwards = _count_backwards(schedule) if instance.plan.data_parallel > 1 else {}
+        self._backwards = _count_backwards(schedule) if problem.plan.data_parallel > 1 else {}
         """Per stage, how many are still to come."""
         self._unreduced: list[tuple[int, int]] = []
         """(rank, stage) whose gradients are there and wait for the rank's last action."""
@@ -133,12 +133,12 @@ class _Clock:
 
     @property
     def _fill(self) -> Fill:
-        assert self.instance.plan.fill is not None
-        return self.instance.plan.fill
+        assert self.problem.plan.fill is not None
+        return self.problem.plan.fill
 
     def _send(self, message: Message, ready: float) -> None:
-        source, target = self.instance.link_of(message)
-        size = self.instance.num_bytes(message)
+        source, target = self.problem.link_of(message)
+        size = self.problem.num_bytes(message)
         leave, arrive = self._ports.send(source, target, size, ready)
         self._arrived[message] = arrive
         self.transfers.append(_transfer(message, source, target, leave, arrive, size))
@@ -147,7 +147,7 @@ class _Clock:
         """A backward is done: behind a stage's last one come its gradients, now or when the rank has nothing to do."""
         self._backwards[stage] -= 1
         if not self._backwards[stage]:
-            if self.instance.rules.reduce_early:
+            if self.problem.rules.reduce_early:
                 self._reduce(rank, stage, end)
             else:
                 self._unreduced.append((rank, stage))
@@ -159,9 +159,9 @@ class _Clock:
 
     def _reduce(self, rank: int, stage: int, ready: float) -> None:
         """With a sharded optimizer, gradients that are not summed early are only scattered: half of an all-reduce."""
-        instance = self.instance
-        share = 0.5 if instance.rules.shards_optimizer and not instance.rules.reduce_early else 1.0
-        start, end = self._ports.occupy(instance.links.sums_port(rank), ready, share * reduction_ms(instance, stage))
+        problem = self.problem
+        share = 0.5 if problem.rules.shards_optimizer and not problem.rules.reduce_early else 1.0
+        start, end = self._ports.occupy(problem.links.sums_port(rank), ready, share * reduction_ms(problem, stage))
         self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
 
 
@@ -182,14 +182,14 @@ def _count_backwards(schedule: Schedule) -> Counter[int]:
     return Counter(action.stage for row in schedule for action in row if action.op is not Op.FORWARD)
 
 
-def summarize(instance: Instance, timeline: Timeline) -> Estimate:
+def summarize(problem: Problem, timeline: Timeline) -> Estimate:
     """The figures of a simulated step."""
-    plan = instance.plan
+    plan = problem.plan
     makespan = timeline.makespan_ms
     microbatches = 1 + max(span.work.microbatch for span in timeline.spans)
     split = any(span.work.op is Op.WEIGHT_GRAD for span in timeline.spans)
-    bound = max(lower_bound_ms(instance, microbatches, split=split), _even_share_ms(timeline))
-    step_ms = max(makespan, _reduction_end_ms(instance, timeline))
+    bound = max(lower_bound_ms(problem, microbatches, split=split), _even_share_ms(timeline))
+    step_ms = max(makespan, _reduction_end_ms(problem, timeline))
     samples = plan.microbatch_size * microbatches * plan.data_parallel
     return Estimate(
         makespan_ms=makespan,
@@ -197,7 +197,7 @@ def summarize(instance: Instance, timeline: Timeline) -> Estimate:
         lower_bound_ms=bound,
         gap=_gap(makespan, bound),
         bubble_ratio=timeline.bubble_ratio,
-        peak_bytes=peak_bytes(instance, timeline),
+        peak_bytes=peak_bytes(problem, timeline),
         p2p_bytes_per_microbatch=_sent_bytes(timeline),
         samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
     )
@@ -221,21 +221,21 @@ def _gap(makespan: float, bound: float) -> float:
     return 0.0 if abs(gap) < 1e-12 else gap
 
 
-def peak_bytes(instance: Instance, timeline: Timeline) -> tuple[int, ...]:
+def peak_bytes(problem: Problem, timeline: Timeline) -> tuple[int, ...]:
     """Per rank: state and the largest sum of what is live at one time."""
     peaks = [max((live for _, live in row), default=0) for row in timeline.memory]
-    return tuple(peak + rank_state_bytes(instance, rank) for rank, peak in enumerate(peaks))
+    return tuple(peak + rank_state_bytes(problem, rank) for rank, peak in enumerate(peaks))
 
 
-def rank_state_bytes(instance: Instance, rank: int) -> int:
+def rank_state_bytes(problem: Problem, rank: int) -> int:
     """Weights, gradients and optimizer state of a rank's stages, and weights of the frozen layers it runs."""
-    params = sum(instance.costs.param_bytes[stage] for stage in instance.plan.stages_of(rank))
-    shards = instance.rules.shards(instance.plan.data_parallel)
-    fill = instance.plan.fill
-    return state_bytes(instance.profile, params, shards=shards) + (0 if fill is None else fill.param_bytes(rank))
+    params = sum(problem.costs.param_bytes[stage] for stage in problem.plan.stages_of(rank))
+    shards = problem.rules.shards(problem.plan.data_parallel)
+    fill = problem.plan.fill
+    return state_bytes(problem.profile, params, shards=shards) + (0 if fill is None else fill.param_bytes(rank))
 
 
-def _reduction_end_ms(instance: Instance, timeline: Timeline) -> float:
+def _reduction_end_ms(problem: Problem, timeline: Timeline) -> float:
     """When the last rank holds its new weights, the optimizer's own time not counted; 0 without peers.
 
     With a sharded optimizer the rank's weights are gathered after its step, half of an all-reduce.
@@ -244,28 +244,28 @@ def _reduction_end_ms(instance: Instance, timeline: Timeline) -> float:
     gather: dict[int, float] = defaultdict(float)
     for reduction in timeline.reductions:
         ends[reduction.rank] = max(ends[reduction.rank], reduction.end_ms)
-        if instance.rules.shards_optimizer:
-            gather[reduction.rank] += 0.5 * reduction_ms(instance, reduction.stage)
+        if problem.rules.shards_optimizer:
+            gather[reduction.rank] += 0.5 * reduction_ms(problem, reduction.stage)
     return max((end + gather[rank] for rank, end in ends.items()), default=0.0)
 
 
-def least_step_ms(instance: Instance) -> float:
+def least_step_ms(problem: Problem) -> float:
     """No order has a shorter step: :func:`lower_bound_ms`, and for each rank what must come before its reductions.
 
     The last backward of a stage comes after all its rank's forwards of earlier stages and after all work of its own
     and later ones; gradients of the stage and of the earlier ones are reduced after that.
     """
-    costs, microbatches = instance.costs, instance.plan.microbatches
-    found = lower_bound_ms(instance, microbatches)
-    for rank in range(instance.num_ranks if instance.plan.data_parallel > 1 else 0):
-        stages = instance.plan.stages_of(rank)
+    costs, microbatches = problem.costs, problem.plan.microbatches
+    found = lower_bound_ms(problem, microbatches)
+    for rank in range(problem.num_ranks if problem.plan.data_parallel > 1 else 0):
+        stages = problem.plan.stages_of(rank)
         for at, stage in enumerate(stages):
             work = sum(costs.work_ms(s) for s in stages[at:]) + sum(costs.forward_ms[s] for s in stages[:at])
-            reduced = sum(reduction_ms(instance, s) for s in stages if s <= stage)
+            reduced = sum(reduction_ms(problem, s) for s in stages if s <= stage)
             found = max(found, microbatches * work + reduced)
     return found
 
 
-def reduction_ms(instance: Instance, stage: int) -> float:
+def reduction_ms(problem: Problem, stage: int) -> float:
     """Ring all-reduce of a stage's gradients over its data-parallel peers."""
-    return instance.links.reduction_ms(instance.placement[stage], instance.costs.param_bytes[stage])
+    return problem.links.reduction_ms(problem.placement[stage], problem.costs.param_bytes[stage])

@@ -33,7 +33,7 @@ class Events:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class RunFiles:
     """Run files by path, and events by folder."""
 
     runs: dict[Path, Run]
@@ -47,7 +47,7 @@ class Found:
         return next(iter(self.runs.values()))
 
 
-def collect(paths: Sequence[str]) -> Found:
+def collect(paths: Sequence[str]) -> RunFiles:
     """Read files, and the run files and csv_monitor's tables anywhere below folders.
 
     Raises:
@@ -61,7 +61,7 @@ def collect(paths: Sequence[str]) -> Found:
                 events.setdefault(path.parent, []).append(_read_events(path))
             else:
                 runs[path] = Run.load(path)
-    return Found(runs=runs, events=events)
+    return RunFiles(runs=runs, events=events)
 
 
 def _files(path: Path) -> list[Path]:
@@ -87,7 +87,7 @@ def _read_events(path: Path) -> Events:
     return Events(name=path.stem.removeprefix("Train_"), rows=values)
 
 
-def report(found: Found) -> Group:
+def report(found: RunFiles) -> Group:
     """Everything that was found, run by run."""
     parts: list[RenderableType] = []
     for path, run in found.runs.items():

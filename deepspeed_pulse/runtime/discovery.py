@@ -23,7 +23,7 @@ from deepspeed_pulse.runtime.stage import BoundLayer, module_of, naming, put_buf
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Extent:
     """Where a tensor lies: number of its memory, and which part of it.
 
     ``graph``: the same number for tensors that are one to autograd: an object, and views of it. ``gradient``: it wants
@@ -42,8 +42,8 @@ class Place:
 class Reach:
     """What has been found so far: where the hidden state and the named values that are popped later lie."""
 
-    hidden: tuple[Place, ...] = ()
-    values: dict[str, tuple[Place, ...]] = field(default_factory=dict)
+    hidden: tuple[Extent, ...] = ()
+    values: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
     tuples: set[str] = field(default_factory=set)
     next_number: int = 0
 
@@ -63,21 +63,21 @@ class Memory:
         self._graphs.clear()
         self._objects.clear()
 
-    def know(self, tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
+    def know(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> None:
         """These tensors stand for memory that has a number already."""
-        for tensor, place in zip(tensors, places, strict=True):
-            self._numbers[_address(tensor)] = place.memory
-            self._graphs[id(tensor)] = place.graph
+        for tensor, extent in zip(tensors, extents, strict=True):
+            self._numbers[_address(tensor)] = extent.memory
+            self._graphs[id(tensor)] = extent.graph
             self._keep(tensor)
 
-    def places(self, value: Any) -> tuple[Place, ...]:
-        return tuple(map(self._place, tensors_in(value)))
+    def extents(self, value: Any) -> tuple[Extent, ...]:
+        return tuple(map(self._extent, tensors_in(value)))
 
-    def _place(self, tensor: torch.Tensor) -> Place:
+    def _extent(self, tensor: torch.Tensor) -> Extent:
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         self._keep(tensor)
         self._keep(base)
-        return Place(
+        return Extent(
             memory=self._number(self._numbers, _address(tensor)),
             graph=self._number(self._graphs, id(base)),
             offset=int(tensor.storage_offset()),
@@ -105,8 +105,8 @@ def begin(hidden: Any, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any], 
     """Copies of what the first layer finds, whose own memory counts: data of the user's is not for layers to change."""
     reach = Reach()
     memory = Memory(reach)
-    reach.hidden = memory.places(hidden)
-    reach.values = {name: memory.places(value) for name, value in values.items()}
+    reach.hidden = memory.extents(hidden)
+    reach.values = {name: memory.extents(value) for name, value in values.items()}
     reach.tuples = {name for name, value in values.items() if isinstance(value, (tuple, list))}
     return map_tensors(hidden, _copied), {name: map_tensors(v, _copied) for name, v in values.items()}, reach
 
@@ -146,19 +146,19 @@ def discover(
         names = layer.declared.pop
         for name in names:
             if name not in reach.values:  # read by this rank alone
-                reach.values[name] = memory.places(values[name])
+                reach.values[name] = memory.extents(values[name])
             memory.know(tensors_in(values[name]), reach.values[name])
         if layer.seed is not None:
             layer.seed(number)
         arguments = [map_tensors(value, _apart) for value in (hidden, *(values[name] for name in names))]
-        places = [reach.hidden, *(reach.values[name] for name in names)]
-        result, changes, buffers = _tried(layer, arguments, places, memory)
+        extents = [reach.hidden, *(reach.values[name] for name in names)]
+        result, changes, buffers = _tried(layer, arguments, extents, memory)
         later = {name: reach.values[name] for name in reach.values if last_use[name] > index}
         found[index] = Effects(
-            reads=tuple(frozenset(place.memory for place in argument) for argument in places),
+            reads=tuple(frozenset(extent.memory for extent in argument) for argument in extents),
             changes=changes,
-            versions=tuple(_versions(layer, later, reach.tuples, places, changes)),
-            aliases=tuple(_aliases(layer, places, changes)),
+            versions=tuple(_versions(layer, later, reach.tuples, extents, changes)),
+            aliases=tuple(_aliases(layer, extents, changes)),
             buffers=buffers,
         )
         stashed: dict[str, Any] = {}
@@ -166,74 +166,74 @@ def discover(
         if index + 1 < len(graph.layers):
             output = as_payload(output, f"layer {layer.declared.name} returned")
         renewed = {v.name: _renewed(later[v.name], v, arguments) for v in found[index].versions}
-        reach.hidden = memory.places(output)
-        reach.values = {**later, **renewed, **{name: memory.places(value) for name, value in stashed.items()}}
+        reach.hidden = memory.extents(output)
+        reach.values = {**later, **renewed, **{name: memory.extents(value) for name, value in stashed.items()}}
         reach.tuples |= {name for name, value in stashed.items() if isinstance(value, (tuple, list))}
         hidden = map_tensors(output, _cut)
         values.update({name: map_tensors(value, _cut) for name, value in stashed.items()})
     return hidden, found
 
 
-def _renewed(places: Sequence[Place], version: Version, arguments: Sequence[Any]) -> tuple[Place, ...]:
+def _renewed(extents: Sequence[Extent], version: Version, arguments: Sequence[Any]) -> tuple[Extent, ...]:
     """A value that was changed by something with a gradient wants one from then on."""
     now = [tensors_in(arguments[at.index])[at.tensor].requires_grad and not at.detached for at in version.tensors]
-    return tuple(replace(place, gradient=gradient) for place, gradient in zip(places, now, strict=True))
+    return tuple(replace(extent, gradient=gradient) for extent, gradient in zip(extents, now, strict=True))
 
 
 def _tried(
-    layer: BoundLayer, arguments: Sequence[Any], places: Sequence[Sequence[Place]], memory: Memory
+    layer: BoundLayer, arguments: Sequence[Any], extents: Sequence[Sequence[Extent]], memory: Memory
 ) -> tuple[Any, frozenset[int], tuple[str, ...]]:
     """What a layer returns, the memory of its arguments that it changes, and the names of the buffers."""
-    for argument, found in zip(arguments, places, strict=True):
+    for argument, found in zip(arguments, extents, strict=True):
         memory.know(tensors_in(argument), found)
     before = versions_of(arguments)
     with naming(layer.declared), _on_a_copy(layer.function) as (function, buffers):
         result = function(*arguments)
         moved = tuple(buffers())
-    flat = [place for found in places for place in found]
+    flat = [extent for found in extents for extent in found]
     changed = zip(flat, before, versions_of(arguments), strict=True)
-    return result, frozenset(place.memory for place, a, b in changed if a != b), moved
+    return result, frozenset(extent.memory for extent, a, b in changed if a != b), moved
 
 
 def _aliases(
-    layer: BoundLayer, places: Sequence[Sequence[Place]], changes: frozenset[int]
+    layer: BoundLayer, extents: Sequence[Sequence[Extent]], changes: frozenset[int]
 ) -> Iterator[tuple[Argument, Argument]]:
     """Arguments that lie in the same changed memory: the layer has to see one tensor, wherever they come from."""
-    first: dict[int, tuple[Place, Argument]] = {}
+    first: dict[int, tuple[Extent, Argument]] = {}
     names = ["its input", *map(repr, layer.declared.pop)]
-    readers = [(p, Argument(index=a, tensor=t)) for a, found in enumerate(places) for t, p in enumerate(found)]
+    readers = [(p, Argument(index=a, tensor=t)) for a, found in enumerate(extents) for t, p in enumerate(found)]
     # those with a gradient first: the others are the same tensor without it
-    for place, argument in sorted(readers, key=lambda reader: not reader[0].gradient):
-        if place.memory not in changes:
+    for extent, argument in sorted(readers, key=lambda reader: not reader[0].gradient):
+        if extent.memory not in changes:
             continue
-        other, main = first.setdefault(place.memory, (place, argument))
-        if other != place or (place.gradient and place.graph != other.graph):
+        other, main = first.setdefault(extent.memory, (extent, argument))
+        if other != extent or (extent.gradient and extent.graph != other.graph):
             raise GraphError(
                 f"layer {layer.declared.name} changes memory in place of which it reads different parts or views, as "
                 f"{names[main.index]} and as {names[argument.index]}; use the out-of-place operation, or stash a copy "
                 "(.clone())"
             )
         if main != argument:
-            yield argument, replace(main, detached=place.graph != other.graph)
+            yield argument, replace(main, detached=extent.graph != other.graph)
 
 
 def _versions(
     layer: BoundLayer,
-    later: Mapping[str, Sequence[Place]],
+    later: Mapping[str, Sequence[Extent]],
     tuples: set[str],
-    places: Sequence[Sequence[Place]],
+    extents: Sequence[Sequence[Extent]],
     changes: frozenset[int],
 ) -> Iterator[Version]:
     """Values popped later that a layer changes, and where among its arguments they are afterwards."""
-    arguments = [(p, Argument(index=a, tensor=t)) for a, found in enumerate(places) for t, p in enumerate(found)]
+    arguments = [(p, Argument(index=a, tensor=t)) for a, found in enumerate(extents) for t, p in enumerate(found)]
     for name, wanted in later.items():
-        if not any(place.memory in changes for place in wanted):
+        if not any(extent.memory in changes for extent in wanted):
             continue
         tensors = []
-        for place in wanted:
-            found = next((at for p, at in arguments if p == place and p.graph == place.graph), None)
-            if found is None and not place.gradient:
-                found = next((replace(at, detached=True) for p, at in arguments if p == place), None)
+        for extent in wanted:
+            found = next((at for p, at in arguments if p == extent and p.graph == extent.graph), None)
+            if found is None and not extent.gradient:
+                found = next((replace(at, detached=True) for p, at in arguments if p == extent), None)
             if found is None:
                 raise GraphError(
                     f"layer {layer.declared.name} changes in place memory of {name!r}, which a later layer pops, "

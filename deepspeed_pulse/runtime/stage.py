@@ -60,7 +60,7 @@ class Stage:
     ) -> None:
         parts = list(_parts(layers, interval))
         self._runs = tuple(
-            _Run(part, [layer for others in parts[number + 1 :] for layer in others])
+            _Segment(part, [layer for others in parts[number + 1 :] for layer in others])
             for number, part in enumerate(parts)
         )
         self.changes = _changes(layers, ())
@@ -121,7 +121,7 @@ def _changes(layers: Sequence[BoundLayer], later: Sequence[BoundLayer]) -> froze
     return changed_from_outside(effects, arguments, until=after)  # type: ignore[arg-type]
 
 
-class _Run:
+class _Segment:
     """Layers that run one after another, all recomputed together or none.
 
     Args:

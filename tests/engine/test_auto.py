@@ -12,7 +12,7 @@ from support.toy import toy_profile
 from deepspeed_pulse.config import parse_pulse
 from deepspeed_pulse.engine.plans.asked import asked_of, num_stages_of, settled, sizes_to_measure
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.ir.choice import Choice, Given
+from deepspeed_pulse.ir.choice import Choice, Constraints
 from deepspeed_pulse.ir.cluster import Cluster, Link
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_the_example_trains_on_four_ranks_with_nothing_else_set(tmp_path: Path) 
 # -- what is asked for ---------------------------------------------------------------------------
 
 
-def ask(config: dict, *, stages: object = "auto", world: int = 4, pulse: object = True) -> Given | tuple:
+def ask(config: dict, *, stages: object = "auto", world: int = 4, pulse: object = True) -> Constraints | tuple:
     found = asked_of(stages, None, config, parse_pulse(pulse), plan=None, world=world)
     assert found is not None
     return found
@@ -70,29 +70,29 @@ BATCH, SIZE, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "grad
 @pytest.mark.parametrize(
     ("config", "stages", "pulse", "batch", "given"),
     [
-        ({BATCH: 8}, "auto", True, 8, Given(waves=(0, 1), zero_stage=0)),
-        ({BATCH: 8, SIZE: "auto"}, 2, True, 8, Given(pipeline_ranks=2, waves=(0, 1), zero_stage=0)),
-        ({SIZE: 3}, "auto", True, 12, Given(microbatch_size=3, waves=(0, 1), zero_stage=0)),
+        ({BATCH: 8}, "auto", True, 8, Constraints(waves=(0, 1), zero_stage=0)),
+        ({BATCH: 8, SIZE: "auto"}, 2, True, 8, Constraints(pipeline_ranks=2, waves=(0, 1), zero_stage=0)),
+        ({SIZE: 3}, "auto", True, 12, Constraints(microbatch_size=3, waves=(0, 1), zero_stage=0)),
         (
             {SIZE: 3, STEPS: 2},
             2,
             {"waves": "auto"},
             12,
-            Given(pipeline_ranks=2, microbatch_size=3, microbatches=2, waves=(0, 1, 2), zero_stage=0),
+            Constraints(pipeline_ranks=2, microbatch_size=3, microbatches=2, waves=(0, 1, 2), zero_stage=0),
         ),
         (
             {BATCH: 8},
             4,
             {"waves": "auto", "placement": "wave"},
             8,
-            Given(pipeline_ranks=4, microbatches=1, waves=(1, 2), zero_stage=0),
+            Constraints(pipeline_ranks=4, microbatches=1, waves=(1, 2), zero_stage=0),
         ),
         (
             {BATCH: 8, "zero_optimization": {"stage": 1}},
             "auto",
             {"placement": "linear", "schedule": "1f1b"},
             8,
-            Given(waves=(0,), zero_stage=1, schedule="1f1b"),
+            Constraints(waves=(0,), zero_stage=1, schedule="1f1b"),
         ),
     ],
 )

@@ -18,7 +18,7 @@ import torch
 from deepspeed_pulse.engine.observation import processes, watchdog, whereabouts
 from deepspeed_pulse.engine.observation.processes import Process
 from deepspeed_pulse.engine.observation.watchdog import OUTSIDE, Watchdog
-from deepspeed_pulse.engine.observation.whereabouts import Place, Whereabouts
+from deepspeed_pulse.engine.observation.whereabouts import Activity, Whereabouts
 from deepspeed_pulse.errors import PeerError
 
 TIMEOUT = 0.05
@@ -221,7 +221,7 @@ class StoppedStore:
 
 def test_a_store_that_does_not_answer_is_said_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whereabouts, "ANSWER_SECONDS", 0.1)
-    text = Whereabouts(StoppedStore(), 1, 2, BEAT).text(Place("a place"))
+    text = Whereabouts(StoppedStore(), 1, 2, BEAT).text(Activity("a place"))
     assert "the store of the process group does not answer" in text and "stopped or dead" in text
 
 

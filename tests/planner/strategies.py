@@ -11,13 +11,13 @@ from toys import cluster, plan, random_profile
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.checks.validate import violations
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import run, summarize
 
 
 @st.composite
-def instances(draw, max_ranks=4, max_microbatches=6):
+def problems(draw, max_ranks=4, max_microbatches=6):
     """Any placement, uneven stages, skips, and links from none to ones where messages queue."""
     kind = draw(st.sampled_from(["wave", "linear", "loop"]))
     ranks, waves = draw(st.integers(1, max_ranks)), draw(st.integers(1, 2))
@@ -33,14 +33,14 @@ def instances(draw, max_ranks=4, max_microbatches=6):
         latency_us=draw(st.sampled_from([0, 500])),
         one_port=draw(st.booleans()),
     )
-    return Instance(plan(placement, draw(st.integers(1, max_microbatches)), of=costs), costs, cluster(link))
+    return Problem(plan(placement, draw(st.integers(1, max_microbatches)), of=costs), costs, cluster(link))
 
 
-def assert_sound(instance, schedule):
+def assert_sound(problem, schedule):
     """Valid, free of deadlock and not below the bound; returns the figures."""
-    found = replace(instance.plan, schedule=schedule)
-    values = named_values(instance.profile)
-    assert violations(found, num_layers=instance.profile.num_layers, values=values) == []
-    figures = summarize(instance, run(instance, schedule))
+    found = replace(problem.plan, schedule=schedule)
+    values = named_values(problem.profile)
+    assert violations(found, num_layers=problem.profile.num_layers, values=values) == []
+    figures = summarize(problem, run(problem, schedule))
     assert figures.makespan_ms >= figures.lower_bound_ms * (1 - 1e-9)
     return figures

@@ -14,9 +14,9 @@ from deepspeed_pulse.ir.run import Difference
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.explain import explain
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.simulate import run, simulate
 
 RANKS, MICROBATCHES = 2, 4
@@ -94,9 +94,9 @@ def test_a_slow_link_is_what_ranks_waited_for(plan: Plan) -> None:
 
 def pausing(plan: Plan, pauses: Mapping[Action, float]) -> Timeline:
     """As measured where a rank pauses after actions, ms."""
-    instance = Instance(plan, COSTS, CLUSTER)
-    durations = {a: instance.duration_ms(a) + pauses[a] for row in plan.schedule for a in row}
-    timeline = with_waits(run(instance, plan.schedule, durations=durations))
+    problem = Problem(plan, COSTS, CLUSTER)
+    durations = {a: problem.duration_ms(a) + pauses[a] for row in plan.schedule for a in row}
+    timeline = with_waits(run(problem, plan.schedule, durations=durations))
     return replace(timeline, spans=tuple(replace(s, end_ms=s.end_ms - pauses[s.work]) for s in timeline.spans))
 
 
@@ -104,8 +104,8 @@ def test_planned_pauses_are_no_difference(plan: Plan) -> None:
     """Every end of a message keeps its rank for 0.5 ms."""
     link = replace(CLUSTER.intra_node, overhead_us=500.0)
     machines = replace(CLUSTER, intra_node=link, inter_node=link)
-    instance = Instance(plan, COSTS, machines)
-    pauses = {action: instance.overhead_ms(action) for row in plan.schedule for action in row}
+    problem = Problem(plan, COSTS, machines)
+    pauses = {action: problem.overhead_ms(action) for row in plan.schedule for action in row}
     assert set(pauses.values()) == {0.5}
     planned_ms = simulate(plan, COSTS, machines).makespan_ms
     planned = replace(plan, estimate=replace(plan.estimate, makespan_ms=planned_ms, step_ms=planned_ms))

@@ -1,4 +1,4 @@
-"""Frozen work in idle time: random plans stay sound, small instances are solved exactly, bad files are refused."""
+"""Frozen work in idle time: random plans stay sound, small problems are solved exactly, bad files are refused."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.checks.validate import violations
 from deepspeed_pulse.planner.filling.assignment import Assignment, gaps_of
 from deepspeed_pulse.planner.filling.fill import allowed_ranks, fill_plan
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan, reorder
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate, simulate
 
@@ -108,9 +108,9 @@ def test_small_instances_are_solved_exactly():
             SearchOptions(placement="wave", solver_seconds=0.0),
         )
         frozen = part("latents", rng.uniform(0.3, 2), rng.uniform(0.3, 2))
-        instance = Instance(made, costs, cluster())
-        gaps = gaps_of(instance, simulate(made, costs, cluster()), 0.25)
-        program = Assignment(instance, [frozen], {"latents": (0, 1)}, gaps, 1e3)
+        problem = Problem(made, costs, cluster())
+        gaps = gaps_of(problem, simulate(made, costs, cluster()), 0.25)
+        program = Assignment(problem, [frozen], {"latents": (0, 1)}, gaps, 1e3)
         runs = program.solve(10.0)
         assert runs is not None
         length = [0.0] * len(gaps)
@@ -237,10 +237,10 @@ def test_parts_run_where_memory_and_their_ranks_allow():
         made, Job.of(made, costs, cluster(), frozen=[part("latents", 1, 1, ranks=(1,))]), solver_seconds=0.0
     )
     assert [bool(only.fill.runs_of(rank)) for rank in range(2)] == [False, True]
-    instance = Instance(made, costs, cluster())
+    problem = Problem(made, costs, cluster())
     room = max(made.estimate.peak_bytes) + 1000
     with pytest.raises(InfeasibleError, match=r"needs 0\.000 GB on a rank"):
-        allowed_ranks(instance, [part("latents", 1, params=2000)], made.estimate.peak_bytes, room)
+        allowed_ranks(problem, [part("latents", 1, params=2000)], made.estimate.peak_bytes, room)
 
 
 @pytest.mark.parametrize(

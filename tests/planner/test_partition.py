@@ -12,9 +12,9 @@ from toys import cluster, job_on, layer, plan, profile, random_profile, skip, un
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
-from deepspeed_pulse.planner.partition.weights import Weights
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
 from deepspeed_pulse.planner.simulate import simulate
 
@@ -41,13 +41,13 @@ def test_links_carry_what_the_simulator_sends(seed):
     rng = random.Random(seed)
     costs = random_profile(rng, 12, temb=True, strict=False)
     placement = rng.choice([Placement.wave(3), Placement.wave(2, 2), Placement.linear(4)])
-    weights = Weights(
+    weights = CutCosts(
         job_on(placement, costs),
         placement,
     )
     cuts = tuple(sorted({0, 12, *rng.sample(range(1, 12), len(placement) - 1)}))
     blank = plan(placement, 1, boundaries=cuts, of=costs)
-    order = gpipe(Instance(blank, costs, cluster()), 1)
+    order = gpipe(Problem(blank, costs, cluster()), 1)
     sent: dict[tuple[int, int], float] = {}
     for t in simulate(dataclasses.replace(blank, schedule=order), costs, cluster()).transfers:
         pair = (t.source_rank, t.target_rank)
@@ -68,7 +68,7 @@ def test_a_lone_skip_that_would_ruin_the_balance_travels():
 def test_a_value_on_one_side_of_the_turn_does_not_hold_the_cuts():
     """As heavy as the skips, the residual 2 -> 5 would cost a quarter of a rank's load to keep; the skips stay."""
     skips = [skip("outer", 0, 15, 5), skip("middle", 1, 14, 5), skip("inner", 7, 8, 5), skip("residual", 2, 5, 5)]
-    weights = Weights(
+    weights = CutCosts(
         job_on(Placement.wave(4), profile([layer()] * 16, skips)),
         Placement.wave(4),
     )
@@ -82,7 +82,7 @@ def test_one_crossing_skip_does_not_part_the_nested_ones():
     rng = random.Random(0)
     layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=100) for _ in range(46)]
     costs = profile(layers, [*nested, skip("crossing", 3, 20, 300)])
-    weights = Weights(
+    weights = CutCosts(
         job_on(Placement.wave(4), costs),
         Placement.wave(4),
     )
@@ -103,7 +103,7 @@ def test_skips_that_cross_others_give_way_to_the_nested_ones(crossed):
 
     def found(pairs):
         skips = [skip(f"s{i}", source, target, 500) for i, (source, target) in pairs]
-        weights = Weights(
+        weights = CutCosts(
             job_on(Placement.wave(4), profile(layers, skips)),
             Placement.wave(4),
         )
@@ -119,7 +119,7 @@ def test_heavier_skips_are_the_nested_ones():
     ends = [(0, 13), (2, 11), (4, 9)]
     for size, kept in ((100, ["heavy"]), (80, ["s0", "s1", "s2"])):
         skips = [*(skip(f"s{i}", a, b, 30) for i, (a, b) in enumerate(ends)), skip("heavy", 6, 15, size)]
-        weights = Weights(
+        weights = CutCosts(
             job_on(Placement.wave(2), profile([layer()] * 16, skips)),
             Placement.wave(2),
         )
@@ -152,7 +152,7 @@ def test_five_hundred_layers():
     layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=rng.randrange(1, 1000)) for _ in range(500)]
     sources, targets = sorted(rng.sample(range(250), 200)), sorted(rng.sample(range(251, 500), 200), reverse=True)
     skips = [skip(f"s{i}", a, b, 500) for i, (a, b) in enumerate(zip(sources, targets, strict=True))]
-    weights = Weights(
+    weights = CutCosts(
         job_on(Placement.wave(32), profile(layers, skips)),
         Placement.wave(32),
     )
@@ -226,7 +226,7 @@ def test_is_quick_on_real_sizes_and_close_to_balance(num_layers, ranks, waves):
         Placement.wave(ranks, waves),
     )
     assert time.process_time() - began < 5
-    weights = Weights(
+    weights = CutCosts(
         job_on(Placement.wave(ranks, waves), costs),
         Placement.wave(ranks, waves),
     )
@@ -254,7 +254,7 @@ def test_two_waves_of_46_layers_come_close_to_an_even_split():
     rng = random.Random(0)
     layers = [layer(rng.uniform(1, 2), rng.uniform(2, 4), output_bytes=rng.randrange(1, 1000)) for _ in range(46)]
     costs = profile(layers, [skip(f"s{i}", 2 * i, 45 - 2 * i, 500) for i in range(11)])
-    weights = Weights(
+    weights = CutCosts(
         job_on(Placement.wave(4, 2), costs),
         Placement.wave(4, 2),
     )

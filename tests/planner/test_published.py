@@ -7,7 +7,7 @@ from support.published import HUNYUAN, HUNYUAN_NAMED, MIB, RELAYED, UVIT, closed
 from toys import cluster, plan
 
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import wave
 from deepspeed_pulse.planner.simulate import run, summarize
 
@@ -40,8 +40,8 @@ def test_uniform_wave_takes_6m_plus_3p_less_3(ranks):
     """For every M >= 1.5 P, which is the bound."""
     costs, placement, least = uniform(2 * ranks), Placement.wave(ranks), math.ceil(1.5 * ranks)
     for microbatches in range(least, 3 * ranks + 1 if ranks <= 8 else least + 3):
-        instance = Instance(plan(placement, microbatches), costs, cluster())
-        found = summarize(instance, run(instance, wave(instance, microbatches)))
+        problem = Problem(plan(placement, microbatches), costs, cluster())
+        found = summarize(problem, run(problem, wave(problem, microbatches)))
         assert found.makespan_ms == pytest.approx(6 * microbatches + 3 * (ranks - 1)), microbatches
         assert found.gap == pytest.approx(0, abs=1e-9)
 

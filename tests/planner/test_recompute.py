@@ -11,9 +11,9 @@ from deepspeed_pulse.errors import ConfigError, FileError, InfeasibleError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner.checks.validate import check, violations
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan, reorder
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import cheapest_first, with_recompute
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate, simulate
@@ -50,9 +50,9 @@ def test_time_and_memory_by_hand():
 
 
 def test_split_backward_repeats_the_forward_in_its_input_half_and_holds_it_to_the_weight_half():
-    instance = Instance(alone(1, 2), SIZES, cluster())
-    assert instance.duration_ms(Action(0, Op.INPUT_GRAD, 0)) == 6 + 3 + 5
-    assert instance.duration_ms(Action(0, Op.WEIGHT_GRAD, 0)) == 6
+    problem = Problem(alone(1, 2), SIZES, cluster())
+    assert problem.duration_ms(Action(0, Op.INPUT_GRAD, 0)) == 6 + 3 + 5
+    assert problem.duration_ms(Action(0, Op.WEIGHT_GRAD, 0)) == 6
     split = replace(alone(1, 2), schedule=rows("0F0 0I0 0F1 0I1 0W0 0W1"))
     kept = 100 + 17 + 20
     peak = max(b for _, b in simulate(split, SIZES, cluster()).memory[0])

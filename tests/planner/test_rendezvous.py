@@ -16,7 +16,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Channel, Direction
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import wave
 
 
@@ -137,6 +137,6 @@ def test_waiting_for_a_send_that_nobody_has_taken_is_a_violation():
 @pytest.mark.parametrize("placement", [Placement.wave(4), Placement.linear(6), Placement.wave(2, 2)])
 def test_generators_are_free_of_deadlock_unbuffered(placement):
     blank = plan(placement, 12)
-    order = wave(Instance(blank, uniform(len(placement)), cluster()), 12)
+    order = wave(Problem(blank, uniform(len(placement)), cluster()), 12)
     found = replace(blank, schedule=order)
     assert rendezvous_problems(found, make_traffic(found)) == []

@@ -7,14 +7,14 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import assert_sound, instances
+from strategies import assert_sound, problems
 from toys import cluster, layer, plan, profile, uniform
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.bounds import lower_bound_ms, preemptive_ms
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, count_cap
 from deepspeed_pulse.planner.schedules.listing import list_schedule
 from deepspeed_pulse.planner.schedules.templates import dualpipev
@@ -34,65 +34,65 @@ def uneven(ranks, seed):
 
 
 @settings(max_examples=60, deadline=None)
-@given(instances(), st.booleans(), st.randoms(use_true_random=False))
-def test_paths_stay_the_simulators_from_move_to_move(instance, split, rng):
+@given(problems(), st.booleans(), st.randoms(use_true_random=False))
+def test_paths_stay_the_simulators_from_move_to_move(problem, split, rng):
     """Any insert within a row, also ones that deadlock, which change nothing."""
-    net = Net(instance, instance.plan.microbatches, split=split)
-    paths = Paths(net, net.rows(list_schedule(instance, instance.plan.microbatches, split=split)))
+    net = Net(problem, problem.plan.microbatches, split=split)
+    paths = Paths(net, net.rows(list_schedule(problem, problem.plan.microbatches, split=split)))
     for _ in range(20):
-        rank = rng.randrange(instance.num_ranks)
+        rank = rng.randrange(problem.num_ranks)
         source, target = (rng.randrange(len(paths.rows[rank])) for _ in range(2))
         paths.move(Move(rank, source, target))
         anew = Paths(net, paths.rows)
         assert paths.end == pytest.approx(anew.end)
         assert paths.reach == pytest.approx(anew.reach)
-    assert paths.span == pytest.approx(run(instance, net.schedule(paths.rows)).makespan_ms)
+    assert paths.span == pytest.approx(run(problem, net.schedule(paths.rows)).makespan_ms)
 
 
 @settings(max_examples=30, deadline=None)
-@given(instances(), st.booleans(), st.integers(0, 4))
-def test_a_search_keeps_the_cap_and_is_never_worse(instance, split, room):
-    held = max(len(instance.plan.stages_of(rank)) for rank in range(instance.num_ranks))
-    cap = count_cap(instance, held + room)
-    net = Net(instance, instance.plan.microbatches, split=split)
-    start = list_schedule(instance, instance.plan.microbatches, cap=cap, split=split)
+@given(problems(), st.booleans(), st.integers(0, 4))
+def test_a_search_keeps_the_cap_and_is_never_worse(problem, split, room):
+    held = max(len(problem.plan.stages_of(rank)) for rank in range(problem.num_ranks))
+    cap = count_cap(problem, held + room)
+    net = Net(problem, problem.plan.microbatches, split=split)
+    start = list_schedule(problem, problem.plan.microbatches, cap=cap, split=split)
     search = Search(net, cap, net.rows(start), seed=room, target_ms=0.0)
     search.run(60, time.monotonic() + 60)
     found = net.schedule(search.best_rows)
-    figures = assert_sound(instance, found)
+    figures = assert_sound(problem, found)
     assert figures.makespan_ms == pytest.approx(search.best_ms)
-    assert figures.makespan_ms <= run(instance, start).makespan_ms * (1 + 1e-9)
+    assert figures.makespan_ms <= run(problem, start).makespan_ms * (1 + 1e-9)
     release = net.ops[-1]
     for row in found:
         changes = [1 if a.op.value == "F" else -1 if a.op is release else 0 for a in row]
         assert max(itertools.accumulate(changes)) <= held + room
 
 
-def fewest_bytes(instance):
+def fewest_bytes(problem):
     """Of the fullest rank: state and one microbatch of each of its stages, and a tenth for what arrives early."""
-    weights = byte_cap(instance, ()).weights
-    single = [sum(weights[s] for s in instance.plan.stages_of(r)) for r in range(instance.num_ranks)]
-    return int(1.1 * max(rank_state_bytes(instance, r) + one for r, one in enumerate(single)))
+    weights = byte_cap(problem, ()).weights
+    single = [sum(weights[s] for s in problem.plan.stages_of(r)) for r in range(problem.num_ranks)]
+    return int(1.1 * max(rank_state_bytes(problem, r) + one for r, one in enumerate(single)))
 
 
 @settings(max_examples=40, deadline=None)
-@given(instances(max_ranks=3, max_microbatches=5), st.booleans(), st.sampled_from([None, 0.0, 0.3, 0.7, 1.0]))
-def test_synthesised_plans_are_sound_within_memory_and_never_worse(instance, split, room):
+@given(problems(max_ranks=3, max_microbatches=5), st.booleans(), st.sampled_from([None, 0.0, 0.3, 0.7, 1.0]))
+def test_synthesised_plans_are_sound_within_memory_and_never_worse(problem, split, room):
     """Caps from little more than one microbatch in flight to what the best order without a cap takes."""
 
     def made(seconds, memory=None):
         found = synthesize(
-            instance.plan,
-            Job.of(instance.plan, instance.profile, instance.cluster, memory_bytes=memory),
+            problem.plan,
+            Job.of(problem.plan, problem.profile, problem.cluster, memory_bytes=memory),
             SearchOptions(split_backward=split, solver_seconds=seconds),
         )
-        assert_sound(instance, found.schedule)
+        assert_sound(problem, found.schedule)
         assert memory is None or max(found.estimate.peak_bytes) <= memory
         return found.estimate
 
     limit = None
     if room is not None:
-        least, most = fewest_bytes(instance), max(made(0).peak_bytes)
+        least, most = fewest_bytes(problem), max(made(0).peak_bytes)
         limit = int(least + room * max(0, most - least))
     try:
         greedy = made(0, limit)
@@ -117,11 +117,9 @@ def test_uneven_stages_are_solved_to_the_bound(seed):
 @pytest.mark.parametrize(("cap", "best"), [(6, 63), (8, 60)])
 def test_known_optima_under_a_cap(cap, best):
     """P=4, M=8; the search stops at the known optimum here, where no bound tells it to."""
-    instance = Instance(plan(Placement.wave(4), 8), uniform(8), cluster())
-    net, limit = Net(instance, 8), count_cap(instance, cap)
-    search = Search(
-        net, limit, net.rows(list_schedule(instance, 8, cap=count_cap(instance, 4))), seed=0, target_ms=best
-    )
+    problem = Problem(plan(Placement.wave(4), 8), uniform(8), cluster())
+    net, limit = Net(problem, 8), count_cap(problem, cap)
+    search = Search(net, limit, net.rows(list_schedule(problem, 8, cap=count_cap(problem, 4))), seed=0, target_ms=best)
     search.run(2000, time.monotonic() + 60)
     assert search.best_ms == best
 
@@ -152,11 +150,11 @@ def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, mo
 
 
 def test_a_pattern_extends_to_any_number_of_microbatches():
-    small = Instance(plan(Placement.wave(4), 12), uniform(8), cluster())
+    small = Problem(plan(Placement.wave(4), 12), uniform(8), cluster())
     order = dualpipev(4, 12)
     starts = {span.work: span.start_ms for span in run(small, order).spans}
     for microbatches in (13, 20, 31):
-        large = Instance(plan(Placement.wave(4), microbatches), uniform(8), cluster())
+        large = Problem(plan(Placement.wave(4), microbatches), uniform(8), cluster())
         net = Net(large, microbatches)
         rows = [net.rows(found) for found in unrolled(order, starts, microbatches)]
         sound = [net.schedule(row) for row in rows if net.chained(row)]
@@ -181,37 +179,37 @@ def test_preemptive_bound_by_hand():
 
 
 @settings(max_examples=40, deadline=None)
-@given(instances(), st.booleans())
-def test_the_bound_is_below_every_list(instance, split):
-    m = instance.plan.microbatches
-    makespan = run(instance, list_schedule(instance, m, split=split)).makespan_ms
-    assert lower_bound_ms(instance, m, split=split) <= makespan * (1 + 1e-9)
+@given(problems(), st.booleans())
+def test_the_bound_is_below_every_list(problem, split):
+    m = problem.plan.microbatches
+    makespan = run(problem, list_schedule(problem, m, split=split)).makespan_ms
+    assert lower_bound_ms(problem, m, split=split) <= makespan * (1 + 1e-9)
 
 
 def test_windows_find_what_a_bad_order_misses_within_the_cap():
     """DualPipeV on uneven stages, P=3, M=4 with 7 half-stages: HiGHS alone reaches the bound window by window."""
-    instance = Instance(plan(Placement.wave(3), 4), uneven(3, 2), cluster())
-    net = Net(instance, 4)
-    search = Search(net, count_cap(instance, 7), net.rows(dualpipev(3, 4)), seed=0, target_ms=0.0)
+    problem = Problem(plan(Placement.wave(3), 4), uneven(3, 2), cluster())
+    net = Net(problem, 4)
+    search = Search(net, count_cap(problem, 7), net.rows(dualpipev(3, 4)), seed=0, target_ms=0.0)
     rows = search.best_rows
     for number in range(len(windows(Paths(net, rows)))):
         window = windows(Paths(net, rows))[number]
         rows = reordered(net, rows, window, search.change, search.limits, seconds=60) or rows
-    figures = assert_sound(instance, net.schedule(rows))
+    figures = assert_sound(problem, net.schedule(rows))
     assert figures.makespan_ms == pytest.approx(figures.lower_bound_ms)
     assert max(figures.peak_bytes) <= 7000
 
 
 @settings(max_examples=25, deadline=None)
-@given(instances(max_ranks=3, max_microbatches=4), st.booleans(), st.integers(0, 3))
-def test_rows_of_a_window_hold_for_the_order_known(instance, split, room):
-    held = max(len(instance.plan.stages_of(rank)) for rank in range(instance.num_ranks))
-    cap = count_cap(instance, held + room)
-    m = instance.plan.microbatches
-    net = Net(instance, m, split=split)
+@given(problems(max_ranks=3, max_microbatches=4), st.booleans(), st.integers(0, 3))
+def test_rows_of_a_window_hold_for_the_order_known(problem, split, room):
+    held = max(len(problem.plan.stages_of(rank)) for rank in range(problem.num_ranks))
+    cap = count_cap(problem, held + room)
+    m = problem.plan.microbatches
+    net = Net(problem, m, split=split)
     if net.queues:
         return
-    search = Search(net, cap, net.rows(list_schedule(instance, m, cap=cap, split=split)), seed=0, target_ms=0.0)
+    search = Search(net, cap, net.rows(list_schedule(problem, m, cap=cap, split=split)), seed=0, target_ms=0.0)
     paths = search.paths
     for window in windows(paths):
         model = window_model(paths, window)

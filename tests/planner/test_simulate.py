@@ -10,7 +10,7 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.rules import Rules
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import forward_only, gpipe, one_f_one_b, wave
 from deepspeed_pulse.planner.simulate import estimate, simulate
 
@@ -29,7 +29,7 @@ def staircase(timeline, width):
 
 
 def test_one_f_one_b_is_the_known_staircase():
-    order = one_f_one_b(Instance(plan(Placement.linear(2), 3), uniform(2), cluster()), 3)
+    order = one_f_one_b(Problem(plan(Placement.linear(2), 3), uniform(2), cluster()), 3)
     timeline = simulate(plan(Placement.linear(2), 3, schedule=order), uniform(2), cluster())
     assert staircase(timeline, 12) == [
         "0F0 0F1 ... ... 0B0 0B0 0F2 0B1 0B1 ... 0B2 0B2",
@@ -39,7 +39,7 @@ def test_one_f_one_b_is_the_known_staircase():
 
 def test_wave_is_the_known_staircase():
     blank = plan(Placement.wave(2), 2)
-    order = wave(Instance(blank, uniform(4), cluster()), 2)
+    order = wave(Problem(blank, uniform(4), cluster()), 2)
     timeline = simulate(plan(Placement.wave(2), 2, schedule=order), uniform(4), cluster())
     assert staircase(timeline, 16) == [
         "0F0 0F1 ... 3F0 3B0 3B0 3F1 3B1 3B1 ... 0B0 0B0 ... ... 0B1 0B1",
@@ -54,7 +54,7 @@ def test_wave_is_the_known_staircase():
 def test_wave_reaches_its_closed_form_and_the_bound(ranks, microbatches, makespan):
     assert makespan == 6 * microbatches + 3 * (ranks - 1)
     blank = plan(Placement.wave(ranks), microbatches)
-    order = wave(Instance(blank, uniform(2 * ranks), cluster()), microbatches)
+    order = wave(Problem(blank, uniform(2 * ranks), cluster()), microbatches)
     found = estimate(plan(Placement.wave(ranks), microbatches, schedule=order), uniform(2 * ranks), cluster())
     assert found.makespan_ms == pytest.approx(makespan)
     assert found.lower_bound_ms == pytest.approx(makespan)
@@ -67,7 +67,7 @@ def test_one_f_one_b_takes_its_closed_form(ranks, microbatches, makespan):
     assert makespan == 6 * microbatches + 6 * (ranks - 1)
     costs = uniform(ranks, forward_ms=2.0, backward_ms=4.0)
     blank = plan(Placement.linear(ranks), microbatches)
-    order = one_f_one_b(Instance(blank, costs, cluster()), microbatches)
+    order = one_f_one_b(Problem(blank, costs, cluster()), microbatches)
     found = estimate(plan(Placement.linear(ranks), microbatches, schedule=order), costs, cluster())
     assert found.makespan_ms == pytest.approx(makespan)
     assert found.peak_bytes == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
@@ -241,7 +241,7 @@ def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():
 )
 def test_everything_is_free_at_the_end(placement):
     costs = uniform(len(placement), output_bytes=5)
-    order = gpipe(Instance(plan(placement, 3), costs, cluster()), 3)
+    order = gpipe(Problem(plan(placement, 3), costs, cluster()), 3)
     for row in simulate(plan(placement, 3, schedule=order), costs, cluster()).memory:
         assert row[-1][1] == 0
         assert all(live >= 0 for _, live in row)

@@ -10,17 +10,17 @@ from deepspeed_pulse.errors import InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import backward, forward
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
 from deepspeed_pulse.planner.search.exact import Solved, whole_model
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulate import run
 
 
-def row_orders(instance, rank, microbatches):
+def row_orders(problem, rank, microbatches):
     """Every order of a rank: a microbatch's actions are a chain, and microbatches stay in order at each link of it."""
-    stages = instance.plan.stages_of(rank)
+    stages = problem.plan.stages_of(rank)
     chain = [(forward, stage) for stage in stages] + [(backward, stage) for stage in reversed(stages)]
 
     def extend(done, row):
@@ -34,11 +34,11 @@ def row_orders(instance, rank, microbatches):
     return list(extend([0] * microbatches, []))
 
 
-def brute_force_makespan(instance, microbatches):
+def brute_force_makespan(problem, microbatches):
     best = float("inf")
-    for schedule in itertools.product(*(row_orders(instance, r, microbatches) for r in range(instance.num_ranks))):
+    for schedule in itertools.product(*(row_orders(problem, r, microbatches) for r in range(problem.num_ranks))):
         try:
-            best = min(best, run(instance, schedule).makespan_ms)
+            best = min(best, run(problem, schedule).makespan_ms)
         except PlanError:  # this order deadlocks
             continue
     return best
@@ -50,9 +50,9 @@ def test_exact_orders_equal_brute_force(seed):
     rng = random.Random(seed)
     costs = profile([layer(rng.uniform(0.5, 2), rng.uniform(0.5, 4), output_bytes=1_000_000) for _ in range(2)])
     slow = cluster(Link(bandwidth_gb_per_s=rng.uniform(0.5, 5), latency_us=100))
-    instance = Instance(plan(Placement.linear(2), 3), costs, slow)
-    found = synthesize(instance.plan, Job.of(instance.plan, costs, slow), SearchOptions(solver_seconds=10))
-    assert found.estimate.makespan_ms == pytest.approx(brute_force_makespan(instance, 3))
+    problem = Problem(plan(Placement.linear(2), 3), costs, slow)
+    found = synthesize(problem.plan, Job.of(problem.plan, costs, slow), SearchOptions(solver_seconds=10))
+    assert found.estimate.makespan_ms == pytest.approx(brute_force_makespan(problem, 3))
 
 
 @pytest.mark.parametrize("seed", [25, 32])
@@ -62,7 +62,7 @@ def test_highs_finds_the_optimum_that_the_generators_miss(seed):
     blank = plan(Placement.wave(3), 2)
     greedy = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
     exact = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=20))
-    best = brute_force_makespan(Instance(blank, costs, cluster()), 2)
+    best = brute_force_makespan(Problem(blank, costs, cluster()), 2)
     assert greedy.estimate.makespan_ms > best * 1.001
     assert exact.estimate.makespan_ms == pytest.approx(best)
     assert (exact.solver.name, exact.solver.optimal) == ("highs", True)
@@ -86,7 +86,7 @@ def test_a_solver_that_errs_is_not_believed(monkeypatch):
     costs = random_profile(random.Random(1), 6)
     blank = plan(Placement.wave(3), 2)
     greedy = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
-    worse = gpipe(Instance(blank, costs, cluster()), 2)
+    worse = gpipe(Problem(blank, costs, cluster()), 2)
     for schedule in (worse, tuple(row[::-1] for row in worse)):
         answer = Solved(schedule=schedule, bound_ms=0.0)
         monkeypatch.setattr(
@@ -147,9 +147,9 @@ def test_rows_of_the_model_hold_for_a_simulated_order():
     costs = random_profile(random.Random(2), 4, temb=True)
     blank = plan(Placement.wave(2), 2, of=costs)
     found = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
-    instance = Instance(blank, costs, cluster())
-    timeline = run(instance, found.schedule)
-    model = whole_model(instance, timeline.makespan_ms)
+    problem = Problem(blank, costs, cluster())
+    timeline = run(problem, found.schedule)
+    model = whole_model(problem, timeline.makespan_ms)
     start = {model.net.index[span.work]: span.start_ms for span in timeline.spans}
     value = {**start, "makespan": timeline.makespan_ms, **{p: float(start[p[0]] < start[p[1]]) for p in model.pairs}}
     for terms, right in model.rows():

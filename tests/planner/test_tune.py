@@ -12,15 +12,15 @@ from toys import layer, profile, random_profile, skip, uniform
 
 from deepspeed_pulse.config import parse_pulse
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
-from deepspeed_pulse.ir.choice import Given, Verdict
+from deepspeed_pulse.ir.choice import Constraints, Verdict
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import estimate, least_step_ms
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
@@ -91,7 +91,7 @@ def test_no_plan_is_shorter_than_the_ideal(seed, ranks, waves, microbatches):
     )
     assert made.estimate.makespan_ms >= ideal_ms(costs, made.placement, microbatches)
     least = ideal_ms(costs, made.placement, microbatches, reduction_ms=costs.param_bytes)
-    assert made.estimate.step_ms * (1 + 1e-9) >= least_step_ms(Instance(made, costs, cluster)) >= least * (1 - 1e-9)
+    assert made.estimate.step_ms * (1 + 1e-9) >= least_step_ms(Problem(made, costs, cluster)) >= least * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 3), (4, 8), (8, 2), (16, 64)])
@@ -115,7 +115,7 @@ def test_a_model_that_fits_everywhere_runs_data_parallel():
 def test_data_parallel_stages_reduce_their_gradients_while_earlier_ones_work():
     """Eight layers of 10 ms a step, 1 ms to reduce each: with n stages all but the first's 8/n ms are hidden."""
     costs, cluster = uniform(8, param_bytes=10**3, output_bytes=1), box(intra=1.5e-3, inter=1.5e-3)
-    found = tuned(costs, cluster, 4, given=Given(pipeline_ranks=1), exhaustive=True)
+    found = tuned(costs, cluster, 4, given=Constraints(pipeline_ranks=1), exhaustive=True)
     hidden = {trial.choice.waves: trial.planned.estimate for trial in found.ranked if not trial.choice.zero_stage}
     assert {waves: figures.step_ms - figures.makespan_ms for waves, figures in hidden.items()} == pytest.approx(
         {0: 8.0, 1: 4.0, 2: 2.0}
@@ -180,7 +180,7 @@ def test_a_search_makes_the_best_no_worse():
 def test_a_choice_that_only_search_makes_the_best_is_searched():
     """The order of one wave is at its bound; two waves are better, but not in any known order."""
     costs = profile([layer(forward_ms=ms, backward_ms=2 * ms) for ms in (3, 2, 1, 1, 1, 1, 1, 1, 1)])
-    settled = Given(pipeline_ranks=2, microbatch_size=1)
+    settled = Constraints(pipeline_ranks=2, microbatch_size=1)
     plain, searched = (tuned(costs, box(1, 2), 2, given=settled, solver_seconds=seconds).best for seconds in (0, 3))
     assert plain.choice.waves == 1
     assert plain.planned.estimate.step_ms == plain.planned.estimate.lower_bound_ms == 48
@@ -204,7 +204,7 @@ def test_a_choice_that_only_search_makes_the_best_is_searched():
     ],
 )
 def test_what_is_given_is_kept(settled, expected):
-    found = tuned(uniform(16, activation_bytes=10), box(), 16, given=Given(**settled), exhaustive=True)
+    found = tuned(uniform(16, activation_bytes=10), box(), 16, given=Constraints(**settled), exhaustive=True)
     for name, values in expected.items():
         assert {getattr(trial.choice, name) for trial in found.trials} == values
     assert {trial.planned.recompute for trial in found.ranked} == {settled.get("recompute", ())}
@@ -213,7 +213,7 @@ def test_what_is_given_is_kept(settled, expected):
 def test_what_is_given_limits_what_would_do():
     """Without a shared optimizer and other microbatches more memory is needed."""
     costs = uniform(8, param_bytes=10**6, activation_bytes=10**6, output_bytes=10**5)
-    settled = Given(zero_stage=0, microbatches=1, pipeline_ranks=1)
+    settled = Constraints(zero_stage=0, microbatches=1, pipeline_ranks=1)
     with pytest.raises(
         InfeasibleError, match=r"on 2 ranks, layers recomputed: 0.0[0-9]+ GB a rank would do"
     ) as problem:

@@ -12,7 +12,7 @@ from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Route
 from deepspeed_pulse.planner.checks.validate import check, violations
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import count_cap, wave
 from deepspeed_pulse.planner.simulate import simulate
@@ -22,7 +22,7 @@ VALUES = profile([layer() for _ in range(4)], [skip("temb", 0, 1), skip("temb", 
 
 def sound(microbatches=2):
     blank = plan(Placement.wave(2), microbatches, of=VALUES)
-    return replace(blank, schedule=wave(Instance(blank, VALUES, cluster()), microbatches))
+    return replace(blank, schedule=wave(Problem(blank, VALUES, cluster()), microbatches))
 
 
 def found(broken, num_layers=4):
@@ -134,7 +134,7 @@ def test_swapping_a_forward_with_its_backward_is_always_caught_and_named(seed):
     rng = random.Random(seed)
     placement = rng.choice([Placement.wave(2), Placement.wave(3), Placement.linear(3)])
     blank = plan(placement, 3)
-    order = [list(row) for row in wave(Instance(blank, uniform(len(placement)), cluster()), 3)]
+    order = [list(row) for row in wave(Problem(blank, uniform(len(placement)), cluster()), 3)]
     row = rng.choice(order)
     stage, m = rng.choice(row).stage, rng.randrange(3)
     first, second = (i for i, a in enumerate(row) if (a.stage, a.microbatch) == (stage, m))
@@ -153,8 +153,8 @@ def test_a_damaged_schedule_is_named_or_runs(seed):
     placement = rng.choice([Placement.wave(3), Placement.wave(2), Placement.linear(3), (0, 1, 0, 1)])
     bounds = (0, *sorted(rng.sample(range(1, 6), len(placement) - 1)), 6)
     blank = plan(placement, 3, boundaries=bounds, of=costs)
-    instance = Instance(blank, costs, cluster())
-    order = [list(row) for row in wave(instance, 3, count_cap(instance, len(placement)))]
+    problem = Problem(blank, costs, cluster())
+    order = [list(row) for row in wave(problem, 3, count_cap(problem, len(placement)))]
     for _ in range(rng.randrange(1, 3)):
         damage(rng, order)
     damaged = replace(blank, schedule=tuple(map(tuple, order)))

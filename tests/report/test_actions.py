@@ -16,8 +16,8 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner.cost import default_cluster
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.report.actions import to_csv
@@ -61,25 +61,25 @@ def _accepted(plan: Plan) -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_torch_accepts_every_generator(placement: tuple[int, ...], split: bool) -> None:
     for microbatches in (1, 5, 8):
-        instance = _instance(placement, microbatches)
+        problem = _problem(placement, microbatches)
         for generator in generators_for("auto", placement, split=split).values():
-            for order in generator.orders(instance, (None,), split):
+            for order in generator.orders(problem, (None,), split):
                 with contextlib.suppress(InfeasibleError):
-                    _accepted(replace(instance.plan, schedule=order()))
+                    _accepted(replace(problem.plan, schedule=order()))
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_torch_accepts_what_is_synthesised(split: bool) -> None:
-    instance = _instance(Placement.wave(4), 8)
+    problem = _problem(Placement.wave(4), 8)
     found = synthesize(
-        instance.plan,
-        Job.of(instance.plan, instance.profile, instance.cluster, memory_bytes=6000),
+        problem.plan,
+        Job.of(problem.plan, problem.profile, problem.cluster, memory_bytes=6000),
         SearchOptions(split_backward=split, solver_seconds=0.5),
     )
     _accepted(found)
 
 
-def _instance(placement: tuple[int, ...], microbatches: int) -> Instance:
+def _problem(placement: tuple[int, ...], microbatches: int) -> Problem:
     layers = [
         LayerCost(name="layer", forward_ms=1.0, backward_ms=2.0, param_bytes=0, activation_bytes=1000, output_bytes=0)
         for _ in placement
@@ -95,4 +95,4 @@ def _instance(placement: tuple[int, ...], microbatches: int) -> Instance:
         placement=placement,
         schedule=((),) * ranks,
     )
-    return Instance(plan, costs, default_cluster(ranks, 10**12))
+    return Problem(plan, costs, default_cluster(ranks, 10**12))

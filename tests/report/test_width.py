@@ -17,7 +17,7 @@ from deepspeed_pulse.ir.choice import Choice, Trial, Tuning, Verdict
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, RankMemory, Run
 from deepspeed_pulse.report.chosen import chosen_table, options, rejected
-from deepspeed_pulse.report.runs import Events, Found
+from deepspeed_pulse.report.runs import Events, RunFiles
 from deepspeed_pulse.report.runs import report as run_report
 from deepspeed_pulse.report.tables import plan_table
 from deepspeed_pulse.report.tuning import describe, tuning_table
@@ -178,7 +178,7 @@ def test_what_a_run_has_written(sample: Any) -> None:
         difference=difference,
     )
     events = [Events(name="Pulse_p2p_bytes_value_grad", rows=((10.0, 1.23456e9), (20.0, 2.34567e-9)))]
-    content = run_report(Found(runs={Path("pulse_run.json"): run}, events={Path("monitor"): events}))
+    content = run_report(RunFiles(runs={Path("pulse_run.json"): run}, events={Path("monitor"): events}))
     check(*(printed(content, width) for width in (WIDTH, 1000)))
 
 

@@ -10,8 +10,8 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner.job import Job
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Score, in_flight
 from deepspeed_pulse.planner.partition.cuts import COLLOCATION_WORTH, every_cuts, preference
-from deepspeed_pulse.planner.partition.weights import Score, Weights, in_flight
 
 MICROBATCHES = 4
 Key = tuple[float, ...]
@@ -21,7 +21,7 @@ Key = tuple[float, ...]
 class Case:
     """One problem; ``tolerance`` trades load for bytes."""
 
-    weights: Weights
+    weights: CutCosts
     tolerance: float
 
     @property
@@ -53,12 +53,12 @@ def random_case(seed: int) -> Case:
     cluster = Cluster(name="toy", nodes=1, ranks_per_node=8, memory_bytes=10**15, intra_node=link, inter_node=link)
     memory = _memory(
         rng,
-        Weights(
+        CutCosts(
             Job(profile=profile, cluster=cluster, pipeline_ranks=max(placement) + 1, microbatches=1, memory_bytes=0),
             placement,
         ),
     )
-    weights = Weights(
+    weights = CutCosts(
         Job(profile=profile, cluster=cluster, pipeline_ranks=max(placement) + 1, microbatches=1, memory_bytes=memory),
         placement,
     )
@@ -98,7 +98,7 @@ def _skips(rng: random.Random, num_layers: int) -> Iterable[Skip]:
                 yield skip(name, source, target, size)
 
 
-def _memory(rng: random.Random, bare: Weights) -> int | None:
+def _memory(rng: random.Random, bare: CutCosts) -> int | None:
     """Somewhere between less than the most frugal cuts need and enough for others; or no cap."""
     if rng.random() < 0.5:
         return None

@@ -15,9 +15,9 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner.checks.validate import check
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import one_f_one_b
 from deepspeed_pulse.planner.simulate import estimate
@@ -102,7 +102,7 @@ def relayed_mib(blocks: int, ranks: int, size: int) -> float:
         hops = tuple((stage, stage + 1) for stage in range(first, last))
         routes.append(Route(name=skip.name, source_stage=first, hops=hops))
     plan = replace(plan, routes=tuple(routes))
-    plan = replace(plan, schedule=one_f_one_b(Instance(plan, costs, _CLUSTER), microbatches))
+    plan = replace(plan, schedule=one_f_one_b(Problem(plan, costs, _CLUSTER), microbatches))
     check(plan, num_layers=blocks, values=named_values(costs))
     return estimate(plan, costs, _CLUSTER).p2p_bytes_per_microbatch / MIB
 

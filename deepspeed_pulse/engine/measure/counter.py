@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed_pulse.engine.measure.probe import Probe, Reached, Walk
+from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.errors import PulseError, RunError, in_words
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
@@ -57,14 +57,14 @@ def count_layers(graph: Graph, build: Sequence[Callable[[], Any]], inputs: Any, 
 
     Raises a :class:`RunError` naming the layer when one depends on the values of its input.
     """
-    walk = Walk(graph, build, Reached(hidden=inputs, values=dict(entries)), torch.device("meta"))
+    visits = Visits(graph, build, LayerInputs(hidden=inputs, values=dict(entries)), torch.device("meta"))
     try:
-        counts = tuple(_count(probe) for probe in walk)
+        counts = tuple(_count(probe) for probe in visits)
     except PulseError:
         raise
     except Exception as problem:  # a layer's own
         raise RunError(in_words(problem)) from problem
-    return Counted(layers=counts, value_bytes=walk.value_bytes, dtype=walk.dtype or "float32")
+    return Counted(layers=counts, value_bytes=visits.value_bytes, dtype=visits.dtype or "float32")
 
 
 def _count(probe: Probe) -> LayerCount:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_pulse.engine.measure.probe import Probe, Reached, Walk
+from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
@@ -81,11 +81,11 @@ def measure_layers(
         clock: takes the times; None for the host's, where the device does at once what it is given.
         layers: indices of those to measure, one after the other; None for all.
     """
-    walk = Walk(graph, build, Reached(hidden=inputs, values=dict(entries)), device, layers)
+    visits = Visits(graph, build, LayerInputs(hidden=inputs, values=dict(entries)), device, layers)
     # The random state is put back: measuring must not change the run that follows.
     with torch.random.fork_rng(devices=[]):
-        costs = tuple(_measure(probe, clock or HostClock()) for probe in walk)
-    return Measured(layers=costs, value_bytes=walk.value_bytes, dtype=walk.dtype)
+        costs = tuple(_measure(probe, clock or HostClock()) for probe in visits)
+    return Measured(layers=costs, value_bytes=visits.value_bytes, dtype=visits.dtype)
 
 
 def _measure(probe: Probe, clock: Clock) -> LayerCost:

@@ -98,15 +98,15 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
+class LayerInputs:
     """What a layer of the list finds: the hidden state, and the values that it or a later layer pops."""
 
     hidden: Any
     values: dict[str, Any]
 
-    def to(self, device: torch.device) -> Reached:
+    def to(self, device: torch.device) -> LayerInputs:
         """The same on another device; leaves stay leaves."""
-        return Reached(
+        return LayerInputs(
             hidden=map_tensors(self.hidden, lambda tensor: _moved(tensor, device)),
             values={
                 name: map_tensors(value, lambda tensor: _moved(tensor, device)) for name, value in self.values.items()
@@ -114,7 +114,7 @@ class Reached:
         )
 
 
-class Walk:
+class Visits:
     """Visits the layers of a graph in order, each with what the ones before it gave.
 
     Args:
@@ -129,7 +129,7 @@ class Walk:
         self,
         graph: Graph,
         build: Sequence[Callable[[], Any]],
-        start: Reached,
+        start: LayerInputs,
         device: torch.device,
         layers: range | None = None,
     ) -> None:
@@ -170,7 +170,7 @@ class Walk:
             self.value_bytes[name] = (num_bytes(tensors), any(t.requires_grad for t in tensors))
         values = {**self.reached.values, **stashed}
         needed = {name: value for name, value in values.items() if self._last_use.get(name, -1) > index}
-        self.reached = Reached(hidden=hidden, values=needed)
+        self.reached = LayerInputs(hidden=hidden, values=needed)
 
     def _probe(self, index: int, layer: Any) -> Probe:
         declared = self._graph.layers[index]
@@ -184,10 +184,10 @@ class Walk:
 
 
 def reach(
-    graph: Graph, build: Sequence[Callable[[], Any]], start: Reached, device: torch.device, layers: range
-) -> Reached:
+    graph: Graph, build: Sequence[Callable[[], Any]], start: LayerInputs, device: torch.device, layers: range
+) -> LayerInputs:
     """Run layers forward once; what the layer after them finds, on the CPU."""
-    walk = Walk(graph, build, start, device, layers)
+    walk = Visits(graph, build, start, device, layers)
     for probe in walk:
         probe.run()
     return walk.reached.to(torch.device("cpu"))

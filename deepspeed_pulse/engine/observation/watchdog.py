@@ -16,7 +16,7 @@ import torch
 from deepspeed_pulse.engine.observation.processes import launchers
 from deepspeed_pulse.engine.observation.program import communication
 from deepspeed_pulse.engine.observation.stopping import StopRequest
-from deepspeed_pulse.engine.observation.whereabouts import Place, Whereabouts, named, of_default_group
+from deepspeed_pulse.engine.observation.whereabouts import Activity, Whereabouts, named, of_default_group
 from deepspeed_pulse.errors import PeerError, PulseError
 
 OUTSIDE = "the training script, outside of pulse,"
@@ -66,11 +66,11 @@ class Watchdog:
         self._rank, self.timeout_seconds = rank, timeout_seconds
         self._act = act or _end_process
         self._whereabouts = whereabouts
-        self._place = Place(OUTSIDE, inside=False)
+        self._place = Activity(OUTSIDE, inside=False)
         """One value, so that threads never see half of a change."""
         self._thread: threading.Thread | None = None
         self._launchers = launchers()
-        self._looked_at: Place | None = None
+        self._looked_at: Activity | None = None
         self._next_look = 0.0
         self._gone_since: float | None = None
         self._group: Any = None
@@ -87,7 +87,7 @@ class Watchdog:
             if self._whereabouts is not None:
                 self._whereabouts.start(self._described)
 
-    def _described(self) -> Place:
+    def _described(self) -> Activity:
         found = communication()
         return self._place if found is None else replace(self._place, communication=found)
 
@@ -116,7 +116,7 @@ class Watchdog:
 
     def enter(self, doing: str) -> None:
         """The rank starts something that must be over in time."""
-        self._place = Place(doing, patience=self.timeout_seconds)
+        self._place = Activity(doing, patience=self.timeout_seconds)
         self.start()
 
     def go_on(self, doing: str, *, meets: bool = False) -> None:
@@ -135,7 +135,7 @@ class Watchdog:
 
     def leave(self) -> None:
         """Nothing is under way."""
-        self._place = Place(OUTSIDE, inside=False)
+        self._place = Activity(OUTSIDE, inside=False)
 
     @contextmanager
     def watching(self, doing: str, *, meets: bool = False) -> Iterator[None]:
@@ -144,24 +144,24 @@ class Watchdog:
         Args:
             meets: it begins by waiting for all ranks.
         """
-        with self._within(Place(doing, patience=self.timeout_seconds, meets=meets)):
+        with self._within(Activity(doing, patience=self.timeout_seconds, meets=meets)):
             yield
 
     @contextmanager
     def watching_patiently(self, doing: str) -> Iterator[None]:
         """The same for what may take long while all ranks live: starting, planning, saving, loading."""
-        with self._within(Place(doing, patience=max(self.timeout_seconds, START_SECONDS))):
+        with self._within(Activity(doing, patience=max(self.timeout_seconds, START_SECONDS))):
             yield
 
     @contextmanager
-    def _within(self, place: Place) -> Iterator[None]:
+    def _within(self, place: Activity) -> Iterator[None]:
         before, self._place = self._place, place
         self.start()
         after = before
         try:
             yield
         except Exception as problem:
-            last = Place(self._place.doing, inside=False, gave_up=f"{type(problem).__name__}: {problem}")
+            last = Activity(self._place.doing, inside=False, gave_up=f"{type(problem).__name__}: {problem}")
             told = self._told(problem)
             if self._whereabouts is not None:
                 self._whereabouts.tell(last)
@@ -204,7 +204,7 @@ class Watchdog:
                 self._act(f"{problem}; this rank ends{self._where_all_are()}")
                 return
 
-    def _problem(self, place: Place) -> str:
+    def _problem(self, place: Activity) -> str:
         """Why the rank cannot go on; empty where it can."""
         missing = next((process for process in self._launchers if process.is_gone), None)
         if missing is not None:
@@ -221,7 +221,7 @@ class Watchdog:
             )
         return "" if self._whereabouts is None else self._missing_rank(place, seconds)
 
-    def _unanswered(self, place: Place) -> str:
+    def _unanswered(self, place: Activity) -> str:
         """The program waits for an answer of ranks that wait for this one; empty where it does not."""
         found, now = communication(), time.monotonic()
         if found is None or self._whereabouts is None or found != self._communicating[0]:
@@ -238,12 +238,12 @@ class Watchdog:
         self._whereabouts.tell(replace(place, gave_up=what))
         return what
 
-    def _allowed(self, place: Place) -> str:
+    def _allowed(self, place: Activity) -> str:
         if place.patience == self.timeout_seconds:
             return f'"timeout_seconds" = {self.timeout_seconds:g}'
         return f'{place.patience:g} s, which ranks wait for one another here (or "timeout_seconds" where that is more)'
 
-    def _missing_rank(self, place: Place, seconds: float) -> str:
+    def _missing_rank(self, place: Activity, seconds: float) -> str:
         """Another rank that this one must not wait for; empty where there is none."""
         assert self._whereabouts is not None
         if place is not self._looked_at:

@@ -29,7 +29,7 @@ LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
-class Place:
+class Activity:
     """What a rank is in.
 
     Attributes:
@@ -73,7 +73,7 @@ class Whereabouts:
         self._unchanged: dict[int, tuple[Any, float]] = {}
         """What tells that a rank goes on, and since when this rank has seen it unchanged."""
 
-    def start(self, place: Callable[[], Place]) -> None:
+    def start(self, place: Callable[[], Activity]) -> None:
         """Begin to write where this rank is; the first line is there when this returns."""
         # A connection of its own: the process group's own waits would hold it up.
         store = self._store.clone()
@@ -87,7 +87,7 @@ class Whereabouts:
         if self._thread is not None:
             self._thread.join(ANSWER_SECONDS)
 
-    def tell(self, place: Place) -> None:
+    def tell(self, place: Activity) -> None:
         """Write where this rank is, at once."""
         self._ask(lambda store: self._write(store, place))
 
@@ -142,7 +142,7 @@ class Whereabouts:
         self._unchanged.clear()
         self._unanswered_since = None
 
-    def text(self, place: Place) -> str:
+    def text(self, place: Activity) -> str:
         """All ranks, a line each, those that are gone or longest in one place first; writes this rank's line before."""
 
         def ask(store: Any) -> None:
@@ -166,13 +166,13 @@ class Whereabouts:
         self._answers = bool(done)
         return done == [True]
 
-    def _beat(self, store: Any, place: Callable[[], Place]) -> None:
+    def _beat(self, store: Any, place: Callable[[], Activity]) -> None:
         going_on = True
         while going_on and _quietly(lambda: self._write(store, place())):
             going_on = not self._ended.is_set()
             self._ended.wait(self._beat_seconds)
 
-    def _write(self, store: Any, place: Place) -> None:
+    def _write(self, store: Any, place: Activity) -> None:
         line = {
             "doing": f"{place.doing} in {place.communication}" if place.communication else place.doing,
             "seconds": time.monotonic() - place.since,

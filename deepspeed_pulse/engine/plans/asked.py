@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.starting.supported import check_zero_stage
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.ir.choice import Choice, Given
+from deepspeed_pulse.ir.choice import Choice, Constraints
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 
@@ -36,7 +36,7 @@ class Asked:
     names: tuple[str, ...]
     world: int
     global_batch: int
-    given: Given
+    given: Constraints
     batch: tuple[Any, ...]
     derived: str | None = None
 
@@ -100,7 +100,7 @@ def asked_of(
     if config is None:
         raise ConfigError(f'{names[0]}: "auto" needs the global batch: pass config= to PipelineModule, with {BATCH}')
     _refuse(names, num_stages, topology, config, pulse)
-    given = Given(
+    given = Constraints(
         pipeline_ranks=_ranks(num_stages, topology, world),
         microbatch_size=_number(MICROBATCH, settings[1]),
         microbatches=_number(STEPS, settings[2]),
@@ -226,7 +226,7 @@ def layout_of(topology: Any) -> Layout:
     return Layout.PIPE_MAJOR if axes.index("pipe") < axes.index("data") else Layout.DATA_MAJOR
 
 
-def _of_plan(given: Given, plan: Plan) -> Given:
+def _of_plan(given: Constraints, plan: Plan) -> Constraints:
     """The plan's numbers; what the user gave beside it must be the same."""
     for name in ("pipeline_ranks", "microbatch_size", "microbatches"):
         mine, planned = getattr(given, name), getattr(plan, name)
@@ -244,7 +244,7 @@ def _of_plan(given: Given, plan: Plan) -> Given:
     )
 
 
-def _global_batch(batch: int | None, given: Given, world: int) -> tuple[int, str | None]:
+def _global_batch(batch: int | None, given: Constraints, world: int) -> tuple[int, str | None]:
     """Samples a step, and how they came about where the user did not say."""
     size, steps, ranks = given.microbatch_size, given.microbatches, given.pipeline_ranks
     if batch is not None:
@@ -260,7 +260,7 @@ def _global_batch(batch: int | None, given: Given, world: int) -> tuple[int, str
     )
 
 
-def _check_divides(batch: int, given: Given, world: int) -> None:
+def _check_divides(batch: int, given: Constraints, world: int) -> None:
     if not divisions(batch, given, world):
         near = sorted(range(max(1, batch - _REACH), batch + _REACH), key=lambda other: (abs(other - batch), other))
         would_do = [other for other in near if divisions(other, given, world)][:2]
@@ -275,15 +275,15 @@ _REACH = 2000
 """Global batches so near are looked at for one that would do."""
 
 
-def _settled(given: Given) -> str:
+def _settled(given: Constraints) -> str:
     named = {"num_stages": given.pipeline_ranks, MICROBATCH: given.microbatch_size, STEPS: given.microbatches}
     return _list([f"{name} {value}" for name, value in named.items() if value is not None]) or "any microbatch size"
 
 
-def divisions(batch: int, given: Given, world: int) -> dict[int, tuple[int, ...]]:
+def divisions(batch: int, given: Constraints, world: int) -> dict[int, tuple[int, ...]]:
     """Per number of pipeline ranks, the microbatch sizes that divide the global batch.
 
-    >>> divisions(4, Given(), 2)
+    >>> divisions(4, Constraints(), 2)
     {1: (1, 2), 2: (1, 2, 4)}
     """
     found: dict[int, tuple[int, ...]] = {}
@@ -300,7 +300,8 @@ def sizes_to_measure(asked: Asked) -> tuple[int, ...]:
     Where none is settled: divisors of the global batch, each at least twice the one before, as far as pipelines of all
     the ranks would still have a microbatch a rank.
 
-    >>> sizes_to_measure(Asked(names=("num_stages",), world=2, global_batch=24, given=Given(), batch=(24, None, None)))
+    >>> settled = Constraints()
+    >>> sizes_to_measure(Asked(names=("num_stages",), world=2, global_batch=24, given=settled, batch=(24, None, None)))
     (1, 2, 4, 8)
     """
     sizes = sorted({size for row in divisions(asked.global_batch, asked.given, asked.world).values() for size in row})

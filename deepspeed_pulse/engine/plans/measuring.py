@@ -20,7 +20,7 @@ from deepspeed_pulse.engine.collectives import agree, as_pulse_error, raise_ever
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware, clock_of, device_name
 from deepspeed_pulse.engine.measure.layers import Measured, measure_layers
-from deepspeed_pulse.engine.measure.probe import Reached, reach
+from deepspeed_pulse.engine.measure.probe import LayerInputs, reach
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
 from deepspeed_pulse.engine.specs import TiedCall
@@ -103,7 +103,7 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
     try:
         if isinstance(found, PulseError):
             raise found
-        starts: list[Reached | None] = _starts(request, sizes) if found is None else found
+        starts: list[LayerInputs | None] = _starts(request, sizes) if found is None else found
         if rank + 1 < len(shared):
             run = partial(reach, request.graph, build, device=request.device, layers=shared[rank])
             _hand_on(rank, [_if_it_fits(partial(run, start=start), sizes) if start else None for start in starts])
@@ -118,18 +118,18 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
     ]
 
 
-def _measure(request: PlanRequest, build: Sequence[Callable[[], Any]], layers: range, start: Reached) -> Measured:
+def _measure(request: PlanRequest, build: Sequence[Callable[[], Any]], layers: range, start: LayerInputs) -> Measured:
     return measure_layers(
         request.graph, build, start.hidden, start.values, request.device, clock_of(request.device), layers=layers
     )
 
 
-def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[Reached | None]:
+def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | None]:
     """What the first layer finds at each size."""
     assert request.example is not None
     inputs, given = request.example
     entries = {value.name: given[value.name] for value in request.graph.batch_entries}
-    starts: list[Reached | None] = []
+    starts: list[LayerInputs | None] = []
     for size in sizes:
         if size == request.microbatch_size:
             hidden, values = inputs, entries
@@ -142,7 +142,7 @@ def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[Reached | None]:
                     "(train_micro_batch_size_per_gpu), or profiles measured at other sizes"
                 )
             hidden, values = resized(inputs, entries, have=have, want=size)
-        starts.append(Reached(hidden=hidden, values=values))
+        starts.append(LayerInputs(hidden=hidden, values=values))
     return starts
 
 

@@ -20,7 +20,7 @@ from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_pro
 from deepspeed_pulse.engine.plans.machines import machines
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
-from deepspeed_pulse.ir.choice import Given, Tuning
+from deepspeed_pulse.ir.choice import Constraints, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.plan import Plan
@@ -33,7 +33,7 @@ from deepspeed_pulse.planner.checks.validate import check
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.recompute import replay_bytes as planned_replay
+from deepspeed_pulse.planner.recompute import recomputed_bytes as planned_replay
 from deepspeed_pulse.planner.simulate import estimate, simulate
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.tune import tune
@@ -143,7 +143,13 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
 
 
 def tune_job(
-    request: PlanRequest, profiles: Sequence[Profile], cluster: Cluster, *, global_batch: int, world: int, given: Given
+    request: PlanRequest,
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    world: int,
+    given: Constraints,
 ) -> Tuning:
     """Every way to run a job, the best first; searched for ``solver_seconds``."""
     recompute = None if isinstance(request.recompute, str) else tuple(request.recompute)
@@ -231,7 +237,7 @@ def _given_plan(request: PlanRequest) -> Plan:
     return replace(plan, rules=request.rules, recompute=plan.recompute or asked)
 
 
-def replay_bytes(planned: Planned, interval: int) -> tuple[int, ...]:
+def recomputed_bytes(planned: Planned, interval: int) -> tuple[int, ...]:
     """Per stage, what its backward holds of recomputed layers, as profiled; nothing where no profile is known."""
     if planned.profile is None:
         return ()

@@ -1,6 +1,6 @@
-"""One weight in several layers: found by identity, trained as one wherever its places lie.
+"""One weight in several layers: found by identity, trained as one wherever its layers lie.
 
-Every rank has the same list of modules, so every rank sees the same places. Where they lie on several
+Every rank has the same list of modules, so every rank sees the same holders. Where they lie on several
 ranks, each of these holds a copy: the first rank's values are everybody's at the start, and gradients are
 summed over the ranks before the optimizer's step, as DeepSpeed does for ``TiedLayerSpec``.
 """
@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.specs import unwrap
 
-Place = tuple[int, str]
+Holder = tuple[int, str]
 """Layer index and name in that layer."""
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -25,20 +25,20 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A parameter or buffer that several layers hold; ``places`` in forward order."""
+    """A parameter or buffer that several layers hold; ``holders`` in forward order."""
 
     tensor: torch.Tensor
-    places: tuple[Place, ...]
+    holders: tuple[Holder, ...]
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers that hold it, each once."""
-        return tuple(dict.fromkeys(layer for layer, _ in self.places))
+        return tuple(dict.fromkeys(layer for layer, _ in self.holders))
 
     @property
     def name(self) -> str:
-        """Its name in the whole model: the first of its places."""
-        layer, name = self.places[0]
+        """Its name in the whole model: the first of its holders."""
+        layer, name = self.holders[0]
         return f"{layer}.{name}"
 
 
@@ -51,19 +51,19 @@ class Tie:
 
 
 def find_shared(modules: Mapping[int, torch.nn.Module], named: Callable[[torch.nn.Module], Named]) -> list[Shared]:
-    """Tensors that several layers hold, in the order of their first places.
+    """Tensors that several layers hold, in the order of their first holders.
 
     Args:
         modules: by layer index.
         named: the tensors of a module under all their names.
     """
-    places: dict[int, list[Place]] = {}
+    holders: dict[int, list[Holder]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for layer, module in modules.items():
         for name, tensor in named(module):
             tensors[id(tensor)] = tensor
-            places.setdefault(id(tensor), []).append((layer, name))
-    found = (Shared(tensor=tensors[key], places=tuple(where)) for key, where in places.items())
+            holders.setdefault(id(tensor), []).append((layer, name))
+    found = (Shared(tensor=tensors[key], holders=tuple(where)) for key, where in holders.items())
     return [shared for shared in found if len(shared.layers) > 1]
 
 
@@ -142,8 +142,8 @@ class SharedWeights:
         return next((name for (name, before), now in pairs if now[0] is not before[0] or now[1] != before[1]), None)
 
     def _buffer_states(self) -> dict[str, tuple[torch.Tensor, int]]:
-        places = [place for shared in self.buffers for place in shared.places]
-        found = {f"{layer}.{name}": self._modules[layer].get_buffer(name) for layer, name in places}
+        holders = [holder for shared in self.buffers for holder in shared.holders]
+        found = {f"{layer}.{name}": self._modules[layer].get_buffer(name) for layer, name in holders}
         return {name: (buffer, buffer._version) for name, buffer in found.items()}
 
     def weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
@@ -158,7 +158,7 @@ class SharedWeights:
         for shared, tie in self._tied(self.parameters):
             _broadcast(shared.tensor, tie)
         for shared, tie in self._tied(self.buffers):
-            layer, name = shared.places[0]
+            layer, name = shared.holders[0]
             _broadcast(self._modules[layer].get_buffer(name), tie)  # moving to a device makes another tensor
 
 

@@ -62,10 +62,10 @@ def check_shared(shared: SharedWeights, graph: Graph) -> None:
         GraphError: says which layers.
     """
     for buffer in shared.buffers:
-        if buffer.places[0][1].rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked"):
+        if buffer.holders[0][1].rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked"):
             raise GraphError(
                 f"layers {_listed(graph, buffer.layers)} share a module that keeps running statistics "
-                f"({buffer.places[0][1]}): its uses update them in turn, microbatch by microbatch, which no pipeline "
+                f"({buffer.holders[0][1]}): its uses update them in turn, microbatch by microbatch, which no pipeline "
                 "can; give each layer its own, or use track_running_stats=False or a norm without statistics"
             )
     for first, second in shared.overlaps():

@@ -64,7 +64,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TensorEntry:
     """Where a tensor lies: name of the file, key in it, shape."""
 
     file: str
@@ -77,7 +77,7 @@ class WeightFiles:
     """Where each tensor of a model lies; ``sharded`` says whether by an index."""
 
     folder: Path
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorEntry]
     sharded: bool
 
     @classmethod
@@ -95,7 +95,7 @@ class WeightFiles:
             raise FileError(_nothing_found(folder, single))
         return cls(folder=folder, places=_header(folder / single), sharded=False)
 
-    def renamed(self, rename: Callable[[dict[str, Place]], Any]) -> WeightFiles:
+    def renamed(self, rename: Callable[[dict[str, TensorEntry]], Any]) -> WeightFiles:
         """The same files after ``rename`` gave some of the places other keys, in place."""
         places = dict(self.places)
         rename(places)
@@ -142,7 +142,7 @@ class WeightFiles:
         return found
 
 
-def _sharded(folder: Path, index: str) -> dict[str, Place]:
+def _sharded(folder: Path, index: str) -> dict[str, TensorEntry]:
     files = _weight_map(folder / index)
     shards = sorted(set(files.values()))
     missing = [name for name in shards if not (folder / name).is_file()]
@@ -169,10 +169,10 @@ def _weight_map(path: Path) -> dict[str, str]:
     return files
 
 
-def _header(path: Path) -> dict[str, Place]:
+def _header(path: Path) -> dict[str, TensorEntry]:
     with _opened(path) as opened:
         return {
-            key: Place(file=path.name, key=key, shape=tuple(opened.get_slice(key).get_shape()))
+            key: TensorEntry(file=path.name, key=key, shape=tuple(opened.get_slice(key).get_shape()))
             for key in opened.keys()  # noqa: SIM118 - no mapping
         }
 

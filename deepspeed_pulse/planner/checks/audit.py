@@ -10,7 +10,7 @@ from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.checks.validate import marked_rows, violations
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulate import run, summarize
 
@@ -42,9 +42,9 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
     enough_ranks = plan.pipeline_ranks * plan.data_parallel <= cluster.num_ranks
     if found or not enough_ranks:
         return Audit(problems=(*about_files, *found), rows=tuple(marked_rows(plan)))
-    instance = Instance(plan, profile, cluster)
-    timeline = run(instance, plan.schedule)
-    estimate = summarize(instance, timeline)
+    problem = Problem(plan, profile, cluster)
+    timeline = run(problem, plan.schedule)
+    estimate = summarize(problem, timeline)
     peaks = _peaks(timeline, estimate, cluster.memory_bytes)
     lines = tuple(peak.describe(plan, timeline, cluster.memory_bytes) for peak in peaks.values())
     rows = marked_rows(plan, {rank: peak.positions(plan, timeline) for rank, peak in peaks.items()})

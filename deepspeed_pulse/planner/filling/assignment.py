@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from deepspeed_pulse.ir.fill import Filling, FrozenPart, FrozenRun
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.filling.greedy import Runs
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.mip import Mip, Term
+from deepspeed_pulse.planner.problem import Problem
 
 MOST_COLUMNS = 8000
 """Larger programs are not tried: few improve within seconds."""
@@ -34,7 +34,7 @@ class Gap:
     is_last: bool
 
 
-def gaps_of(instance: Instance, timeline: Timeline, shortest_ms: float) -> list[Gap]:
+def gaps_of(problem: Problem, timeline: Timeline, shortest_ms: float) -> list[Gap]:
     """Where no action runs for at least ``shortest_ms``, in the order of starts; frozen work counts as idle."""
     found = []
     for rank in range(timeline.num_ranks):
@@ -56,14 +56,14 @@ class Assignment:
 
     def __init__(
         self,
-        instance: Instance,
+        problem: Problem,
         parts: Sequence[FrozenPart],
         allowed: Mapping[str, Sequence[int]],
         gaps: Sequence[Gap],
         upper_ms: float,
     ) -> None:
-        self.instance, self.parts, self.gaps = instance, parts, gaps
-        self.microbatches, self.upper_ms = instance.plan.microbatches, upper_ms
+        self.problem, self.parts, self.gaps = problem, parts, gaps
+        self.microbatches, self.upper_ms = problem.plan.microbatches, upper_ms
         self.places = [(g, part) for g, gap in enumerate(gaps) for part in parts if gap.rank in allowed[part.name]]
         self.num_columns = sum(3 * len(part.layers) for _, part in self.places)
 
@@ -151,12 +151,12 @@ class Assignment:
     def _arrives(self, source: Gap, target: Gap, size: int) -> float:
         if source.rank == target.rank:
             return source.end_ms
-        way = self.instance.links.between(source.rank, target.rank)
+        way = self.problem.links.between(source.rank, target.rank)
         return source.end_ms + way.transfer_ms(size) + way.latency_ms
 
     def _runs(self, values: Sequence[int]) -> Runs | None:
         """Counts as runs of microbatches: of those that are there, the first."""
-        found: list[list[Filling]] = [[] for _ in range(self.instance.num_ranks)]
+        found: list[list[Filling]] = [[] for _ in range(self.problem.num_ranks)]
         there: dict[tuple[str, int], list[tuple[int, int, float]]] = defaultdict(list)
         """Per part and layers done: microbatch, rank, and when it may be read there."""
         for part in self.parts:
@@ -200,6 +200,6 @@ class Assignment:
         _, rank, ready = item
         if rank in (-1, gap.rank):
             return ready <= gap.start_ms + 1e-9
-        way = self.instance.links.between(rank, gap.rank)
+        way = self.problem.links.between(rank, gap.rank)
         size = part.layers[done - 1].output_bytes
         return ready + way.transfer_ms(size) + way.latency_ms <= gap.start_ms + 1e-9

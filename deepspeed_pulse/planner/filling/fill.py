@@ -13,21 +13,27 @@ from deepspeed_pulse.ir.fill import Fill, FrozenPart, in_order
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner.filling.assignment import MOST_COLUMNS, Assignment, gaps_of
-from deepspeed_pulse.planner.filling.greedy import MOST_OPEN, Filler, Runs, Taste, latest_starts
+from deepspeed_pulse.planner.filling.greedy import MOST_OPEN, Filler, Preference, Runs, latest_starts
 from deepspeed_pulse.planner.filling.hand_overs import with_hand_overs
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.simulate import run, simulate, summarize
 
-_TASTES = (Taste(), Taste(left=0.3), Taste(fit=0.0, left=1.0), Taste(here=0.5), Taste(left=0.3, here=0.5))
+_PREFERENCES = (
+    Preference(),
+    Preference(left=0.3),
+    Preference(fit=0.0, left=1.0),
+    Preference(here=0.5),
+    Preference(left=0.3, here=0.5),
+)
 _TARGETS = 6
 """Ends of the step that are tried, by halves."""
 _QUICK = 3
-"""As many tastes and ends where no time is given."""
+"""As many preferences and ends where no time is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filled:
+class FillResult:
     """A fill with the figures of its step."""
 
     fill: Fill
@@ -43,14 +49,14 @@ def fill_plan(plan: Plan, job: Job, *, solver_seconds: float = 10.0) -> Plan:
     """The plan with the job's frozen work for the next step's batch in its idle time.
 
     Args:
-        solver_seconds: time for HiGHS, where the instance is small enough for it; 0: less of the greedy, nothing else.
+        solver_seconds: time for HiGHS, where the problem is small enough for it; 0: less of the greedy, nothing else.
 
     Raises:
         PlanError: the parts do not fit the model.
         InfeasibleError: no rank has the memory that a part needs.
     """
-    instance = Instance(replace(plan, fill=None), job.profile, job.cluster)
-    best = _Ways(instance, _checked(job.frozen, plan), job.limit_bytes).best(solver_seconds)
+    problem = Problem(replace(plan, fill=None), job.profile, job.cluster)
+    best = _Ways(problem, _checked(job.frozen, plan), job.limit_bytes).best(solver_seconds)
     return replace(plan, fill=best.fill, estimate=best.estimate)
 
 
@@ -79,16 +85,16 @@ def _checked(parts: Sequence[FrozenPart], plan: Plan) -> tuple[FrozenPart, ...]:
 class _Ways:
     """Everything that is tried for one plan."""
 
-    def __init__(self, instance: Instance, parts: tuple[FrozenPart, ...], cap: int) -> None:
-        self._instance, self._parts, self._cap = instance, parts, cap
-        timeline = run(instance, instance.plan.schedule)
-        self._pipeline = summarize(instance, timeline)
+    def __init__(self, problem: Problem, parts: tuple[FrozenPart, ...], cap: int) -> None:
+        self._problem, self._parts, self._cap = problem, parts, cap
+        timeline = run(problem, problem.plan.schedule)
+        self._pipeline = summarize(problem, timeline)
         self._starts = {span.work: span.start_ms for span in timeline.spans}
-        self._allowed = allowed_ranks(instance, parts, self._pipeline.peak_bytes, cap)
+        self._allowed = allowed_ranks(problem, parts, self._pipeline.peak_bytes, cap)
 
-    def best(self, seconds: float) -> Filled:
+    def best(self, seconds: float) -> FillResult:
         """The fill with the shortest step that keeps to the memory."""
-        self._tastes, targets = (_TASTES, _TARGETS) if seconds > 0 else (_TASTES[:_QUICK], _QUICK)
+        self._tastes, targets = (_PREFERENCES, _TARGETS) if seconds > 0 else (_PREFERENCES[:_QUICK], _QUICK)
         first = self._scored(self._up_front(), "up front")
         shortest = self._pipeline.makespan_ms
         found = [first, *self._greedy(self._starts)]
@@ -97,7 +103,7 @@ class _Ways:
             if longest <= shortest * (1 + 1e-3):
                 break
             target = (shortest + longest) / 2
-            some = list(self._greedy(latest_starts(self._instance, target)))
+            some = list(self._greedy(latest_starts(self._problem, target)))
             found += some
             reached = min(filled.estimate.makespan_ms for filled in some)
             if reached <= target * (1 + 1e-6):
@@ -107,21 +113,21 @@ class _Ways:
         best = self._fitting(found)
         return self._fitting([best, *self._assigned(best, seconds)])
 
-    def _assigned(self, greedy: Filled, seconds: float) -> Iterator[Filled]:
+    def _assigned(self, greedy: FillResult, seconds: float) -> Iterator[FillResult]:
         """What HiGHS makes of the gaps that the actions leave, with their times without and with greedy's work."""
         least = min(layer.forward_ms for part in self._parts for layer in part.layers)
-        filled = replace(self._instance.plan, fill=greedy.fill)
+        filled = replace(self._problem.plan, fill=greedy.fill)
         upper_ms = greedy.estimate.makespan_ms
-        for plan in (self._instance.plan, filled):
-            gaps = gaps_of(self._instance, simulate(plan, self._instance.profile, self._instance.cluster), least)
-            program = Assignment(self._instance, self._parts, self._allowed, gaps, upper_ms)
+        for plan in (self._problem.plan, filled):
+            gaps = gaps_of(self._problem, simulate(plan, self._problem.profile, self._problem.cluster), least)
+            program = Assignment(self._problem, self._parts, self._allowed, gaps, upper_ms)
             if seconds <= 0 or program.num_columns > MOST_COLUMNS:
                 continue
             runs = program.solve(seconds / 2)
             if runs is not None:
                 yield self._scored(runs, "assignment")
 
-    def _fitting(self, found: Sequence[Filled]) -> Filled:
+    def _fitting(self, found: Sequence[FillResult]) -> FillResult:
         fits = [filled for filled in found if max(filled.estimate.peak_bytes) <= self._cap]
         if not fits:
             needed = min(max(filled.estimate.peak_bytes) for filled in found)
@@ -132,42 +138,42 @@ class _Ways:
             )
         return min(fits, key=lambda filled: filled.key)
 
-    def _greedy(self, latest: Mapping[Action, float]) -> Iterator[Filled]:
-        for taste in self._tastes:
-            runs = Filler(self._instance, self._parts, self._allowed, latest, taste).fill()
+    def _greedy(self, latest: Mapping[Action, float]) -> Iterator[FillResult]:
+        for preference in self._tastes:
+            runs = Filler(self._problem, self._parts, self._allowed, latest, preference).fill()
             yield self._scored(runs, "greedy")
 
     def _up_front(self) -> Runs:
         """All of it before the first action: what filling has to beat."""
         never = dict.fromkeys(self._starts, -1.0)
-        alone = self._instance.with_plan(replace(self._instance.plan, schedule=((),) * self._instance.num_ranks))
-        return Filler(alone, self._parts, self._allowed, never, Taste(fit=0.0, left=1.0)).fill()
+        alone = self._problem.with_plan(replace(self._problem.plan, schedule=((),) * self._problem.num_ranks))
+        return Filler(alone, self._parts, self._allowed, never, Preference(fit=0.0, left=1.0)).fill()
 
-    def _scored(self, runs: Runs, solver: str) -> Filled:
-        fill = with_hand_overs(self._instance, self._parts, runs, solver)
-        instance = self._instance.with_plan(replace(self._instance.plan, fill=fill))
-        return Filled(fill=fill, estimate=summarize(instance, run(instance, instance.plan.schedule)))
+    def _scored(self, runs: Runs, solver: str) -> FillResult:
+        fill = with_hand_overs(self._problem, self._parts, runs, solver)
+        problem = self._problem.with_plan(replace(self._problem.plan, fill=fill))
+        return FillResult(fill=fill, estimate=summarize(problem, run(problem, problem.plan.schedule)))
 
 
 def allowed_ranks(
-    instance: Instance, parts: Sequence[FrozenPart], peaks: Sequence[int], cap: int
+    problem: Problem, parts: Sequence[FrozenPart], peaks: Sequence[int], cap: int
 ) -> dict[str, tuple[int, ...]]:
     """Per part, the ranks with room for its weights, what its layers need to run, and its results.
 
     Raises:
         InfeasibleError: a part has none.
     """
-    microbatches = instance.plan.microbatches
+    microbatches = problem.plan.microbatches
     free = [cap - peak for peak in peaks]
     for part in parts:
-        for rank in instance.plan.readers_of(part):
+        for rank in problem.plan.readers_of(part):
             free[rank] -= 2 * microbatches * part.output_bytes
     found: dict[str, tuple[int, ...]] = {}
     for part in sorted(parts, key=lambda part: -part.forward_ms):
         need = _most_bytes(part, microbatches)
-        fitting = [r for r in part.ranks or range(instance.num_ranks) if free[r] >= need]
+        fitting = [r for r in part.ranks or range(problem.num_ranks) if free[r] >= need]
         if not fitting:
-            most = max(free[r] for r in part.ranks or range(instance.num_ranks))
+            most = max(free[r] for r in part.ranks or range(problem.num_ranks))
             raise InfeasibleError(
                 f"frozen part {part.name!r} needs {need / 1e9:.3f} GB on a rank that runs it; beside the model's own "
                 f"{most / 1e9:.3f} GB of {cap / 1e9:.3f} GB are left at best; raise the memory limit, use more ranks "

@@ -21,8 +21,8 @@ from deepspeed_pulse.ir.dependencies import walk
 from deepspeed_pulse.ir.fill import Filling, FrozenPart, FrozenRun
 from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import Action
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.links import Ports
+from deepspeed_pulse.planner.problem import Problem
 
 _EPSILON_MS = 1e-9
 _NEVER = float("inf")
@@ -34,10 +34,10 @@ Runs = tuple[tuple[Filling, ...], ...]
 """Per rank, frozen runs at their positions; hand-overs are not there yet."""
 
 
-def latest_starts(instance: Instance, end_ms: float) -> dict[Action, float]:
+def latest_starts(problem: Problem, end_ms: float) -> dict[Action, float]:
     """When each action must start so that the plan's order ends by ``end_ms``; queues on links are not counted."""
-    plan = instance.plan
-    order, _ = walk(instance.lower(plan.schedule), plan.placement)
+    plan = problem.plan
+    order, _ = walk(problem.lower(plan.schedule), plan.placement)
     following = {a: b for row in plan.schedule for a, b in itertools.pairwise(row)}
     latest: dict[Action, float] = {}
     for _, step in reversed(order):
@@ -48,9 +48,9 @@ def latest_starts(instance: Instance, end_ms: float) -> dict[Action, float]:
             ends.append(latest[following[action]])
         for message in step.sends:
             target = Action(message.target_stage, action.op, action.microbatch)
-            delay = instance.delay(message)
+            delay = problem.delay(message)
             ends.append(latest[target] - delay.transfer_ms - delay.latency_ms)
-        latest[action] = min(ends) - instance.duration_ms(action)
+        latest[action] = min(ends) - problem.duration_ms(action)
     return latest
 
 
@@ -83,7 +83,7 @@ class Chain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taste:
+class Preference:
     """What a rank prefers where several microbatches fit: a weighted sum, the largest is taken.
 
     ``fit``: ms that it fills; ``left``: ms that the microbatch has left; ``here``: for one that needs no message, as a
@@ -105,15 +105,15 @@ class Filler:
         latest: per action, when it must have started.
     """
 
-    instance: Instance
+    problem: Problem
     parts: Sequence[FrozenPart]
     allowed: Mapping[str, Sequence[int]]
     latest: Mapping[Action, float]
-    taste: Taste = field(default_factory=Taste)
+    preference: Preference = field(default_factory=Preference)
 
     def __post_init__(self) -> None:
-        plan = self.instance.plan
-        self._rows = self.instance.lower(plan.schedule)
+        plan = self.problem.plan
+        self._rows = self.problem.lower(plan.schedule)
         self._chains = [
             Chain(part, m, list(itertools.accumulate(layer.forward_ms for layer in part.layers)))
             for m in range(plan.microbatches)
@@ -121,7 +121,7 @@ class Filler:
         ]
         self._of = {(chain.part.name, chain.microbatch): chain for chain in self._chains}
         self._arrived: dict[Message, float] = {}
-        self._ports = Ports(self.instance.links)
+        self._ports = Ports(self.problem.links)
         self._position = [0] * plan.pipeline_ranks
         self._free_ms = [0.0] * plan.pipeline_ranks
         self._runs: list[list[Filling]] = [[] for _ in range(plan.pipeline_ranks)]
@@ -162,11 +162,11 @@ class Filler:
 
     def _run_step(self, rank: int, step: Step, now: float) -> None:
         self._position[rank] += 1
-        end = self._free_ms[rank] = now + self.instance.duration_ms(step.action)
+        end = self._free_ms[rank] = now + self.problem.duration_ms(step.action)
         self._wake(end, rank)
         for message in step.sends:
-            source, target = self.instance.link_of(message)
-            _, self._arrived[message] = self._ports.send(source, target, self.instance.num_bytes(message), end)
+            source, target = self.problem.link_of(message)
+            _, self._arrived[message] = self._ports.send(source, target, self.problem.num_bytes(message), end)
             self._wake(self._arrived[message], target)
 
     def _choose(self, rank: int, now: float, room_ms: float) -> Chain | None:
@@ -194,7 +194,11 @@ class Filler:
 
     def _value(self, rank: int, chain: Chain, count: int) -> float:
         here = chain.ends_ms[-1] if chain.rank in (None, rank) else 0.0
-        return self.taste.fit * chain.length_ms(count) + self.taste.left * chain.left_ms + self.taste.here * here
+        return (
+            self.preference.fit * chain.length_ms(count)
+            + self.preference.left * chain.left_ms
+            + self.preference.here * here
+        )
 
     def _on(self, rank: int, chain: Chain) -> float:
         """When everything that the chain's next layer reads is on a rank."""
@@ -208,7 +212,7 @@ class Filler:
         if not chain.done or chain.rank == rank:
             return chain.ready_ms
         assert chain.rank is not None
-        way = self.instance.links.between(chain.rank, rank)
+        way = self.problem.links.between(chain.rank, rank)
         size = chain.part.layers[chain.done - 1].output_bytes
         return chain.ready_ms + way.transfer_ms(size) + way.latency_ms
 
@@ -221,7 +225,7 @@ class Filler:
         self._record(rank, FrozenRun(chain.part.name, first, chain.done, chain.microbatch))
         chain.rank, chain.ready_ms = rank, end
         self._free_ms[rank] = end
-        for other in range(self.instance.num_ranks):
+        for other in range(self.problem.num_ranks):
             self._wake(max(end, self._there(other, chain)), other)
 
     def _record(self, rank: int, run: FrozenRun) -> None:

@@ -9,14 +9,14 @@ from dataclasses import replace
 from deepspeed_pulse.ir.fill import Fill, Filling, FrozenPart, FrozenRun, HandOver
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.filling.greedy import Runs
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.links import Port
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.simulate import run
 
 
-def with_hand_overs(instance: Instance, parts: Sequence[FrozenPart], runs: Runs, solver: str) -> Fill:
+def with_hand_overs(problem: Problem, parts: Sequence[FrozenPart], runs: Runs, solver: str) -> Fill:
     """Frozen runs with everything that has to travel: between parts, within a part, and to the ranks that read."""
-    at_once, later = _needed(instance, parts, runs)
+    at_once, later = _needed(problem, parts, runs)
     rows = []
     for rank, row in enumerate(runs):
         found: list[Filling] = []
@@ -25,11 +25,11 @@ def with_hand_overs(instance: Instance, parts: Sequence[FrozenPart], runs: Runs,
             found += [Filling(filling.position, work) for work in at_once.get((rank, filling.work), ())]
         rows.append(tuple(found))
     fill = Fill(parts=tuple(parts), rows=tuple(rows), solver=solver)
-    return _while_links_idle(instance, fill, later) if later else fill
+    return _while_links_idle(problem, fill, later) if later else fill
 
 
 def _needed(
-    instance: Instance, parts: Sequence[FrozenPart], runs: Runs
+    problem: Problem, parts: Sequence[FrozenPart], runs: Runs
 ) -> tuple[dict[tuple[int, object], list[HandOver]], list[tuple[int, HandOver]]]:
     """Hand-overs behind a run of a rank; and those that only the next step needs, with the rank that sends."""
     by_name = {part.name: part for part in parts}
@@ -39,7 +39,7 @@ def _needed(
     for rank, work in every:
         for name in by_name[work.part].needs:
             wanted[name, work.microbatch].add(rank)
-    readers = {part.name: set(instance.plan.readers_of(part)) for part in parts}
+    readers = {part.name: set(problem.plan.readers_of(part)) for part in parts}
     at_once: dict[tuple[int, object], list[HandOver]] = {}
     later: list[tuple[int, HandOver]] = []
     for rank, work in every:
@@ -55,17 +55,17 @@ def _needed(
     return at_once, later
 
 
-def _while_links_idle(instance: Instance, fill: Fill, later: Sequence[tuple[int, HandOver]]) -> Fill:
+def _while_links_idle(problem: Problem, fill: Fill, later: Sequence[tuple[int, HandOver]]) -> Fill:
     """Each goes out at the first place in its rank's row at which no later message has to wait for it."""
-    timeline = run(instance.with_plan(replace(instance.plan, fill=fill)), instance.plan.schedule)
-    busy = _busy(instance, timeline, fill)
+    timeline = run(problem.with_plan(replace(problem.plan, fill=fill)), problem.plan.schedule)
+    busy = _busy(problem, timeline, fill)
     rows = [list(row) for row in fill.rows]
     made = {(s.work.part, s.work.end, s.work.microbatch): s.end_ms for s in timeline.frozen}
-    free = [_free_times(instance, timeline, rank, fill) for rank in range(timeline.num_ranks)]
+    free = [_free_times(problem, timeline, rank, fill) for rank in range(timeline.num_ranks)]
     for rank, work in sorted(later, key=lambda item: made[item[1].part, item[1].done, item[1].microbatch]):
         pair = (rank, work.target_rank)
-        transfer_ms = instance.links.between(*pair).transfer_ms(fill.num_bytes(work))
-        port = instance.links.port(*pair)
+        transfer_ms = problem.links.between(*pair).transfer_ms(fill.num_bytes(work))
+        port = problem.links.port(*pair)
         ready = made[work.part, work.done, work.microbatch]
         last = len(free[rank]) - 1
         for position, time in enumerate(free[rank]):
@@ -79,25 +79,25 @@ def _while_links_idle(instance: Instance, fill: Fill, later: Sequence[tuple[int,
     return replace(fill, rows=tuple(ordered))
 
 
-def _busy(instance: Instance, timeline: Timeline, fill: Fill) -> Mapping[Port, list[tuple[float, float]]]:
+def _busy(problem: Problem, timeline: Timeline, fill: Fill) -> Mapping[Port, list[tuple[float, float]]]:
     """Per port, from when until when messages leave through it."""
     found: dict[Port, list[tuple[float, float]]] = defaultdict(list)
     for t in timeline.transfers:
-        port = instance.port_of(t.message)
-        found[port].append((t.leave_ms, t.leave_ms + instance.delay(t.message).transfer_ms))
+        port = problem.port_of(t.message)
+        found[port].append((t.leave_ms, t.leave_ms + problem.delay(t.message).transfer_ms))
     for r in timeline.reductions:
-        found[instance.links.sums_port(r.rank)].append((r.start_ms, r.end_ms))
+        found[problem.links.sums_port(r.rank)].append((r.start_ms, r.end_ms))
     for c in timeline.carried:
         pair = (c.source_rank, c.target_rank)
-        way = instance.links.between(*pair)
-        found[instance.links.port(*pair)].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
+        way = problem.links.between(*pair)
+        found[problem.links.port(*pair)].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
     return found
 
 
-def _free_times(instance: Instance, timeline: Timeline, rank: int, fill: Fill) -> list[float]:
+def _free_times(problem: Problem, timeline: Timeline, rank: int, fill: Fill) -> list[float]:
     """Per position in a rank's row, when the rank gets there with its frozen runs there behind it."""
     ends = {span.work: span.end_ms for span in timeline.spans_of(rank)}
-    times = [0.0, *(ends[action] for action in instance.plan.schedule[rank])]
+    times = [0.0, *(ends[action] for action in problem.plan.schedule[rank])]
     finished = {span.work: span.end_ms for span in timeline.frozen_of(rank)}
     for filling in fill.rows[rank]:
         if isinstance(filling.work, FrozenRun):

@@ -12,10 +12,10 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.partition.views import other_views
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.search.synthesize import synthesize
@@ -61,20 +61,20 @@ class Maker:
         try:
             best = self.order(self._promising(own, most))
             most = min(most, _WORTH_CHANGING * step_ms(best))
-        except TooSlow as problem:
-            too_slow.append(problem)
+        except TooSlow as reason:
+            too_slow.append(reason)
         for rival in self._rivals(best or own, most):
             try:
                 found = self.order(self._promising(rival, most))
-            except TooSlow as problem:
-                too_slow.append(problem)
+            except TooSlow as reason:
+                too_slow.append(reason)
             except InfeasibleError:  # its memory; the partitioner's cuts fit, or are too slow
                 continue
             else:
                 if step_ms(found) <= most:
                     best, most = found, step_ms(found)
         if best is None:
-            raise min(too_slow, key=lambda problem: problem.bound_ms)
+            raise min(too_slow, key=lambda reason: reason.bound_ms)
         return best
 
     def _may_part(self, own: Plan) -> bool:
@@ -82,7 +82,7 @@ class Maker:
 
     def _promising(self, plan: Plan, within_ms: float) -> Plan:
         if within_ms < math.inf:
-            bound_ms = least_step_ms(Instance(plan, self.job.profile, self.job.cluster))
+            bound_ms = least_step_ms(Problem(plan, self.job.profile, self.job.cluster))
             if bound_ms > within_ms:
                 raise TooSlow(bound_ms, plan.boundaries)
         return plan
@@ -90,8 +90,8 @@ class Maker:
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
         """Cuts by other views of the profile, if any could be as fast as that; gradients are weighed where the order of
         ``own`` does not hide their reduction."""
-        instance = Instance(own, self.job.profile, self.job.cluster)
-        reduced = sum(reduction_ms(instance, stage) for stage in range(own.num_stages))
+        problem = Problem(own, self.job.profile, self.job.cluster)
+        reduced = sum(reduction_ms(problem, stage) for stage in range(own.num_stages))
         profile = with_recompute(self.job.profile, self.recompute)
         if ideal_ms(profile, own.placement, self.job.microbatches, reduction_ms=reduced) > within_ms:
             return []
@@ -113,10 +113,10 @@ class Maker:
         plan = replace(plan, fill=None)
         try:
             return self._filled(self._ordered(plan, self.job))
-        except InfeasibleError as problem:
-            if problem.needed_bytes is None:
+        except InfeasibleError as reason:
+            if reason.needed_bytes is None:
                 raise
-            spare = self.job.limit_bytes - (problem.needed_bytes - self.job.limit_bytes)
+            spare = self.job.limit_bytes - (reason.needed_bytes - self.job.limit_bytes)
             if spare <= 0:
                 raise
         return self._filled(self._ordered(plan, replace(self.job, memory_bytes=spare)))

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats
 from deepspeed_pulse.planner.partition.space import CutSpace, Stage, slack
-from deepspeed_pulse.planner.partition.weights import Floats, Weights
 
 
 class ConsecutiveCuts(CutSpace[int]):
     """Ways to cut for linear placement."""
 
-    def __init__(self, weights: Weights, in_flight: tuple[int, ...], *, most_ms: float = float("inf")) -> None:
+    def __init__(self, weights: CutCosts, in_flight: tuple[int, ...], *, most_ms: float = float("inf")) -> None:
         super().__init__(weights, in_flight, len(weights.placement), most_ms)
 
     def _states_after(self, k: int) -> list[int]:

@@ -22,9 +22,9 @@ from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.partition.contiguous import ConsecutiveCuts
-from deepspeed_pulse.planner.partition.lexical import Cuts, Found, MakeSpace, TooLarge, relaxed, solve
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Score, Value, in_flight
+from deepspeed_pulse.planner.partition.lexicographic import Cuts, MakeSpace, Solution, TooLarge, relaxed, solve
 from deepspeed_pulse.planner.partition.nested import NestedCuts
-from deepspeed_pulse.planner.partition.weights import Score, Value, Weights, in_flight
 
 Values = tuple[Value, ...]
 
@@ -42,10 +42,10 @@ be kept together. Beyond, the ideal load stands for the best one."""
 
 def partition(job: Job, placement: Sequence[int], *, tolerance: float = 0.0) -> Cuts:
     """Boundaries, one more than there are stages: the cuts of :func:`best_partition`."""
-    return best_partition(Weights(job, placement), microbatches=job.microbatches, tolerance=tolerance).cuts
+    return best_partition(CutCosts(job, placement), microbatches=job.microbatches, tolerance=tolerance).cuts
 
 
-def best_partition(weights: Weights, *, microbatches: int, tolerance: float = 0.0) -> Found:
+def best_partition(weights: CutCosts, *, microbatches: int, tolerance: float = 0.0) -> Solution:
     """Best cuts with their score, a bound on the load, and whether they are proven best.
 
     Exact for the wave with W = 1 and for linear placement unless the search for irregular values ends early, and for
@@ -60,7 +60,7 @@ def best_partition(weights: Weights, *, microbatches: int, tolerance: float = 0.
         InfeasibleError: fewer layers than stages; says how many are needed.
     """
     require_layers(weights.profile, weights.placement)
-    found: Found | None = None
+    found: Solution | None = None
     for depth in (in_flight(weights.placement, microbatches), _once(weights)):
         found = _best(weights, depth, tolerance)
         if found and found.score.excess_bytes <= 0:
@@ -100,11 +100,11 @@ def _layer_index(names: list[str], cut: str) -> int:
     return names.index(cut)
 
 
-def _once(weights: Weights) -> Cuts:
+def _once(weights: CutCosts) -> Cuts:
     return (1,) * len(weights.placement)
 
 
-def _best(weights: Weights, depth: Cuts, tolerance: float) -> Found | None:
+def _best(weights: CutCosts, depth: Cuts, tolerance: float) -> Solution | None:
     """The best cuts within memory; None (or cuts above the limit) when there are none."""
     if not (weights.collocates and weights.paired):
         return _solved(weights, depth, tolerance, clean=False)
@@ -123,15 +123,15 @@ def _best(weights: Weights, depth: Cuts, tolerance: float) -> Found | None:
     return _collocate(weights, (), heaviest, depth, tolerance, most)[1] or free
 
 
-def _together(weights: Weights, values: Values, depth: Cuts, tolerance: float, most: float) -> Found | None:
+def _together(weights: CutCosts, values: Values, depth: Cuts, tolerance: float, most: float) -> Solution | None:
     """The best cuts that part none of some values, if their load is at most ``most`` and memory allows them."""
     found = _solved(weights.binding(values), depth, tolerance, clean=True, most=most)
     return found if found and found.score.excess_bytes <= 0 and found.score.load_ms <= most else None
 
 
 def _collocate(
-    weights: Weights, kept: Values, values: Values, depth: Cuts, tolerance: float, most: float
-) -> tuple[Values, Found | None]:
+    weights: CutCosts, kept: Values, values: Values, depth: Cuts, tolerance: float, most: float
+) -> tuple[Values, Solution | None]:
     """Add values to those kept, one by one in order where :func:`_together` allows it; by halves, which is the same."""
     found = _together(weights, kept + values, depth, tolerance, most)
     if found:
@@ -144,7 +144,9 @@ def _collocate(
     return kept, second or first
 
 
-def _solved(weights: Weights, depth: Cuts, tolerance: float, *, clean: bool, most: float = math.inf) -> Found | None:
+def _solved(
+    weights: CutCosts, depth: Cuts, tolerance: float, *, clean: bool, most: float = math.inf
+) -> Solution | None:
     """The best cuts of all, or (``clean``) of those that part no pair; may be None if their load is above ``most``."""
     make, found = _space(weights, depth, clean=clean), None
     if make is not None:
@@ -157,14 +159,16 @@ def _solved(weights: Weights, depth: Cuts, tolerance: float, *, clean: bool, mos
     return _listed(weights, depth, tolerance, found, clean=clean)
 
 
-def _listed(weights: Weights, depth: Cuts, tolerance: float, found: Found | None, *, clean: bool) -> Found | None:
+def _listed(
+    weights: CutCosts, depth: Cuts, tolerance: float, found: Solution | None, *, clean: bool
+) -> Solution | None:
     """From all cuts where they are few, else by local search."""
     if math.comb(weights.num_layers - 1, len(weights.placement) - 1) <= _ENUMERABLE:
         return _enumerated(weights, depth, tolerance, clean=clean)
     return _searched(weights, depth, found, clean=clean)
 
 
-def _space(weights: Weights, depth: Cuts, *, clean: bool) -> MakeSpace | None:
+def _space(weights: CutCosts, depth: Cuts, *, clean: bool) -> MakeSpace | None:
     """Of the placements that have one."""
     if weights.placement.kind is Kind.LINEAR:
         return lambda most_ms: ConsecutiveCuts(weights, depth, most_ms=most_ms)
@@ -179,7 +183,7 @@ def every_cuts(num_layers: int, num_stages: int) -> Iterator[Cuts]:
         yield (0, *inner, num_layers)
 
 
-def _enumerated(weights: Weights, depth: Cuts, tolerance: float, *, clean: bool) -> Found | None:
+def _enumerated(weights: CutCosts, depth: Cuts, tolerance: float, *, clean: bool) -> Solution | None:
     """All cuts, one by one."""
     every = every_cuts(weights.num_layers, len(weights.placement))
     scored = [(weights.score(cuts, depth), cuts) for cuts in every if not (clean and weights.parts(cuts))]
@@ -187,7 +191,7 @@ def _enumerated(weights: Weights, depth: Cuts, tolerance: float, *, clean: bool)
         return None
     least = min(scored)[0]
     score, cuts = min(scored, key=lambda entry: preference(entry[0], least, tolerance))
-    return Found(cuts=cuts, score=score, bound_ms=least.load_ms, exact=True)
+    return Solution(cuts=cuts, score=score, bound_ms=least.load_ms, exact=True)
 
 
 def preference(score: Score, least: Score, tolerance: float) -> tuple[float, ...]:
@@ -198,7 +202,7 @@ def preference(score: Score, least: Score, tolerance: float) -> tuple[float, ...
     return (score.excess_bytes, within, score.bytes)
 
 
-def _searched(weights: Weights, depth: Cuts, found: Found | None, *, clean: bool) -> Found | None:
+def _searched(weights: CutCosts, depth: Cuts, found: Solution | None, *, clean: bool) -> Solution | None:
     """Local search from what is known, or from nested or balanced cuts without regard to memory."""
     cuts = found.cuts if found else _start(weights, depth, clean=clean)
 
@@ -209,10 +213,10 @@ def _searched(weights: Weights, depth: Cuts, found: Found | None, *, clean: bool
     if clean and weights.parts(cuts):
         return None
     bound = found.bound_ms if found else weights.ideal_ms
-    return Found(cuts=cuts, score=weights.score(cuts, depth), bound_ms=bound, exact=False)
+    return Solution(cuts=cuts, score=weights.score(cuts, depth), bound_ms=bound, exact=False)
 
 
-def _start(weights: Weights, depth: Cuts, *, clean: bool) -> Cuts:
+def _start(weights: CutCosts, depth: Cuts, *, clean: bool) -> Cuts:
     free = weights.without_memory()
     found = None
     if weights.collocates:
@@ -223,7 +227,7 @@ def _start(weights: Weights, depth: Cuts, *, clean: bool) -> Cuts:
     return found[0]
 
 
-def _least_memory(weights: Weights) -> Found:
+def _least_memory(weights: CutCosts) -> Solution:
     """Cuts with the smallest fullest rank, one microbatch in flight."""
     depth = _once(weights)
     make = _space(weights, depth, clean=False) if weights.num_layers <= _MOST_LAYERS else None
@@ -235,7 +239,7 @@ def _least_memory(weights: Weights) -> Found:
     space.limit(space.memory, space.solve(space.memory, total=False))
     space.solve(space.load_ms, total=False)
     cuts = space.trace()
-    return Found(cuts=cuts, score=weights.score(cuts, depth), bound_ms=weights.ideal_ms, exact=False)
+    return Solution(cuts=cuts, score=weights.score(cuts, depth), bound_ms=weights.ideal_ms, exact=False)
 
 
 class _Descent:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats, Value
 from deepspeed_pulse.planner.partition.space import CutSpace, Stage, slack
-from deepspeed_pulse.planner.partition.weights import Floats, Value, Weights
 
 State = tuple[int, int]
 
@@ -25,7 +25,7 @@ class NestedCuts(CutSpace[State]):
     """Ways to cut for a V; only clean ones if ``clean``."""
 
     def __init__(
-        self, weights: Weights, in_flight: tuple[int, ...], *, clean: bool, most_ms: float = float("inf")
+        self, weights: CutCosts, in_flight: tuple[int, ...], *, clean: bool, most_ms: float = float("inf")
     ) -> None:
         partable = weights.travelling if clean else weights.values
         self._several = [value for value in partable if len(value.targets) > 1]
@@ -129,7 +129,7 @@ class NestedCuts(CutSpace[State]):
         return total
 
 
-def _crossing(weights: Weights) -> npt.NDArray[np.int64]:
+def _crossing(weights: CutCosts) -> npt.NDArray[np.int64]:
     """Per (i, j): number of values with one consumer and exactly one end in [i, j)."""
     count = np.zeros((weights.num_layers + 1,) * 2, dtype=np.int64)
     i, j = np.indices(count.shape)

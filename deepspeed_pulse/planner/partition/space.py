@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from deepspeed_pulse.planner.partition.weights import Floats, Weights
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats
 
 S = TypeVar("S")
 Bools = npt.NDArray[np.bool_]
@@ -35,7 +35,7 @@ def slack(most: float) -> float:
 class CutSpace(abc.ABC, Generic[S]):
     """Edges into a state come as one array over all states before it."""
 
-    def __init__(self, weights: Weights, in_flight: tuple[int, ...], num_ranks: int, most_ms: float) -> None:
+    def __init__(self, weights: CutCosts, in_flight: tuple[int, ...], num_ranks: int, most_ms: float) -> None:
         self.weights, self.in_flight, self.num_ranks, self.most_ms = weights, in_flight, num_ranks, most_ms
         self.num_layers = weights.num_layers
         work = weights.work_ms

@@ -1,4 +1,4 @@
-"""Known schedules as generators: an instance and a number of microbatches give an order per rank.
+"""Known schedules as generators: a problem and a number of microbatches give an order per rank.
 
 ============  ==============  ========  =================================================
 name          placement       backward  source
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.schedule import Action, Schedule, backward, forward
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules import templates
 from deepspeed_pulse.planner.schedules.listing import Cap, Prefer, list_schedule
 
@@ -37,23 +37,23 @@ _HUGE = 10_000
 """Above so many forwards, one order for each memory cap and two without."""
 
 
-def gpipe(instance: Instance, microbatches: int) -> Schedule:
+def gpipe(problem: Problem, microbatches: int) -> Schedule:
     """All forwards of a rank, then all its backwards; any placement."""
-    return list_schedule(instance, microbatches, prefer=Prefer.ALL_FORWARDS)
+    return list_schedule(problem, microbatches, prefer=Prefer.ALL_FORWARDS)
 
 
-def wave(instance: Instance, microbatches: int, cap: Cap | None = None) -> Schedule:
+def wave(problem: Problem, microbatches: int, cap: Cap | None = None) -> Schedule:
     """Earliest start first, forward before backward among equals, latest stage first; any placement.
 
     Without a cap the first microbatch goes before all others once it has turned: so the innermost rank never waits,
     and uniform stages in a V reach 6M + 3(P-1) half-stages (forward 1, backward 2) for every M >= 1.5 P.
     """
-    return list_schedule(instance, microbatches, prefer=Prefer.FORWARD if cap else Prefer.FIRST_HOME, cap=cap)
+    return list_schedule(problem, microbatches, prefer=Prefer.FORWARD if cap else Prefer.FIRST_HOME, cap=cap)
 
 
-def one_f_one_b(instance: Instance, microbatches: int) -> Schedule:
+def one_f_one_b(problem: Problem, microbatches: int) -> Schedule:
     """Rank r runs P-1-r forwards ahead, then one forward, one backward in turn; linear placement."""
-    ranks = instance.num_ranks
+    ranks = problem.num_ranks
     rows = []
     for rank in range(ranks):
         ahead = min(microbatches, ranks - 1 - rank)
@@ -78,18 +78,18 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
     return tuple(tuple(a for a in order if placement[a.stage] == rank) for rank in range(ranks))
 
 
-def count_cap(instance: Instance, half_stages: int) -> Cap:
+def count_cap(problem: Problem, half_stages: int) -> Cap:
     """At most so many (stage, microbatch) pairs in flight on a rank."""
     return Cap(
-        weights=(1.0,) * instance.num_stages,
-        limits=(float(half_stages),) * instance.num_ranks,
+        weights=(1.0,) * problem.num_stages,
+        limits=(float(half_stages),) * problem.num_ranks,
         unit="stages in flight",
     )
 
 
-def byte_cap(instance: Instance, limits: tuple[float, ...]) -> Cap:
+def byte_cap(problem: Problem, limits: tuple[float, ...]) -> Cap:
     """At most so many bytes of activations and received named values on each rank."""
-    weights = [instance.costs.activation_bytes[s] + instance.received_bytes(s) for s in range(instance.num_stages)]
+    weights = [problem.costs.activation_bytes[s] + problem.received_bytes(s) for s in range(problem.num_stages)]
     return Cap(weights=tuple(map(float, weights)), limits=limits)
 
 
@@ -100,68 +100,68 @@ Orders = Iterator[Callable[[], Schedule]]
 class Generator:
     """A named schedule: where it fits, and the orders it offers under memory caps to try, most frugal first.
 
-    ``orders`` takes the instance, the caps, and whether backward is split.
+    ``orders`` takes the problem, the caps, and whether backward is split.
     """
 
     fits: Callable[[Placement], bool]
-    orders: Callable[[Instance, Caps, bool], Orders]
+    orders: Callable[[Problem, Caps, bool], Orders]
     needs_split: bool = False
 
 
-def _gpipe_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
-    yield lambda: list_schedule(instance, instance.plan.microbatches, prefer=Prefer.ALL_FORWARDS, split=split)
+def _gpipe_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
+    yield lambda: list_schedule(problem, problem.plan.microbatches, prefer=Prefer.ALL_FORWARDS, split=split)
 
 
-def _1f1b_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
-    yield lambda: one_f_one_b(instance, instance.plan.microbatches)
+def _1f1b_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
+    yield lambda: one_f_one_b(problem, problem.plan.microbatches)
 
 
-def _interleaved_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
-    yield lambda: templates.interleaved(instance.num_ranks, _stages_a_rank(instance), instance.plan.microbatches)
+def _interleaved_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
+    yield lambda: templates.interleaved(problem.num_ranks, _stages_a_rank(problem), problem.plan.microbatches)
 
 
-def _dualpipev_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
-    order = templates.dualpipev(instance.num_ranks, instance.plan.microbatches)
+def _dualpipev_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
+    order = templates.dualpipev(problem.num_ranks, problem.plan.microbatches)
     yield lambda: order
     if split:
-        yield from _filled(instance, order, 2 * instance.num_ranks + 1, caps)
+        yield from _filled(problem, order, 2 * problem.num_ranks + 1, caps)
 
 
-def _zbv_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
-    order = templates.zbv(instance.num_ranks, instance.plan.microbatches)
+def _zbv_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
+    order = templates.zbv(problem.num_ranks, problem.plan.microbatches)
     yield lambda: order
-    yield from _filled(instance, order, 2 * instance.num_ranks, caps)
+    yield from _filled(problem, order, 2 * problem.num_ranks, caps)
 
 
-def _block_orders(block: templates.Block) -> Callable[[Instance, Caps, bool], Orders]:
-    def orders(instance: Instance, caps: Caps, split: bool) -> Orders:
-        order = block.schedule(instance.num_ranks, instance.plan.microbatches)
+def _block_orders(block: templates.Block) -> Callable[[Problem, Caps, bool], Orders]:
+    def orders(problem: Problem, caps: Caps, split: bool) -> Orders:
+        order = block.schedule(problem.num_ranks, problem.plan.microbatches)
         peak = templates.peak_in_flight(order)
         for count in (peak, peak + 1, peak + 2):
-            yield from _filled(instance, order, count, caps)
+            yield from _filled(problem, order, count, caps)
 
     return orders
 
 
-def _filled(instance: Instance, order: Schedule, count: int, caps: Caps) -> Orders:
+def _filled(problem: Problem, order: Schedule, count: int, caps: Caps) -> Orders:
     """The order with each ``W`` where its rank would wait, or where a cap needs it."""
     inputs = templates.without_weights(order)
-    for cap in (count_cap(instance, count), *(cap for cap in caps if cap)):
-        yield _listed(instance, Prefer.BACKWARD, cap, split=True, order=inputs)
+    for cap in (count_cap(problem, count), *(cap for cap in caps if cap)):
+        yield _listed(problem, Prefer.BACKWARD, cap, split=True, order=inputs)
 
 
-def _wave_orders(instance: Instance, caps: Caps, split: bool) -> Orders:
+def _wave_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
     """Counts in flight from half of 1F1B's upwards, with both preferences; then the memory caps, or none."""
-    held, microbatches = _stages_a_rank(instance), instance.plan.microbatches
-    forwards = instance.num_stages * microbatches
+    held, microbatches = _stages_a_rank(problem), problem.plan.microbatches
+    forwards = problem.num_stages * microbatches
     eighths = (4, 6, 8, 9, 10, 12, 16) if forwards <= _MANY_ACTIONS else (8, 12) if forwards <= _HUGE else ()
-    counts = sorted({max(held, instance.num_ranks * held * n // 8) for n in eighths})
-    limits = [count_cap(instance, count) for count in counts if count < microbatches * held]
+    counts = sorted({max(held, problem.num_ranks * held * n // 8) for n in eighths})
+    limits = [count_cap(problem, count) for count in counts if count < microbatches * held]
     for cap in (*limits, *caps):
         for prefer in _preferences(cap, huge=forwards > _HUGE):
-            yield _listed(instance, prefer, cap)
+            yield _listed(problem, prefer, cap)
             if split:
-                yield _listed(instance, prefer, cap, split=True)
+                yield _listed(problem, prefer, cap, split=True)
 
 
 def _preferences(cap: Cap | None, *, huge: bool) -> tuple[Prefer, ...]:
@@ -170,7 +170,7 @@ def _preferences(cap: Cap | None, *, huge: bool) -> tuple[Prefer, ...]:
     return (Prefer.BACKWARD,) if huge else (Prefer.BACKWARD, Prefer.FORWARD)
 
 
-def frugal_orders(instance: Instance, cap: Cap, split: bool) -> list[Schedule]:
+def frugal_orders(problem: Problem, cap: Cap, split: bool) -> list[Schedule]:
     """Lists under shares of a cap, the most frugal first."""
     found = []
     for eighths in range(2, 9):
@@ -178,19 +178,19 @@ def frugal_orders(instance: Instance, cap: Cap, split: bool) -> list[Schedule]:
         for prefer in (Prefer.FORWARD, Prefer.BACKWARD):
             with contextlib.suppress(InfeasibleError):
                 part = Cap(weights=cap.weights, limits=limits, unit=cap.unit)
-                found.append(list_schedule(instance, instance.plan.microbatches, prefer=prefer, cap=part, split=split))
+                found.append(list_schedule(problem, problem.plan.microbatches, prefer=prefer, cap=part, split=split))
     return list(dict.fromkeys(found))
 
 
-def _stages_a_rank(instance: Instance) -> int:
-    return max(len(instance.plan.stages_of(rank)) for rank in range(instance.num_ranks))
+def _stages_a_rank(problem: Problem) -> int:
+    return max(len(problem.plan.stages_of(rank)) for rank in range(problem.num_ranks))
 
 
 def _listed(
-    instance: Instance, prefer: Prefer, cap: Cap | None, *, split: bool = False, order: Schedule | None = None
+    problem: Problem, prefer: Prefer, cap: Cap | None, *, split: bool = False, order: Schedule | None = None
 ) -> Callable[[], Schedule]:
-    microbatches = instance.plan.microbatches
-    return lambda: list_schedule(instance, microbatches, prefer=prefer, cap=cap, split=split, order=order)
+    microbatches = problem.plan.microbatches
+    return lambda: list_schedule(problem, microbatches, prefer=prefer, cap=cap, split=split, order=order)
 
 
 GENERATORS: dict[str, Generator] = {

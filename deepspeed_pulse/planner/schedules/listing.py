@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.dependencies import Key, local_dependents
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.links import Ports
+from deepspeed_pulse.planner.problem import Problem
 
 _SLACK = 1e-9
 
@@ -39,7 +39,7 @@ class Cap:
 
 
 def list_schedule(
-    instance: Instance,
+    problem: Problem,
     microbatches: int,
     *,
     prefer: Prefer = Prefer.FORWARD,
@@ -58,8 +58,8 @@ def list_schedule(
     Raises:
         InfeasibleError: the cap does not let a single microbatch through, or not in the given order.
     """
-    board = _Board(instance, microbatches, prefer, cap, split, order)
-    best = [board.candidate(rank) for rank in range(instance.num_ranks)]
+    board = _Board(problem, microbatches, prefer, cap, split, order)
+    best = [board.candidate(rank) for rank in range(problem.num_ranks)]
     rows: list[list[Action]] = [[] for _ in best]
     while True:
         start, rank = min((choice.start_ms, r) if choice else (float("inf"), r) for r, choice in enumerate(best))
@@ -69,7 +69,7 @@ def list_schedule(
         rows[rank].append(chosen.action)
         for touched in board.commit(rank, chosen.action, start):
             best[touched] = board.candidate(touched)
-    if sum(map(len, rows)) < (3 if split else 2) * instance.num_stages * microbatches:
+    if sum(map(len, rows)) < (3 if split else 2) * problem.num_stages * microbatches:
         assert order is not None
         raise InfeasibleError("the given order does not fit the cap")
     return tuple(tuple(row) for row in rows)
@@ -86,25 +86,25 @@ class _Board:
 
     def __init__(
         self,
-        instance: Instance,
+        problem: Problem,
         microbatches: int,
         prefer: Prefer,
         cap: Cap | None,
         split: bool,
         order: Schedule | None,
     ) -> None:
-        self._instance, self._microbatches = instance, microbatches
+        self._problem, self._microbatches = problem, microbatches
         self._prefer, self._cap, self._order = prefer, cap, order
         self._ops = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD) if split else (Op.FORWARD, Op.BACKWARD)
-        self._next = {(stage, op): 0 for stage in range(instance.num_stages) for op in self._ops}
-        self._first = [instance.plan.stages_of(rank)[0] for rank in range(instance.num_ranks)]
-        self._position = [0] * instance.num_ranks
-        self._rank_free = [0.0] * instance.num_ranks
-        self._ports = Ports(instance.links)
-        self._live = [0.0] * instance.num_ranks
+        self._next = {(stage, op): 0 for stage in range(problem.num_stages) for op in self._ops}
+        self._first = [problem.plan.stages_of(rank)[0] for rank in range(problem.num_ranks)]
+        self._position = [0] * problem.num_ranks
+        self._rank_free = [0.0] * problem.num_ranks
+        self._ports = Ports(problem.links)
+        self._live = [0.0] * problem.num_ranks
         self._ready: dict[Key, float] = defaultdict(float)
         self._missing: dict[Key, int] = {}
-        self._reserve = _reserves(instance.placement, cap) if cap else ()
+        self._reserve = _reserves(problem.placement, cap) if cap else ()
         if cap and order:
             self._reserve = cap.weights
 
@@ -115,7 +115,7 @@ class _Board:
         for action in self._open(rank):
             if not self._can_run(rank, action):
                 continue
-            start = max(self._rank_free[rank], self._ready[self._instance.key(action)])
+            start = max(self._rank_free[rank], self._ready[self._problem.key(action)])
             key = (start, self._preference(rank, action), -action.stage)
             if best is None or key < best:
                 best, choice = key, _Choice(action, start)
@@ -123,7 +123,7 @@ class _Board:
 
     def _open(self, rank: int) -> list[Action]:
         """The next action of every stage and op; with a given order its next one, and the next ``W`` of each stage."""
-        stages = self._instance.plan.stages_of(rank)
+        stages = self._problem.plan.stages_of(rank)
         if self._order is None:
             return [Action(stage, op, self._next[stage, op]) for stage in stages for op in self._ops]
         found = [Action(s, op, self._next[s, op]) for s in stages for op in self._ops[2:]]
@@ -151,17 +151,17 @@ class _Board:
         return self._prefer is not Prefer.ALL_FORWARDS or self._forwards_done(rank)
 
     def _waits(self, action: Action) -> bool:
-        key = self._instance.key(action)
+        key = self._problem.key(action)
         if key not in self._missing:
-            self._missing[key] = len(self._instance.needs(action))
+            self._missing[key] = len(self._problem.needs(action))
         return self._missing[key] > 0
 
     def _forwards_done(self, rank: int) -> bool:
-        return all(self._next[s, Op.FORWARD] == self._microbatches for s in self._instance.plan.stages_of(rank))
+        return all(self._next[s, Op.FORWARD] == self._microbatches for s in self._problem.plan.stages_of(rank))
 
     def commit(self, rank: int, action: Action, start: float) -> set[int]:
         """Run the action; returns the ranks whose choices may have changed."""
-        end = start + self._instance.duration_ms(action)
+        end = start + self._problem.duration_ms(action)
         self._rank_free[rank] = end
         self._next[action.stage, action.op] += 1
         if action.op is not Op.WEIGHT_GRAD:
@@ -173,18 +173,18 @@ class _Board:
 
     def _hand_over(self, action: Action, end: float) -> set[int]:
         """Arrival times at every action that waits for this one."""
-        instance = self._instance
-        dependents = local_dependents(action, instance.placement, split=len(self._ops) > 2)
+        problem = self._problem
+        dependents = local_dependents(action, problem.placement, split=len(self._ops) > 2)
         arrivals = dict.fromkeys(dependents, end)
-        for message in instance.step(action).sends:
+        for message in problem.step(action).sends:
             target = Action(message.target_stage, action.op, action.microbatch)
-            _, arrivals[target] = self._ports.send(*instance.link_of(message), instance.num_bytes(message), end)
+            _, arrivals[target] = self._ports.send(*problem.link_of(message), problem.num_bytes(message), end)
         for target, time in arrivals.items():
-            key = instance.key(target)
+            key = problem.key(target)
             self._waits(target)
             self._missing[key] -= 1
             self._ready[key] = max(self._ready[key], time)
-        return {instance.placement[target.stage] for target in arrivals}
+        return {problem.placement[target.stage] for target in arrivals}
 
 
 def _reserves(placement: Sequence[int], cap: Cap) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deepspeed_pulse.ir.schedule import Action, Schedule
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.order_model import OrderModel
 
@@ -20,9 +20,9 @@ class Solved:
     bound_ms: float
 
 
-def count_pairs(instance: Instance, microbatches: int) -> int:
+def count_pairs(problem: Problem, microbatches: int) -> int:
     """Binaries of the model before time windows remove some."""
-    per_rank = (len(instance.plan.stages_of(rank)) for rank in range(instance.num_ranks))
+    per_rank = (len(problem.plan.stages_of(rank)) for rank in range(problem.num_ranks))
     open_pairs = 0
     for held in per_rank:
         actions = 2 * held * microbatches
@@ -30,18 +30,18 @@ def count_pairs(instance: Instance, microbatches: int) -> int:
     return open_pairs
 
 
-def whole_model(instance: Instance, upper_ms: float) -> OrderModel:
+def whole_model(problem: Problem, upper_ms: float) -> OrderModel:
     """The model of all actions; messages follow one another only within an action."""
-    net = Net(instance, instance.plan.microbatches, queues=False)
+    net = Net(problem, problem.plan.microbatches, queues=False)
     nodes, nothing = net.in_any_order(), dict.fromkeys(range(net.num_actions), 0.0)
     return OrderModel(net, nodes, nothing, nothing, upper_ms)
 
 
 def solve_order(
-    instance: Instance, incumbent: Mapping[Action, float], upper_ms: float, *, seconds: float, seed: int
+    problem: Problem, incumbent: Mapping[Action, float], upper_ms: float, *, seconds: float, seed: int
 ) -> Solved | None:
     """Best order that HiGHS finds within ``seconds``; None when it finds none. ``incumbent``: known starts, ms."""
-    model = whole_model(instance, upper_ms)
+    model = whole_model(problem, upper_ms)
     net = model.net
     program = model.program(
         {node: incumbent[action] for action, node in net.index.items()},
@@ -55,7 +55,7 @@ def solve_order(
         return None
     value = dict(zip(model.nodes, values, strict=False))
     place = {node: at for at, node in enumerate(model.nodes)}
-    rows: list[list[int]] = [[] for _ in range(instance.num_ranks)]
+    rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
     for node in sorted(model.nodes, key=lambda node: (value[node], place[node])):
         rows[net.machine[node]].append(node)
     info = program.solver.getInfo()

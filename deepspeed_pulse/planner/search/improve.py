@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
-from deepspeed_pulse.planner.instance import Instance
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.paths import Paths
@@ -33,13 +33,13 @@ _TIGHTER = 0.98
 
 @dataclass(kw_only=True)
 class Improver:
-    """Searches orders of one instance.
+    """Searches orders of one problem.
 
     Args:
         keep: told the best order of a round; says whether it counts (its memory fits).
     """
 
-    instance: Instance
+    problem: Problem
     split: bool
     cap: Cap | None
     target_ms: float
@@ -50,9 +50,9 @@ class Improver:
     best_ms: float = field(init=False, default=math.inf)
 
     def __post_init__(self) -> None:
-        instance = self.instance
-        finish = tuple(reduction_ms(instance, stage) for stage in range(instance.num_stages))
-        self.net = Net(instance, instance.plan.microbatches, split=self.split, finish_ms=finish)
+        problem = self.problem
+        finish = tuple(reduction_ms(problem, stage) for stage in range(problem.num_stages))
+        self.net = Net(problem, problem.plan.microbatches, split=self.split, finish_ms=finish)
 
     def improve(self, starts: Sequence[Schedule]) -> None:
         """Short searches from every start, longer ones from the better half, and so on to the best one."""

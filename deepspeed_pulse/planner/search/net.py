@@ -1,4 +1,4 @@
-"""An instance as arrays of integers: orders evaluated as longest paths, many thousands a second.
+"""A problem as arrays of integers: orders evaluated as longest paths, many thousands a second.
 
 Nodes are actions; where messages may queue, messages are nodes too, in the order their senders run. An order's times
 are the simulator's, but that gradients do not hold up messages; its score still comes from the simulator alone.
@@ -11,8 +11,8 @@ from collections import defaultdict
 from deepspeed_pulse.ir.program import Direction
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.links import Port
+from deepspeed_pulse.planner.problem import Problem
 
 Rows = list[list[int]]
 """Per rank, nodes in order."""
@@ -32,23 +32,23 @@ class Net:
 
     def __init__(
         self,
-        instance: Instance,
+        problem: Problem,
         microbatches: int,
         *,
         split: bool = False,
         finish_ms: tuple[float, ...] = (),
         queues: bool | None = None,
     ) -> None:
-        self.instance, self.microbatches, self.split = instance, microbatches, split
+        self.problem, self.microbatches, self.split = problem, microbatches, split
         back = (Op.INPUT_GRAD, Op.WEIGHT_GRAD) if split else (Op.BACKWARD,)
         self.ops = (Op.FORWARD, *back)
-        stages = range(instance.num_stages)
+        stages = range(problem.num_stages)
         self.actions = [Action(s, op, m) for op in self.ops for s in stages for m in range(microbatches)]
         self.index = {action: node for node, action in enumerate(self.actions)}
         self.num_actions = len(self.actions)
-        self.duration = [instance.duration_ms(a) for a in self.actions]
-        self.machine = [instance.placement[a.stage] for a in self.actions]
-        self.num_machines = instance.num_ranks
+        self.duration = [problem.duration_ms(a) for a in self.actions]
+        self.machine = [problem.placement[a.stage] for a in self.actions]
+        self.num_machines = problem.num_ranks
         self.column = [node // microbatches for node in range(self.num_actions)]
         """Nodes of one stage and op stay in order."""
         self.finish = [0.0] * self.num_actions
@@ -58,16 +58,16 @@ class Net:
         self.after: list[list[Arc]] = [[] for _ in self.actions]
         self.message_nodes: dict[int, list[int]] = {}
         """Messages of an action where they are nodes, in the order they leave."""
-        self.queues = _may_queue(instance, self.actions) if queues is None else queues
+        self.queues = _may_queue(problem, self.actions) if queues is None else queues
         self._arcs()
 
     def _arcs(self) -> None:
-        delay = {} if self.queues else _delays(self.instance, self.split)
+        delay = {} if self.queues else _delays(self.problem, self.split)
         back = self.ops[1]
         for node, action in enumerate(self.actions):
-            for stage, kind, m in self.instance.needs(action):
+            for stage, kind, m in self.problem.needs(action):
                 source = Action(stage, Op.FORWARD if kind == "F" else back, m)
-                if self.queues and self.instance.placement[stage] != self.instance.placement[action.stage]:
+                if self.queues and self.problem.placement[stage] != self.problem.placement[action.stage]:
                     continue
                 gap = delay.get((source.stage, source.op, action.stage), 0.0)
                 self._arc(self.index[source], node, gap)
@@ -81,8 +81,8 @@ class Net:
 
     def _messages(self, node: int) -> None:
         action = self.actions[node]
-        for message in self.instance.step(action).sends:
-            port, delay = self.instance.port_of(message), self.instance.delay(message)
+        for message in self.problem.step(action).sends:
+            port, delay = self.problem.port_of(message), self.problem.delay(message)
             sent = len(self.duration)
             self.duration.append(delay.transfer_ms)
             self.machine.append(self._port_machine(port))
@@ -156,10 +156,10 @@ class Net:
         return (order, previous, following) if len(order) == len(self.duration) else None
 
 
-def _delays(instance: Instance, split: bool) -> dict[tuple[int, Op, int], float]:
+def _delays(problem: Problem, split: bool) -> dict[tuple[int, Op, int], float]:
     """ms from an action's end to the arrival of its last message at a stage: (source stage, op, target stage)."""
     delays: dict[tuple[int, Op, int], float] = {}
-    for message, delay in CriticalPaths(instance, split=split).delays.items():
+    for message, delay in CriticalPaths(problem, split=split).delays.items():
         back = Op.INPUT_GRAD if split else Op.BACKWARD
         op = Op.FORWARD if message.direction is Direction.FORWARD else back
         key = (message.source_stage, op, message.target_stage)
@@ -167,13 +167,13 @@ def _delays(instance: Instance, split: bool) -> dict[tuple[int, Op, int], float]
     return delays
 
 
-def _may_queue(instance: Instance, actions: list[Action]) -> bool:
+def _may_queue(problem: Problem, actions: list[Action]) -> bool:
     """Whether messages of one action can still be leaving when those of the next are there."""
     sent: dict[Port, list[tuple[float, float]]] = defaultdict(list)
     for action in (a for a in actions if a.microbatch == 0):
         used: dict[Port, float] = defaultdict(float)
-        for message in instance.step(action).sends:
-            used[instance.port_of(message)] += instance.delay(message).transfer_ms
+        for message in problem.step(action).sends:
+            used[problem.port_of(message)] += problem.delay(message).transfer_ms
         for port, transfer in used.items():
-            sent[port].append((transfer, instance.duration_ms(action)))
+            sent[port].append((transfer, problem.duration_ms(action)))
     return any(max(t for t, _ in row) > min(d for _, d in row) for row in sent.values())

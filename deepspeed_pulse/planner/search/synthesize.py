@@ -16,8 +16,8 @@ from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.bounds import lower_bound_ms
-from deepspeed_pulse.planner.instance import Instance
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.schedules.unroll import unrolled
@@ -29,7 +29,7 @@ MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""
 
 _FEW = 3
-"""Microbatches per rank of the instance whose order is unrolled for many: start, end and a steady state between."""
+"""Microbatches per rank of the problem whose order is unrolled for many: start, end and a steady state between."""
 
 _PROVEN = 1e-9
 _SOLVER_TOLERANCE = 1e-6
@@ -65,8 +65,8 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     schedule, solver_seconds, seed = options.schedule, options.solver_seconds, options.seed
     deadline = time.monotonic() + solver_seconds
     bare = replace(plan, schedule=((),) * plan.pipeline_ranks)
-    instance = Instance(bare, job.profile, job.cluster)
-    pool = _Pool(instance, job.limit_bytes, options.split_backward, progress)
+    problem = Problem(bare, job.profile, job.cluster)
+    pool = _Pool(problem, job.limit_bytes, options.split_backward, progress)
     pool.generate(schedule)
     start: Candidate | None = None
     if schedule == "auto" and solver_seconds > 0 and not pool.proven:
@@ -93,11 +93,11 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
 class _Pool:
     """Orders found so far, the best first in mind, and the strongest lower bound."""
 
-    def __init__(self, instance: Instance, memory_bytes: int, split: bool, progress: Progress | None = None) -> None:
+    def __init__(self, problem: Problem, memory_bytes: int, split: bool, progress: Progress | None = None) -> None:
         self.progress = progress
-        self.instance, self.memory_bytes, self.split = instance, memory_bytes, split
-        self.caps = _caps(instance, memory_bytes)
-        self.bound_ms = lower_bound_ms(instance, instance.plan.microbatches, split=split)
+        self.problem, self.memory_bytes, self.split = problem, memory_bytes, split
+        self.caps = _caps(problem, memory_bytes)
+        self.bound_ms = lower_bound_ms(problem, problem.plan.microbatches, split=split)
         self.solver_bound = False
         self.fits_all = True
         self.fitting: list[Candidate] = []
@@ -119,7 +119,7 @@ class _Pool:
 
     def generate(self, schedule: str) -> None:
         smallest: int | None = None
-        for candidate in _candidates(self.instance, schedule, self.caps, self.split):
+        for candidate in _candidates(self.problem, schedule, self.caps, self.split):
             peak = max(candidate.estimate.peak_bytes)
             smallest = peak if smallest is None else min(smallest, peak)
             if peak > self.memory_bytes:
@@ -129,21 +129,21 @@ class _Pool:
             if self.proven:
                 return
         if not self.fitting:
-            raise _too_little_memory(self.instance, self.memory_bytes, smallest)
+            raise _too_little_memory(self.problem, self.memory_bytes, smallest)
 
     def starts(self) -> list[Schedule]:
         """Where searches start: the best orders, and in between frugal ones, which have room to move under a cap."""
         found = [candidate.schedule for candidate in sorted(self.fitting, key=lambda candidate: candidate.rank)]
         if self.caps[0] is None or not found:
             return found
-        frugal = frugal_orders(self.instance, self.caps[0], self.split)
+        frugal = frugal_orders(self.problem, self.caps[0], self.split)
         mixed = [order for pair in zip_longest(found, frugal) for order in pair if order is not None]
         return list(dict.fromkeys(mixed))
 
     def offer(self, name: str, schedule: Schedule) -> bool:
         """Keep an order that fits; whether it does."""
         try:
-            candidate = _simulated(self.instance, name, schedule)
+            candidate = _simulated(self.problem, name, schedule)
         except PulseError:  # rounding of a solver's starts can part an order from its precedence
             return False
         if max(candidate.estimate.peak_bytes) > self.memory_bytes:
@@ -163,8 +163,8 @@ def _improve(pool: _Pool, seed: int, deadline: float) -> None:
     if pool.proven or now >= deadline:
         return
     improver = _improver(pool, seed, deadline)
-    few = _FEW * pool.instance.num_ranks
-    if pool.instance.plan.microbatches > 2 * few:
+    few = _FEW * pool.problem.num_ranks
+    if pool.problem.plan.microbatches > 2 * few:
         longer = improver.shortest(_from_few(pool, few, seed, now + (deadline - now) / 2))
         if longer is not None:
             pool.offer("search", longer)
@@ -173,7 +173,7 @@ def _improve(pool: _Pool, seed: int, deadline: float) -> None:
 
 def _improver(pool: _Pool, seed: int, deadline: float) -> Improver:
     return Improver(
-        instance=pool.instance,
+        problem=pool.problem,
         split=pool.split,
         cap=pool.caps[0],
         target_ms=pool.bound_ms,
@@ -185,26 +185,26 @@ def _improver(pool: _Pool, seed: int, deadline: float) -> Improver:
 
 def _from_few(pool: _Pool, microbatches: int, seed: int, deadline: float) -> list[Schedule]:
     """Orders unrolled from the best one found for few microbatches."""
-    plan = replace(pool.instance.plan, microbatches=microbatches)
-    instance = pool.instance
-    small = _Pool(instance.with_plan(plan), pool.memory_bytes, pool.split)
+    plan = replace(pool.problem.plan, microbatches=microbatches)
+    problem = pool.problem
+    small = _Pool(problem.with_plan(plan), pool.memory_bytes, pool.split)
     small.generate("auto")
     if not small.proven:
         _improver(small, seed, deadline).improve(small.starts())
     best = small.best
     starts = {span.work: span.start_ms for span in best.timeline.spans}
-    return unrolled(best.schedule, starts, pool.instance.plan.microbatches)
+    return unrolled(best.schedule, starts, pool.problem.plan.microbatches)
 
 
 def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
     """HiGHS where the model is small enough; it knows nothing of memory and of split backward."""
-    instance, best = pool.instance, pool.best
-    small = count_pairs(instance, instance.plan.microbatches) <= MAX_BINARIES
+    problem, best = pool.problem, pool.best
+    small = count_pairs(problem, problem.plan.microbatches) <= MAX_BINARIES
     if pool.split or not pool.fits_all or not small:
         return
     starts = {span.work: span.start_ms for span in best.timeline.spans}
     makespan, seconds = best.estimate.makespan_ms, deadline - time.monotonic()
-    solved = solve_order(instance, starts, makespan, seconds=max(0.0, seconds), seed=seed)
+    solved = solve_order(problem, starts, makespan, seconds=max(0.0, seconds), seed=seed)
     if solved is None:
         return
     pool.offer("highs", solved.schedule)
@@ -213,48 +213,48 @@ def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
         pool.bound_ms, pool.solver_bound = bound, True
 
 
-def _candidates(instance: Instance, schedule: str, caps: tuple[Cap | None, ...], split: bool) -> Iterator[Candidate]:
+def _candidates(problem: Problem, schedule: str, caps: tuple[Cap | None, ...], split: bool) -> Iterator[Candidate]:
     found: set[Schedule] = set()
-    for name, generator in generators_for(schedule, instance.placement, split=split).items():
-        for make in generator.orders(instance, caps, split):
+    for name, generator in generators_for(schedule, problem.placement, split=split).items():
+        for make in generator.orders(problem, caps, split):
             try:
                 order = split_backwards(make()) if split else make()
             except InfeasibleError:
                 continue
             if order not in found:
                 found.add(order)
-                yield _simulated(instance, name, order)
+                yield _simulated(problem, name, order)
 
 
-def _caps(instance: Instance, memory_bytes: int) -> tuple[Cap | None, ...]:
+def _caps(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     """None where everything fits; else what state leaves for activations, and less: hidden states come on top."""
-    single = _one_microbatch(instance)
-    room = [memory_bytes - _always(instance, rank) for rank in range(instance.num_ranks)]
-    if all(instance.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):
+    single = _one_microbatch(problem)
+    room = [memory_bytes - _always(problem, rank) for rank in range(problem.num_ranks)]
+    if all(problem.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):
         return (None,)
     limits = [tuple(max(0.0, share * free) for free in room) for share in (1.0, 0.9, 0.75)]
-    return tuple(byte_cap(instance, limit) for limit in (*limits, single))
+    return tuple(byte_cap(problem, limit) for limit in (*limits, single))
 
 
-def _always(instance: Instance, rank: int) -> int:
+def _always(problem: Problem, rank: int) -> int:
     """State, and what the largest backward recomputes."""
-    replayed = max(instance.replay_bytes(stage) for stage in instance.plan.stages_of(rank))
-    return rank_state_bytes(instance, rank) + replayed
+    replayed = max(problem.recomputed_bytes(stage) for stage in problem.plan.stages_of(rank))
+    return rank_state_bytes(problem, rank) + replayed
 
 
-def _one_microbatch(instance: Instance) -> tuple[float, ...]:
+def _one_microbatch(problem: Problem) -> tuple[float, ...]:
     """Bytes that one microbatch in flight keeps on each rank."""
-    weights = byte_cap(instance, (0.0,) * instance.num_ranks).weights
-    return tuple(sum(weights[s] for s in instance.plan.stages_of(rank)) for rank in range(instance.num_ranks))
+    weights = byte_cap(problem, (0.0,) * problem.num_ranks).weights
+    return tuple(sum(weights[s] for s in problem.plan.stages_of(rank)) for rank in range(problem.num_ranks))
 
 
-def _simulated(instance: Instance, name: str, schedule: Schedule) -> Candidate:
-    timeline = run(instance, schedule)
-    return Candidate(name=name, schedule=schedule, timeline=timeline, estimate=summarize(instance, timeline))
+def _simulated(problem: Problem, name: str, schedule: Schedule) -> Candidate:
+    timeline = run(problem, schedule)
+    return Candidate(name=name, schedule=schedule, timeline=timeline, estimate=summarize(problem, timeline))
 
 
-def _too_little_memory(instance: Instance, memory_bytes: int, smallest: int | None) -> InfeasibleError:
-    states = [rank_state_bytes(instance, rank) for rank in range(instance.num_ranks)]
+def _too_little_memory(problem: Problem, memory_bytes: int, smallest: int | None) -> InfeasibleError:
+    states = [rank_state_bytes(problem, rank) for rank in range(problem.num_ranks)]
     needed = f"{gigabytes(smallest, enough=True)} GB" if smallest is not None else "more"
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "

@@ -32,7 +32,7 @@ class Search:
         self.net, self.target_ms = net, target_ms
         self.random = random.Random(seed)
         self.change = _stash_changes(net, cap)
-        self.limits = list(cap.limits) if cap else [float("inf")] * net.instance.num_ranks
+        self.limits = list(cap.limits) if cap else [float("inf")] * net.problem.num_ranks
         self.capped = cap is not None
         self.step = 0
         self.tabu: dict[tuple[int, int], int] = {}

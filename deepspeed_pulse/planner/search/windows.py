@@ -24,7 +24,7 @@ def window_model(paths: Paths, window: Sequence[int]) -> OrderModel:
     floor: dict[int, float] = {}
     rest: dict[int, float] = {}
     inside, net = set(nodes), paths.net
-    for rank in range(net.instance.num_ranks):
+    for rank in range(net.problem.num_ranks):
         mine = [node for node in paths.rows[rank] if node in inside]
         for node in mine:
             before = [paths.end[other] + gap for other, gap in net.before[node] if other not in inside]
@@ -63,7 +63,7 @@ def windows(paths: Paths) -> list[list[int]]:
     starts = sorted(range(paths.net.num_actions), key=lambda node: (paths.start(node), node))
     found, first = [], 0
     while first < len(starts):
-        size, ranks = 0, [0] * paths.net.instance.num_ranks
+        size, ranks = 0, [0] * paths.net.problem.num_ranks
         pairs = 0
         for node in starts[first:]:
             pairs += ranks[paths.net.machine[node]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.ir.choice import Choice, Given
+from deepspeed_pulse.ir.choice import Choice, Constraints
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.profile import Profile
@@ -32,7 +32,7 @@ class OpenJob:
     global_batch: int
     world_size: int | None = None
     memory_bytes: int | None = None
-    given: Given = field(default_factory=Given)
+    given: Constraints = field(default_factory=Constraints)
     frozen: FrozenParts | None = None
 
     @cached_property

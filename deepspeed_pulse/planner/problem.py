@@ -16,7 +16,7 @@ from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
 from deepspeed_pulse.planner.links import Links, Port
-from deepspeed_pulse.planner.recompute import replay_bytes, with_recompute
+from deepspeed_pulse.planner.recompute import recomputed_bytes, with_recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Delay:
     latency_ms: float
 
 
-class Instance:
+class Problem:
     """A plan's cuts, placement, routes and rules with the costs of a profile on a cluster; not its schedule."""
 
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
         _check_fit(plan, profile)
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self.links = Links(cluster, plan.grid)
-        self._replayed = {split: replay_bytes(profile, plan, split=split) for split in (False, True)}
+        self._replayed = {split: recomputed_bytes(profile, plan, split=split) for split in (False, True)}
         self._values: dict[str, Skip] = {}
         for skip in profile.skips:
             self._values.setdefault(skip.name, skip)
@@ -47,9 +47,9 @@ class Instance:
         self.costs = layers.with_overheads(*(self._overheads_ms(op) for op in (Op.FORWARD, Op.BACKWARD)))
         """Of layers, and of their messages what these cost the rank."""
 
-    def with_plan(self, plan: Plan) -> Instance:
+    def with_plan(self, plan: Plan) -> Problem:
         """Another plan with the same costs."""
-        return Instance(plan, self.profile, self.cluster)
+        return Problem(plan, self.profile, self.cluster)
 
     @property
     def rules(self) -> Rules:
@@ -129,7 +129,7 @@ class Instance:
     def key(self, action: Action) -> Key:
         return key_of(action)
 
-    def replay_bytes(self, stage: int, *, split: bool = False) -> int:
+    def recomputed_bytes(self, stage: int, *, split: bool = False) -> int:
         """What a stage's backward holds of recomputed layers at a time."""
         return self._replayed[split][stage]
 

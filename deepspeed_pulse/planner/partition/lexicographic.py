@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Score
 from deepspeed_pulse.planner.partition.space import CutSpace, Stage, boundaries, slack
-from deepspeed_pulse.planner.partition.weights import Score, Weights
 
 Cuts = tuple[int, ...]
 Space = CutSpace[Any]
@@ -33,7 +33,7 @@ class TooLarge(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Solution:
     """Cuts, their score, a lower bound on any cuts' load, and whether no other cuts are better."""
 
     cuts: Cuts
@@ -42,7 +42,9 @@ class Found:
     exact: bool
 
 
-def relaxed(make: MakeSpace, weights: Weights, tolerance: float = 0.0, most: float = _ANY) -> tuple[Cuts, float] | None:
+def relaxed(
+    make: MakeSpace, weights: CutCosts, tolerance: float = 0.0, most: float = _ANY
+) -> tuple[Cuts, float] | None:
     """Best cuts if named values loaded no link, and their load; None when none has a load of at most ``most``.
 
     Raises:
@@ -57,7 +59,7 @@ def relaxed(make: MakeSpace, weights: Weights, tolerance: float = 0.0, most: flo
     return _keys(space, bound, tolerance), bound
 
 
-def solve(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float, most: float = _ANY) -> Found | None:
+def solve(make: MakeSpace, weights: CutCosts, depth: Cuts, tolerance: float, most: float = _ANY) -> Solution | None:
     """Best cuts of a space; None when memory allows none with a load of at most ``most``, values not counted.
 
     Raises:
@@ -69,11 +71,11 @@ def solve(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float, most
     cuts, bound = start
     score = weights.score(cuts, depth)
     if score.load_ms <= slack(bound * (1 + tolerance)) and _reached(make, weights, depth, tolerance, most, bound):
-        return Found(cuts=cuts, score=score, bound_ms=bound, exact=True)
+        return Solution(cuts=cuts, score=score, bound_ms=bound, exact=True)
     return _Search(make, weights, depth, tolerance).run(cuts, bound)
 
 
-def _reached(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float, most: float, bound: float) -> bool:
+def _reached(make: MakeSpace, weights: CutCosts, depth: Cuts, tolerance: float, most: float, bound: float) -> bool:
     """Whether cuts have the load without values' links with them too: what a tolerance is a share of."""
     if not tolerance:
         return True
@@ -81,7 +83,7 @@ def _reached(make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float, m
     return plain is not None and weights.score(plain[0], depth).load_ms <= slack(bound)
 
 
-def _smallest(make: MakeSpace, weights: Weights, most: float) -> Space | None:
+def _smallest(make: MakeSpace, weights: CutCosts, most: float) -> Space | None:
     """The space with the least compute per rank that holds the best load."""
     for factor in _WINDOWS:
         space = make(min(most, weights.ideal_ms * factor))
@@ -119,11 +121,11 @@ def _keys(space: Space, load: float, tolerance: float) -> Cuts:
 class _Search:
     """Depth first from the last rank to the first, one key after the other."""
 
-    def __init__(self, make: MakeSpace, weights: Weights, depth: Cuts, tolerance: float) -> None:
+    def __init__(self, make: MakeSpace, weights: CutCosts, depth: Cuts, tolerance: float) -> None:
         self.make, self.weights, self.depth, self.tolerance = make, weights, depth, tolerance
         self.nodes = MAX_NODES
 
-    def run(self, cuts: Cuts, bound: float) -> Found:
+    def run(self, cuts: Cuts, bound: float) -> Solution:
         self.best, self.score = cuts, self.weights.score(cuts, self.depth)
         space = _within_memory(self.make(self.score.load_ms))
         space.solve(space.load_ms, total=False)
@@ -139,7 +141,7 @@ class _Search:
         space.solve(space.crossing_bytes, total=True)
         self._minimise(space, load, lambda score: score.bytes)
         exact = self.nodes > 0
-        return Found(cuts=self.best, score=self.score, bound_ms=least if exact else bound, exact=exact)
+        return Solution(cuts=self.best, score=self.score, bound_ms=least if exact else bound, exact=exact)
 
     def _minimise(self, space: Space, load: float, key: Callable[[Score], float]) -> None:
         """Replace the best cuts by those with a smaller key, among cuts within ``load``."""

@@ -58,7 +58,7 @@ class Value:
         return self.bytes * (2.0 if self.gradient else 1.0)
 
 
-class Weights:
+class CutCosts:
     """A job's layers and values, for partitioning onto a placement of its ranks.
 
     ``in_flight`` in its methods: per stage, how many microbatches' activations count against memory.
@@ -83,13 +83,13 @@ class Weights:
         self.travelling = tuple(value for value in self.values if value not in self.paired)
         self._slow = _slowness(job)
 
-    def without_memory(self) -> Weights:
+    def without_memory(self) -> CutCosts:
         """The same, with no memory limit."""
         free = copy.copy(self)
         free.memory_bytes = None
         return free
 
-    def binding(self, values: Sequence[Value]) -> Weights:
+    def binding(self, values: Sequence[Value]) -> CutCosts:
         """The same with other paired values."""
         other = copy.copy(self)
         other.paired = tuple(values)
