@@ -14,7 +14,7 @@ from deepspeed_pulse.cli import main
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner import estimate
 
 
 def run(line: str) -> int:

@@ -151,8 +151,7 @@ def _name_host(case: Case) -> None:
 
 def choose(arguments: tuple[Case, dict[str, Any]]) -> dict[str, Any]:
     """The tuner's pick, and everything it considers, each with its plan."""
-    from deepspeed_pulse.planner.tuning.open_job import OpenJob
-    from deepspeed_pulse.planner.tuning.tune import tune
+    from deepspeed_pulse.planner import OpenJob, tune
 
     case, measured = arguments
     profiles = [Profile.from_json(text) for text in measured["profiles"]]

@@ -14,9 +14,8 @@ import statistics
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 from deepspeed_pulse.planner.filling.fill import fill_plan
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
 
 RANKS = 2
 

@@ -21,9 +21,8 @@ from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.frozen import FrozenParts, TimedLayer, TimedPart
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 from deepspeed_pulse.planner.filling.fill import fill_plan
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
 
 README = Path(__file__).with_name("README.md")
 MARK = "<!-- the table below is written by run.py -->"

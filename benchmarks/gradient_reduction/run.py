@@ -107,7 +107,7 @@ def figures(
     engine: Any, steps: dict[str, list[float]], makespans: list[float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     from deepspeed_pulse.ir.rules import Rules
-    from deepspeed_pulse.planner.simulate import estimate
+    from deepspeed_pulse.planner import estimate
 
     planned = engine.module.planned
 

@@ -15,12 +15,11 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
-from deepspeed_pulse.planner.checks.validate import check
-from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner import Job, SearchOptions, check
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize
-from deepspeed_pulse.planner.simulate import run, summarize
+from deepspeed_pulse.planner.simulator import run, summarize
 
 STASH, HIDDEN = 1000, 10
 INSTANT = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)

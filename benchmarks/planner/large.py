@@ -9,13 +9,12 @@ from dataclasses import replace
 from bounds import Bound
 from cases import Case, blank, cluster, costs
 
-from deepspeed_pulse.planner.checks.validate import check
-from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner import Job, SearchOptions, check
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import wave
 from deepspeed_pulse.planner.schedules.templates import dualpipev
 from deepspeed_pulse.planner.search.synthesize import synthesize
-from deepspeed_pulse.planner.simulate import run, summarize
+from deepspeed_pulse.planner.simulator import run, summarize
 from deepspeed_pulse.report.words import search_result
 
 PARTS_SECONDS = 20.0

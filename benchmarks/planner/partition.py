@@ -24,7 +24,8 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.routes import make_routes
-from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
+from deepspeed_pulse.planner import Job
+from deepspeed_pulse.planner.job import UNLIMITED_BYTES
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition
 from deepspeed_pulse.planner.routes import named_values

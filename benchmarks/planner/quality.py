@@ -25,10 +25,8 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan
 from deepspeed_pulse.planner.partition.cuts import partition
-from deepspeed_pulse.planner.simulate import estimate
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- quality: written by run.py and quality.py -->", "<!-- end of quality -->"

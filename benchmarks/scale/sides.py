@@ -18,14 +18,10 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.rules import Rules
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, estimate, make_plan, tune
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
-from deepspeed_pulse.planner.simulate import estimate
-from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.sizes import Sizes
-from deepspeed_pulse.planner.tuning.tune import tune
 from deepspeed_pulse.report.tuning import describe
 
 PIPELINES, MICROBATCHES = (2, 4, 8), (1, 2, 4)

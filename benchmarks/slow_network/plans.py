@@ -10,10 +10,7 @@ from slow_network.cases import Case
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.planner.tuning.open_job import OpenJob
-from deepspeed_pulse.planner.tuning.tune import tune
+from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, make_plan, tune
 
 SOLVER_SECONDS = 5.0
 LATENCY_US = 300.0

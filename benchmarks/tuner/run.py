@@ -25,12 +25,8 @@ from deepspeed_pulse.ir.choice import Trial, Tuning
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.planner.simulate import estimate
-from deepspeed_pulse.planner.tuning.open_job import OpenJob
+from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, estimate, make_plan, tune
 from deepspeed_pulse.planner.tuning.sizes import Sizes
-from deepspeed_pulse.planner.tuning.tune import tune
 from deepspeed_pulse.report.tuning import describe
 
 PUBLISHED_TFLOPS = 16.0

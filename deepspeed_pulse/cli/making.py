@@ -65,8 +65,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.frozen import FrozenParts
     from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.ir.rules import Rules
-    from deepspeed_pulse.planner.job import Job, SearchOptions
-    from deepspeed_pulse.planner.make import make_plan
+    from deepspeed_pulse.planner import Job, SearchOptions, make_plan
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
     from deepspeed_pulse.report.files import replacing
     from deepspeed_pulse.report.progress import solving
@@ -156,8 +155,7 @@ def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: 
     """Every choice, predicted, the best ones also run where that was asked for."""
     from deepspeed_pulse.cli.verify import verify
     from deepspeed_pulse.ir.frozen import FrozenParts
-    from deepspeed_pulse.planner.tuning.open_job import OpenJob
-    from deepspeed_pulse.planner.tuning.tune import tune
+    from deepspeed_pulse.planner import OpenJob, tune
     from deepspeed_pulse.report.progress import counting
 
     with counting(sys.stderr) as progress:

@@ -22,7 +22,7 @@ OK, FAILED_CHECK = 0, 1
 def simulate(arguments: argparse.Namespace) -> int:
     from deepspeed_pulse.ir.plan import Plan
     from deepspeed_pulse.planner.problem import Problem
-    from deepspeed_pulse.planner.simulate import run, summarize
+    from deepspeed_pulse.planner.simulator import run, summarize
     from deepspeed_pulse.report.tables import estimate_table
 
     plan, profile, cluster = _costs(arguments, arguments.plan, Plan.load(arguments.plan))
@@ -164,7 +164,7 @@ def _costs_note(arguments: argparse.Namespace) -> str | None:
 
 def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     """The timeline of a plan that can run."""
-    from deepspeed_pulse.planner.simulate import simulate
+    from deepspeed_pulse.planner import simulate
 
     _check_plan(path, plan, profile)
     return simulate(plan, profile, cluster)
@@ -172,7 +172,7 @@ def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Time
 
 def _check_plan(path: str, plan: Plan, profile: Profile) -> None:
     """A :class:`PlanError` that lists what is wrong with a plan that cannot run."""
-    from deepspeed_pulse.planner.checks.validate import violations
+    from deepspeed_pulse.planner import violations
     from deepspeed_pulse.planner.routes import named_values
 
     found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))

@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.memory import parts_at_peak
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.simulate import rank_state_bytes, run
+from deepspeed_pulse.planner.simulator import rank_state_bytes, run
 
 
 def explain(

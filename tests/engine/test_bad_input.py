@@ -18,9 +18,8 @@ from support.toy import toy_profile
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 from deepspeed_pulse.planner.cost import default_cluster
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
 
 MICROBATCHES = 2
 

@@ -20,8 +20,7 @@ from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.rules import Rules
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 
 
 def layer_list() -> tuple[Layer, ...]:

@@ -16,9 +16,8 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.program import HIDDEN, Direction, Message
 from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.planner import Job, SearchOptions, forward_schedule, make_plan
 from deepspeed_pulse.planner.cost import default_cluster
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import forward_schedule, make_plan
 
 LAYERS = 16
 

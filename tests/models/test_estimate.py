@@ -24,8 +24,7 @@ from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
 from deepspeed_pulse.models.catalogue.sources import build_model, find_workload
 from deepspeed_pulse.models.families import FAMILIES
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 
 PARAMETERS = {
     "sd15": 859.5,

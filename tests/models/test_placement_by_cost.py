@@ -19,10 +19,7 @@ from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
 from deepspeed_pulse.models.catalogue.sources import build_model, find_workload
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.planner.tuning.open_job import OpenJob
-from deepspeed_pulse.planner.tuning.tune import tune
+from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, make_plan, tune
 
 FAST, SLOW = 300.0, 2.5
 """GB/s between any two of the ranks."""

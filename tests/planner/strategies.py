@@ -10,10 +10,10 @@ from toys import cluster, plan, random_profile
 
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.planner.checks.validate import violations
+from deepspeed_pulse.planner import violations
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.simulate import run, summarize
+from deepspeed_pulse.planner.simulator import run, summarize
 
 
 @st.composite

@@ -10,8 +10,7 @@ from toys import cluster, uniform
 
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.planner import cache
-from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner import cache, make_plan
 
 
 def made(folder: Path, layers: int = 8, microbatches: int = 3, **options: object) -> Plan:

@@ -13,11 +13,10 @@ from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.run import Difference
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Timeline
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan, simulate
 from deepspeed_pulse.planner.explain import explain
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.simulate import run, simulate
+from deepspeed_pulse.planner.simulator import run
 
 RANKS, MICROBATCHES = 2, 4
 

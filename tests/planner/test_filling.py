@@ -17,14 +17,11 @@ from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, Froz
 from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.planner.checks.validate import violations
+from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.filling.assignment import Assignment, gaps_of
 from deepspeed_pulse.planner.filling.fill import allowed_ranks, fill_plan
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan, reorder
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.simulate import estimate, simulate
 
 
 def part(name, *ms, needs=(), targets=(0,), size=1, params=1, ranks=None):

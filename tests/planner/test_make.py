@@ -11,15 +11,12 @@ from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.planner.checks.validate import check
+from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, forward_schedule, make_plan, reorder
 from deepspeed_pulse.planner.cost import default_cluster
-from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.links import Links
-from deepspeed_pulse.planner.make import forward_schedule, make_plan, reorder
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.simulate import estimate
 
 
 def made(costs, ranks, microbatches, **options):

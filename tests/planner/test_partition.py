@@ -12,11 +12,11 @@ from toys import cluster, job_on, layer, plan, profile, random_profile, skip, un
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
+from deepspeed_pulse.planner import simulate
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
-from deepspeed_pulse.planner.simulate import simulate
 
 
 @pytest.mark.parametrize("seed", [*range(120), 159])

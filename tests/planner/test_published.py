@@ -9,7 +9,7 @@ from toys import cluster, plan
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import wave
-from deepspeed_pulse.planner.simulate import run, summarize
+from deepspeed_pulse.planner.simulator import run, summarize
 
 
 @pytest.mark.parametrize(("costs", "ranks", "published"), UVIT)

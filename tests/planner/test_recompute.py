@@ -10,13 +10,10 @@ from toys import cluster, layer, plan, profile, random_profile, rows, skip, unif
 from deepspeed_pulse.errors import ConfigError, FileError, InfeasibleError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action, Op
-from deepspeed_pulse.planner.checks.validate import check, violations
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan, reorder
+from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import cheapest_first, with_recompute
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.simulate import estimate, simulate
 
 SIZES = profile(
     [

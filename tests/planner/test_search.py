@@ -12,8 +12,8 @@ from toys import cluster, layer, plan, profile, uniform
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
+from deepspeed_pulse.planner import Job, SearchOptions
 from deepspeed_pulse.planner.bounds import lower_bound_ms, preemptive_ms
-from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, count_cap
 from deepspeed_pulse.planner.schedules.listing import list_schedule
@@ -25,7 +25,7 @@ from deepspeed_pulse.planner.search.paths import Move, Paths
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.search.tabu import Search
 from deepspeed_pulse.planner.search.windows import reordered, stash_rows, window_model, windows
-from deepspeed_pulse.planner.simulate import rank_state_bytes, run
+from deepspeed_pulse.planner.simulator import rank_state_bytes, run
 
 
 def uneven(ranks, seed):

@@ -10,9 +10,9 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.rules import Rules
+from deepspeed_pulse.planner import estimate, simulate
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import forward_only, gpipe, one_f_one_b, wave
-from deepspeed_pulse.planner.simulate import estimate, simulate
 
 
 def under(plan: Plan, *, zero_stage: int = 0, reduce_early: bool = True) -> Plan:

@@ -10,12 +10,12 @@ from deepspeed_pulse.errors import InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import backward, forward
-from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner import Job, SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
 from deepspeed_pulse.planner.search.exact import Solved, whole_model
 from deepspeed_pulse.planner.search.synthesize import synthesize
-from deepspeed_pulse.planner.simulate import run
+from deepspeed_pulse.planner.simulator import run
 
 
 def row_orders(problem, rank, microbatches):

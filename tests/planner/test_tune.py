@@ -16,16 +16,12 @@ from deepspeed_pulse.ir.choice import Constraints, Verdict
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.planner.checks.validate import check
+from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate, make_plan, tune
 from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.simulate import estimate, least_step_ms
-from deepspeed_pulse.planner.tuning.open_job import OpenJob
+from deepspeed_pulse.planner.simulator import least_step_ms
 from deepspeed_pulse.planner.tuning.sizes import Sizes, scaled
-from deepspeed_pulse.planner.tuning.tune import tune
 
 
 def box(nodes=1, ranks_per_node=4, memory_bytes=10**15, intra=1e9, inter=1e9) -> Cluster:

@@ -10,7 +10,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.schedule import Schedule, parse_schedule
-from deepspeed_pulse.planner.job import Job
+from deepspeed_pulse.planner import Job
 from deepspeed_pulse.planner.routes import named_values
 
 INSTANT = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)

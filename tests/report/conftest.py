@@ -10,9 +10,7 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.planner.simulate import simulate
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan, simulate
 
 
 @dataclass(frozen=True)

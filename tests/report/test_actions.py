@@ -15,8 +15,8 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.schedule import Action
+from deepspeed_pulse.planner import Job, SearchOptions
 from deepspeed_pulse.planner.cost import default_cluster
-from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from support.asked import asked
 
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner import make_plan
 from deepspeed_pulse.report.model import draw_model, model_figure
 
 UNUSUAL = "a name that is longer than $what_{fits}$ below a bar"

@@ -12,8 +12,7 @@ from matplotlib import image
 from matplotlib.collections import LineCollection
 from support.asked import asked
 
-from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.planner.simulate import simulate
+from deepspeed_pulse.planner import make_plan, simulate
 from deepspeed_pulse.report.html import write_page
 from deepspeed_pulse.report.timeline import draw_timelines, timelines_figure
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from deepspeed_pulse.ir.plan import Route
-from deepspeed_pulse.planner.simulate import simulate
+from deepspeed_pulse.planner import simulate
 from deepspeed_pulse.report.units import with_unit_costs
 
 

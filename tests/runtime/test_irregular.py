@@ -22,10 +22,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.program import Channel, Direction
-from deepspeed_pulse.planner.checks.validate import violations
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
-from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, violations
 from deepspeed_pulse.runtime.local import LocalWorld, Mailboxes
 from deepspeed_pulse.runtime.payload import METADATA_INTS, num_bytes, tensors_in
 

@@ -15,7 +15,7 @@ from support.toy import loss_fn, toy_batch, toy_layers
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.planner.make import forward_schedule
+from deepspeed_pulse.planner import forward_schedule
 from deepspeed_pulse.runtime.local import LocalWorld
 
 GRAPH = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(toy_layers())))

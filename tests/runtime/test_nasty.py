@@ -20,7 +20,7 @@ from deepspeed_pulse.errors import PulseError
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.planner.make import forward_schedule
+from deepspeed_pulse.planner import forward_schedule
 from deepspeed_pulse.runtime.local import LocalWorld
 from deepspeed_pulse.runtime.payload import tensors_in
 from deepspeed_pulse.runtime.recomputing import non_reentrant

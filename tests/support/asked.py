@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner import Job, SearchOptions
 
 
 def asked(profile: Profile, **names: Any) -> tuple[Job, SearchOptions]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.planner.job import Job
+from deepspeed_pulse.planner import Job
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Score, in_flight
 from deepspeed_pulse.planner.partition.cuts import COLLOCATION_WORTH, every_cuts, preference
 

@@ -342,8 +342,7 @@ def live_tensors(at_most: tuple[int, int]) -> tuple[int, int]:
 
 def recomputes(folder: str) -> None:
     """Peaks fall with an interval, and again by as much as ``memory_gb`` asks for; losses stay."""
-    from deepspeed_pulse.planner.job import Job, SearchOptions
-    from deepspeed_pulse.planner.make import make_plan
+    from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 
     share_groups()
     planned = make_engine(torch_world(), 4, model="unet").module.planned

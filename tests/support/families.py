@@ -29,8 +29,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 from deepspeed_pulse.runtime.local import LocalWorld
 
 Batch = dict[str, Any]

@@ -14,13 +14,10 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.planner.checks.validate import check
-from deepspeed_pulse.planner.job import Job, SearchOptions
-from deepspeed_pulse.planner.make import make_plan
+from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, make_plan
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import one_f_one_b
-from deepspeed_pulse.planner.simulate import estimate
 
 MIB = 2**20
 HIDDEN, TEXT, VECTOR = 1024 * 1408, 333 * 1024, 1408

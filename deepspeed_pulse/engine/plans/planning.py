@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse import planner
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.measure.hardware import NO_LIMIT_BYTES
@@ -28,15 +29,10 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.run import Difference, MeasuredStep
 from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.planner import make as planner
-from deepspeed_pulse.planner.checks.validate import check
+from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate, simulate, tune
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
-from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.recompute import recomputed_bytes as planned_replay
-from deepspeed_pulse.planner.simulate import estimate, simulate
-from deepspeed_pulse.planner.tuning.open_job import OpenJob
-from deepspeed_pulse.planner.tuning.tune import tune
 
 GIGABYTE = 10**9
 

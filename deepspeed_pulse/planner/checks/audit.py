@@ -12,7 +12,7 @@ from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.checks.validate import marked_rows, violations
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.simulate import run, summarize
+from deepspeed_pulse.planner.simulator import run, summarize
 
 _GB = 1e9
 

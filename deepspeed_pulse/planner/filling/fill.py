@@ -17,7 +17,7 @@ from deepspeed_pulse.planner.filling.greedy import MOST_OPEN, Filler, Preference
 from deepspeed_pulse.planner.filling.hand_overs import with_hand_overs
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.simulate import run, simulate, summarize
+from deepspeed_pulse.planner.simulator import run, simulate, summarize
 
 _PREFERENCES = (
     Preference(),

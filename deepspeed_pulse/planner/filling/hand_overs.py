@@ -11,7 +11,7 @@ from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.filling.greedy import Runs
 from deepspeed_pulse.planner.links import Port
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.simulate import run
+from deepspeed_pulse.planner.simulator import run
 
 
 def with_hand_overs(problem: Problem, parts: Sequence[FrozenPart], runs: Runs, solver: str) -> Fill:

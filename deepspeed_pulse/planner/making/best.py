@@ -11,7 +11,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES
 from deepspeed_pulse.planner.making.maker import Maker, TooSlow, step_ms
 from deepspeed_pulse.planner.recompute import cheapest_first
-from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.simulator import estimate
 
 _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of the layers worth recomputing, how many are tried in search of the fastest plan."""

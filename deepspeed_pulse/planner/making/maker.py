@@ -19,7 +19,7 @@ from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.search.synthesize import synthesize
-from deepspeed_pulse.planner.simulate import least_step_ms, reduction_ms
+from deepspeed_pulse.planner.simulator import least_step_ms, reduction_ms
 
 _WORTH_CHANGING = 0.95
 """Of the step with the partitioner's own cuts, what others may take at most: a simulation does not count everything."""

@@ -18,7 +18,7 @@ from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.paths import Paths
 from deepspeed_pulse.planner.search.tabu import Search
 from deepspeed_pulse.planner.search.windows import reordered, windows
-from deepspeed_pulse.planner.simulate import reduction_ms
+from deepspeed_pulse.planner.simulator import reduction_ms
 
 _STARTS = 16
 _NODES_A_ROUND = 400_000

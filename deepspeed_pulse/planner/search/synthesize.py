@@ -23,7 +23,7 @@ from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search.exact import count_pairs, solve_order
 from deepspeed_pulse.planner.search.improve import Improver, split_backwards
-from deepspeed_pulse.planner.simulate import rank_state_bytes, run, summarize
+from deepspeed_pulse.planner.simulator import rank_state_bytes, run, summarize
 
 MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""

@@ -23,7 +23,7 @@ from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
 from deepspeed_pulse.planner.search.synthesize import synthesize
-from deepspeed_pulse.planner.simulate import estimate
+from deepspeed_pulse.planner.simulator import estimate
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
 
 Progress = Callable[[int, int, float], None]
