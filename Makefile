@@ -79,8 +79,13 @@ train: .venv
 text-to-image: .venv
 	$(call ranks,examples/text_to_image/train.py $(TEXT_TO_IMAGE_FLAGS))
 
-# Slow proofs: full products. TESTS= narrows them.
-soak: .venv
+# What draws mutants, for the slow proofs alone.
+.venv/.mutants: .venv/.stamp
+	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray coverage
+	touch $@
+
+# Slow proofs: full products, and mutants that the tests must notice. TESTS= narrows them.
+soak: .venv/.mutants
 	$(TEST_ENV) $(BIN)/python -m pytest -m soak -n 2 --dist worksteal $(TESTS)
 
 # All benchmarks; some need root and an idle machine. What missed a promise, or has more to do (slow_network), is named.
