@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
+
+
+def test_schedules_are_the_planners() -> None:
+    assert set(get_args(PulseConfig.model_fields["schedule"].annotation)) == {"auto", *GENERATORS}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
-from deepspeed_pulse.ir.program import Channel, Direction
+from deepspeed_pulse.ir.program import Channel
+from deepspeed_pulse.ir.schedule import Direction
 
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends that keep messages apart by tag, and that cannot send device memory."""

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.fill import Fill, FrozenWork, HandOver
-from deepspeed_pulse.ir.program import Direction, Program, Step
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.program import Program, Step
+from deepspeed_pulse.ir.schedule import OP_RULES, SPLIT, WHOLE, Action, Direction
 
 Key = tuple[int, str, int]
-"""(stage, "F", "B" or "W", microbatch): what an action gives. ``B`` and ``I`` both give "B"."""
-
-_KIND = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.INPUT_GRAD: "B", Op.WEIGHT_GRAD: "W"}
+"""(stage, what the op gives, microbatch): what an action gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +31,40 @@ class Result:
         return f"{self.part}[{self.done}]@{self.microbatch} on rank {self.rank}"
 
 
+_STEPS = {Direction.FORWARD: 1, Direction.BACKWARD: -1, None: 0}
+"""From a stage to the one its result goes to."""
+
 Item = Step | FrozenWork
 Rows = tuple[tuple[Item, ...], ...]
 
 
 def key_of(action: Action) -> Key:
-    return (action.stage, _KIND[action.op], action.microbatch)
+    return (action.stage, OP_RULES[action.op].gives, action.microbatch)
 
 
 def local_needs(action: Action, placement: Sequence[int]) -> list[Key]:
     """What an action takes over from others of its own rank."""
-    stage, m, kind = action.stage, action.microbatch, _KIND[action.op]
-    if kind == "W":
-        return [(stage, "B", m)]
-    if kind == "B":
-        found = [(stage, "F", m)]
-        if stage + 1 < len(placement) and placement[stage + 1] == placement[stage]:
-            found.append((stage + 1, "B", m))
-        return found
-    if 0 < stage < len(placement) and placement[stage - 1] == placement[stage]:
-        return [(stage - 1, "F", m)]
-    return []
+    rule = OP_RULES[action.op]
+    found = [] if rule.after is None else [(action.stage, OP_RULES[rule.after].gives, action.microbatch)]
+    before = action.stage - _STEPS[rule.way]
+    if _together(action.stage, before, placement):
+        found.append((before, rule.gives, action.microbatch))
+    return found
 
 
 def local_dependents(action: Action, placement: Sequence[int], *, split: bool) -> list[Action]:
     """The actions whose :func:`local_needs` name this one. ``split``: backward runs as ``I`` and ``W``."""
-    stage, m, kind = action.stage, action.microbatch, _KIND[action.op]
-    back = Op.INPUT_GRAD if split else Op.BACKWARD
-    following, op = (stage + 1, Op.FORWARD) if kind == "F" else (stage - 1, back)
-    found = {"F": [Action(stage, back, m)], "B": [Action(stage, Op.WEIGHT_GRAD, m)] if split else [], "W": []}[kind]
-    if kind != "W" and 0 <= following < len(placement) and placement[following] == placement[stage]:
-        found.append(Action(following, op, m))
+    ops = SPLIT if split else WHOLE
+    found = [Action(action.stage, op, action.microbatch) for op in ops if OP_RULES[op].after is action.op]
+    following = action.stage + _STEPS[OP_RULES[action.op].way]
+    if _together(action.stage, following, placement):
+        found.append(Action(following, action.op, action.microbatch))
     return found
+
+
+def _together(stage: int, other: int, placement: Sequence[int]) -> bool:
+    """A stage's neighbour is there, and on the same rank."""
+    return other != stage and 0 <= other < len(placement) and placement[other] == placement[stage]
 
 
 def needs(step: Step, placement: Sequence[int]) -> tuple[Key, ...]:

@@ -17,24 +17,15 @@ the order in which the sender produces them, at both ends (NCCL and HCCL ignore 
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.schedule import OP_RULES, Action, Direction
 
 HIDDEN = ""
 """Name of the hidden state in messages; named values have a name of their own."""
-
-
-class Direction(enum.Enum):
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    FROZEN = "frozen"
-    """Of channels only: results of frozen parts, for the next step."""
-    __hash__ = object.__hash__  # members are singletons, and enum's own hash is what most of a lowering would spend
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +105,12 @@ class Lowering:
 
     def step(self, action: Action) -> Step:
         stage, m = action.stage, action.microbatch
-        if action.op is Op.WEIGHT_GRAD:
+        way = OP_RULES[action.op].way
+        if way is None:
             return Step(action, (), ())
-        if action.op is Op.FORWARD:
-            way, before, after = Direction.FORWARD, self._in[stage], self._out[stage]
-        else:
-            way, before, after = Direction.BACKWARD, self._out[stage], self._in[stage]
+        before, after = self._in[stage], self._out[stage]
+        if way is Direction.BACKWARD:
+            before, after = after, before
         return Step(
             action,
             tuple(Message(name, way, other, stage, m) for name, other in before),

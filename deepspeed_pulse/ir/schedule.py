@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import FileError
 
-_ACTION = re.compile(r"(0|[1-9][0-9]{0,8})([FBIW])(0|[1-9][0-9]{0,8})")
-
 
 class Op(enum.Enum):
     """What an action computes."""
@@ -22,6 +20,44 @@ class Op(enum.Enum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
     __hash__ = object.__hash__  # members are singletons; enum's own hash is slow, and actions are hashed all the time
+
+
+class Direction(enum.Enum):
+    """Where messages go: to later stages, or gradients to earlier ones."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FROZEN = "frozen"
+    """Of channels only: results of frozen parts, for the next step."""
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """What holds for every action of an op.
+
+    Attributes:
+        gives: what others call its result: ``B`` and ``I`` give the same, so nothing has to know which of them runs.
+        after: the op of its stage and microbatch that must have run.
+        way: of its messages, which its neighbour on the same rank is spared; None: it has none.
+    """
+
+    gives: str
+    after: Op | None
+    way: Direction | None
+
+
+OP_RULES = {
+    Op.FORWARD: OpRule("F", None, Direction.FORWARD),
+    Op.BACKWARD: OpRule("B", Op.FORWARD, Direction.BACKWARD),
+    Op.INPUT_GRAD: OpRule("B", Op.FORWARD, Direction.BACKWARD),
+    Op.WEIGHT_GRAD: OpRule("W", Op.INPUT_GRAD, None),
+}
+WHOLE, SPLIT = (Op.FORWARD, Op.BACKWARD), (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+"""The ops of a stage and microbatch, in order."""
+
+_LETTERS = " ".join(op.value for op in Op)
+_ACTION = re.compile(rf"(0|[1-9][0-9]{{0,8}})([{_LETTERS.replace(' ', '')}])(0|[1-9][0-9]{{0,8}})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +76,7 @@ class Action:
         """Inverse of ``str``: ``Action.parse(str(a)) == a`` and ``str(Action.parse(t)) == t``."""
         match = _ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise FileError(f"expected an action such as '2F0' (stage, one of F B I W, microbatch), found {text!r}")
+            raise FileError(f"expected an action such as '2F0' (stage, one of {_LETTERS}, microbatch), found {text!r}")
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from deepspeed_pulse.ir.channels import receive_slots
 from deepspeed_pulse.ir.dependencies import Result, result_of, results_needed
-from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.program import HIDDEN, Message, Step
+from deepspeed_pulse.ir.schedule import Action, Direction, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.planner.problem import Problem
 

@@ -11,9 +11,9 @@ from deepspeed_pulse.ir.dependencies import Key, key_of, needs
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile, Skip
-from deepspeed_pulse.ir.program import HIDDEN, Direction, Lowering, Message, Program, Step
+from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.rules import Rules
-from deepspeed_pulse.ir.schedule import Action, Op, Schedule
+from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
 from deepspeed_pulse.planner.links import Links, Port
 from deepspeed_pulse.planner.recompute import recomputed_bytes, with_recompute

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.program import Direction, Message
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.program import Message
+from deepspeed_pulse.ir.schedule import Action, Direction, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.report.spans import FROZEN, WORDS, Box, boxes, details, kind, text
 

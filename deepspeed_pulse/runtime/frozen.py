@@ -15,7 +15,8 @@ import torch
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
 from deepspeed_pulse.ir.graph import Layer
-from deepspeed_pulse.ir.program import Channel, Direction, Message
+from deepspeed_pulse.ir.program import Channel, Message
+from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import Signature, as_payload

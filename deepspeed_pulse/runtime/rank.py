@@ -17,8 +17,8 @@ from deepspeed_pulse.errors import PulseError, add_note
 from deepspeed_pulse.ir.channels import Traffic
 from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.program import HIDDEN, Direction, Message, Step
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.program import HIDDEN, Message, Step
+from deepspeed_pulse.ir.schedule import Action, Direction, Op
 from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of

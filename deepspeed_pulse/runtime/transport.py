@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_pulse.errors import BatchError, PeerError
-from deepspeed_pulse.ir.program import Channel, Direction, Message
+from deepspeed_pulse.ir.program import Channel, Message
+from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.runtime.payload import METADATA_INTS, Payload, Signature, TensorMeta, num_bytes, tensors_of
 from deepspeed_pulse.runtime.protocols import Communicator, Device, Handle
 from deepspeed_pulse.runtime.shapes import Shapes

@@ -14,8 +14,8 @@ from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
-from deepspeed_pulse.ir.program import HIDDEN, Direction, Message
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.program import HIDDEN, Message
+from deepspeed_pulse.ir.schedule import Direction, Op
 from deepspeed_pulse.planner import Job, SearchOptions, forward_schedule, make_plan
 from deepspeed_pulse.planner.cost import default_cluster
 

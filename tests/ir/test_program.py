@@ -4,8 +4,8 @@ import pytest
 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
-from deepspeed_pulse.ir.program import Direction, Lowering, channel_of, lower
-from deepspeed_pulse.ir.schedule import Action, parse_schedule
+from deepspeed_pulse.ir.program import Lowering, channel_of, lower
+from deepspeed_pulse.ir.schedule import Action, Direction, parse_schedule
 
 PLAN = Plan(
     pipeline_ranks=2,

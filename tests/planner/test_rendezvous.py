@@ -13,8 +13,8 @@ from toys import cluster, plan, rows, uniform
 from deepspeed_pulse.ir.channels import MIN_SLOTS, POSTED_AHEAD, fewest_slots, make_traffic, unit_clock
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.program import Channel, Direction
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.program import Channel
+from deepspeed_pulse.ir.schedule import Direction, Op
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import wave

@@ -21,7 +21,8 @@ from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.ir.program import Channel, Direction
+from deepspeed_pulse.ir.program import Channel
+from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, violations
 from deepspeed_pulse.runtime.local import LocalWorld, Mailboxes
 from deepspeed_pulse.runtime.payload import METADATA_INTS, num_bytes, tensors_in

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from deepspeed_pulse.errors import BatchError, RunError
-from deepspeed_pulse.ir.program import Channel, Direction, Message
+from deepspeed_pulse.ir.program import Channel, Message
+from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.runtime.local import LocalDevice, Mailboxes
 from deepspeed_pulse.runtime.payload import METADATA_INTS, Signature
 from deepspeed_pulse.runtime.shapes import ShapeBook

@@ -20,7 +20,8 @@ from deepspeed_pulse.engine.measure.overhead import message_pauses_ms
 from deepspeed_pulse.engine.measure.sums import measure_bus
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.program import Channel, Direction
+from deepspeed_pulse.ir.program import Channel
+from deepspeed_pulse.ir.schedule import Direction
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)
 """Message sizes in bytes: a time embedding, and hidden states up to those of video models."""

@@ -13,7 +13,7 @@ from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import Step, lower
 from deepspeed_pulse.ir.routes import stage_of
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.schedule import OP_RULES, SPLIT, WHOLE, Action, Op
 from deepspeed_pulse.planner.checks.frozen import fill_problems
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
 
@@ -135,7 +135,7 @@ class _Row:
     def _missing(self) -> Iterator[tuple[str, str, int | None]]:
         for stage in self.plan.stages_of(self.rank):
             for m in range(self.plan.microbatches):
-                forward, full, inputs, weights = (Action(stage, op, m) for op in Op)
+                forward, full, inputs, weights = (Action(stage, op, m) for op in (*WHOLE, *SPLIT[1:]))
                 halves = [a for a in (inputs, weights) if a in self.first]
                 if forward not in self.first:
                     yield "never runs:", str(forward), None
@@ -147,10 +147,10 @@ class _Row:
                     yield "never runs:", str(weights if halves[0] == inputs else inputs), None
 
     def _too_early(self) -> Iterator[tuple[str, str, int | None]]:
-        before = {Op.BACKWARD: Op.FORWARD, Op.INPUT_GRAD: Op.FORWARD, Op.WEIGHT_GRAD: Op.INPUT_GRAD}
         for a, i in self.first.items():
-            if a.op in before:
-                needed = Action(a.stage, before[a.op], a.microbatch)
+            before = OP_RULES[a.op].after
+            if before is not None:
+                needed = Action(a.stage, before, a.microbatch)
                 if self.first.get(needed, -1) > i:
                     yield "runs before what it needs:", f"{a} before {needed}", i
 

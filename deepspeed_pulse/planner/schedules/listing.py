@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.dependencies import Key, local_dependents
-from deepspeed_pulse.ir.schedule import Action, Op, Schedule
+from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Op, Schedule
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.problem import Problem
 
@@ -95,7 +95,7 @@ class _Board:
     ) -> None:
         self._problem, self._microbatches = problem, microbatches
         self._prefer, self._cap, self._order = prefer, cap, order
-        self._ops = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD) if split else (Op.FORWARD, Op.BACKWARD)
+        self._ops = SPLIT if split else WHOLE
         self._next = {(stage, op): 0 for stage in range(problem.num_stages) for op in self._ops}
         self._first = [problem.plan.stages_of(rank)[0] for rank in range(problem.num_ranks)]
         self._position = [0] * problem.num_ranks

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from deepspeed_pulse.ir.program import Direction
-from deepspeed_pulse.ir.schedule import Action, Op, Schedule
+from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
 from deepspeed_pulse.planner.links import Port
 from deepspeed_pulse.planner.problem import Problem
@@ -40,8 +39,7 @@ class Net:
         queues: bool | None = None,
     ) -> None:
         self.problem, self.microbatches, self.split = problem, microbatches, split
-        back = (Op.INPUT_GRAD, Op.WEIGHT_GRAD) if split else (Op.BACKWARD,)
-        self.ops = (Op.FORWARD, *back)
+        self.ops = SPLIT if split else WHOLE
         stages = range(problem.num_stages)
         self.actions = [Action(s, op, m) for op in self.ops for s in stages for m in range(microbatches)]
         self.index = {action: node for node, action in enumerate(self.actions)}
