@@ -14,7 +14,7 @@ from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.dependencies import Key, key_of, needs, ordered
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel, Message, Program, Step, channel_of, lower
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.schedule import OP_RULES
 
 MIN_SLOTS = 2
 POSTED_AHEAD = 2
@@ -23,7 +23,6 @@ POSTED_AHEAD = 2
 gloo sends nothing before it knows that the receive is posted, and that word queues behind what the receiver sends.
 """
 _LAST = 1 << 60
-_UNIT_TIME = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRAD: 1, Op.WEIGHT_GRAD: 1}
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
     for rank, step in ordered(program, placement):
         assert isinstance(step, Step)
         start = max([free[rank], *(ends[key] for key in needs(step, placement))])
-        free[rank] = ends[key_of(step.action)] = start + _UNIT_TIME[step.action.op]
+        free[rank] = ends[key_of(step.action)] = start + OP_RULES[step.action.op].units
         starts[rank].append(start)
     return starts
 
@@ -120,7 +119,7 @@ def _slots(
     due, used = [], []
     for message in messages:
         rank, i = sent_at[message]
-        due.append(starts[rank][i] + _UNIT_TIME[program[rank][i].action.op] - POSTED_AHEAD)
+        due.append(starts[rank][i] + OP_RULES[program[rank][i].action.op].units - POSTED_AHEAD)
         target, j = used_at[message]
         used.append((starts[target][j], j, program[target][j].receives.index(message)))
     return max(fewest_slots(due, used), min(MIN_SLOTS, len(messages)))

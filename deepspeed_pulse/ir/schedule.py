@@ -40,18 +40,20 @@ class OpRule:
         gives: what others call its result: ``B`` and ``I`` give the same, so nothing has to know which of them runs.
         after: the op of its stage and microbatch that must have run.
         way: of its messages, which its neighbour on the same rank is spared; None: it has none.
+        units: time it takes where all stages are alike, a forward 1.
     """
 
     gives: str
     after: Op | None
     way: Direction | None
+    units: int
 
 
 OP_RULES = {
-    Op.FORWARD: OpRule("F", None, Direction.FORWARD),
-    Op.BACKWARD: OpRule("B", Op.FORWARD, Direction.BACKWARD),
-    Op.INPUT_GRAD: OpRule("B", Op.FORWARD, Direction.BACKWARD),
-    Op.WEIGHT_GRAD: OpRule("W", Op.INPUT_GRAD, None),
+    Op.FORWARD: OpRule("F", None, Direction.FORWARD, 1),
+    Op.BACKWARD: OpRule("B", Op.FORWARD, Direction.BACKWARD, 2),
+    Op.INPUT_GRAD: OpRule("B", Op.FORWARD, Direction.BACKWARD, 1),
+    Op.WEIGHT_GRAD: OpRule("W", Op.INPUT_GRAD, None, 1),
 }
 WHOLE, SPLIT = (Op.FORWARD, Op.BACKWARD), (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 """The ops of a stage and microbatch, in order."""

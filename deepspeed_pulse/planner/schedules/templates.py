@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 
-F, B, I, W = Op  # noqa: E741
+F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD  # noqa: E741
 
 
 class _Row:
