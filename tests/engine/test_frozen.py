@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import launch_each
 from support.launch import launch
 from torch import nn
 
@@ -25,10 +26,9 @@ CASES = [
 ]
 
 
-def test_trains_as_with_encoded_data_through_evaluation_and_resume(tmp_path: Path) -> None:
+def test_trains_as_with_encoded_data_through_evaluation_and_resume(subtests: pytest.Subtests, tmp_path: Path) -> None:
     arguments = {"folder": str(tmp_path), "cases": CASES}
-    for _, output in launch("support.frozen_ranks:trains", 4, arguments, timeout=250):
-        assert output.count("PASSED") == len(CASES)
+    launch_each(subtests, "support.frozen_ranks:trains", 4, CASES, arguments, timeout=250)
 
 
 def test_an_iterator_that_ends() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import launch
+from support.cases import launch_each
 from support.parity import models
 from support.random_plans import peak_forwards, random_plan
 
@@ -39,10 +39,9 @@ def toy_cases(world: int) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_toy_network_trains_as_if_unpartitioned(world: int) -> None:
+def test_toy_network_trains_as_if_unpartitioned(subtests: pytest.Subtests, world: int) -> None:
     cases = toy_cases(world)
-    for _, output in launch("support.parity:run_cases", world, cases, timeout=800):
-        assert output.count("PASSED") == len(cases)
+    launch_each(subtests, "support.parity:run_cases", world, cases, timeout=800)
 
 
 UNET_PAIRS = [
@@ -72,10 +71,9 @@ def unet_cases(world: int) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_diffusers_unet_trains_as_if_unpartitioned(world: int) -> None:
+def test_diffusers_unet_trains_as_if_unpartitioned(subtests: pytest.Subtests, world: int) -> None:
     cases = unet_cases(world)
-    for _, output in launch("support.parity:run_cases", world, cases, timeout=800):
-        assert output.count("PASSED") == len(cases)
+    launch_each(subtests, "support.parity:run_cases", world, cases, timeout=800)
 
 
 RANDOM_PLANS = [
@@ -90,7 +88,9 @@ RANDOM_PLANS = [
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("model", "world", "count"), RANDOM_PLANS)
-def test_random_plans_train_as_if_unpartitioned(model: str, world: int, count: int, tmp_path: Path) -> None:
+def test_random_plans_train_as_if_unpartitioned(
+    subtests: pytest.Subtests, model: str, world: int, count: int, tmp_path: Path
+) -> None:
     """Random cuts (skips cross ranks) and orders; the last plan runs all forwards first, the worst for memory."""
     graph = graph_of(model)
     cases = []
@@ -103,8 +103,7 @@ def test_random_plans_train_as_if_unpartitioned(model: str, world: int, count: i
         path.write_text(plan.to_json())
         case = {"model": model, "P": world, "M": 3, "clip": 0.1, "enabled": True}
         cases.append({**case, "plan": str(path), "W": plan.waves, "placement": "auto"})
-    for _, output in launch("support.parity:run_cases", world, cases, timeout=1700):
-        assert output.count("PASSED") == len(cases)
+    launch_each(subtests, "support.parity:run_cases", world, cases, timeout=1700)
 
 
 SKIP_GRAPHS = [
@@ -117,7 +116,9 @@ SKIP_GRAPHS = [
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("world", "count"), SKIP_GRAPHS)
-def test_any_skip_graph_trains_as_if_unpartitioned(world: int, count: int, tmp_path: Path) -> None:
+def test_any_skip_graph_trains_as_if_unpartitioned(
+    subtests: pytest.Subtests, world: int, count: int, tmp_path: Path
+) -> None:
     """Of 20 layers, linear and wave, drawn plans and the planner's; channels without tags too. See tests/runtime."""
     cases = []
     for number in range(count):
@@ -128,20 +129,18 @@ def test_any_skip_graph_trains_as_if_unpartitioned(world: int, count: int, tmp_p
             case = {"model": model, "P": world, "M": 3, "clip": 0.1, "enabled": True, "placement": "auto"}
             cases.append({**case, "plan": str(path), "untagged": number == 0})
             cases.append({**case, "placement": placement})
-    for _, output in launch("support.parity:run_cases", world, cases, timeout=1700):
-        assert output.count("PASSED") == len(cases)
+    launch_each(subtests, "support.parity:run_cases", world, cases, timeout=1700)
 
 
 @pytest.mark.timeout(300)
-def test_a_plan_may_number_ranks_the_other_way(tmp_path: Path) -> None:
+def test_a_plan_may_number_ranks_the_other_way(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """Two pipelines of neighbours, as the plan's layout says, in place of upstream's (0, 2) and (1, 3)."""
     plan = random_plan(graph_of("toy"), 7, ranks=2, microbatches=3)
     path = tmp_path / "plan.json"
     path.write_text(replace(plan, data_parallel=2, layout=Layout.DATA_MAJOR).to_json())
     case = {"model": "toy", "P": 2, "M": 3, "clip": 0.1, "enabled": True, "W": plan.waves, "placement": "auto"}
     case |= {"plan": str(path), "pipelines": [[0, 1], [2, 3]]}
-    for _, output in launch("support.parity:run_cases", 4, [case], timeout=250):
-        assert output.count("PASSED") == 1
+    launch_each(subtests, "support.parity:run_cases", 4, [case], timeout=250)
 
 
 def graph_of(model: str) -> Graph:
@@ -154,12 +153,11 @@ def graph_of(model: str) -> Graph:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_diffusers_unet_whole_product(world: int) -> None:
+def test_diffusers_unet_whole_product(subtests: pytest.Subtests, world: int) -> None:
     """P x M x W x data parallel x clipping x pulse on and off, on the 46-layer U-Net."""
     cases = []
     for (ranks, _), microbatches, clip in itertools.product(LAYOUTS[world], (1, 2, 3, 8), (0.0, 0.1)):
         case = {"model": "unet", "P": ranks, "M": microbatches, "clip": clip}
         cases += [{**case, "enabled": True, "W": waves} for waves in (1, 2)]
         cases.append({**case, "enabled": False})
-    for _, output in launch("support.parity:run_cases", world, cases, timeout=3500):
-        assert output.count("PASSED") == len(cases)
+    launch_each(subtests, "support.parity:run_cases", world, cases, timeout=3500)

@@ -12,8 +12,8 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.cases import launch_each
 from support.families import assert_transparent, interpret
-from support.launch import launch
 from support.reference import error
 from support.small_models import (
     kandinsky_entries,
@@ -70,10 +70,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", CASES)
-def test_what_trains_trains_as_in_one_process(world: int, tmp_path: Path) -> None:
+def test_what_trains_trains_as_in_one_process(subtests: pytest.Subtests, world: int, tmp_path: Path) -> None:
     cases = [{**case, "out": str(tmp_path)} for case in CASES[world]]
-    for _, output in launch("support.lora_ranks:run_cases", world, cases, timeout=500):
-        assert output.count("PASSED") == len(cases)
+    launch_each(subtests, "support.lora_ranks:run_cases", world, cases, timeout=500)
 
 
 # ---------------------------------------------------------------------------------------- families

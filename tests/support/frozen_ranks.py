@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.cases import run_each
 from support.parity import TOLERANCE, share_groups
 from support.reference import error
 from torch import Tensor, nn
@@ -145,38 +147,39 @@ def data_from(engine: Any, first: int, *, frozen: bool) -> Iterator[Any]:
 def trains(arguments: dict[str, Any]) -> None:
     """Five steps with evaluation between and a resume in the middle, against encoded data."""
     share_groups()
-    folder = Path(arguments["folder"])
-    for case in arguments["cases"]:
-        ranks, microbatches = case["P"], case["M"]
-        engine = engine_of(ranks, microbatches, frozen=True, placement=case.get("placement", "wave"))
-        twin = engine_of(ranks, microbatches, frozen=False, placement=case.get("placement", "wave"))
-        data, plain = data_from(engine, 0, frozen=True), data_from(twin, 0, frozen=False)
-        for step in range(5):
-            if step == 3:
-                tag = f"{ranks}-{microbatches}-{case.get('placement', 'wave')}"
-                engine.save_checkpoint(str(folder), tag=tag)
-                engine = engine_of(ranks, microbatches, frozen=True, placement=case.get("placement", "wave"))
-                engine.load_checkpoint(str(folder), tag=tag)
-                assert engine.microbatches_ahead == 0
-                data = data_from(engine, step, frozen=True)
-            loss, expected = engine.train_batch(data), twin.train_batch(plain)
-            assert error(loss.detach(), expected.detach()) < TOLERANCE, (case, step, loss, expected)
-            assert engine.microbatches_ahead == microbatches
-            check_ahead(engine, step + 1)
-            for count in (1, 3) if step in (0, 2) else ():
-                evaluated = engine.eval_batch(data_from(engine, 50, frozen=True), num_micro_batches=count)
-                reference = twin.eval_batch(data_from(twin, 50, frozen=False), num_micro_batches=count)
-                assert error(evaluated, reference) < TOLERANCE, (case, step, count)
-        check_sampling(engine, twin)
-        weights = zip(engine.module.named_parameters(), twin.module.named_parameters(), strict=True)
-        for (name, mine), (_, other) in weights:
-            assert error(mine.detach(), other.detach()) < TOLERANCE, (case, name)
-        timeline = engine.pulse_timeline()
-        if timeline is not None:
-            assert sum(span.work.end - span.work.first for span in timeline.frozen) == 8 * microbatches
-        engine.destroy()
-        twin.destroy()
-        print("PASSED", case, flush=True)
+    run_each(arguments["cases"], partial(train_case, Path(arguments["folder"])))
+
+
+def train_case(folder: Path, case: dict[str, Any]) -> None:
+    ranks, microbatches = case["P"], case["M"]
+    engine = engine_of(ranks, microbatches, frozen=True, placement=case.get("placement", "wave"))
+    twin = engine_of(ranks, microbatches, frozen=False, placement=case.get("placement", "wave"))
+    data, plain = data_from(engine, 0, frozen=True), data_from(twin, 0, frozen=False)
+    for step in range(5):
+        if step == 3:
+            tag = f"{ranks}-{microbatches}-{case.get('placement', 'wave')}"
+            engine.save_checkpoint(str(folder), tag=tag)
+            engine = engine_of(ranks, microbatches, frozen=True, placement=case.get("placement", "wave"))
+            engine.load_checkpoint(str(folder), tag=tag)
+            assert engine.microbatches_ahead == 0
+            data = data_from(engine, step, frozen=True)
+        loss, expected = engine.train_batch(data), twin.train_batch(plain)
+        assert error(loss.detach(), expected.detach()) < TOLERANCE, (case, step, loss, expected)
+        assert engine.microbatches_ahead == microbatches
+        check_ahead(engine, step + 1)
+        for count in (1, 3) if step in (0, 2) else ():
+            evaluated = engine.eval_batch(data_from(engine, 50, frozen=True), num_micro_batches=count)
+            reference = twin.eval_batch(data_from(twin, 50, frozen=False), num_micro_batches=count)
+            assert error(evaluated, reference) < TOLERANCE, (case, step, count)
+    check_sampling(engine, twin)
+    weights = zip(engine.module.named_parameters(), twin.module.named_parameters(), strict=True)
+    for (name, mine), (_, other) in weights:
+        assert error(mine.detach(), other.detach()) < TOLERANCE, (case, name)
+    timeline = engine.pulse_timeline()
+    if timeline is not None:
+        assert sum(span.work.end - span.work.first for span in timeline.frozen) == 8 * microbatches
+    engine.destroy()
+    twin.destroy()
 
 
 def check_ahead(engine: Any, step: int) -> None:

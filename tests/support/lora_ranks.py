@@ -12,6 +12,7 @@ from diffusers import StableDiffusionPipeline
 from diffusers.training_utils import EMAModel, cast_training_params
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
+from support.cases import run_each
 from support.engine_ranks import as_bf16, total
 from support.parity import TOLERANCE, RecordingSGD, mse, share_groups
 from support.reference import error
@@ -325,10 +326,12 @@ def hidden_bytes(layers: list[Any]) -> list[int]:
     return found
 
 
+def run_any(case: dict[str, Any]) -> None:
+    (run_mixed_case if case.get("mixed") else run_bf16_case if case.get("bf16") else run_case)(case)
+
+
 def run_cases(cases: list[dict[str, Any]]) -> None:
     """Entry point of a rank."""
     torch.set_num_threads(1)
     share_groups()
-    for case in cases:
-        (run_mixed_case if case.get("mixed") else run_bf16_case if case.get("bf16") else run_case)(case)
-        print("PASSED", case, flush=True)
+    run_each(cases, run_any)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from support.cases import run_each
 from support.reference import Unpartitioned, error, train
 from support.versions import reentrant_checkpoint
 
@@ -218,6 +219,4 @@ def run_cases(cases: list[dict[str, Any]]) -> None:
     """Entry point of a rank."""
     torch.set_num_threads(1)
     share_groups()
-    for case in cases:
-        run_case(case)
-        print("PASSED", case, flush=True)
+    run_each(cases, run_case)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from support import small_models as unets
 from support import small_transformers as small
+from support.cases import run_each
 from support.parity import share_groups
 from support.reference import error
 
@@ -53,9 +54,7 @@ REFUSED = ("an entry that no layer reads",)
 def trains(folder: str) -> None:
     """Losses, and the weights that ``save_pretrained`` writes, equal one process's."""
     share_groups()
-    for name in CASES:
-        train_case(name, Path(folder, name))
-        print("PASSED", name, flush=True)
+    run_each(CASES, lambda name: train_case(name, Path(folder, name)))
 
 
 def train_case(name: str, folder: Path) -> None:
