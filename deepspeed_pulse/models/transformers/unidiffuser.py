@@ -37,7 +37,7 @@ from deepspeed_pulse.models.transformers.units import (
     same,
     unpatchify,
 )
-from deepspeed_pulse.models.units import Origin, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, refuse, whole
 
 BLOCKS = classes_beside(UniDiffuserModel, "UniDiffuserBlock", "UTransformerBlock")
 TAKES_APART = (UniDiffuserModel, *classes_beside(UniDiffuserModel, "UTransformer2DModel"), *BLOCKS)
@@ -62,17 +62,8 @@ def to_layers(
     """
     refuse(model, _problems(model, data_type=data_type, text=encoder_hidden_states))
     origin = Origin.of(model)
-    layers = list(
-        _layers(
-            model,
-            origin,
-            fine=granularity == "fine",
-            data_type=("data_type",) if data_type else (),
-            text=(TEXT,) if encoder_hidden_states else (),
-        )
-    )
-    check_cover((declared.layer for declared in layers), origin)
-    return layers
+    data_types, text = ("data_type",) if data_type else (), (TEXT,) if encoder_hidden_states else ()
+    return whole(origin, _layers(model, origin, fine=granularity == "fine", data_type=data_types, text=text))
 
 
 def _layers(
