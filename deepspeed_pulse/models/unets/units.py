@@ -132,13 +132,14 @@ class SkipResnet(Resnet):
 
     remedy = "make the list with to_layers(model, upsample_size=True)"
 
-    def forward(self, hidden: Tensor, skip: Tensor, *popped: Tensor) -> Any:
+    def forward(self, hidden: Tensor, *popped: Tensor) -> Any:
+        skip, *others = popped
         if hidden.shape[-2:] != skip.shape[-2:]:
             raise BatchError(
                 f"layer {self.paths[0]}: the hidden state is {_by(hidden)}, its skip {_by(skip)}: the sample's height "
                 f"or width is not divisible by the model's total downsampling; {self.remedy}"
             )
-        return super().forward(torch.cat([hidden, skip], dim=1), *popped)
+        return super().forward(torch.cat([hidden, skip], dim=1), *others)
 
 
 class SelfAttention(Producer):

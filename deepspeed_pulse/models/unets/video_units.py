@@ -65,8 +65,8 @@ class TemporalTransformer(Producer):
 class FrameCrossAttention(CrossAttention):
     """A transformer over the pixels of each frame, which all read their sample's text."""
 
-    def run(self, hidden: Tensor, text: Tensor) -> Tensor:
-        return super().run(hidden, per_frame(text, hidden))
+    def run(self, hidden: Tensor, *texts: Tensor) -> Tensor:
+        return super().run(hidden, *(per_frame(text, hidden) for text in texts))
 
 
 def per_frame(values: Tensor, hidden: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def per_frame(values: Tensor, hidden: Tensor) -> Tensor:
 class FrameAttention(Attention):
     """Attention of a block within each frame."""
 
-    def forward(self, hidden: Tensor, text: Tensor) -> Tensor:
-        return super().forward(hidden, per_frame(text, hidden))
+    def forward(self, hidden: Tensor, *texts: Tensor) -> Tensor:
+        return super().forward(hidden, *(per_frame(text, hidden) for text in texts))
 
 
 class TemporalEntry(Unit):

@@ -36,6 +36,7 @@ from deepspeed_pulse.models.unets.units import (
     CrossAttention,
     Downsample,
     Head,
+    Producer,
     Resnet,
     SelfAttention,
     SkipResnet,
@@ -178,6 +179,7 @@ class Walk:
     def pushed(self, row: Layers) -> Layers:
         """A row whose last layer, a :class:`Producer`, now stashes the next skip."""
         *before, last = row
+        assert isinstance(last.layer, Producer)
         number = self._num_skips
         last.layer.skip, last.layer.size = True, number in self._sized.values()
         skip = (f"skip{number}", f"size{number}") if last.layer.size else (f"skip{number}",)
