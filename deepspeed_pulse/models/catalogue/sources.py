@@ -20,7 +20,7 @@ from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError, did_you_mean
 from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
-from deepspeed_pulse.models.families import class_of, construct, to_layers
+from deepspeed_pulse.models.families import Granularity, class_of, construct, to_layers
 from deepspeed_pulse.models.weights.folder import read_object
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -29,7 +29,7 @@ BACKBONES = ("unet", "transformer")
 
 
 def find_workload(
-    model: str, *, microbatch_size: int | None = None, dtype: str | None = None, granularity: str | None = None
+    model: str, *, microbatch_size: int | None = None, dtype: str | None = None, granularity: Granularity | None = None
 ) -> Workload:
     """The layers and example batch that ``model`` names.
 
@@ -66,7 +66,7 @@ def build_model(config: Mapping[str, Any], *, dtype: str = "float32", where: str
 
 
 def _workload_of(
-    name: str, config: Mapping[str, Any], microbatch_size: int | None, dtype: str | None, granularity: str | None
+    name: str, config: dict[str, Any], microbatch_size: int | None, dtype: str | None, granularity: Granularity | None
 ) -> Workload:
     microbatch_size, dtype = microbatch_size or 1, dtype or "bfloat16"
     model = build_model(config, dtype=dtype, where=name)
@@ -113,7 +113,7 @@ def _function(model: str) -> Callable[..., Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as for `python -m`: a module beside the caller
     try:
-        function = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except ImportError as problem:
         raise ConfigError(f"{model}: cannot import {module}: {problem}") from None
     except AttributeError:

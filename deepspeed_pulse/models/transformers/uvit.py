@@ -160,7 +160,7 @@ class Embedding(nn.Module):
         return torch.cat(tokens, dim=1) + self.positions
 
     def _check(self, sample: Tensor, labels: Tensor | None, text: Tensor | None) -> None:
-        expected = [("sample", self.sample_shape, sample)]
+        expected: list[tuple[str, tuple[int, ...] | None, Tensor | None]] = [("sample", self.sample_shape, sample)]
         expected += [("class_labels", () if self.classes is not None else None, labels)]
         expected += [("encoder_hidden_states", self.text_shape if self.text is not None else None, text)]
         for name, shape, found in expected:
@@ -183,6 +183,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, skip: Tensor | None = None) -> Tensor:
         if self.join is not None:
+            assert skip is not None, "a block on the way out is given its skip"
             hidden = self.join(torch.cat([hidden, skip], dim=-1))
         heads = self.qkv(self.norm(hidden)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(*heads)
@@ -232,8 +233,8 @@ class Head(nn.Module):
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.trunc_normal_(module.weight, std=0.02)
-        if getattr(module, "bias", None) is not None:
-            nn.init.zeros_(module.bias)
+        if (bias := getattr(module, "bias", None)) is not None:
+            nn.init.zeros_(bias)
 
 
 def _shape(shape: list[int] | None) -> str:
@@ -262,9 +263,9 @@ def _layers(model: UViTModel, origin: Origin, *, fine: bool) -> Iterator[Declare
     text = ("encoder_hidden_states",) if model.embedding.text is not None else ()
     yield declare(Whole(model, origin, "embedding"), pop=same("timestep", *classes, *text))
     skips = [f"skip{index}" for index in range(len(model.in_blocks))]
-    rows = [(f"in_blocks.{index}", None, skip) for index, skip in enumerate(skips)]
+    rows: list[tuple[str, str | None, str | None]] = [(f"in_blocks.{i}", None, skip) for i, skip in enumerate(skips)]
     rows += [("mid_block", None, None)]
-    rows += [(f"out_blocks.{index}", skip, None) for index, skip in enumerate(reversed(skips))]
+    rows += [(f"out_blocks.{i}", skip, None) for i, skip in enumerate(reversed(skips))]
     for path, popped, stashed in rows:
         pop = {"skip": popped} if popped else {}
         if fine:
