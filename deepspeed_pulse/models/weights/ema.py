@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ class EMA:
     @property
     def cur_decay_value(self) -> float | None:
         """The decay of the last :meth:`step`, as ``EMAModel`` calls it; None before the first."""
-        return self._average.cur_decay_value
+        decay: float | None = self._average.cur_decay_value
+        return decay
 
     # -- state -------------------------------------------------------------------------------
 
@@ -126,15 +128,15 @@ class EMA:
         Raises:
             FileError: some rank cannot write; on every rank.
         """
-        module, schedule, first = self._engine.module, Path(folder) / SCHEDULE, self._engine.global_rank == 0
+        ranks, schedule, first = self._engine.module.ranks, Path(folder) / SCHEDULE, self._engine.global_rank == 0
         what = f"saving averages in {folder}"
-        module.ranks.together(lambda: first and _writing(schedule, lambda path: path.unlink(missing_ok=True)), what)
-        mine = module.ranks.together(lambda: self._write_layers(Path(folder)), what)
-        rows = module.ranks.gather_to_first(mine) or []
+        ranks.together(lambda: _writing(schedule, lambda path: path.unlink(missing_ok=True)) if first else None, what)
+        mine = ranks.together(lambda: self._write_layers(Path(folder)), what)
+        rows = ranks.gather_to_first(mine) or []
         digests = {name: digest for row in rows for name, digest in row.items()}
         state = {**self.schedule(), DIGESTS: {SCHEDULE: _digest(self.schedule()), **digests}}
         text = json.dumps({"format": FORMAT, **state}, indent=2) + "\n"
-        module.ranks.together(lambda: first and _replace(schedule, lambda path: path.write_text(text)), what)
+        ranks.together(lambda: _replace(schedule, lambda path: path.write_text(text)) if first else None, what)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from what :meth:`save` wrote, under this plan or another; collective, every rank calls it.
@@ -155,7 +157,7 @@ class EMA:
             ConfigError: the files belong to another model.
         """
         folder = Path(folder)
-        state, averages = _schedule_in(folder / SCHEDULE), {}
+        state, averages = _schedule_in(folder / SCHEDULE), dict[str, Tensor]()
         digests = state.pop(DIGESTS, None)
         for index in self._by_layer():
             path = folder / _file_of(index)
@@ -216,7 +218,7 @@ class EMA:
         for index, averages in self._by_layer().items() if self._engine.grid.data_parallel_id == 0 else ():
             content = save(apart({name: average.cpu().contiguous() for name, average in averages.items()}))
             digests[_file_of(index)] = hashlib.sha256(content).hexdigest()
-            _replace(folder / _file_of(index), lambda path, content=content: path.write_bytes(content))
+            _replace(folder / _file_of(index), methodcaller("write_bytes", content))
         return digests
 
 

@@ -58,7 +58,7 @@ def save_pretrained(
         FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
     origin = origin_of(engine.module.layer_list, "save_pretrained()", model_class)
-    files = {"name": WEIGHTS, "variant": variant, "max_shard_size": max_shard_size}
+    files: dict[str, Any] = {"name": WEIGHTS, "variant": variant, "max_shard_size": max_shard_size}
 
     def write(
         to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: torch.dtype | None, config: str

@@ -98,7 +98,7 @@ def from_pretrained(
     dtype = _dtype(dtype, torch_dtype)
     config = read_config(path)
     where = str(path / CONFIG)
-    kind = model_class or class_of(config, where)
+    kind: Any = model_class or class_of(config, where)
     skeleton = Skeleton(
         lambda: construct(kind, config, where),
         dtype=dtype or torch.float32,

@@ -41,7 +41,8 @@ def run_prepare(skeleton: Skeleton, prepare: Prepare) -> None:
         if id(parameter) in real:
             stand_in, parameter = real.pop(id(parameter))
             _check_unchanged(name, stand_in)
-            module._parameters[name] = parameter.requires_grad_(stand_in.requires_grad)
+            module._parameters[name] = parameter
+            parameter.requires_grad_(stand_in.requires_grad)
     for key, tensor in skeleton.model.state_dict(keep_vars=True).items():
         if skeleton.key_of(tensor) is None and (tensor.is_meta or bool(tensor.isnan().any())):
             raise ConfigError(

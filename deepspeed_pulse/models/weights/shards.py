@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ class _Writer:
         appear under it, so that index goes first; otherwise the old weights read until the last rename.
         """
         for name, text in self._texts.items():
-            self._try(name, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+            self._try(name, methodcaller("write_text", text, encoding="utf-8"))
         if layout.index is not None:
             self._try(self._names.index, lambda path: path.write_text(str(layout.index), encoding="utf-8"))
         try:

@@ -110,12 +110,12 @@ class _Registry:
         """While parameters are registered in this registry. Not for several threads at once."""
         register = nn.Module.register_parameter
 
-        def register_here(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            register(module, name, parameter)
-            if parameter is not None and self.number_of(parameter) is None:
-                module._parameters[name] = self._add(parameter)
+        def register_here(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(module, name, param)
+            if param is not None and self.number_of(param) is None:
+                module._parameters[name] = self._add(param)
 
-        nn.Module.register_parameter = register_here  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_here  # type: ignore[assignment, method-assign]  # on purpose
         try:
             yield
         finally:
@@ -138,7 +138,7 @@ class _SeededDraws(TorchDispatchMode):
     """
 
     def __init__(self, seed: int, registry: _Registry) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates all but its constructor
         self._seed, self._registry = seed, registry
         self._drawn: Counter[int] = Counter()
 
