@@ -64,7 +64,7 @@ def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type
     refuse(model, (_line(problem, paths) for problem, paths in found.items()))
 
 
-def changed_methods(module: nn.Module, kind: type[nn.Module], start: str) -> Iterator[str]:
+def changed_methods(module: nn.Module, kind: type, start: str) -> Iterator[str]:
     """Lines about what the user has changed of ``start``, a method of ``kind``, and of what it reads of the module."""
     for name in sorted(methods_of(kind, start)):
         change = _change(module, kind, name)

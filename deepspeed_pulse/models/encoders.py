@@ -45,7 +45,7 @@ class _Closing(nn.Module):
         hidden = self.conv2(self.dropout(self.nonlinearity(self.norm2(hidden))))
         if self.shortcut is not None:
             before = self.shortcut(before.contiguous())
-        return (before + hidden) / self.scale  # type: ignore[no-any-return]
+        return (before + hidden) / self.scale
 
 
 def vae_encoder_layers(vae: Any) -> list[Any]:
@@ -105,7 +105,7 @@ class TextStates(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The encoder's first output."""
-        return self.encoder(ids)[0]  # type: ignore[no-any-return]
+        return self.encoder(ids)[0]
 
 
 def text_encoder_layers(encoder: nn.Module) -> list[Any]:

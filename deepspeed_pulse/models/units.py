@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -71,7 +71,11 @@ class Unit(nn.Module):
         for path in self.paths:
             _register(self, path, _part_of(model, path))
 
-    def part(self, path: str | None = None) -> nn.Module:
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # modules of diffusers are not typed
+
+    def part(self, path: str | None = None) -> Any:
         """The submodule at ``path``; without one, the only submodule the unit was made of."""
         if path is None:
             (path,) = self.paths

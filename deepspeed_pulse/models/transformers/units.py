@@ -62,7 +62,7 @@ class Piece(TokenUnit):
 class PictureHead(TokenUnit):
     """Norm, projection, and patches back to a picture."""
 
-    PARTS = ("norm_out", "proj_out")
+    PARTS: tuple[str, ...] = ("norm_out", "proj_out")
 
     def __init__(self, model: Any, origin: Origin) -> None:
         super().__init__(model, origin)
@@ -73,7 +73,7 @@ class PictureHead(TokenUnit):
 
     def tokens(self, hidden: Tensor, temb: Tensor) -> Tensor:
         """``(batch, tokens, patch * patch * channels)``."""
-        return self.proj_out(self.norm_out(hidden, temb))  # type: ignore[no-any-return]
+        return self.proj_out(self.norm_out(hidden, temb))
 
 
 class Remembered:
@@ -147,7 +147,7 @@ def classes_beside(model_class: type[nn.Module], *names: str) -> tuple[type[nn.M
     return tuple(getattr(home, name) for name in names if hasattr(home, name))
 
 
-def numbered(model: nn.Module, path: str) -> list[str]:
+def numbered(model: Any, path: str) -> list[str]:
     """The paths of the items of a ``ModuleList``."""
     return [f"{path}.{index}" for index in range(len(model.get_submodule(path)))]
 
