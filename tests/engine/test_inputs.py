@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -112,6 +113,22 @@ def drawn(*sizes: int) -> StepBatches:
     batches = (({"latents.noisy": torch.ones(size, 2), "n": size}, None) for size in sizes)
     keeper = ShapeKeeper(graph_that_pops("n"), "latents.noisy", dynamic=True)
     return StepBatches(batches.__next__, len(sizes), keeper.split, torch.device("cpu"), ["n"])
+
+
+def test_an_entry_goes_to_the_device_once_and_its_input_stays_no_longer_than_it_is_read() -> None:
+    keeper = ShapeKeeper(graph_that_pops("time"), "latents", dynamic=False)
+    batches = (({"latents": torch.ones(2), "time": torch.ones(3)}, None) for _ in range(2))
+    data = StepBatches(batches.__next__, 2, keeper.split, torch.device("meta"), ["time"])
+    entry = data.entry("time", 0)
+    assert entry.device.type == "meta"
+    assert data.entry("time", 0) is entry is not data.entry("time", 1)
+    assert data.inputs(0) is not data.inputs(0)
+    reference = weakref.ref(entry)
+    del entry
+    assert reference() is not None
+    data.release(0)
+    assert reference() is None
+    assert data.entry("time", 1) is data.entry("time", 1)
 
 
 def test_ranks_that_draw_other_shapes_are_told_at_the_draw() -> None:

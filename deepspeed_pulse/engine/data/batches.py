@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.errors import BatchError
@@ -166,6 +167,8 @@ class StepBatches:
         self._draw, self._num, self._split, self._device = draw, num_microbatches, split, device
         self._entry_names, self._checked_entries = (*entry_names, LABELS), checked_entries
         self._held: dict[int, SplitBatch] = {}
+        self._moved: dict[tuple[str, int], Any] = {}
+        """Entries on the device: several layers may read one, and it goes there once."""
         self._drawn = 0
         self._keys: Sequence[int] | None = None
         self.encoded: dict[tuple[str, int], Any] = {}
@@ -232,12 +235,15 @@ class StepBatches:
         return self._move(self._get(microbatch).inputs)
 
     def entry(self, name: str, microbatch: int) -> Any:
-        if (name, microbatch) in self.encoded:
-            return self.encoded[name, microbatch]
-        return self.data_entry(name, microbatch)
+        key = name, microbatch
+        if key in self.encoded:
+            return self.encoded[key]
+        if key not in self._moved:
+            self._moved[key] = self.data_entry(name, microbatch)
+        return self._moved[key]
 
     def data_entry(self, name: str, microbatch: int) -> Any:
-        """An entry of the data."""
+        """An entry of the data, for who reads it once."""
         return self._move(self._get(microbatch).value(name))
 
     def has_entry(self, name: str) -> bool:
@@ -245,8 +251,9 @@ class StepBatches:
 
     def release(self, microbatch: int) -> None:
         self._held.pop(microbatch, None)
-        for key in [key for key in self.encoded if key[1] == microbatch]:
-            del self.encoded[key]
+        for values in (self.encoded, self._moved):
+            for key in [key for key in values if key[1] == microbatch]:
+                del values[key]
 
     def finish(self) -> None:
         """Draw what this rank did not read, so that all iterators advance alike."""
@@ -256,7 +263,7 @@ class StepBatches:
 
     def _move(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.detach().to(self._device)
+            return _on(self._device, value.detach())
         if isinstance(value, (tuple, list)):
             return tuple(self._move(item) for item in value)
         if isinstance(value, Mapping):
@@ -355,6 +362,15 @@ def kind(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on a device, without the host waiting: it waits where it copies from pages that may be swapped out."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    accelerator = get_accelerator()
+    pinned = tensor if accelerator.is_pinned(tensor) else accelerator.pin_memory(tensor)
+    return pinned.to(device, non_blocking=True)
 
 
 def _shape(value: Any) -> str:
