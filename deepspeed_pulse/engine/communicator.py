@@ -15,6 +15,7 @@ from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
 from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.ir.schedule import Direction
+from deepspeed_pulse.runtime.roots import Root
 
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends that keep messages apart by tag, and that cannot send device memory."""
@@ -121,7 +122,7 @@ class EngineDevice:
     def __init__(
         self,
         device: torch.device,
-        backward: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None],
+        backward: Callable[[Sequence[Root], Sequence[torch.Tensor | None]], None],
         scale_loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._device = device

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_pulse.engine.gradients.scaling import scaled
 from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.runtime.roots import Root
 
 
 class Losses:
@@ -52,7 +53,7 @@ class Losses:
         """The loss as the optimizer expects the sum of its gradients over a step."""
         return scaled(loss / self._engine.gradient_accumulation_steps(), self._engine.optimizer)
 
-    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
         """One traversal, between what upstream does before and after it."""
         engine = self._engine
         if engine.using_bf16_optimizer:

@@ -18,7 +18,7 @@ from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 
-PLANNER_VERSION = 6
+PLANNER_VERSION = 7
 """Raised when the planner's answers change, so that kept ones are not used any more."""
 
 WORTH_KEEPING_SECONDS = 1.0

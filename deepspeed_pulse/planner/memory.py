@@ -25,7 +25,7 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     * What a stage's backward recomputes lives while its ``B`` runs (from its ``I`` to the end of its ``W``).
     * A message's receive buffer lives from when the receive is posted, ahead of its arrival
       (:class:`~deepspeed_pulse.ir.channels.Traffic`), until the action that reads it starts; a named value until the
-      end of its last consumer's backward on the rank.
+      end of its last consumer's backward on the rank, or until it was sent on where none reads it.
 
     Without a backward (forward only) things live until their last reader's ``F`` ends.
 
@@ -116,6 +116,9 @@ class _Life:
     def __init__(self, problem: Problem, spans: Sequence[Span[Action]]) -> None:
         self._problem = problem
         self._read = {m: span.start_ms for span in spans for m in problem.step(span.work).receives}
+        self._sent_ms = {
+            (span.work.stage, span.work.microbatch): span.end_ms for span in spans if span.work.op is Op.FORWARD
+        }
         self._end: dict[tuple[int, int], float] = {}
         for span in spans:
             key = (span.work.stage, span.work.microbatch)
@@ -131,8 +134,11 @@ class _Life:
         message = transfer.message
         if message.direction is Direction.BACKWARD or message.name == HIDDEN:
             return self.read_ms(message)
-        readers = self._problem.consumer_stages(message.name, transfer.target_rank) or (message.target_stage,)
-        return max(self.end(stage, message.microbatch) for stage in readers)
+        rank, m = transfer.target_rank, message.microbatch
+        readers = self._problem.consumer_stages(message.name, rank)
+        if not readers:
+            return self._sent_ms[self._problem.last_sender(message.name, rank), m]
+        return max(self.end(stage, m) for stage in readers)
 
 
 def _curve(intervals: Iterable[Interval]) -> Curve:

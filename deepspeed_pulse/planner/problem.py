@@ -146,6 +146,11 @@ class Problem:
             self._readers[name, rank] = found
         return found
 
+    def last_sender(self, name: str, rank: int) -> int:
+        """The last stage of a rank that sends on a named value that came to it."""
+        (route,) = (route for route in self.plan.routes if route.name == name)
+        return max(source for source, _ in route.hops if self.placement[source] == rank)
+
 
 def _check_fit(plan: Plan, profile: Profile) -> None:
     if plan.num_layers != profile.num_layers:

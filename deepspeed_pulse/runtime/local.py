@@ -24,6 +24,7 @@ from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.discovery import begin, discover
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime, Stats
 from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant
+from deepspeed_pulse.runtime.roots import Root
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
 
@@ -82,7 +83,7 @@ class LocalDevice:
     def ms_of(self, mark: float) -> float:
         return mark
 
-    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
         torch.autograd.backward(roots, gradients)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:

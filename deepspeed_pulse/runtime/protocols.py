@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_pulse.ir.program import Channel, Step
+from deepspeed_pulse.runtime.roots import Root
 
 
 class Handle(Protocol):
@@ -43,7 +44,7 @@ class Device(Protocol):
     def ms_of(self, mark: Any) -> float:
         """When a mark was reached, on the clock of :meth:`now_ms`. May wait for the device."""
 
-    def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
         """Accumulate gradients of all leaves below ``roots`` in one traversal."""
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,12 @@ from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
+from deepspeed_pulse.runtime.roots import Root, roots_of
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import SavedBytes, Stage
 from deepspeed_pulse.runtime.transport import Transport
 from deepspeed_pulse.runtime.usage import Usage
-from deepspeed_pulse.runtime.values import ValueBuffer
+from deepspeed_pulse.runtime.values import ValueBuffer, gradient_of
 
 Finish = Callable[[Any, int], Any]
 """``finish(output of the last layer, microbatch)`` returns the loss to run backward from."""
@@ -56,9 +57,9 @@ class _Forward:
     """One stage's forward of one microbatch, kept until its backward."""
 
     inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
-    exported: dict[str, tuple[torch.Tensor, ...]]
-    is_loss: bool
+    outputs: tuple[Root | None, ...]
+    exported: dict[str, tuple[Root | None, ...]]
+    loss: torch.Tensor | None
 
 
 @dataclass
@@ -266,9 +267,10 @@ class RankRuntime:
             self._values.put(name, m, value)
             if self._usage.stays(name):
                 self.stats.local_value_bytes += self._values.bytes_of(name, m)
+        loss: torch.Tensor | None = None
+        outputs: tuple[torch.Tensor, ...] = ()
         if last:
             loss = self._finish(output, m)
-            outputs: tuple[torch.Tensor, ...] = (loss,) if self._training else ()
         else:
             payload = as_payload(output, f"layer {self._stages[stage].last} returned")
             self._hidden[stage + 1, m] = payload
@@ -276,9 +278,9 @@ class RankRuntime:
         if self._training:
             self._forwards[stage, m] = _Forward(
                 inputs=leaves,
-                outputs=outputs,
-                exported={name: tensors_of(value) for name, value in exported.items()},
-                is_loss=last,
+                outputs=roots_of(outputs),
+                exported={name: roots_of(tensors_of(value)) for name, value in exported.items()},
+                loss=loss,
             )
             self._count("activations", self._shapes[m].activation_bytes[stage])
 
@@ -286,23 +288,23 @@ class RankRuntime:
 
     def _backward(self, stage: int, m: int) -> None:
         forward = self._forwards.pop((stage, m))
-        roots: list[torch.Tensor] = []
+        roots: list[Root] = []
         gradients: list[torch.Tensor | None] = []
-        if forward.is_loss:
-            roots.append(self._device.scale_loss(forward.outputs[0]))
-            gradients.append(None)
+        if forward.loss is not None:
+            scaled = self._device.scale_loss(forward.loss)
+            _pair(roots_of([scaled]), [torch.ones_like(scaled)], roots, gradients)
         else:
             received = self._hidden_grads.pop((stage + 1, m), None) or [None] * len(forward.outputs)
             _pair(forward.outputs, received, roots, gradients)
-        for name, tensors in forward.exported.items():
-            _pair(tensors, self._values.gradients(name, m), roots, gradients)
+        for name, exported in forward.exported.items():
+            _pair(exported, self._values.gradients(name, m), roots, gradients)
         recomputed = self._recomputed_bytes[stage] if self._recomputed_bytes else 0
         self._count("recomputed", recomputed)
         if roots:
             self._device.backward(roots, gradients)
         self._count("recomputed", -recomputed)
         if stage > 0:
-            self._hidden_grads[stage, m] = [_gradient_of(leaf) for leaf in forward.inputs]
+            self._hidden_grads[stage, m] = [gradient_of(leaf) for leaf in forward.inputs]
         self._count("activations", -self._shapes[m].activation_bytes[stage])
 
     # -- messages ----------------------------------------------------------------------------
@@ -333,13 +335,16 @@ class RankRuntime:
         elif message.name == HIDDEN:
             self._transport.send_gradient(message, self._hidden_grads.pop((message.source_stage, m)))
         else:
-            values = self._values.get(message.name, m)
-            self._transport.send_gradient(message, [_gradient_of(leaf) for leaf in tensors_of(values)])
+            self._transport.send_gradient(message, self._values.whole_gradients(message.name, m))
 
     def _drop_values(self, step: Step) -> None:
         m = step.action.microbatch
-        for name in self._usage.dropped(step.action, training=self._training):
+        for name in self._usage.sent_away(step.action) if self._training else ():
+            released = self._values.release_data(name, m)
             if self._usage.arrived(name):
+                self._count("received", -released)
+        for name in self._usage.dropped(step.action, training=self._training):
+            if self._usage.arrived(name) and self._values.has_data(name, m):
                 self._count("received", -self._values.bytes_of(name, m))
             self._values.drop(name, m)
 
@@ -355,18 +360,12 @@ class RankRuntime:
 
 
 def _pair(
-    tensors: tuple[torch.Tensor, ...],
+    made: tuple[Root | None, ...],
     found: list[torch.Tensor | None],
-    roots: list[torch.Tensor],
+    roots: list[Root],
     gradients: list[torch.Tensor | None],
 ) -> None:
-    for tensor, gradient in zip(tensors, found, strict=True):
-        if tensor.requires_grad and gradient is not None:
-            roots.append(tensor)
+    for root, gradient in zip(made, found, strict=True):
+        if root is not None and gradient is not None:
+            roots.append(root)
             gradients.append(gradient)
-
-
-def _gradient_of(leaf: torch.Tensor) -> torch.Tensor | None:
-    if not leaf.requires_grad:
-        return None
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -57,6 +57,12 @@ class Usage:
         """True when the value came from another rank."""
         return name in self._arrived
 
+    def sent_away(self, action: Action) -> tuple[str, ...]:
+        """Values whose data is let go before their gradients: sent on by this forward, and read by no stage here."""
+        if action.op is not Op.FORWARD:
+            return ()
+        return tuple(n for n, s in self._last_use.items() if s == action.stage and n not in self._read_here)
+
     def dropped(self, action: Action, *, training: bool) -> tuple[str, ...]:
         """Values let go when ``action`` and its sends are done."""
         if training and action.op not in (Op.BACKWARD, Op.INPUT_GRAD):

@@ -16,8 +16,17 @@ from deepspeed_pulse.runtime.payload import Payload, num_bytes, tensors_of
 
 
 @dataclass
+class _Place:
+    """Where gradients add up of a value whose data nobody reads any more; ``like``: one element, in its form."""
+
+    like: torch.Tensor
+    requires_grad: bool
+    grad: torch.Tensor | None = None
+
+
+@dataclass
 class _Entry:
-    leaves: tuple[torch.Tensor, ...]
+    leaves: tuple[torch.Tensor | _Place, ...]
     is_tuple: bool
     bytes: int
 
@@ -35,6 +44,7 @@ class ValueBuffer:
         self._entries[name, microbatch] = _Entry(leaves, not isinstance(value, torch.Tensor), num_bytes(tensors))
 
     def get(self, name: str, microbatch: int) -> Any:
+        """The value, until :meth:`release_data`."""
         entry = self._entries[name, microbatch]
         return entry.leaves if entry.is_tuple else entry.leaves[0]
 
@@ -48,8 +58,22 @@ class ValueBuffer:
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
+    def whole_gradients(self, name: str, microbatch: int) -> list[torch.Tensor | None]:
+        """The same for the rank that it came from: zeros where no consumer had one, None where none is wanted."""
+        return [gradient_of(leaf) for leaf in self._entries[name, microbatch].leaves]
+
+    def release_data(self, name: str, microbatch: int) -> int:
+        """Keep no more than gradients of a value that nothing on this rank has read; its bytes."""
+        entry = self._entries[name, microbatch]
+        assert all(leaf.grad is None for leaf in entry.leaves), name
+        entry.leaves = tuple(_without_data(leaf) for leaf in entry.leaves)
+        return entry.bytes
+
     def drop(self, name: str, microbatch: int) -> None:
         del self._entries[name, microbatch]
+
+    def has_data(self, name: str, microbatch: int) -> bool:
+        return not any(isinstance(leaf, _Place) for leaf in self._entries[name, microbatch].leaves)
 
     def bytes_of(self, name: str, microbatch: int) -> int:
         return self._entries[name, microbatch].bytes
@@ -58,3 +82,15 @@ class ValueBuffer:
     def live(self) -> list[tuple[str, int]]:
         """What is held now; empty after a step."""
         return list(self._entries)
+
+
+def _without_data(leaf: torch.Tensor | _Place) -> _Place:
+    like = leaf.like if isinstance(leaf, _Place) else leaf.detach().new_empty(()).expand(leaf.shape)
+    return _Place(like=like, requires_grad=leaf.requires_grad)
+
+
+def gradient_of(leaf: torch.Tensor | _Place) -> torch.Tensor | None:
+    """Zeros where it wants one and has none."""
+    if not leaf.requires_grad:
+        return None
+    return torch.zeros_like(leaf.like if isinstance(leaf, _Place) else leaf) if leaf.grad is None else leaf.grad

@@ -8,7 +8,7 @@ from toys import INSTANT, cluster, layer, plan, profile, rows, skip, uniform
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import estimate, simulate
 from deepspeed_pulse.planner.problem import Problem
@@ -90,6 +90,15 @@ def test_messages_queue_on_a_link_and_do_not_occupy_ranks():
     assert forward == [(1, 5), (4, 8)]
     assert [s.start_ms for s in timeline.spans_of(1)] == [5, 8, 9, 11]
     assert [s.start_ms for s in timeline.spans_of(0)] == [0, 1, 15, 18]
+
+
+def test_a_rank_that_only_passes_a_value_on_holds_it_until_it_is_sent():
+    costs = profile([layer() for _ in range(3)], [skip("s", 0, 2, size=100)])
+    made = plan(Placement.linear(3), 1, schedule=rows("0F0 0B0", "1F0 1B0", "2F0 2B0"))
+    made = replace(made, routes=(Route(name="s", source_stage=0, hops=((0, 1), (1, 2))),))
+    held = [live for _, live in simulate(made, costs, cluster()).memory[1]]
+    value, gradient, activation = 100, 100, 1
+    assert held == [value + gradient, value + gradient + activation, gradient + activation, activation, 0]
 
 
 def test_values_that_stay_cost_nothing_and_those_without_gradient_send_nothing_back():

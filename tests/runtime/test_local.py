@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from support.reference import Unpartitioned, error
 from support.toy import loss_fn, toy_batch, toy_layers
 
 from deepspeed_pulse.engine.specs import describe
-from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.ir.placement import Placement
+from deepspeed_pulse.ir.plan import Plan, Route
+from deepspeed_pulse.ir.schedule import WHOLE, Action
 from deepspeed_pulse.planner import forward_schedule
 from deepspeed_pulse.runtime.local import LocalWorld
+from deepspeed_pulse.runtime.roots import EDGES
 
 GRAPH = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(toy_layers())))
 
@@ -54,6 +58,43 @@ def test_evaluation_leaves_nothing_behind() -> None:
         for m, loss in world.losses.items():
             inputs, labels = toy_batch(0, m, 0)
             assert float(loss) == pytest.approx(float(loss_fn(model(inputs), labels)), rel=1e-6)
+
+
+@pytest.mark.skipif(not EDGES, reason="this torch begins backward at tensors")
+def test_what_was_sent_is_kept_by_nobody() -> None:
+    """All forwards go first: when a gradient comes back, the other ranks have taken all outputs and skips."""
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[int] = []
+
+    class First(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = super().forward(hidden)
+            output = found * 2, found * 3  # of a product by a number, autograd saves nothing
+            made.extend(weakref.ref(tensor.untyped_storage()) for tensor in output)
+            return output
+
+    class Last(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden + skip)
+
+    layers = First(8, 8), torch.nn.Linear(8, 8), Last(8, 8)
+    layers[0].weight.register_hook(lambda _: alive.append(sum(reference() is not None for reference in made)))
+    graph = Graph(
+        layers=(Layer(name="first", stash=("skip",)), Layer(name="second"), Layer(name="last", pop=("skip",)))
+    )
+    plan = Plan(
+        pipeline_ranks=3,
+        data_parallel=1,
+        microbatches=4,
+        microbatch_size=1,
+        boundaries=(0, 1, 2, 3),
+        placement=Placement.linear(3),
+        schedule=tuple(tuple(Action(stage, op, m) for op in WHOLE for m in range(4)) for stage in range(3)),
+        routes=(Route(name="skip", source_stage=0, hops=((0, 1), (1, 2))),),
+    )
+    world = LocalWorld(plan, graph, layers, lambda output, m: output.mean())
+    world.step([(torch.ones(1, 8), {})] * 4)
+    assert alive == [0] * 4
 
 
 class TheirsError(Exception):
