@@ -1,0 +1,49 @@
+"""A pytest plugin for a mutation run: which lines each test runs and how long it takes, into the file $COVERED names.
+
+Without $COVERED it only keeps hypothesis from looking for the smallest example: that a test fails is all that is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import hypothesis
+import pytest
+from coverage import Coverage
+from hypothesis import Phase
+
+hypothesis.settings.register_profile("asked", phases=(Phase.explicit, Phase.generate), derandomize=True, database=None)
+hypothesis.settings.load_profile("asked")
+
+WHERE = os.environ.get("COVERED")
+COVERAGE: Any = None
+SECONDS: dict[str, float] = {}
+
+if WHERE:  # before the package is imported, so that what runs at import is seen too
+    COVERAGE = Coverage(
+        data_file=None, source_pkgs=["deepspeed_pulse.planner", "deepspeed_pulse.runtime"], config_file=False
+    )
+    COVERAGE.start()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if COVERAGE is not None:
+        COVERAGE.switch_context(item.nodeid)
+    begun = perf_counter()
+    yield
+    SECONDS[item.nodeid] = perf_counter() - begun
+
+
+def pytest_sessionfinish() -> None:
+    if COVERAGE is None:
+        return
+    COVERAGE.stop()
+    data = COVERAGE.get_data()
+    lines = {path: data.contexts_by_lineno(path) for path in data.measured_files()}
+    Path(str(WHERE)).write_text(json.dumps({"lines": lines, "seconds": SECONDS}))
