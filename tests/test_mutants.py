@@ -79,10 +79,10 @@ def who_covers(folder: Path) -> dict[str, Any]:
     return with_breadth(json.loads(where.read_text()))
 
 
-def with_breadth(covered: dict[str, Any]) -> dict[str, Any]:
-    """And the number of lines that each test runs in all."""
-    rows = (names for lines in covered["lines"].values() for names in lines.values())
-    return {**covered, "breadth": Counter(name for names in rows for name in names)}
+def with_breadth(lines: dict[str, Any]) -> dict[str, Any]:
+    """The tests by file and line, and the number of lines that each runs in all."""
+    rows = (names for file in lines.values() for names in file.values())
+    return {"lines": lines, "breadth": Counter(name for names in rows for name in names)}
 
 
 def covering(mutant: Any, covered: dict[str, Any]) -> list[str]:

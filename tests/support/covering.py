@@ -1,4 +1,4 @@
-"""A pytest plugin for a mutation run: which lines each test runs and how long it takes, into the file $COVERED names.
+"""A pytest plugin for a mutation run: which lines each test runs, into the file $COVERED names.
 
 Without $COVERED it only keeps hypothesis from looking for the smallest example: that a test fails is all that is asked.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import hypothesis
@@ -22,7 +20,6 @@ hypothesis.settings.load_profile("asked")
 
 WHERE = os.environ.get("COVERED")
 COVERAGE: Any = None
-SECONDS: dict[str, float] = {}
 
 if WHERE:  # before the package is imported, so that what runs at import is seen too
     COVERAGE = Coverage(
@@ -31,13 +28,10 @@ if WHERE:  # before the package is imported, so that what runs at import is seen
     COVERAGE.start()
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
     if COVERAGE is not None:
         COVERAGE.switch_context(item.nodeid)
-    begun = perf_counter()
-    yield
-    SECONDS[item.nodeid] = perf_counter() - begun
 
 
 def pytest_sessionfinish() -> None:
@@ -46,4 +40,4 @@ def pytest_sessionfinish() -> None:
     COVERAGE.stop()
     data = COVERAGE.get_data()
     lines = {path: data.contexts_by_lineno(path) for path in data.measured_files()}
-    Path(str(WHERE)).write_text(json.dumps({"lines": lines, "seconds": SECONDS}))
+    Path(str(WHERE)).write_text(json.dumps(lines))
