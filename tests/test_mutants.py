@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from support.forking_pytest import ForkingPytest
 
 ROOT = Path(__file__).parents[1]
 COUNT, SEED = int(os.environ.get("MUTANTS", 200)), int(os.environ.get("SEED", 20))
@@ -27,6 +28,7 @@ TESTS = (
     "tests/report",
     *sorted(f"tests/{path.name}" for path in ROOT.glob("tests/test_cli*.py")),
 )
+OPTIONS = ("-p", "support.covering", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
 LIMIT_SECONDS, TEST_SECONDS = 1800, 280
 """Of all tests of a mutant, and of one: a mutant may well run for ever."""
 
@@ -36,25 +38,26 @@ LIMIT_SECONDS, TEST_SECONDS = 1800, 280
 def test_mutants_are_noticed(tmp_path: Path) -> None:
     from support.mutants import draw
 
-    trees = SimpleQueue[Path]()
-    for name in ("one", "two"):
-        trees.put(copied_to(tmp_path / name))
     covered = who_covers(tmp_path)
     package = ROOT / "deepspeed_pulse"
     mutants = draw([*package.glob("planner/**/*.py"), *package.glob("runtime/**/*.py")], COUNT, SEED)
+    trees = SimpleQueue[tuple[Path, ForkingPytest]]()
+    for name in ("one", "two"):
+        tree = copied_to(tmp_path / name)
+        trees.put((tree, ForkingPytest(tree)))
 
     def survives(mutant: Any) -> bool:
         names = covering(mutant, covered)
-        tree = trees.get()
-        try:
-            found = noticed_by(mutant, tree, names) if names else ""
-        finally:
-            trees.put(tree)
+        tree, tests = trees.get()
+        found = noticed_by(mutant, tree, tests, names) if names else ""
+        trees.put((tree, tests))
         print(f"{mutant} ({len(names)} tests): {found or 'SURVIVED'}", flush=True)
         return not found
 
     with ThreadPoolExecutor(2) as pool:
         outcomes = list(pool.map(survives, mutants))
+    for _ in range(2):
+        trees.get()[1].end()
     survivors = [str(mutant) for mutant, lives in zip(mutants, outcomes, strict=True) if lives]
     out = ROOT / "out"
     out.mkdir(exist_ok=True)
@@ -74,7 +77,8 @@ def copied_to(tree: Path) -> Path:
 def who_covers(folder: Path) -> dict[str, Any]:
     """The tests that run each line."""
     where = folder / "covered.json"
-    done = run_tests(ROOT, TESTS, COVERED=str(where))
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *TESTS]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "COVERED": str(where)}, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.OK, f"the tests fail without a mutant:\n{done.stdout[-4000:]}"
     return with_breadth(json.loads(where.read_text()))
 
@@ -93,32 +97,14 @@ def covering(mutant: Any, covered: dict[str, Any]) -> list[str]:
     return sorted(names, key=lambda name: -here[name] / covered["breadth"][name])
 
 
-def noticed_by(mutant: Any, tree: Path, names: list[str]) -> str:
-    """The test that fails, or that never ends; empty where none does."""
+def noticed_by(mutant: Any, tree: Path, tests: ForkingPytest, names: list[str]) -> str:
+    """The test that fails, or that there is no end; empty where none does."""
     changed = tree / mutant.path.relative_to(ROOT)
     changed.write_text(mutant.code())
-    try:
-        done = run_tests(tree, ("-x", f"--timeout={TEST_SECONDS}", *names))
-    except subprocess.TimeoutExpired:
-        return "no end"
-    finally:
-        shutil.copyfile(mutant.path, changed)
-    lines = done.stdout.splitlines()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR", "SUBFAILED"))]
-    return "" if done.returncode == pytest.ExitCode.OK else (failed or lines or ["died"])[-1][:160]
-
-
-def run_tests(tree: Path, arguments: tuple[str, ...], **environment: str) -> subprocess.CompletedProcess[str]:
-    """pytest in a tree of its own, which its tests import."""
-    paths = os.pathsep.join((str(tree), str(tree / "tests")))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    command = [sys.executable, "-m", "pytest", "-p", "support.covering", "-p", "no:cacheprovider", *arguments]
-    limit = None if environment else LIMIT_SECONDS
-    return subprocess.run(
-        command,
-        cwd=tree,
-        env={**kept, "PYTHONPATH": paths, **environment},
-        timeout=limit,
-        capture_output=True,
-        text=True,
-    )
+    status, output = tests.run([*OPTIONS, "-x", f"--timeout={TEST_SECONDS}", *names], LIMIT_SECONDS)
+    shutil.copyfile(mutant.path, changed)
+    if status is None or status < 0:
+        return "no end" if status is None else f"died of signal {-status}"
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "SUBFAILED"))]
+    assert status == pytest.ExitCode.OK or failed, output
+    return failed[-1][:160] if failed else ""

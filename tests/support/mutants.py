@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -30,6 +31,15 @@ class Mutant:
         """The whole file, changed."""
         return str(mutate_code(self.path.read_text(), get_operator(self.operator)(), self.occurrence))
 
+    @property
+    def is_python(self) -> bool:
+        """Not so where the star before keyword arguments became another sign."""
+        try:
+            compile(self.code(), str(self.path), "exec")
+        except SyntaxError:
+            return False
+        return True
+
     def __str__(self) -> str:
         before, after = self.path.read_text().splitlines(), self.code().splitlines()
         changed = next((new for old, new in zip(before, after, strict=False) if old != new), after[-1])
@@ -40,7 +50,9 @@ def draw(paths: list[Path], count: int, seed: int) -> list[Mutant]:
     """So many mutants, no two of one place and kind of change."""
     chance = random.Random(seed)
     places = [place for path in sorted(paths) for place in _places(path)]
-    return [chance.choice(place) for place in chance.sample(places, count)]
+    chance.shuffle(places)
+    drawn = (chance.choice(place) for place in places)
+    return list(islice((mutant for mutant in drawn if mutant.is_python), count))
 
 
 def _places(path: Path) -> list[list[Mutant]]:
