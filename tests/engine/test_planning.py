@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule as UpstreamModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from support.pulse_files import write_files
 
 from deepspeed_pulse.config import PulseConfig
@@ -77,7 +78,7 @@ def test_linear_stages_by_upstreams_methods_are_upstreams(method: str) -> None:
     profile, costs = known_profile(request)
     assert profile is not None
     found = make_planned(request, profile, known_cluster(request), costs).plan
-    topology = types.SimpleNamespace(get_coord=lambda rank: types.SimpleNamespace(pipe=rank))
+    topology = PipeDataParallelTopology(num_pp=3, num_dp=1)
     own = types.SimpleNamespace(_layer_specs=layers, num_stages=3, global_rank=1, _topo=topology, loss_fn=None)
     for name in ("_count_layer_params", "_find_layer_type"):
         setattr(own, name, types.MethodType(getattr(UpstreamModule, name), own))
