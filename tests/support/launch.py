@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,24 @@ def free_port() -> int:
 
 
 def launch(
-    target: str, world: int, arguments: Any = None, *, timeout: float = 300.0, grace: float = 20.0, check: bool = True
+    target: str,
+    world: int,
+    arguments: Any = None,
+    *,
+    timeout: float = 300.0,
+    grace: float = 20.0,
+    check: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run ``module:function`` on ``world`` ranks with one JSON argument.
 
     As a launcher does, the others are ended ``grace`` seconds after one has failed; all are at the ``timeout``.
+    What ``environment`` has goes before the usual one of ranks on the CPU.
 
     Returns:
         Per rank (exit status, output). With ``check`` a rank that fails is an error showing its output.
     """
-    environment = {
+    whole = {
         **os.environ,
         "WORLD_SIZE": str(world),
         "LOCAL_SIZE": str(world),
@@ -52,13 +60,14 @@ def launch(
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        **(environment or {}),
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         limits = [str(folder), str(world), str(timeout), str(grace)]
         command = [sys.executable, "-m", "support.launch", target, json.dumps(arguments), *limits]
         with (folder / "parent.log").open("w") as log:
-            parent = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=TESTS.parent)
+            parent = subprocess.Popen(command, env=whole, stdout=log, stderr=log, cwd=TESTS.parent)
             try:
                 parent.wait(timeout + 120)
             finally:

@@ -16,16 +16,20 @@ TOLERANCE = 1e-5
 
 
 def share_groups() -> None:
-    """Reuse process groups of equal ranks over the cases of one launch: each costs sockets and threads."""
+    """Reuse process groups of equal ranks over the cases of one launch: each costs sockets and threads.
+
+    Not those of two ranks where channels are kept apart by their groups.
+    """
     from deepspeed_pulse.engine import communicator
 
-    made: dict[tuple[int, ...], Any] = {}
+    made: dict[Any, Any] = {}
     make = torch.distributed.new_group
 
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if len(ranks or ()) == 2 and communicator.HOST_BACKENDS == ():
+        if len(ranks or ()) == 2 and torch.distributed.get_backend() not in communicator.HOST_BACKENDS:
             return make(ranks, *args, **kwargs)
-        key = tuple(ranks) if ranks is not None else tuple(range(torch.distributed.get_world_size()))
+        of = tuple(ranks) if ranks is not None else tuple(range(torch.distributed.get_world_size()))
+        key = (of, kwargs.get("backend"))
         if key not in made:
             made[key] = make(ranks, *args, **kwargs)
         return made[key]

@@ -1,0 +1,131 @@
+"""A process group: a communicator for each pair of its ranks that talks, one for what all of them do."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_npu.hccl.communicator import Communicator
+from torch_npu.hccl.dtypes import check_summed
+from torch_npu.hccl.work import Work
+
+_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.AVG: "avg",
+}
+
+
+def reduction_of(options: Any) -> str:
+    """Of a call's options, or of an operation."""
+    wanted = getattr(options, "reduceOp", options)
+    return next((name for op, name in _NAMES.items() if wanted == op), "sum") if wanted is not None else "sum"
+
+
+class Group(dist.ProcessGroup):
+    """What torch.distributed calls. Tensors are lists of one, as in all backends."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._pairs: dict[tuple[int, int], Communicator] = {}
+        self._whole: Communicator | None = None
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("npu")]
+
+    def getBackendName(self) -> str:
+        return "hccl"
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def whole(self) -> Communicator:
+        if self._whole is None:
+            store = dist.PrefixStore("whole", self._store)
+            self._whole = Communicator(store, self._rank, self._size, self._timeout, f"all {self._size}")
+        return self._whole
+
+    def pair(self, peer: int) -> Communicator:
+        low, high = sorted((self._rank, peer))
+        if (low, high) not in self._pairs:
+            store = dist.PrefixStore(f"pair {low} {high}", self._store)
+            name = f"ranks {low} and {high} of {self._size}"
+            self._pairs[low, high] = Communicator(store, int(self._rank == high), 2, self._timeout, name)
+        return self._pairs[low, high]
+
+    # -- between two ranks
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
+        return self.pair(peer).run(lambda c: c.send(tensors[0], int(peer > self._rank)), tensors, "send")
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
+        return self.pair(peer).run(lambda c: c.receive(tensors[0], int(peer > self._rank)), tensors, "recv")
+
+    def batch(self, operations: list[Any]) -> Work:
+        """Messages that are started together, in the communicator of all."""
+        tensors = [operation.tensor for operation in operations]
+        peers = [o.group_peer if o.op is dist.irecv else -1 - o.group_peer for o in operations]
+        return self.whole().run(lambda c: c.batch(tensors, peers), tensors, "batch")
+
+    # -- of all ranks
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
+        reduction = reduction_of(options)
+        check_summed(tensors[0], reduction)
+        return self.whole().run(lambda c: c.all_reduce(tensors[0], reduction), tensors, "all_reduce")
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
+        return [self.allreduce([tensor], options) for tensor in tensors][-1]
+
+    def reduce(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
+        """As a sum for all: what other ranks find in their tensors is not said."""
+        return self.allreduce(tensors, options)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
+        root = options.rootRank if options is not None else 0
+        return self.whole().run(lambda c: c.broadcast(tensors[0], root), tensors, "broadcast")
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Work:
+        return self.whole().run(lambda c: c.all_gather(outputs[0], inputs[0]), [*outputs[0], *inputs], "all_gather")
+
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> Work:
+        parts = list(output.view(self._size, -1).unbind(0))
+        flat = source.view(-1)
+        return self.whole().run(lambda c: c.all_gather(parts, flat), [output, source], "all_gather")
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Work:
+        parts = outputs[0] if outputs else []
+        root = options.rootRank if options is not None else 0
+        return self.whole().run(lambda c: c.gather(parts, inputs[0], root), [*parts, *inputs], "gather")
+
+    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> Work:
+        reduction = reduction_of(options)
+        check_summed(source, reduction)
+        return self.whole().run(
+            lambda c: c.reduce_scatter(output, source, reduction), [output, source], "reduce_scatter"
+        )
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any = None
+    ) -> Work:
+        return self._reduce_scatter_base(outputs[0], torch.cat([part.view(-1) for part in inputs[0]]), options)
+
+    def barrier(self, options: Any = None) -> Work:
+        """The host waits too, as those of NCCL and HCCL do."""
+        work = self.whole().run(lambda c: c.barrier(), [], "barrier")
+        work.end.synchronize()
+        return work
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    getRank, getSize = rank, size
