@@ -23,6 +23,14 @@ def reset_peak(device: Any = None) -> None:
     library.reset_peak()
 
 
+def limit(num_bytes: int, *, plain_error: bool = False) -> None:
+    """What may be allocated from now on; beyond, ``torch.OutOfMemoryError``, or with ``plain_error`` a RuntimeError.
+
+    torch-npu has both forms, of the same words.
+    """
+    library.set_limit(num_bytes, plain_error)
+
+
 def stats(device: Any = None) -> dict[str, int]:
     return {"allocated_bytes.all.current": allocated(), "allocated_bytes.all.peak": peak()}
 

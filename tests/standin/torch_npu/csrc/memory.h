@@ -63,6 +63,7 @@ struct Block {
 class Memory : public c10::Allocator {
  public:
   std::atomic<size_t> limit{kMemory};
+  std::atomic<bool> plain_error{kPlainOutOfMemory};
 
   c10::DataPtr allocate(size_t wanted) override {
     int device = t_device;
@@ -160,7 +161,7 @@ class Memory : public c10::Allocator {
     auto mib = [](size_t n) { return c10::str(n / 1048576.0, " MiB"); };
     auto text = c10::str("NPU out of memory. Tried to allocate ", mib(bytes), " (NPU ", device, "; ", mib(limit),
                          " total capacity; ", mib(allocated_), " already allocated; ", mib(limit - allocated_), " free)");
-    TORCH_CHECK(!kPlainOutOfMemory, text);
+    TORCH_CHECK(!plain_error, text);
     TORCH_CHECK_WITH(OutOfMemoryError, false, text);
   }
 };

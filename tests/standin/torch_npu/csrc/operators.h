@@ -6,6 +6,8 @@
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -110,6 +112,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", [](const at::Tensor& tensor, int64_t dim, int64_t size, int64_t step) {
     return at::native::unfold(tensor, dim, size, step);
   });
+  m.impl("view.dtype", [](const at::Tensor& tensor, at::ScalarType type) { return at::native::view_dtype(tensor, type); });
+  m.impl("view_as_real", [](const at::Tensor& tensor) { return at::native::view_as_real(tensor); });
+  m.impl("view_as_complex", [](const at::Tensor& tensor) { return at::native::view_as_complex(tensor); });
   m.impl("_copy_from", copy_between);
   m.impl("_copy_from_and_resize", copy_and_resize);
   m.impl("_local_scalar_dense", value_of);

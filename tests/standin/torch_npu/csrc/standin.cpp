@@ -65,7 +65,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reserved", [] { return memory().reserved(); });
   m.def("reset_peak", [] { memory().reset_peak(); });
   m.def("limit", [] { return memory().limit.load(); });
-  m.def("set_limit", [](size_t bytes) { memory().limit = bytes; });
+  m.def("set_limit", [](size_t bytes, bool plain_error) {
+    memory().limit = bytes;
+    memory().plain_error = plain_error;
+  });
   py::class_<Gate>(m, "Gate").def(py::init<int, int64_t>()).def("open", &Gate::open);
   py::class_<Carrier>(m, "Carrier")
       .def(py::init<Group, int, int64_t>())

@@ -79,48 +79,46 @@ class Group(dist.ProcessGroup):
 
     # -- of all ranks
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
-        reduction = reduction_of(options)
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        reduction = reduction_of(opts)
         check_summed(tensors[0], reduction)
         return self.whole().run(lambda c: c.all_reduce(tensors[0], reduction), tensors, "all_reduce")
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
-        return [self.allreduce([tensor], options) for tensor in tensors][-1]
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        return [self.allreduce([tensor], opts) for tensor in tensors][-1]
 
-    def reduce(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """As a sum for all: what other ranks find in their tensors is not said."""
-        return self.allreduce(tensors, options)
+        return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Work:
-        root = options.rootRank if options is not None else 0
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        root = opts.rootRank if opts is not None else 0
         return self.whole().run(lambda c: c.broadcast(tensors[0], root), tensors, "broadcast")
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Work:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         return self.whole().run(lambda c: c.all_gather(outputs[0], inputs[0]), [*outputs[0], *inputs], "all_gather")
 
-    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> Work:
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         parts = list(output.view(self._size, -1).unbind(0))
         flat = source.view(-1)
         return self.whole().run(lambda c: c.all_gather(parts, flat), [output, source], "all_gather")
 
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Work:
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         parts = outputs[0] if outputs else []
-        root = options.rootRank if options is not None else 0
+        root = opts.rootRank if opts is not None else 0
         return self.whole().run(lambda c: c.gather(parts, inputs[0], root), [*parts, *inputs], "gather")
 
-    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> Work:
-        reduction = reduction_of(options)
+    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        reduction = reduction_of(opts)
         check_summed(source, reduction)
         return self.whole().run(
             lambda c: c.reduce_scatter(output, source, reduction), [output, source], "reduce_scatter"
         )
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any = None
-    ) -> Work:
-        return self._reduce_scatter_base(outputs[0], torch.cat([part.view(-1) for part in inputs[0]]), options)
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        return self._reduce_scatter_base(outputs[0], torch.cat([part.view(-1) for part in inputs[0]]), opts)
 
-    def barrier(self, options: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> Work:
         """The host waits too, as those of NCCL and HCCL do."""
         work = self.whole().run(lambda c: c.barrier(), [], "barrier")
         work.end.synchronize()
