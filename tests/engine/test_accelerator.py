@@ -1,27 +1,139 @@
-"""On an asynchronous device, the stand-in of ``tests/standin``: losses, gradients and weights as on the CPU."""
+"""On an asynchronous device, the stand-in of ``tests/standin``: losses, gradients and weights as on the CPU.
+
+Under both kinds of wait, with kernels that are late and that are not; memory is protected and poisoned throughout.
+"""
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.damage_ranks import results
 from support.launch import launch
+from support.precision_cases import pairwise
 from support.standin import environment, needs_standin
 
 pytestmark = needs_standin()
 
-DEVICES = [("hccl", 0), ("nccl", 200)]
+DEVICES = [*itertools.product(("hccl", "nccl"), (0, 200))]
 """Whose kind of wait, and microseconds by which every kernel is late."""
 
+QUICK, LATE = ("hccl", 0), ("nccl", 200)
 
-def toy(ranks: int, **more: Any) -> dict[str, Any]:
-    return {"model": "toy", "P": ranks, "M": 3, "clip": 0.1, "enabled": True, **more}
+
+def device_of(kind: tuple[str, int]) -> dict[str, str]:
+    waits, delay = kind
+    return environment(waits=waits, kernel_delay_us=delay)
+
+
+def case(model: str, ranks: int, **more: Any) -> dict[str, Any]:
+    return {"model": model, "P": ranks, "M": 3, "clip": 0.1, "enabled": True, **more}
+
+
+def run_parity(world: int, cases: list[dict[str, Any]], kind: tuple[str, int], seconds: float) -> None:
+    found = launch("support.parity:run_cases", world, cases, timeout=seconds, environment=device_of(kind))
+    for _, output in found:
+        assert output.count("PASSED") == len(cases)
+
+
+def run_precision(rows: list[dict[str, Any]], folder: Path, kind: tuple[str, int], seconds: float) -> None:
+    """What DeepSpeed alone gives on the CPU, in one process, is given on the device by ranks under a plan."""
+    argument = {"rows": rows, "folder": str(folder)}
+    launch("support.precision_ranks:references", 1, argument, timeout=seconds)
+    for world in sorted({row["P"] * row["dp"] for row in rows}):
+        mine = [row for row in rows if row["P"] * row["dp"] == world]
+        target, argument = "support.precision_ranks:compare", {"rows": mine, "folder": str(folder)}
+        for _, output in launch(target, world, argument, timeout=seconds, environment=device_of(kind)):
+            assert output.count("ERRORS") == len(mine)
+
+
+SHORT = {
+    QUICK: [
+        case("toy", 2),
+        case("toy", 2, W=2, clip=0.0),
+        case("toy", 2, placement="linear"),
+        case("toy", 1),
+        case("noisy", 2, interval=2),
+        case("tokens", 2, dynamic=True),
+    ],
+    LATE: [case("toy", 2), case("unet", 2, M=2, W=2)],
+}
+"""A wave, two waves and a linear pipeline of two, two replicas, recomputation, dynamic shapes."""
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("waits", "delay"), DEVICES)
-def test_a_pipeline_of_two_trains_as_on_the_cpu(waits: str, delay: int) -> None:
-    cases = [toy(2), toy(2, W=2), toy(2, placement="linear")]
-    device = environment(waits=waits, kernel_delay_us=delay)
-    for _, output in launch("support.parity:run_cases", 2, cases, timeout=300, environment=device):
+@pytest.mark.parametrize("kind", SHORT)
+def test_two_ranks_train_as_on_the_cpu(kind: tuple[str, int]) -> None:
+    run_parity(2, SHORT[kind], kind, 300)
+
+
+@pytest.mark.timeout(400)
+def test_bf16_and_zero_train_as_on_the_cpu(tmp_path: Path) -> None:
+    row = {"M": 3, "recompute": "off", "clip": 0.1, "P": 2, "dp": 1, "precision": "bf16", "zero": 1}
+    run_precision([row], tmp_path, QUICK, 150)
+
+
+# -- the whole product ---------------------------------------------------------------------
+
+PRODUCT_SECONDS = 1700
+
+PLACEMENTS: list[dict[str, Any]] = [{}, {"W": 2}, {"placement": "linear"}, {"enabled": False}]
+RANKS = {1: [1], 2: [1, 2], 3: [3], 4: [2, 4]}
+"""World size to pipeline ranks: replicas where they are fewer."""
+
+
+def product_of(world: int) -> list[dict[str, Any]]:
+    cases = []
+    for ranks, clip, placement in itertools.product(RANKS[world], (0.0, 0.1), PLACEMENTS):
+        if 2 * ranks * placement.get("W", 1) <= 10:
+            cases.append(case("toy", ranks, clip=clip, **placement))
+        cases.append(case("unet", ranks, M=2, clip=clip, **placement))
+    for ranks in RANKS[world]:
+        cases += [case("noisy", ranks, interval=2), case("noisy", ranks, interval=1, reentrant=True)]
+        cases += [case("tokens", ranks, dynamic=True), case("unet buckets", ranks, dynamic=True, M=2)]
+    return cases
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize(("world", "kind"), list(itertools.product(RANKS, DEVICES)))
+def test_the_whole_product_trains_as_on_the_cpu(world: int, kind: tuple[str, int]) -> None:
+    run_parity(world, product_of(world), kind, PRODUCT_SECONDS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("kind", DEVICES)
+def test_every_precision_trains_as_on_the_cpu(kind: tuple[str, int], tmp_path: Path) -> None:
+    rows = [row for row in pairwise() if row["P"] * row["dp"] <= 4]
+    run_precision(rows, tmp_path, kind, PRODUCT_SECONDS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", DEVICES)
+def test_frozen_parts_are_encoded_in_idle_time(kind: tuple[str, int], tmp_path: Path) -> None:
+    cases = [{"P": 2, "M": 2}, {"P": 4, "M": 8}, {"P": 4, "M": 2, "placement": "linear"}]
+    argument = {"folder": str(tmp_path), "cases": cases}
+    found = launch("support.frozen_ranks:trains", 4, argument, timeout=800, environment=device_of(kind))
+    for _, output in found:
         assert output.count("PASSED") == len(cases)
+
+
+RESUMED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    ({}, [{}, {"placement": "linear"}, {"off": True}, {"ranks": 1, "zero": 1}]),
+    ({"ranks": 1, "zero": 1, "dtype": "bfloat16"}, [{"zero": 1, "dtype": "bfloat16"}]),
+]
+"""Three pipeline ranks as a wave, in a line, with pulse off; and three replicas."""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_job_that_stopped_goes_on(kind: tuple[str, int], tmp_path: Path) -> None:
+    argument, target = {"folder": str(tmp_path), "cases": RESUMED}, "support.matrix_ranks:resumes"
+    (_, output), *_ = launch(target, 3, argument, timeout=800, environment=device_of(kind))
+    found = results(output)
+    assert len(found) == sum(len(targets) for _, targets in RESUMED) and not any(found.values()), found

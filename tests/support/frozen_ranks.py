@@ -187,7 +187,7 @@ def check_ahead(engine: Any, step: int) -> None:
     found = engine._ahead._ahead.encoded
     replica = engine.grid.data_parallel_id
     for (name, m), value in found.items():
-        assert torch.equal(value, encoded(raw_batch(step, m, replica)[0])[name]), (name, m)
+        assert torch.equal(value.cpu(), encoded(raw_batch(step, m, replica)[0])[name]), (name, m)
     reads = {name for name, _ in found}
     mine = engine.module._local_layers
     assert reads == {*(["sample"] if 0 in mine else []), *(["text"] if {2, 7} & set(mine) else [])}

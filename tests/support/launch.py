@@ -122,6 +122,7 @@ def fork_rank(
     try:
         _become_rank(rank, log, environment)
         run(argument)
+        _end_with_the_device()
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -130,6 +131,17 @@ def fork_rank(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _end_with_the_device() -> None:
+    """What a rank was asked to send may still be on its way on an asynchronous device, which ends with the process."""
+    if "torch_npu" not in sys.modules:
+        return
+    import torch
+
+    torch.npu.synchronize()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 def _become_rank(rank: int, log: Path | None, environment: dict[str, str]) -> None:

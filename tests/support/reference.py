@@ -93,7 +93,7 @@ def train(
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """norm(a - b) / norm(b), of what may lie on a device and what the CPU has."""
-    found = found.detach().cpu()
+    """norm(a - b) / norm(b), on whatever devices they lie."""
+    found, expected = found.detach().cpu(), expected.detach().cpu()
     scale = float(expected.double().norm())
     return float((found.double() - expected.double()).norm()) / (scale if scale > 0 else 1.0)

@@ -8,7 +8,7 @@
 #include "event.h"
 
 namespace standin {
-constexpr size_t kArenaBytes = size_t(16) << 30;  // addresses only: pages come when they are written
+constexpr size_t kArenaBytes = size_t(64) << 30;  // addresses only: pages come when they are written
 
 class Arena {
  public:
@@ -50,6 +50,10 @@ inline Arena& arena() {
   static auto* only = new Arena;
   return *only;
 }
+
+// Of a large block only the begin: the rest would be memory that nobody needs (buckets of gradients).
+constexpr size_t kPoisonedBytes = size_t(32) << 20;
+inline void poison(char* kernels, size_t bytes) { memset(kernels, 0xFF, std::min(bytes, kPoisonedBytes)); }
 
 struct Block {
   char* address;
@@ -137,7 +141,7 @@ class Memory : public c10::Allocator {
 
   void give_back(const Block& block) {
     char* kernels = arena().for_kernels(block.address);
-    streams().at(block.device, block.stream).put([kernels, bytes = block.bytes] { memset(kernels, 0xFF, bytes); });
+    streams().at(block.device, block.stream).put([kernels, bytes = block.bytes] { poison(kernels, bytes); });
     free_[{block.device, block.stream}].insert({block.bytes, block.address});
   }
 
@@ -151,7 +155,7 @@ class Memory : public c10::Allocator {
     }
     char* address = arena().take(bytes);
     reserved_ += bytes;
-    memset(arena().for_kernels(address), 0xFF, bytes);
+    poison(arena().for_kernels(address), bytes);
     return {address, bytes, device, stream, {}};
   }
 

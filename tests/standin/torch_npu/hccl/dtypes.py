@@ -15,10 +15,8 @@ _BOTH = {
 }
 SENT = {"nccl": _BOTH, "hccl": _BOTH | {torch.int16}}[WAITS]
 
-SUMMED = {
-    "nccl": _BOTH,
-    "hccl": {torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32},
-}[WAITS]
+SUMMED = {"nccl": _BOTH, "hccl": SENT - {torch.float64}}[WAITS]
+"""torch-npu adds bytes and bools as int32."""
 
 REDUCTIONS = {"hccl": ("sum", "max", "min", "product"), "nccl": ("sum", "max", "min", "product", "avg")}[WAITS]
 

@@ -1,0 +1,79 @@
+"""What ranks on the stand-in count in a steady step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import torch
+from support.parity import models, mse, share_groups
+
+STEADY = 4
+"""Steps before the one that is counted: shapes are known, data is compared no more, nothing is measured."""
+
+
+def engine_of(case: dict[str, Any]) -> Any:
+    """An engine as in the parity cases."""
+    import deepspeed
+
+    from deepspeed_pulse import PipelineModule
+
+    layers, _, first = models(case["model"])
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case["M"],
+        "gradient_clipping": case["clip"],
+        "steps_per_print": 10**9,
+        "pulse": {"enabled": case["enabled"], "solver_seconds": 0, "placement": "wave"},
+    }
+    module = PipelineModule(
+        layers=layers(), num_stages=case["P"], loss_fn=mse, seed_layers=True, config=config, input=first
+    )
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def counted(cases: list[dict[str, Any]]) -> None:
+    """Prints, for each case, a line COUNTED with a JSON object of what this rank did in one step."""
+    from torch_npu import counters, memory
+
+    torch.set_num_threads(1)
+    share_groups()
+    for case in cases:
+        engine = engine_of(case)
+        data = batches(case["model"], engine.grid.data_parallel_id)
+        for _ in range(STEADY):
+            engine.train_batch(data_iter=data)
+        torch.npu.synchronize()
+        made = len(counters.COMMUNICATORS)
+        memory.reset_peak()
+        counters.start()
+        engine.train_batch(data_iter=data)
+        found = counters.stop()
+        print("COUNTED", json.dumps(summary(case, engine, found, made, memory.peak())), flush=True)
+        engine.destroy()
+
+
+def batches(model: str, replica: int) -> Any:
+    batch = models(model)[1]
+    return (batch(number, 0, replica) for number in itertools.count())
+
+
+def summary(case: dict[str, Any], engine: Any, found: list[Any], made: int, peak: int) -> dict[str, Any]:
+    from torch_npu import counters
+
+    def table(counts: Any) -> list[list[Any]]:
+        return [[kind, place, count] for (kind, place), count in sorted(counts.items())]
+
+    return {
+        "case": case,
+        "rank": engine.stage_id,
+        "waits": table(counters.waits(found)),
+        "copies": table(counters.copies(found)),
+        "copied_bytes": sum(h.num_bytes for h in found),
+        "shapes_from_zeros": sorted({h.name for h in found if h.kind == counters.SHAPE}),
+        "communicators_before": made,
+        "peak_bytes": peak,
+        "peak_live_bytes": engine.pulse_stats()["peak_live_bytes"] if case["enabled"] else None,
+    }
