@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import launch_each
 from support.damage_ranks import results
 from support.launch import launch
 from support.precision_cases import pairwise
@@ -32,10 +33,10 @@ def case(model: str, ranks: int, **more: Any) -> dict[str, Any]:
     return {"model": model, "P": ranks, "M": 3, "clip": 0.1, "enabled": True, **more}
 
 
-def run_parity(world: int, cases: list[dict[str, Any]], kind: tuple[str, int], seconds: float) -> None:
-    found = launch("support.parity:run_cases", world, cases, timeout=seconds, environment=device_of(kind))
-    for _, output in found:
-        assert output.count("PASSED") == len(cases)
+def run_parity(
+    subtests: pytest.Subtests, world: int, cases: list[dict[str, Any]], kind: tuple[str, int], seconds: float
+) -> None:
+    launch_each(subtests, "support.parity:run_cases", world, cases, timeout=seconds, environment=device_of(kind))
 
 
 def run_precision(rows: list[dict[str, Any]], folder: Path, kind: tuple[str, int], seconds: float) -> None:
@@ -65,8 +66,8 @@ SHORT = {
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", SHORT)
-def test_two_ranks_train_as_on_the_cpu(kind: tuple[str, int]) -> None:
-    run_parity(2, SHORT[kind], kind, 300)
+def test_two_ranks_train_as_on_the_cpu(subtests: pytest.Subtests, kind: tuple[str, int]) -> None:
+    run_parity(subtests, 2, SHORT[kind], kind, 300)
 
 
 @pytest.mark.timeout(400)
@@ -99,8 +100,8 @@ def product_of(world: int) -> list[dict[str, Any]]:
 @pytest.mark.soak
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize(("world", "kind"), list(itertools.product(RANKS, DEVICES)))
-def test_the_whole_product_trains_as_on_the_cpu(world: int, kind: tuple[str, int]) -> None:
-    run_parity(world, product_of(world), kind, PRODUCT_SECONDS)
+def test_the_whole_product_trains_as_on_the_cpu(subtests: pytest.Subtests, world: int, kind: tuple[str, int]) -> None:
+    run_parity(subtests, world, product_of(world), kind, PRODUCT_SECONDS)
 
 
 @pytest.mark.soak
@@ -114,12 +115,13 @@ def test_every_precision_trains_as_on_the_cpu(kind: tuple[str, int], tmp_path: P
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", DEVICES)
-def test_frozen_parts_are_encoded_in_idle_time(kind: tuple[str, int], tmp_path: Path) -> None:
+def test_frozen_parts_are_encoded_in_idle_time(
+    subtests: pytest.Subtests, kind: tuple[str, int], tmp_path: Path
+) -> None:
     cases = [{"P": 2, "M": 2}, {"P": 4, "M": 8}, {"P": 4, "M": 2, "placement": "linear"}]
     argument = {"folder": str(tmp_path), "cases": cases}
-    found = launch("support.frozen_ranks:trains", 4, argument, timeout=800, environment=device_of(kind))
-    for _, output in found:
-        assert output.count("PASSED") == len(cases)
+    target = "support.frozen_ranks:trains"
+    launch_each(subtests, target, 4, cases, argument, timeout=800, environment=device_of(kind))
 
 
 RESUMED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -31,16 +32,26 @@ def run_each(cases: Iterable[Any], run: Callable[[Any], Any]) -> None:
 
 
 def launch_each(
-    subtests: pytest.Subtests, target: str, world: int, cases: list[Any], arguments: Any = None, *, timeout: float
+    subtests: pytest.Subtests,
+    target: str,
+    world: int,
+    cases: list[Any],
+    arguments: Any = None,
+    *,
+    timeout: float,
+    environment: dict[str, str] | None = None,
 ) -> list[str]:
     """Launch a program that ends in :func:`run_each` over these cases: a subtest for each, and the ranks' outputs.
 
     Args:
         arguments: of the program; the cases where left out.
+        environment: set on the ranks.
     """
-    found = launch(target, world, cases if arguments is None else arguments, timeout=timeout, check=False)
+    found = launch(
+        target, world, cases if arguments is None else arguments, timeout=timeout, check=False, environment=environment
+    )
     outputs = [output for _, output in found]
-    for case in cases:
+    for case in json.loads(json.dumps(cases)):  # as the ranks read and name it
         with subtests.test(msg=str(case)):
             bad = {rank: _of(case, output) for rank, output in enumerate(outputs) if f"PASSED {case}\n" not in output}
             assert not bad, "\n".join(f"--- rank {rank}\n{text}" for rank, text in bad.items())
