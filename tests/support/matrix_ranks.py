@@ -124,7 +124,7 @@ def adam_state(engine: Any) -> dict[str, dict[str, Any]]:
     pieces: dict[str, dict[str, dict[int, Any]]] = {}
     for mine in told(list(adam_pieces(engine))):
         for name, key, start, value in mine:
-            pieces.setdefault(name, {}).setdefault(key, {})[start] = value
+            pieces.setdefault(name, {}).setdefault(key, {})[start] = value.cpu()
     trained = {name for mine in told([n for p, n in engine.param_names.items() if p.requires_grad]) for name in mine}
     assert trained and all({"exp_avg", "exp_avg_sq", "step"} <= pieces[name].keys() for name in trained)
     return {
@@ -180,7 +180,7 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
         for key in (found[name].keys() & state.keys()) | ((found[name].keys() ^ state.keys()) - {"fp32"}):
             if key not in found[name] or key not in state:
                 return f"{name}: {key} is there only before or only after"
-            ours, theirs = found[name][key].double(), state[key].double()
+            ours, theirs = (t.cpu().double() for t in (found[name][key], state[key]))
             if ours.shape != theirs.shape or (
                 not torch.equal(ours, theirs) if tolerance == 0 else error(ours, theirs) > tolerance
             ):

@@ -18,11 +18,26 @@ def index(device: Any = None) -> int:
     return library.current_device() if found is None else found
 
 
+class DeviceContext:
+    """``with torch.npu.device(...)``; None changes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.before = library.current_device()
+        library.set_device(index(self.device))
+
+    def __exit__(self, *_: Any) -> None:
+        library.set_device(self.before)
+
+
 def properties(device: Any = None) -> Any:
     return types.SimpleNamespace(name="stand-in", total_memory=library.limit())
 
 
 NAMES = {
+    "device": DeviceContext,
     "set_device": lambda device: library.set_device(index(device)),
     "current_device": library.current_device,
     "device_count": library.device_count,

@@ -75,11 +75,15 @@ inline at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& source) {
   return at::cpu::set_(tensor, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-// The CPU's would draw from the host's generator.
+// The CPU's would draw from the host's generator. Rounded as the CPU rounds, which scales in the type of the tensor.
 inline std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool> train) {
   if (!train.value_or(true)) return {input.clone(), at::ones_like(input, at::kBool)};
   auto noise = at::empty_like(input).bernoulli_(1 - p).div_(1 - p);
   return {input * noise, noise.ne(0)};
+}
+
+inline at::Tensor dropout_backward(const at::Tensor& gradient, const at::Tensor& mask, double scale) {
+  return gradient * (mask.to(gradient.scalar_type()) * scale);
 }
 
 inline void convolution(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -123,6 +127,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_part_of_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("native_dropout", dropout);
+  m.impl("native_dropout_backward", dropout_backward);
   for (auto* name : {"native_group_norm", "native_layer_norm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&boxed_fallback>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
