@@ -24,6 +24,11 @@ DEVICES = [*itertools.product(("hccl", "nccl"), (0, 200))]
 QUICK, LATE = ("hccl", 0), ("nccl", 200)
 
 
+def named(kind: tuple[str, int]) -> str:
+    waits, delay = kind
+    return f"{waits}-{delay}us"
+
+
 def device_of(kind: tuple[str, int]) -> dict[str, str]:
     waits, delay = kind
     return environment(waits=waits, kernel_delay_us=delay)
@@ -65,7 +70,7 @@ SHORT = {
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", SHORT)
+@pytest.mark.parametrize("kind", SHORT, ids=named)
 def test_two_ranks_train_as_on_the_cpu(subtests: pytest.Subtests, kind: tuple[str, int]) -> None:
     run_parity(subtests, 2, SHORT[kind], kind, 300)
 
@@ -99,14 +104,15 @@ def product_of(world: int) -> list[dict[str, Any]]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize(("world", "kind"), list(itertools.product(RANKS, DEVICES)))
+@pytest.mark.parametrize("world", RANKS)
+@pytest.mark.parametrize("kind", DEVICES, ids=named)
 def test_the_whole_product_trains_as_on_the_cpu(subtests: pytest.Subtests, world: int, kind: tuple[str, int]) -> None:
     run_parity(subtests, world, product_of(world), kind, PRODUCT_SECONDS)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", DEVICES, ids=named)
 def test_every_precision_trains_as_on_the_cpu(kind: tuple[str, int], tmp_path: Path) -> None:
     rows = [row for row in pairwise() if row["P"] * row["dp"] <= 4]
     run_precision(rows, tmp_path, kind, PRODUCT_SECONDS)
@@ -114,7 +120,7 @@ def test_every_precision_trains_as_on_the_cpu(kind: tuple[str, int], tmp_path: P
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", DEVICES, ids=named)
 def test_frozen_parts_are_encoded_in_idle_time(
     subtests: pytest.Subtests, kind: tuple[str, int], tmp_path: Path
 ) -> None:
@@ -133,7 +139,7 @@ RESUMED: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", DEVICES, ids=named)
 def test_a_job_that_stopped_goes_on(kind: tuple[str, int], tmp_path: Path) -> None:
     argument, target = {"folder": str(tmp_path), "cases": RESUMED}, "support.matrix_ranks:resumes"
     (_, output), *_ = launch(target, 3, argument, timeout=800, environment=device_of(kind))

@@ -204,7 +204,7 @@ class Loading:
             path = engine._get_ckpt_name(str(where), "", mp_placeholder=f"{rank:02d}")
         else:
             path = engine._get_rank_zero_ckpt_name(str(where), "", rank, replica, bf16_mode=engine.bfloat16_enabled())
-        return engine.checkpoint_engine.load(path)
+        return engine.checkpoint_engine.load(path, map_location="cpu")
 
     # -- changing weights --------------------------------------------------------------------
 
