@@ -178,10 +178,15 @@ def _if_it_fits(run: Callable[[], Any], sizes: Sequence[int]) -> Any:
     """None where the device's memory is too small and there are other sizes."""
     try:
         return run()
-    except torch.OutOfMemoryError:
-        if len(sizes) > 1:
+    except RuntimeError as problem:
+        if len(sizes) > 1 and _out_of_memory(problem):
             return None
         raise
+
+
+def _out_of_memory(problem: RuntimeError) -> bool:
+    """torch-npu has a plain RuntimeError of these words too, by its version."""
+    return isinstance(problem, torch.OutOfMemoryError) or "NPU out of memory" in str(problem)
 
 
 @contextmanager
