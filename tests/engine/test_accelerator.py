@@ -92,13 +92,13 @@ RANKS = {1: [1], 2: [1, 2], 3: [3], 4: [2, 4]}
 
 def product_of(world: int) -> list[dict[str, Any]]:
     cases = []
+    for ranks in RANKS[world]:
+        cases += [case("noisy", ranks, interval=2), case("noisy", ranks, interval=1, reentrant=True)]
+        cases += [case("tokens", ranks, dynamic=True), case("unet buckets", ranks, dynamic=True, M=2)]
     for ranks, clip, placement in itertools.product(RANKS[world], (0.0, 0.1), PLACEMENTS):
         if 2 * ranks * placement.get("W", 1) <= 10:
             cases.append(case("toy", ranks, clip=clip, **placement))
         cases.append(case("unet", ranks, M=2, clip=clip, **placement))
-    for ranks in RANKS[world]:
-        cases += [case("noisy", ranks, interval=2), case("noisy", ranks, interval=1, reentrant=True)]
-        cases += [case("tokens", ranks, dynamic=True), case("unet buckets", ranks, dynamic=True, M=2)]
     return cases
 
 
