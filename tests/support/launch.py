@@ -1,6 +1,6 @@
 """Real ranks for tests: one process a rank over gloo, each with a timeout, none left behind.
 
-Importing torch, DeepSpeed and a test's module takes seconds, so one process does it and then forks into the ranks.
+Importing takes seconds, so one process does it and then forks into the ranks (:mod:`support.forkserver`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from support.forkserver import ForkServer
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -51,30 +53,14 @@ def launch(
     Returns:
         Per rank (exit status, output). With ``check`` a rank that fails is an error showing its output.
     """
-    whole = {
-        **os.environ,
-        "WORLD_SIZE": str(world),
-        "LOCAL_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-        **(environment or {}),
-    }
+    whole = {**_environment(os.environ, world), **(environment or {})}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        limits = [str(folder), str(world), str(timeout), str(grace)]
-        command = [sys.executable, "-m", "support.launch", target, json.dumps(arguments), *limits]
-        with (folder / "parent.log").open("w") as log:
-            parent = subprocess.Popen(command, env=whole, stdout=log, stderr=log, cwd=TESTS.parent)
-            try:
-                parent.wait(timeout + 120)
-            finally:
-                parent.kill()  # which ends what ranks are left
-                parent.wait(timeout=30)
-        if parent.returncode != 0:
-            raise AssertionError(f"{target}: no ranks:\n{(folder / 'parent.log').read_text(errors='replace')[-6000:]}")
+        asked = [target, json.dumps(arguments), str(folder), str(world), str(timeout), str(grace)]
+        log = folder / "parent.log"
+        status = _parent(whole, asked, log, timeout + 120)
+        if status != 0:
+            raise AssertionError(f"{target}: no ranks:\n{log.read_text(errors='replace')[-6000:]}")
         statuses = json.loads((folder / "statuses.json").read_text())
         found = [(statuses[rank], (folder / f"rank{rank}.log").read_text(errors="replace")) for rank in range(world)]
     if check:
@@ -85,7 +71,50 @@ def launch(
     return found
 
 
-def main() -> None:
+AT_FIRST = dict(os.environ)
+
+PER_LAUNCH = ("WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
+"""What no import depends on."""
+
+_server: ForkServer | None = None
+
+
+def _environment(found: Mapping[str, str], world: int) -> dict[str, str]:
+    return {
+        **found,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "WORLD_SIZE": str(world),
+        "LOCAL_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), found.get("PYTHONPATH", "")]),
+    }
+
+
+def _settled(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in PER_LAUNCH}
+
+
+def _parent(environment: dict[str, str], asked: list[str], log: Path, timeout: float) -> int:
+    """Exit status of the parent of ranks: forked from what has imported all, unless imports would see another world."""
+    global _server
+    usual = _environment(AT_FIRST, 1)
+    if _settled(environment) == _settled(usual):
+        if _server is None or not _server.works:
+            _server = ForkServer(usual)
+        return _server.run({"arguments": asked, "environment": environment, "log": str(log)}, timeout)
+    command = [sys.executable, "-m", "support.launch", *asked]
+    with log.open("w") as file:
+        parent = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=TESTS.parent)
+        try:
+            return parent.wait(timeout)
+        finally:
+            parent.kill()  # which ends what ranks are left
+            parent.wait(timeout=30)
+
+
+def launch_ranks(target: str, arguments: str, folder: str, world: str, timeout: str, grace: str) -> None:
     """Import what ranks need, fork into them, and write their exit statuses when all have ended."""
     import faulthandler
     import importlib
@@ -95,7 +124,6 @@ def main() -> None:
     faulthandler.enable()
     # A rank that a test kills while upstream compiles this kernel would leave a lock that hangs all later ones.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    target, arguments, folder, world, timeout, grace = sys.argv[1:]
     module, function = target.split(":")
     run = getattr(importlib.import_module(module), function)
     ranks = []
@@ -175,4 +203,4 @@ def end_all(ranks: list[int], timeout: float, grace: float) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    launch_ranks(*sys.argv[1:])

@@ -11,6 +11,8 @@ from support.cases import run_each
 from support.reference import Unpartitioned, error, train
 from support.versions import reentrant_checkpoint
 
+import deepspeed_pulse.engine.engine  # noqa: F401  once, before ranks are forked
+
 STEPS = 3
 TOLERANCE = 1e-5
 

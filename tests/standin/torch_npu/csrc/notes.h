@@ -1,6 +1,7 @@
 // What is worth counting is told to a Python function, which knows the line of Python that caused it.
 #pragma once
-#include <torch/extension.h>
+#include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <string>

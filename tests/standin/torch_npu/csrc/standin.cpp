@@ -1,5 +1,6 @@
 // An asynchronous device in the host's memory, and what Python sees of it.
-#include <torch/extension.h>
+#include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "autocast.h"
 #include "guard.h"
