@@ -20,6 +20,7 @@ from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.ranks import Ranks
 from deepspeed_pulse.engine.recomputing import RecomputeArguments
 from deepspeed_pulse.engine.relay.forward import RelayStage, explicit_parts, relay_stage
+from deepspeed_pulse.engine.relay.tuples import Headers
 from deepspeed_pulse.engine.sharing.tied import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds
 from deepspeed_pulse.engine.specs import unwrap
@@ -109,6 +110,8 @@ class PipelineModule(upstream.PipelineModule):
         self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
         self.ranks = Ranks(self)
         self._relay: RelayStage | None = None
+        self.headers = Headers()
+        """Of tuples that relay named values."""
         self._partition_method = partition_method
         self._problem: PulseError | None = None
         self._is_made = False

@@ -111,12 +111,12 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         state = self.pipe_buffers["outputs"][buffer_id]
-        self._sent.update(bytes_by_label(state, self._names_out, gradients=False))
+        self._sent.update(bytes_by_label(state, self._names_out, self.module.headers, gradients=False))
         super()._exec_send_activations(buffer_id)
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         state = self.pipe_buffers["inputs"][buffer_id]
-        self._sent.update(bytes_by_label(state, self._names_in, gradients=True))
+        self._sent.update(bytes_by_label(state, self._names_in, self.module.headers, gradients=True))
         super()._exec_send_grads(buffer_id)
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed_pulse.engine.binding import bound_layers
-from deepspeed_pulse.engine.relay.tuples import live_after, pack, unpack, unpack_batch
+from deepspeed_pulse.engine.relay.tuples import Headers, live_after, pack, unpack, unpack_batch
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.recomputing import Checkpoint
@@ -23,10 +23,13 @@ class RelayStage:
     Args:
         bound: the layers, by layer index.
         asked: the function that runs layers again in backward, and how many in a row keep one input; 0: none.
+        headers: of the tuples that this rank receives and sends.
     """
 
-    def __init__(self, graph: Graph, bound: Mapping[int, BoundLayer], asked: tuple[Checkpoint, int]) -> None:
-        self.asked = asked
+    def __init__(
+        self, graph: Graph, bound: Mapping[int, BoundLayer], asked: tuple[Checkpoint, int], headers: Headers
+    ) -> None:
+        self.asked, self._headers = asked, headers
         first, last = min(bound), max(bound)
         self._before, self._after = live_after(graph, first - 1), live_after(graph, last)
         self._is_first, self._is_last = first == 0, last == len(graph.layers) - 1
@@ -42,11 +45,11 @@ class RelayStage:
         if self._is_last:
             return output
         values.update(stashed)
-        return pack(output, {name: values[name] for name in self._after})
+        return pack(output, {name: values[name] for name in self._after}, self._headers)
 
     def _received(self, state: Any) -> tuple[Any, dict[str, Any]]:
         if not self._is_first:
-            return unpack(state, self._before)
+            return unpack(state, self._before, self._headers)
         return unpack_batch(state, self._before) if self._before else (state, {})
 
 
@@ -56,7 +59,7 @@ def relay_stage(module: Any, made: RelayStage | None) -> RelayStage:
     if made is not None and made.asked == asked:
         return made
     chosen = module.job.recomputed_every(module.activation_checkpoint_interval)
-    return RelayStage(module.graph, bound_layers(module, recompute=chosen), asked)
+    return RelayStage(module.graph, bound_layers(module, recompute=chosen), asked, module.headers)
 
 
 def explicit_parts(graph: Graph, cuts: Sequence[int | str], num_ranks: int) -> list[int]:

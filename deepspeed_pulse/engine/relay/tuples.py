@@ -2,7 +2,8 @@
 
 Between layers the state is a tuple: the hidden tensors and live values that need a gradient first
 (upstream differentiates every floating tensor), then those that need none, as integers of the same
-width, then a header that says which tensor is what.
+width, then a header that says which tensor is what. A header is read once for each shape of the tuple: to read it,
+the host waits for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def live_after(graph: Graph, layer: int) -> tuple[str, ...]:
 
 
 def pack_batch(inputs: Any, entries: Mapping[str, Any]) -> Any:
-    """What the first layer is given: the input alone, or a flat tuple of all tensors and how many each value has.
+    """What the first layer is given: the input alone, or a flat tuple of all tensors and, for each value, an empty one.
+
+    The size of an empty one says how many tensors the value has: that is known without a look into a device's memory.
 
     Raises:
         BatchError: an entry is no tensor and no tuple of tensors.
@@ -45,19 +48,63 @@ def pack_batch(inputs: Any, entries: Mapping[str, Any]) -> Any:
                 '"pulse": {"enabled": false} entries travel in the tuple: make it a tensor, or turn pulse on'
             )
     found = (inputs, *(tuple(value) if isinstance(value, list) else value for value in entries.values()))
-    sizes = [-1 if isinstance(value, torch.Tensor) else len(value) for value in found]
-    return (*(tensor for value in found for tensor in tensors_of(value)), torch.tensor(sizes, dtype=torch.int64))
+    sizes = [0 if isinstance(value, torch.Tensor) else 1 + len(value) for value in found]
+    return (*(tensor for value in found for tensor in tensors_of(value)), *(torch.empty(0, size) for size in sizes))
 
 
 def unpack_batch(state: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """Inverse of :func:`pack_batch`."""
-    tensors = iter(state[:-1])
-    found = [next(tensors) if size < 0 else tuple(next(tensors) for _ in range(size)) for size in state[-1].tolist()]
+    num_values = 1 + len(names)
+    tensors, sizes = iter(state[:-num_values]), [empty.shape[1] for empty in state[-num_values:]]
+    found = [next(tensors) if size == 0 else tuple(next(tensors) for _ in range(size - 1)) for size in sizes]
     hidden, *values = found
     return hidden, dict(zip(names, values, strict=True))
 
 
-def pack(hidden: Any, values: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+Key = tuple[tuple[torch.dtype, torch.Size], ...]
+
+
+class Headers:
+    """The headers of a rank's tuples, by the shapes and dtypes of their tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, list[int]] = {}
+        self._tensors: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
+
+    def of(self, state: Sequence[torch.Tensor]) -> list[int]:
+        """Of a tuple that was packed here or elsewhere; the first of its shapes is waited for."""
+        key = _key(state)
+        if key not in self._known:
+            self._known[key] = state[-1].tolist()
+        return self._known[key]
+
+    def tensor(self, header: list[int], device: torch.device) -> torch.Tensor:
+        """A header as it travels; made once."""
+        key = device, tuple(header)
+        if key not in self._tensors:
+            self._tensors[key] = torch.tensor(header, dtype=torch.int64, device=device)
+        return self._tensors[key]
+
+    def note(self, state: Sequence[torch.Tensor], header: list[int]) -> None:
+        """Of a tuple that was packed here.
+
+        Raises:
+            BatchError: another than before: who receives it goes by what the first one said.
+        """
+        if self._known.setdefault(_key(state), header) != header:
+            raise BatchError(
+                "named values relayed in the tuple: expected the same values to be tuples, to have a gradient, and to "
+                "have their dtypes as in earlier batches of the same shapes, found others; where parameters are frozen "
+                "or thawed in the middle of a run, begin anew from a checkpoint, or leave "
+                '"pulse": {"enabled": false} away'
+            )
+
+
+def _key(state: Sequence[torch.Tensor]) -> Key:
+    return tuple((tensor.dtype, tensor.shape) for tensor in state)
+
+
+def pack(hidden: Any, values: dict[str, Any], headers: Headers) -> tuple[torch.Tensor, ...]:
     """The tuple that travels between two layers."""
     graded: list[torch.Tensor] = []
     plain: list[torch.Tensor] = []
@@ -73,12 +120,14 @@ def pack(hidden: Any, values: dict[str, Any]) -> tuple[torch.Tensor, ...]:
                 header.append(_DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else len(_DTYPES))
                 plain.append(_as_integers(tensor.contiguous()))
     device = tensors_of(hidden)[0].device
-    return (*graded, *plain, torch.tensor(header, dtype=torch.int64, device=device))
+    state = (*graded, *plain, headers.tensor(header, device))
+    headers.note(state, header)
+    return state
 
 
-def unpack(state: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+def unpack(state: Sequence[torch.Tensor], names: Sequence[str], headers: Headers) -> tuple[Any, dict[str, Any]]:
     """Inverse of :func:`pack`."""
-    header = state[-1].tolist()
+    header = headers.of(state)
     num_graded = _count_graded(header)
     graded, plain = iter(state[:num_graded]), iter(state[num_graded:-1])
     found: list[Any] = []
@@ -113,7 +162,7 @@ def _as_before(tensor: torch.Tensor, code: int) -> torch.Tensor:
     return tensor.view(_DTYPES[code]) if code < len(_DTYPES) else tensor
 
 
-def bytes_by_label(state: Any, names: Sequence[str], *, gradients: bool) -> Counter[str]:
+def bytes_by_label(state: Any, names: Sequence[str], headers: Headers, *, gradients: bool) -> Counter[str]:
     """Bytes of a relayed tuple by channel (``hidden``, ``value:NAME``; with ``_grad`` for its gradients)."""
     suffix = "_grad" if gradients else ""
     count: Counter[str] = Counter()
@@ -121,7 +170,7 @@ def bytes_by_label(state: Any, names: Sequence[str], *, gradients: bool) -> Coun
         tensors = tensors_of(state)
         count[f"hidden{suffix}"] = num_bytes([t for t in tensors if t.is_floating_point() or not gradients])
         return count
-    header = state[-1].tolist()
+    header = headers.of(state)
     num_graded = _count_graded(header)
     graded, plain = iter(state[:num_graded]), iter(state[num_graded:-1])
     position = 0
