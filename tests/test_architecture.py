@@ -50,6 +50,7 @@ BELOW_ENGINE = {
         "engine.measure",
         "engine.collectives",
         "engine.communicator",
+        "engine.device",
         "engine.seat",
     ),
 }

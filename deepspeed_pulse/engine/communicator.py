@@ -1,24 +1,18 @@
-"""DeepSpeed's messages and devices as the runtime's two protocols."""
+"""DeepSpeed's messages as the runtime's protocol."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.device import HOST_BACKENDS, wait
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
 from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.ir.schedule import Direction
-from deepspeed_pulse.runtime.roots import Root
-
-HOST_BACKENDS = ("gloo", "mpi")
-"""Backends that keep messages apart by tag, and that cannot send device memory."""
 
 CONNECT_SECONDS = 300.0
 """How long two ranks may take to connect."""
@@ -32,7 +26,7 @@ class _Sent:
 
     def wait(self, timeout_seconds: float) -> None:
         work, self._work = self._work, None  # waiting twice on one gloo work blocks for ever
-        work.wait(timedelta(seconds=timeout_seconds))
+        wait(work, self._buffer, timeout_seconds)
         if self._copy_to is not None:
             self._copy_to.copy_(self._buffer)
 
@@ -104,66 +98,3 @@ class PipelineCommunicator:
 
 def _tag(channel: Channel) -> int:
     return {Direction.FORWARD: 1, Direction.BACKWARD: 2, Direction.FROZEN: 3}[channel.direction]
-
-
-class EngineDevice:
-    """The accelerator of this rank, with the engine's backward.
-
-    Actions are timed as upstream's timers time: by the host's clock where the device runs what it is
-    given at once, else by events that the device records, in the steps that are to be measured. The
-    host waits for the device before and after such a step, and never inside it.
-
-    Args:
-        device: where tensors live.
-        backward: runs autograd under the engine's prologue and epilogue.
-        scale_loss: divides by the accumulation steps and applies loss scaling.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        backward: Callable[[Sequence[Root], Sequence[torch.Tensor | None]], None],
-        scale_loss: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._device = device
-        self.backward = backward
-        self.scale_loss = scale_loss
-        self._origin: tuple[Any, float] | None = None
-        """An event that the device has passed, and when it did; None while the host's clock serves."""
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
-
-    def begin_step(self, *, exact: bool) -> None:
-        """Start a step, to be measured on the device if ``exact``."""
-        self._origin = None
-        if exact and not get_accelerator().use_host_timers():
-            event = recorded_event()
-            event.synchronize()
-            self._origin = event, self.now_ms()
-
-    def end_step(self) -> float:
-        """ms at the end of the step; of a measured one, when the device has done all of it."""
-        if self._origin is not None:
-            get_accelerator().synchronize()
-        return self.now_ms()
-
-    def now_ms(self) -> float:
-        return time.perf_counter() * 1e3
-
-    def mark(self) -> Any:
-        return self.now_ms() if self._origin is None else recorded_event()
-
-    def ms_of(self, mark: Any) -> float:
-        if self._origin is None:
-            return float(mark)
-        event, ms = self._origin
-        mark.synchronize()
-        return ms + float(event.elapsed_time(mark))
-
-
-def recorded_event() -> Any:
-    """A timing event at the end of what the device was given so far."""
-    event = get_accelerator().Event(enable_timing=True)
-    event.record()
-    return event

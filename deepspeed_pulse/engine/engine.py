@@ -12,11 +12,12 @@ from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 
 from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.common import CommonEngine
-from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
+from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.data.agreement import check_batch_size
 from deepspeed_pulse.engine.data.batches import LABELS
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading
+from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.coverage import covering
 from deepspeed_pulse.engine.gradients.placeholders import with_groups
@@ -27,6 +28,7 @@ from deepspeed_pulse.engine.lowering import Lowering
 from deepspeed_pulse.engine.observation import figures, notes
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
 from deepspeed_pulse.engine.observation.observer import Observer
+from deepspeed_pulse.engine.observation.progress import DeviceProgress
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, hint
 from deepspeed_pulse.engine.orders import Orders
 from deepspeed_pulse.engine.plans import planning
@@ -41,9 +43,9 @@ from deepspeed_pulse.engine.starting.supported import check_same_block, check_su
 from deepspeed_pulse.engine.step import Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
 from deepspeed_pulse.ir.program import Step
-from deepspeed_pulse.ir.run import RUN_FILE
+from deepspeed_pulse.ir.run import RUN_FILE, RankFigures
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
-from deepspeed_pulse.runtime.rank import RankRuntime, Stats
+from deepspeed_pulse.runtime.rank import RankRuntime
 from deepspeed_pulse.runtime.state import state_bytes
 
 
@@ -91,7 +93,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         )
         self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)
         self._reduction = EarlyReduction(self, timeout)
-        self._observer = Observer(self)
+        self._observer = Observer(self, self._device)
+        watchdog.device = None if self._device.runs_at_once else DeviceProgress()
         watchdog.hint = hint(module.plan.placement, seat.ranks)
         watchdog.stop_request.ignore()  # from now on a step ends first
         self._preemption = Preemption()
@@ -187,18 +190,23 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             # here, not at the end: what the script does after a step (logs, averaged weights) is done by now
             if self._preemption.agreed():
                 self.save_and_exit()
-            self._device.begin_step(exact=self._observer.begin_step())
-            start = self._device.now_ms()
+            self._observer.begin_step()
+            start = self._begin_on_device()
             try:
                 loss = super().train_batch(data_iter)
             except Exception:
                 # upstream leaves it running, and a script that mends a refused batch could not go on
                 self.timers(TRAIN_BATCH_TIMER).reset()
                 raise
-            step_ms = self._device.end_step() - start
+            self._watchdog.gave()
             self._watchdog.enter("the figures after a step")
-            self._observer.end_step(step_ms, self._orders.of(self.micro_batches))
+            self._observer.end_step((start, self._device.mark()), self._orders.of(self.micro_batches))
         return loss
+
+    def _begin_on_device(self) -> Any:
+        """A mark after all that the device was given by others, which may take as long as it likes."""
+        self._watchdog.gave_outside()
+        return self._device.mark()
 
     def save_and_exit(self) -> NoReturn:
         """End a run that was asked to stop: a checkpoint where the last one went, then exit status 143."""
@@ -215,8 +223,10 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         """As upstream, forward only."""
         with self._watchdog.watching("the start of eval_batch", meets=True):
             self._preemption.agreed()  # a stop waits for train_batch, but ranks in different calls do not
-            self._device.begin_step(exact=False)
-            return super().eval_batch(*args, **kwargs)
+            self._begin_on_device()
+            found = super().eval_batch(*args, **kwargs)
+            self._watchdog.gave()
+            return found
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> bool:
         """As upstream; beside the checkpoints lies a run file, what ``ds_pulse report`` reads."""
@@ -242,30 +252,35 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     # -- figures -----------------------------------------------------------------------------
 
     def pulse_stats(self) -> dict[str, Any]:
-        """What this rank counted in the last step; local, no communication.
+        """What this rank counted in the last step; local, no communication. An accelerator ends the step first.
 
         ``p2p_bytes`` by channel (``hidden``, ``hidden_grad``, ``value:NAME``, ``value_grad:NAME``),
         ``local_value_bytes``, ``peak_live_bytes``, ``idle_ms``, ``metadata_bytes``.
         """
-        return asdict(self._runtime.stats)
+        return {**asdict(self._runtime.stats), "idle_ms": self._idle_ms()}
+
+    def _idle_ms(self) -> float:
+        """How long the device waited for messages in the last step. Waits until it has done the step."""
+        frozen = 0.0 if self._ahead is None else self._ahead.idle_ms
+        return self._runtime.clock.idle_ms + frozen
 
     def pulse_timeline(self) -> Timeline | None:
         """The last step as it ran on this pipeline, on its first rank; None on the others. Collective.
 
-        On an accelerator that runs asynchronously, times are those of the device in steps that are traced, and of the
-        host that hands it the work in others.
+        Times are those of the device; it ends the step first.
         """
         with self._watchdog.watching("pulse_timeline"):
             found = self.gather_figures()
         return None if found is None else found[0]
 
-    def gather_figures(self) -> tuple[Timeline, list[Stats]] | None:
-        """The last step's timeline and every rank's counts, on the pipeline's first rank. Collective."""
-        spans: list[AnySpan] = [*self._runtime.spans, *([] if self._ahead is None else self._ahead.spans)]
-        rows = self.module.ranks.gather_to_first((spans, figures.clock(), self._runtime.stats))
+    def gather_figures(self) -> tuple[Timeline, list[RankFigures]] | None:
+        """The last step's timeline and every rank's figures, on the pipeline's first rank. Collective."""
+        spans: list[AnySpan] = [*self._runtime.clock.spans, *([] if self._ahead is None else self._ahead.spans)]
+        mine = figures.of_rank(self._runtime.stats, self._idle_ms())
+        rows = self.module.ranks.gather_to_first((spans, figures.clock(), mine))
         if rows is None:
             return None
-        return figures.joined_timeline([(spans, clock) for spans, clock, _ in rows]), [stats for *_, stats in rows]
+        return figures.joined_timeline([(spans, clock) for spans, clock, _ in rows]), [found for *_, found in rows]
 
     def pulse_planned_timeline(self) -> Timeline | None:
         """The step as the simulator predicts it; None when layer costs were not measured. Local.
@@ -281,11 +296,13 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         action = step.action
         self._watchdog.enter(f"action {action} (stage {action.stage}, microbatch {action.microbatch})")
         self._runtime.run(step, self._breakdown.of_steps)
+        self._watchdog.gave()
 
     def _exec_run_frozen(self, position: int) -> None:
         self._watchdog.enter(f"frozen work before its action number {position}")
         assert self._ahead is not None
         self._ahead.run(position)
+        self._watchdog.gave()
 
     def _exec_reduce_stage_grads(self, stage: int) -> None:
         assert self._reduction.sums is not None

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.collectives import agree, everywhere
-from deepspeed_pulse.engine.communicator import HOST_BACKENDS
+from deepspeed_pulse.engine.device import HOST_BACKENDS
 
 
 class Ranks:

@@ -17,7 +17,7 @@ from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.ir.program import Channel, Message
 from deepspeed_pulse.ir.schedule import Direction
-from deepspeed_pulse.ir.timeline import Span
+from deepspeed_pulse.runtime.clock import Clock
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import Signature, as_payload
 from deepspeed_pulse.runtime.protocols import Communicator, Device
@@ -84,17 +84,15 @@ class FrozenRuntime:
         device: Device,
         timeout_seconds: float,
     ) -> None:
-        self._rank, self._parts, self._reads, self._device = rank, parts, tuple(reads), device
+        self._rank, self._parts, self._reads = rank, parts, tuple(reads)
         self._transport = Transport(rank, communicator, device, timeout_seconds)
         self._book = ShapeBook()
         self._signatures: dict[tuple[str, str], Signature] = {}
         """What a part gave for the first microbatch of a mode."""
         self._held: dict[Key, Any] = {}
         self._coming: dict[Key, Message] = {}
-        self._marks: list[tuple[FrozenRun, Any, Any]] = []
-        self.spans: list[Span[FrozenRun]] = []
-        """What ran in the last step that was finished."""
-        self.waited_ms = 0.0
+        self.clock: Clock[FrozenRun] = Clock(rank, device)
+        """Of what was begun last."""
         self.sent_bytes: dict[str, int] = {}
 
     def begin(self, fill: Fill, entry: Entry, *, microbatches: int, mode: str) -> None:
@@ -102,7 +100,7 @@ class FrozenRuntime:
         self._fill, self._entry, self._mode = fill, entry, mode
         self._row = fill.rows[self._rank]
         self._at = 0
-        self._marks, self.waited_ms = [], 0.0
+        self.clock.begin()
         channels = channels_of(fill)
         mine = {c: messages for c, messages in channels.items() if self._rank in (c.source_rank, c.target_rank)}
         self._coming = {_key_of(m): m for c, messages in mine.items() if c.target_rank == self._rank for m in messages}
@@ -126,10 +124,6 @@ class FrozenRuntime:
             self._receive(key)
         self._transport.drain()
         self.sent_bytes = dict(self._transport.sent_bytes)
-        when = self._device.ms_of
-        self.spans = [
-            Span(rank=self._rank, work=run, start_ms=when(start), end_ms=when(end)) for run, start, end in self._marks
-        ]
         held, self._held = self._held, {}
         return {
             (name, m): value
@@ -146,10 +140,9 @@ class FrozenRuntime:
             before = self._held.pop(key)
         for name in self._fill.part(run.part).needs:
             self._receive((name, len(self._fill.part(name).layers), m))
-        start = self._device.mark()
-        # copies: an encoder may change its input in place, and others read the same
-        result = part.run(before, run.first, run.end, lambda name: copied(self._read(name, m)))
-        self._marks.append((run, start, self._device.mark()))
+        with self.clock.running(run):
+            # copies: an encoder may change its input in place, and others read the same
+            result = part.run(before, run.first, run.end, lambda name: copied(self._read(name, m)))
         if run.end == len(part.layers):
             result = as_payload(result, f"the result of frozen part {run.part!r}")
             self._check_shape(run.part, result)
@@ -181,9 +174,8 @@ class FrozenRuntime:
         message = self._coming.pop(key, None)
         if message is None:
             return
-        start = self._device.now_ms()
-        self._held[key] = self._transport.receive(message)
-        self.waited_ms += self._device.now_ms() - start
+        with self.clock.waiting():
+            self._held[key] = self._transport.receive(message)
 
 
 def channels_of(fill: Fill) -> dict[Channel, list[Message]]:

@@ -74,14 +74,11 @@ class LocalDevice:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def now_ms(self) -> float:
+    def mark(self) -> float:
         return time.perf_counter() * 1e3
 
-    def mark(self) -> float:
-        return self.now_ms()
-
-    def ms_of(self, mark: float) -> float:
-        return mark
+    def times_ms(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
 
     def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
         torch.autograd.backward(roots, gradients)
@@ -213,7 +210,7 @@ class LocalWorld:
 
     def timeline(self) -> Timeline:
         """What the last step ran, with times."""
-        spans = tuple(span for runtime in self._ranks for span in runtime.spans)
+        spans = tuple(span for runtime in self._ranks for span in runtime.clock.spans)
         return Timeline(num_ranks=len(self._ranks), spans=spans)
 
     def _order(self) -> list[tuple[int, int]]:

@@ -35,14 +35,11 @@ class Device(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
-    def now_ms(self) -> float:
-        """Milliseconds on the host's clock, which ranks of one machine share."""
-
     def mark(self) -> Any:
-        """This moment among the work handed to the device; :meth:`ms_of` says when the device came to it."""
+        """This moment among the work handed to the device."""
 
-    def ms_of(self, mark: Any) -> float:
-        """When a mark was reached, on the clock of :meth:`now_ms`. May wait for the device."""
+    def times_ms(self, marks: Sequence[Any]) -> list[float]:
+        """When the device came to marks, ms on the host's clock, which ranks of one machine share. Waits for it."""
 
     def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
         """Accumulate gradients of all leaves below ``roots`` in one traversal."""

@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import HIDDEN, Message, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op
-from deepspeed_pulse.ir.timeline import Span
+from deepspeed_pulse.runtime.clock import Clock
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
@@ -64,7 +64,7 @@ class _Forward:
 
 @dataclass
 class Stats:
-    """What one rank counted in one step. Bytes; ms."""
+    """What one rank counted in one step, in bytes."""
 
     p2p_bytes: dict[str, int] = field(default_factory=dict)
     metadata_bytes: int = 0
@@ -72,7 +72,6 @@ class Stats:
     peak_live_bytes: int = 0
     peak_parts: dict[str, int] = field(default_factory=dict)
     """What ``peak_live_bytes`` was made of, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
-    idle_ms: float = 0.0
 
 
 class RankRuntime:
@@ -110,12 +109,9 @@ class RankRuntime:
         self._book = ShapeBook()
         self._live: dict[str, int] = {}
         """Bytes by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
-        self._waited_ms = 0.0
-        self._marks: list[tuple[Action, float, Any, Any]] = []
-        """Per action run: itself, ms waited for its messages, marks of its start and end."""
+        self.clock: Clock[Action] = Clock(rank, device)
+        """Of the last step's actions."""
         self.stats = Stats()
-        self.spans: list[Span[Action]] = []
-        """The actions of the last step that was finished."""
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -144,7 +140,8 @@ class RankRuntime:
         self._releases = traffic.releases[self.rank]
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
-        self.stats, self.spans, self._marks = Stats(), [], []
+        self.stats = Stats()
+        self.clock.begin()
         self._live = {"state": self._state_bytes, "activations": 0, "received": 0, "recomputed": 0}
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         keys = [0] * plan.microbatches if shape_keys is None else shape_keys
@@ -177,20 +174,18 @@ class RankRuntime:
         return f"step {self._number}, {place}"
 
     def _receive(self, step: Step) -> None:
-        start = self._device.now_ms()
-        for message in step.receives:
-            self._take(message)
-        self._waited_ms = self._device.now_ms() - start
-        self.stats.idle_ms += self._waited_ms
+        if step.receives:
+            with self.clock.waiting():
+                for message in step.receives:
+                    self._take(message)
         self._transport.release(self._releases[self._position])
 
     def _compute(self, step: Step) -> None:
-        start = self._device.mark()
-        if step.action.op is Op.FORWARD:
-            self._forward(step.action.stage, step.action.microbatch)
-        else:
-            self._backward(step.action.stage, step.action.microbatch)
-        self._marks.append((step.action, self._waited_ms, start, self._device.mark()))
+        with self.clock.running(step.action):
+            if step.action.op is Op.FORWARD:
+                self._forward(step.action.stage, step.action.microbatch)
+            else:
+                self._backward(step.action.stage, step.action.microbatch)
 
     def _send(self, step: Step) -> None:
         """Start messages, and drop what is needed no more."""
@@ -212,11 +207,6 @@ class RankRuntime:
         )
         self.stats.p2p_bytes = dict(self._transport.sent_bytes)
         self.stats.metadata_bytes = self._transport.metadata_bytes
-        when = self._device.ms_of
-        self.spans = [
-            Span(rank=self.rank, work=action, start_ms=when(start), end_ms=when(end), waited_ms=waited)
-            for action, waited, start, end in self._marks
-        ]
         return self.stats
 
     def named(self, name: str, microbatch: int) -> Any:

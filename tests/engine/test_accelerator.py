@@ -6,6 +6,7 @@ Under both kinds of wait, with kernels that are late and that are not; memory is
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,35 @@ def test_two_ranks_train_as_on_the_cpu(subtests: pytest.Subtests, kind: tuple[st
 def test_bf16_and_zero_train_as_on_the_cpu(tmp_path: Path) -> None:
     row = {"M": 3, "recompute": "off", "clip": 0.1, "P": 2, "dp": 1, "precision": "bf16", "zero": 1}
     run_precision([row], tmp_path, QUICK, 150)
+
+
+COUNTED = [
+    case("toy", 2),
+    case("toy", 2, placement="linear"),
+    case("toy", 2, enabled=False),
+    case("unet", 2, M=2),
+]
+
+LISTED = {("copy to device", "runtime/pipe/engine.py")}
+"""The only waits of a steady step: what docs/architecture.md lists for every step."""
+
+
+@pytest.mark.timeout(300)
+def test_the_host_waits_in_a_steady_step_for_what_is_listed_only() -> None:
+    """No message, no header, no number; and what goes to the device is pinned, but for upstream's own copies."""
+    for _, output in launch("support.accelerator_ranks:counted", 2, COUNTED, timeout=250, environment=device_of(LATE)):
+        found = [json.loads(line.removeprefix("COUNTED")) for line in output.splitlines() if line.startswith("COUNTED")]
+        assert len(found) == len(COUNTED)
+        for counted in found:
+            waits = {(kind, place.split(":")[0]) for kind, place, _ in counted["waits"]}
+            assert waits <= LISTED, (counted["case"], counted["rank"], counted["waits"])
+            pageable = {place.split(":")[0] for kind, place, _ in counted["copies"] if "pageable" in kind}
+            assert pageable <= {place for _, place in LISTED}, (counted["case"], counted["copies"])
+
+
+@pytest.mark.timeout(200)
+def test_the_host_hands_over_a_step_while_the_device_stands_still() -> None:
+    launch("support.accelerator_ranks:runs_behind", 2, case("toy", 2), timeout=150, environment=device_of(QUICK))
 
 
 # -- the whole product ---------------------------------------------------------------------

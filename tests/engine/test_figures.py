@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_pulse.engine import communicator
-from deepspeed_pulse.engine.communicator import EngineDevice
+from deepspeed_pulse.engine import device
+from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Span
+from deepspeed_pulse.runtime.clock import Clock
 
 
 class Lagging:
@@ -47,34 +48,30 @@ class Lagging:
         return Recorded()
 
 
-def device(monkeypatch: pytest.MonkeyPatch, accelerator: Any) -> EngineDevice:
-    monkeypatch.setattr(communicator, "get_accelerator", lambda: accelerator)
-    return EngineDevice(torch.device("cpu"), lambda *_: None, lambda loss: loss)
+def device_of(monkeypatch: pytest.MonkeyPatch, accelerator: Any) -> EngineDevice:
+    monkeypatch.setattr(device, "get_accelerator", lambda: accelerator)
+    return EngineDevice(torch.device("meta"), lambda *_: None, lambda loss: loss)
 
 
-def test_a_measured_step_is_timed_by_the_device_and_waits_for_it_at_its_ends_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_times_are_the_device_s_and_it_is_waited_for_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Lagging()
-    timed = device(monkeypatch, accelerator)
-    timed.begin_step(exact=True)
-    before = accelerator.waits
-    marks = [timed.mark() for _ in range(4)]
-    assert accelerator.waits == before
-    times = [timed.ms_of(mark) for mark in marks]
-    assert [later - times[0] for later in times] == pytest.approx([0, 10, 20, 30])
-    assert times[0] <= timed.end_step() + 1000
-
-
-def test_other_steps_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = Lagging()
-    timed = device(monkeypatch, accelerator)
-    timed.begin_step(exact=True)
-    timed.begin_step(exact=False)
-    waits = accelerator.waits
-    first, second = timed.ms_of(timed.mark()), timed.ms_of(timed.mark())
-    timed.end_step()
-    assert accelerator.waits == waits and 0 <= second - first < 1000
+    timed = device_of(monkeypatch, accelerator)
+    clock: Clock[Action] = Clock(1, timed)
+    with clock.waiting():
+        pass
+    with clock.waiting():
+        pass
+    with clock.running(Action.parse("0F0")):
+        pass
+    with clock.running(Action.parse("0B0")):
+        pass
+    assert accelerator.waits == 0
+    first, second = clock.spans
+    assert (first.waited_ms, second.waited_ms, clock.idle_ms) == (20, 0, 20)
+    assert [first.end_ms - first.start_ms, second.start_ms - first.start_ms] == pytest.approx([10, 20])
+    assert accelerator.waits == 1
+    clock.begin()
+    assert clock.spans == [] and clock.idle_ms == 0
 
 
 def span(rank: int, start: float) -> Span:

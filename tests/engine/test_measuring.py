@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.launch import launch
 
-from deepspeed_pulse.engine import communicator
+from deepspeed_pulse.engine import device as device_module
 from deepspeed_pulse.engine.data.resizing import resized
 from deepspeed_pulse.engine.measure import hardware
 from deepspeed_pulse.engine.measure.fitting import fit_link
@@ -142,7 +142,7 @@ class Event:
 
 def test_an_accelerator_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LaggingDevice()
-    for module in (hardware, communicator):
+    for module in (hardware, device_module):
         monkeypatch.setattr(module, "get_accelerator", lambda: device)
 
     def layer(hidden: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_pulse.engine.observation import processes, watchdog, whereabouts
+from deepspeed_pulse.engine.observation import processes, progress, watchdog, whereabouts
 from deepspeed_pulse.engine.observation.processes import Process
+from deepspeed_pulse.engine.observation.progress import DeviceProgress
 from deepspeed_pulse.engine.observation.watchdog import OUTSIDE, Watchdog
 from deepspeed_pulse.engine.observation.whereabouts import Activity, Whereabouts
 from deepspeed_pulse.errors import PeerError
@@ -57,6 +58,60 @@ def test_it_is_silent_while_places_change_and_after_leaving() -> None:
             time.sleep(0.02)
     time.sleep(LIMIT + 0.3)
     assert said == []
+
+
+class Event:
+    """Of a device that has done what it was given when the test says so."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceProgress, list[Event]]:
+    """A device's progress, and the events that it recorded."""
+    events: list[Event] = []
+
+    def recorded(*, timed: bool) -> Event:
+        assert not timed
+        events.append(Event())
+        return events[-1]
+
+    monkeypatch.setattr(progress, "recorded_event", recorded)
+    return DeviceProgress(), events
+
+
+def test_a_device_that_is_held_up_is_said_although_its_host_went_on(device: Any) -> None:
+    said: list[str] = []
+    dog = Watchdog(1, TIMEOUT, said.append)
+    dog.device, events = device
+    with dog.watching("the start"):
+        dog.gave_outside()
+        for action in ("0F0", "0F1"):
+            dog.enter(f"action {action}")
+            dog.gave()
+    time.sleep(LIMIT + 0.5)
+    assert said == [], "what others gave the device may last"
+    for event in events[:2]:
+        event.passed = True
+    assert soon(lambda: bool(said))
+    assert "rank 1 has been in action 0F1, on its device, for" in said[0] and '"timeout_seconds" = 0.05' in said[0]
+
+
+def test_time_counts_from_when_the_device_began(device: Any) -> None:
+    found, events = device
+    for doing in ("one", "two"):
+        found.gave(Activity(doing))
+    passed_at = time.monotonic()
+    events[0].passed = True
+    under_way = found.under_way()
+    assert under_way.doing == "two, on its device," and under_way.since >= passed_at
+    assert found.under_way() is under_way
+    events[1].passed = True
+    assert found.under_way() is None
 
 
 def test_it_watches_inside_only_even_after_an_error() -> None:

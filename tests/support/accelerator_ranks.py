@@ -25,7 +25,12 @@ def engine_of(case: dict[str, Any]) -> Any:
         "gradient_accumulation_steps": case["M"],
         "gradient_clipping": case["clip"],
         "steps_per_print": 10**9,
-        "pulse": {"enabled": case["enabled"], "solver_seconds": 0, "placement": "wave"},
+        "pulse": {
+            "enabled": case["enabled"],
+            "solver_seconds": 0,
+            "placement": case.get("placement", "wave"),
+            "waves": case.get("W", 1),
+        },
     }
     module = PipelineModule(
         layers=layers(), num_stages=case["P"], loss_fn=mse, seed_layers=True, config=config, input=first
@@ -53,6 +58,31 @@ def counted(cases: list[dict[str, Any]]) -> None:
         found = counters.stop()
         print("COUNTED", json.dumps(summary(case, engine, found, made, memory.peak())), flush=True)
         engine.destroy()
+
+
+def runs_behind(case: dict[str, Any]) -> None:
+    """On the first rank the device stands still while the host hands it a whole step, and another one."""
+    from torch_npu.streams import gate
+
+    torch.set_num_threads(1)
+    share_groups()
+    engine = engine_of(case)
+    data = batches(case["model"], engine.grid.data_parallel_id)
+    expected = engine_of(case)
+    same = batches(case["model"], engine.grid.data_parallel_id)
+    wanted = [expected.train_batch(data_iter=same) for _ in range(STEADY + 2)][-2:]
+    for _ in range(STEADY):
+        engine.train_batch(data_iter=data)
+    torch.npu.synchronize()
+    held = gate() if engine.global_rank == 0 else None
+    losses = [engine.train_batch(data_iter=data)]
+    if held is not None:
+        under_way = engine._watchdog.device.under_way()
+        assert under_way is not None, "the device has done a step that it has not begun"
+        held.open()
+    losses.append(engine.train_batch(data_iter=data))
+    assert torch.equal(torch.stack(losses).cpu(), torch.stack(wanted).cpu()), (losses, wanted)
+    assert engine.pulse_stats()["idle_ms"] >= 0 and engine._watchdog.device.under_way() is None
 
 
 def batches(model: str, replica: int) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed_pulse.engine.communicator import EngineDevice, PipelineCommunicator
+from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.data.batches import StepBatches
+from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, up_front
 from deepspeed_pulse.ir.plan import Plan
@@ -57,7 +58,12 @@ class FrozenAhead:
     @property
     def spans(self) -> list[Span[FrozenRun]]:
         """What ran in the last step."""
-        return self._runtime.spans if self._ran_in_step else []
+        return self._runtime.clock.spans if self._ran_in_step else []
+
+    @property
+    def idle_ms(self) -> float:
+        """How long the device waited for results in the last step."""
+        return self._runtime.clock.idle_ms if self._ran_in_step else 0.0
 
     def forget(self) -> None:
         """Drop what was read ahead: the next step reads and encodes its own."""
@@ -118,4 +124,3 @@ class FrozenAhead:
         self._ahead.encoded, self._ahead.is_encoded = self._runtime.finish(), True
         self._running, self._ran_in_step = False, True
         stats.p2p_bytes.update(self._runtime.sent_bytes)
-        stats.idle_ms += self._runtime.waited_ms

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.pipe.schedule import ReduceGrads
 
+from deepspeed_pulse.engine.device import wait
 from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.errors import ConfigError, PeerError, RunError
 
@@ -253,7 +253,7 @@ class StageReduction:
 
     def _wait(self, bucket: _Bucket) -> None:
         try:
-            bucket.work.wait(timedelta(seconds=self._timeout_seconds))
+            wait(bucket.work, bucket.sent, self._timeout_seconds)
         except RuntimeError as problem:
             reason = str(problem).splitlines()[0]
             raise PeerError(

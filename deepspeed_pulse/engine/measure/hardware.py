@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.collectives import told_by_all
-from deepspeed_pulse.engine.communicator import recorded_event
+from deepspeed_pulse.engine.device import recorded_event, runs_at_once
 from deepspeed_pulse.engine.measure.layers import Clock, HostClock
 from deepspeed_pulse.errors import ConfigError
 
@@ -66,11 +66,6 @@ class EventClock:
 def clock_of(device: torch.device) -> Clock:
     """Events where the device has them, by the rule of upstream's timers; else the host's clock."""
     return HostClock(get_accelerator().synchronize) if runs_at_once(device) else EventClock()
-
-
-def runs_at_once(device: torch.device) -> bool:
-    """Whether the device has done what it is given when the call returns, by the rule of upstream's timers."""
-    return device.type == "cpu" or bool(get_accelerator().use_host_timers())
 
 
 def hardware_of(device: torch.device) -> Hardware:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, EngineDevice, PipelineCommunicator
-from deepspeed_pulse.engine.measure.hardware import runs_at_once
+from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, PipelineCommunicator
+from deepspeed_pulse.engine.device import EngineDevice, runs_at_once
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.graph import Layer
@@ -67,7 +67,7 @@ def _step(runtime: RankRuntime, part: RankPart, batches: ListedBatches) -> Itera
     for step in row:
         runtime.run(step)
     runtime.finish()
-    pauses = Timeline(num_ranks=_RANKS, spans=tuple(runtime.spans)).pauses_ms()
+    pauses = Timeline(num_ranks=_RANKS, spans=tuple(runtime.clock.spans)).pauses_ms()
     for before, after in itertools.pairwise(row):
         messages = len(before.sends) + len(after.receives)
         if messages:

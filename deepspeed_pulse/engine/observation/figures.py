@@ -20,7 +20,7 @@ from deepspeed_pulse.engine.plans.planning import Planned
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.run import Difference, MeasuredStep, Run
+from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, Run
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
 from deepspeed_pulse.report.advice import warning
 from deepspeed_pulse.report.chosen import chosen_table
@@ -28,9 +28,10 @@ from deepspeed_pulse.report.files import replacing
 from deepspeed_pulse.report.runs import timelines
 from deepspeed_pulse.report.tables import measured_table, plan_table
 from deepspeed_pulse.report.trace import write_trace
+from deepspeed_pulse.runtime.rank import Stats
 
 Clock = tuple[str, float]
-"""A rank's machine, and what its clock of :meth:`now_ms` lacks to the time of day, ms."""
+"""A rank's machine, and what its clock lacks to the time of day, ms."""
 
 
 def clock() -> Clock:
@@ -115,6 +116,17 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
             write(file)
     except (FileError, OSError) as problem:
         print(f"pulse: warning: {path} is not written: {problem}", flush=True)
+
+
+def of_rank(stats: Stats, idle_ms: float) -> RankFigures:
+    """What a rank counted in a step, and how long its device waited for messages."""
+    return RankFigures(
+        p2p_bytes=stats.p2p_bytes,
+        local_value_bytes=stats.local_value_bytes,
+        peak_live_bytes=stats.peak_live_bytes,
+        idle_ms=idle_ms,
+        peak_parts=stats.peak_parts,
+    )
 
 
 def joined_timeline(rows: Sequence[tuple[Sequence[AnySpan], Clock]]) -> Timeline:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.observation import events, figures
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, Run
-from deepspeed_pulse.runtime.rank import Stats
+from deepspeed_pulse.ir.run import Difference, MeasuredStep, Run
 
 if TYPE_CHECKING:
     from deepspeed_pulse.engine.engine import PulseEngine
@@ -46,18 +47,19 @@ class Observer:
     Other steps cost no communication.
     """
 
-    def __init__(self, engine: PulseEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: PulseEngine, device: EngineDevice) -> None:
+        self._engine, self._device = engine, device
         self._pulse, self._planned = engine.module.pulse, engine.module.planned
         self._plan: Plan = engine.module.plan
         self._num_steps = 0
         self._due = _Due(table=False, trace=False, events=False)
-        self._times: list[float] = []
+        self._marks: list[tuple[Any, Any]] = []
+        """Of the device at the ends of each step since the last event."""
         self._kept: deque[MeasuredStep] = deque(maxlen=KEPT_STEPS)
         self._difference: Difference | None = None
 
-    def begin_step(self) -> bool:
-        """True when the coming step is to be measured."""
+    def begin_step(self) -> None:
+        """Decide whether the coming step is measured."""
         step = self._engine.global_steps + 1
         self._num_steps += 1
         self._due = _Due(
@@ -65,7 +67,6 @@ class Observer:
             trace=self._pulse.trace is not None and self._is_chosen(step),
             events=events.due(self._engine, step),
         )
-        return self._due.any
 
     def _is_chosen(self, step: int) -> bool:
         chosen = self._pulse.trace_steps
@@ -73,24 +74,29 @@ class Observer:
             return self._num_steps in TRACED_STEPS
         return step % chosen == 0 if isinstance(chosen, int) else step in chosen
 
-    def end_step(self, step_ms: float, plan: Plan) -> None:
-        """Report on the step if it was measured; collective in the pipeline then.
+    def end_step(self, marks: tuple[Any, Any], plan: Plan) -> None:
+        """Report on the step if it was measured; collective in the pipeline then, and the device ends the step first.
 
         Args:
-            step_ms: all of ``train_batch`` on this rank.
+            marks: of the device at the ends of ``train_batch``.
             plan: what was run.
         """
         if self._engine.monitor.enabled:
-            self._times.append(step_ms)
+            self._marks.append(marks)
         if not self._due.any:
             return
         found = self._engine.gather_figures()
         if found is not None and self._engine.global_rank == 0:
             timeline, ranks = found
-            step, figures_of_ranks = self._engine.global_steps, tuple(map(_figures, ranks))
-            self._report(plan, MeasuredStep(step=step, step_ms=step_ms, ranks=figures_of_ranks, timeline=timeline))
+            step, step_ms = self._engine.global_steps, self._mean_ms([marks])
+            self._report(plan, MeasuredStep(step=step, step_ms=step_ms, ranks=tuple(ranks), timeline=timeline))
         if self._due.events:
-            self._times.clear()
+            self._marks.clear()
+
+    def _mean_ms(self, marks: Sequence[tuple[Any, Any]]) -> float:
+        """Mean of the times between two marks each."""
+        times = self._device.times_ms([mark for pair in marks for mark in pair])
+        return sum(end - start for start, end in zip(times[::2], times[1::2], strict=True)) / len(marks)
 
     def _report(self, plan: Plan, measured: MeasuredStep) -> None:
         if plan is not self._plan:
@@ -106,9 +112,10 @@ class Observer:
         if self._due.trace:
             figures.write_trace_files(Path(str(self._pulse.trace)), self.run())
         if self._due.events:
-            mean = sum(self._times) / len(self._times)
             predicted = plan.estimate if self._planned.measured else None
-            events.write(self._engine, events.figures_of(measured, mean_step_ms=mean, predicted=predicted))
+            events.write(
+                self._engine, events.figures_of(measured, mean_step_ms=self._mean_ms(self._marks), predicted=predicted)
+            )
 
     def run(self) -> Run:
         """What is known of this run so far; measured steps on global rank 0 only."""
@@ -120,13 +127,3 @@ class Observer:
             steps=tuple(self._kept),
             difference=self._difference,
         )
-
-
-def _figures(stats: Stats) -> RankFigures:
-    return RankFigures(
-        p2p_bytes=stats.p2p_bytes,
-        local_value_bytes=stats.local_value_bytes,
-        peak_live_bytes=stats.peak_live_bytes,
-        idle_ms=stats.idle_ms,
-        peak_parts=stats.peak_parts,
-    )

@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_pulse.engine.observation.processes import launchers
 from deepspeed_pulse.engine.observation.program import communication
+from deepspeed_pulse.engine.observation.progress import DeviceProgress
 from deepspeed_pulse.engine.observation.stopping import StopRequest
 from deepspeed_pulse.engine.observation.whereabouts import Activity, Whereabouts, named, of_default_group
 from deepspeed_pulse.errors import PeerError, PulseError
@@ -75,6 +76,8 @@ class Watchdog:
         self._gone_since: float | None = None
         self._group: Any = None
         self._communicating: tuple[str | None, float] = (None, 0.0)
+        self.device: DeviceProgress | None = None
+        """Of a device that the host does not wait for."""
         self.hint = ""
         """What is said to a program whose communication nobody answers."""
         self.stop_request = StopRequest(self.asked_to_stop)
@@ -89,7 +92,14 @@ class Watchdog:
 
     def _described(self) -> Activity:
         found = communication()
-        return self._place if found is None else replace(self._place, communication=found)
+        place = self._waiting_in()
+        return place if found is None else replace(place, communication=found)
+
+    def _waiting_in(self) -> Activity:
+        """What the host does; what the device does where the host has left it behind."""
+        place = self._place
+        device = None if place.inside or self.device is None else self.device.under_way()
+        return place if device is None or not device.inside else device
 
     def join_others(self) -> None:
         """The process group is there: tell the others where this rank is."""
@@ -122,6 +132,16 @@ class Watchdog:
     def go_on(self, doing: str, *, meets: bool = False) -> None:
         """The next part of the same, with as much patience; ``meets``: it waits for all ranks."""
         self._place = replace(self._place, doing=doing, since=time.monotonic(), meets=meets)
+
+    def gave(self) -> None:
+        """The device was given all of what the rank was doing so far."""
+        if self.device is not None:
+            self.device.gave(self._place)
+
+    def gave_outside(self) -> None:
+        """What the device was given so far is not pulse's."""
+        if self.device is not None:
+            self.device.gave(Activity(OUTSIDE, inside=False))
 
     @contextmanager
     def aside(self, doing: str) -> Iterator[None]:
@@ -199,7 +219,7 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             time.sleep(beat_seconds(self.timeout_seconds))
-            problem = self._problem(self._place)
+            problem = self._problem(self._waiting_in())
             if problem:
                 self._act(f"{problem}; this rank ends{self._where_all_are()}")
                 return

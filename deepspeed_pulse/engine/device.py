@@ -1,0 +1,83 @@
+"""DeepSpeed's accelerator as the runtime's device, and what it means to wait for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_pulse.runtime.roots import Root
+
+HOST_BACKENDS = ("gloo", "mpi")
+"""Backends that keep messages apart by tag, and that cannot send device memory."""
+
+
+def runs_at_once(device: torch.device) -> bool:
+    """Whether the device has done what it is given when the call returns, by the rule of upstream's timers."""
+    return device.type == "cpu" or bool(get_accelerator().use_host_timers())
+
+
+def recorded_event(*, timed: bool = True) -> Any:
+    """An event at the end of what the device was given so far."""
+    event = get_accelerator().Event(enable_timing=timed)
+    event.record()
+    return event
+
+
+def wait(work: Any, tensor: torch.Tensor, timeout_seconds: float) -> None:
+    """Let what comes next on the device find ``tensor`` sent, received or summed.
+
+    Memory of the host: the host waits, for so long at most. Memory of a device: its stream waits and the host goes on;
+    given a limit, NCCL would poll on the host and HCCL ignore it. There the watchdog keeps the limit, by
+    :class:`~deepspeed_pulse.engine.observation.progress.DeviceProgress`.
+    """
+    if tensor.device.type == "cpu":
+        work.wait(timedelta(seconds=timeout_seconds))
+    else:
+        work.wait()
+
+
+class EngineDevice:
+    """The accelerator of this rank, with the engine's backward.
+
+    Work is timed as upstream's timers time it: by the host's clock where the device runs what it is given at once,
+    else by events that the device records. The host waits for the device only when it is asked for times.
+
+    Args:
+        device: where tensors live.
+        backward: runs autograd under the engine's prologue and epilogue.
+        scale_loss: divides by the accumulation steps and applies loss scaling.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        backward: Callable[[Sequence[Root], Sequence[torch.Tensor | None]], None],
+        scale_loss: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._device = device
+        self.backward = backward
+        self.scale_loss = scale_loss
+        self.runs_at_once = runs_at_once(device)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def mark(self) -> Any:
+        return _host_ms() if self.runs_at_once else recorded_event()
+
+    def times_ms(self, marks: Sequence[Any]) -> list[float]:
+        if self.runs_at_once:
+            return list(marks)
+        now = recorded_event()
+        now.synchronize()
+        now_ms = _host_ms()
+        return [now_ms - float(mark.elapsed_time(now)) for mark in marks]
+
+
+def _host_ms() -> float:
+    return time.perf_counter() * 1e3
