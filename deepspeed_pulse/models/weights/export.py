@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.models.units import Origin, origin_of
-from deepspeed_pulse.models.weights.folder import CONFIG, WEIGHTS
-from deepspeed_pulse.models.weights.shards import own_states, write_sharded
+from deepspeed_pulse.models.weights.folder import CONFIG
+from deepspeed_pulse.models.weights.shards import Files, own_states, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -58,7 +59,7 @@ def save_pretrained(
         FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
     origin = origin_of(engine.module.layer_list, "save_pretrained()", model_class)
-    files: dict[str, Any] = {"name": WEIGHTS, "variant": variant, "max_shard_size": max_shard_size}
+    files = Files(variant=variant, max_shard_size=max_shard_size)
 
     def write(
         to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: torch.dtype | None, config: str
@@ -66,7 +67,7 @@ def save_pretrained(
         tensors = engine.module.ranks.together(lambda: _tensors(engine, origin, averaged), "save_pretrained()")
         cast = {k: origin.dtype_of(k, dtype) for k, t in tensors.items() if dtype and t.is_floating_point()}
         keys = tuple(origin.base_keys.values())
-        return write_sharded(engine, to, tensors, keys=keys, dtypes=cast, texts={CONFIG: config}, **files)
+        return write_sharded(engine, to, tensors, replace(files, texts={CONFIG: config}), keys=keys, dtypes=cast)
 
     if origin.peft_config and engine.global_rank == 0:
         logger.warning(

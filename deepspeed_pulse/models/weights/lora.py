@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.models.units import Origin, origin_of
-from deepspeed_pulse.models.weights.shards import own_states, write_sharded
+from deepspeed_pulse.models.weights.shards import Files, own_states, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -85,9 +85,8 @@ def save_lora(
         mine = engine.module.ranks.together(lambda: _adapter(engine, origin, adapter_name, averaged), "save_lora()")
         tensors = {prefix + key: tensor for key, tensor in mine.items()}
         dtypes = {} if dtype is None else dict.fromkeys(tensors, dtype)
-        return write_sharded(
-            engine, to, tensors, name=name, max_shard_size=UNLIMITED, dtypes=dtypes, metadata=metadata, texts=texts
-        )
+        files = Files(name=name, max_shard_size=UNLIMITED, metadata=metadata, texts=texts)
+        return write_sharded(engine, to, tensors, files, dtypes=dtypes)
 
     if ema is not None:
         write(f"{os.fspath(folder)}_ema", ema.averages(), dtype or torch.float32)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -47,24 +47,59 @@ class _Layout:
     index: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What a checkpoint's files are called, as in diffusers, and what is in them beside tensors.
+
+    Attributes:
+        name: of the single file; shards and their index derive theirs from it.
+        variant: for example ``"fp16"``, put into the names.
+        max_shard_size: bytes, or text such as ``"5GB"``.
+        metadata: of each safetensors file.
+        texts: other files of the folder, name to content.
+    """
+
+    name: str = WEIGHTS
+    variant: str | None = None
+    max_shard_size: int | str = "10GB"
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def single(self) -> str:
+        """The file that holds everything."""
+        return varied(self.name, self.variant)
+
+    @property
+    def index(self) -> str:
+        """The file that says which shard holds what."""
+        return varied(f"{self.name}.index.json", self.variant)
+
+    @property
+    def pattern(self) -> str:
+        """Of the shards; ``{suffix}`` becomes empty or the number."""
+        return self.single.replace(".safetensors", "{suffix}.safetensors")
+
+    def is_shard(self, name: str) -> bool:
+        """True when a file is a shard of some save under these names."""
+        before, after = (re.escape(part) for part in self.pattern.split("{suffix}"))
+        return re.fullmatch(before + _SHARD + after, name) is not None
+
+
 def write_sharded(
     engine: Any,
     folder: str | os.PathLike[str],
     tensors: Mapping[str, Tensor],
+    files: Files,
     *,
     keys: Sequence[str] | None = None,
-    name: str = WEIGHTS,
-    variant: str | None = None,
-    max_shard_size: int | str = "10GB",
     dtypes: Mapping[str, torch.dtype] | None = None,
-    metadata: Mapping[str, str] | None = None,
-    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Write tensors that are spread over the ranks into ``folder``; a collective call, every rank makes it.
 
     Global rank 0 writes. It never holds more than the tensors of one file beyond its own, on the CPU.
     No file is renamed to its final name before all are complete; the index then makes the new weights
-    the ones that are read, what an earlier save left is removed, and ``texts`` come last.
+    the ones that are read, what an earlier save left is removed, and the files' texts come last.
 
     Args:
         engine: an engine of this package.
@@ -73,12 +108,7 @@ def write_sharded(
             in the optimizer give that where ``dtypes`` says float32. Of a name on several ranks of a
             pipeline the first one is written; other data-parallel indices send nothing.
         keys: every name to be written, in the model's order; left out, all there are, by alphabet.
-        name: of the single file; shards and their index derive theirs from it as in diffusers.
-        variant: for example ``"fp16"``, put into the names as in diffusers.
-        max_shard_size: bytes, or text such as ``"5GB"``.
         dtypes: name to dtype in the file; other tensors keep theirs.
-        metadata: of each safetensors file; left out, ``{"format": "pt"}``.
-        texts: other files of the folder, name to content.
 
     Returns:
         The folder, complete when the call returns.
@@ -88,10 +118,9 @@ def write_sharded(
         FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
     module, folder, wanted = engine.module, Path(folder), dict(dtypes or {})
-    names = _Names(name=name, variant=variant)
     rows = _rows(engine, tensors, wanted)
-    layout = module.ranks.decide_on_first(lambda: _layout(_entries(rows, keys), names, max_shard_size), "save")
-    writer = _Writer(folder, names, dict(metadata or {"format": "pt"}), dict(texts or {}))
+    layout = module.ranks.decide_on_first(lambda: _layout(_entries(rows, keys), files), "save")
+    writer = _Writer(folder, files)
     try:
         for filename, entries in layout.files.items():
             shard = _bring(engine, entries, tensors)
@@ -168,15 +197,15 @@ def _entries(rows: list[Any], keys: Sequence[str] | None) -> dict[str, _Entry]:
     return {key: found[key] for key in keys}
 
 
-def _layout(found: dict[str, _Entry], names: _Names, max_shard_size: int | str) -> _Layout:
+def _layout(found: dict[str, _Entry], files: Files) -> _Layout:
     shapes = {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in found.items()}
     try:
         split = split_torch_state_dict_into_shards(
-            shapes, filename_pattern=names.pattern, max_shard_size=max_shard_size
+            shapes, filename_pattern=files.pattern, max_shard_size=files.max_shard_size
         )
     except (ValueError, TypeError) as problem:
         raise ConfigError(
-            f'max_shard_size: expected bytes or text such as "5GB", found {max_shard_size!r}: {problem}'
+            f'max_shard_size: expected bytes or text such as "5GB", found {files.max_shard_size!r}: {problem}'
         ) from None
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     return _Layout(
@@ -195,44 +224,16 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
-    """File names, as diffusers makes them of the single file's name and the variant."""
-
-    name: str
-    variant: str | None
-
-    @property
-    def single(self) -> str:
-        """The file that holds everything."""
-        return varied(self.name, self.variant)
-
-    @property
-    def index(self) -> str:
-        """The file that says which shard holds what."""
-        return varied(f"{self.name}.index.json", self.variant)
-
-    @property
-    def pattern(self) -> str:
-        """Of the shards; ``{suffix}`` becomes empty or the number."""
-        return self.single.replace(".safetensors", "{suffix}.safetensors")
-
-    def is_shard(self, name: str) -> bool:
-        """True when a file is a shard of some save under these names."""
-        before, after = (re.escape(part) for part in self.pattern.split("{suffix}"))
-        return re.fullmatch(before + _SHARD + after, name) is not None
-
-
 class _Writer:
     """Files written beside their final names and renamed together at the end; used on rank 0."""
 
-    def __init__(self, folder: Path, names: _Names, metadata: dict[str, str], texts: dict[str, str]) -> None:
-        self._folder, self._names, self._metadata, self._texts = folder, names, metadata, texts
+    def __init__(self, folder: Path, files: Files) -> None:
+        self._folder, self._files = folder, files
         self._beside: dict[str, Path] = {}
 
     def write(self, name: str, shard: dict[str, Tensor]) -> None:
         """One file of tensors, beside its final name."""
-        self._try(name, lambda path: save_file(apart(shard), path, metadata=self._metadata))
+        self._try(name, lambda path: save_file(apart(shard), path, metadata=dict(self._files.metadata)))
 
     def finish(self, layout: _Layout) -> None:
         """Make the new files the ones that are read, and remove what an earlier save left.
@@ -240,18 +241,18 @@ class _Writer:
         Readers go by the index where there is one. New shards whose names an old index knows must not
         appear under it, so that index goes first; otherwise the old weights read until the last rename.
         """
-        for name, text in self._texts.items():
+        for name, text in self._files.texts.items():
             self._try(name, methodcaller("write_text", text, encoding="utf-8"))
         if layout.index is not None:
-            self._try(self._names.index, lambda path: path.write_text(str(layout.index), encoding="utf-8"))
+            self._try(self._files.index, lambda path: path.write_text(str(layout.index), encoding="utf-8"))
         try:
             if layout.index is not None and any((self._folder / name).exists() for name in layout.files):
-                (self._folder / self._names.index).unlink(missing_ok=True)
+                (self._folder / self._files.index).unlink(missing_ok=True)
             self._rename(layout.files)
             if layout.index is not None:
-                self._rename([self._names.index])
+                self._rename([self._files.index])
             self._remove_stale(layout)
-            self._rename(self._texts)
+            self._rename(self._files.texts)
         except OSError as problem:
             raise FileError(f"{self._folder}: the weights are written but cannot be renamed: {problem}") from problem
 
@@ -277,8 +278,8 @@ class _Writer:
 
     def _remove_stale(self, layout: _Layout) -> None:
         """Shards of another cut, and the single file or the index that the new files take the place of."""
-        replaced = self._names.single if layout.index is not None else self._names.index
+        replaced = self._files.single if layout.index is not None else self._files.index
         (self._folder / replaced).unlink(missing_ok=True)
         for path in list(self._folder.iterdir()):
-            if self._names.is_shard(path.name) and path.name not in layout.files:
+            if self._files.is_shard(path.name) and path.name not in layout.files:
                 path.unlink()
