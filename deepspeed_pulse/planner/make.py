@@ -12,7 +12,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
-from deepspeed_pulse.planner.cache import kept, plan_file
+from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.making.best import best_plan
@@ -44,6 +44,24 @@ def make_plan(
         InfeasibleError: too few layers or too little memory; says what would be needed.
         TooSlow: cuts that fit the memory are slower than ``within_ms``.
     """
+    maker, places = _maker(job, options, progress)
+    if plan_cache is None or options.solver_seconds <= 0:
+        return best_plan(maker, places)
+    return kept(_file(plan_cache, maker, places), Plan, lambda: best_plan(maker, places))
+
+
+def cuts(job: Job, options: SearchOptions) -> tuple[int, ...]:
+    """The partitioner's boundaries, of the only placement or the first; without an order.
+
+    Raises:
+        ConfigError, InfeasibleError: as for :func:`make_plan`.
+    """
+    maker, places = _maker(job, options, None)
+    return maker.cut(places[0], job.profile).boundaries
+
+
+def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple[Maker, list[Placement]]:
+    """What makes the plan, and the placements that it tries."""
     _check_counts(
         pipeline_ranks=job.pipeline_ranks,
         microbatches=job.microbatches,
@@ -60,9 +78,7 @@ def make_plan(
         recompute=recomputed_layers(job.profile, job.recompute),
         progress=progress,
     )
-    if plan_cache is None or options.solver_seconds <= 0:
-        return best_plan(maker, places)
-    return kept(_file(plan_cache, maker, places), lambda: best_plan(maker, places))
+    return maker, places
 
 
 def _file(folder: str | Path, maker: Maker, places: list[Placement]) -> Path:
@@ -70,7 +86,7 @@ def _file(folder: str | Path, maker: Maker, places: list[Placement]) -> Path:
     job, options = vars(maker.job).copy(), vars(maker.options)
     profile, cluster = job.pop("profile"), job.pop("cluster")
     job |= {"rules": to_data(maker.job.rules), "frozen": [to_data(part) for part in maker.job.frozen]}
-    return plan_file(folder, profile, cluster, places=places, **job, **options)
+    return file_of(folder, Plan, [profile], cluster, places=places, **job, **options)
 
 
 def reorder(plan: Plan, job: Job, options: SearchOptions = DEFAULTS) -> Plan:

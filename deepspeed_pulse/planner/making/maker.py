@@ -28,11 +28,11 @@ _HIDDEN = 1.02
 
 
 class TooSlow(InfeasibleError):
-    """No order of the cuts keeps to ``within_ms``. ``bound_ms``: none is shorter. ``cuts``: their boundaries."""
+    """No order of the cuts keeps to ``within_ms``. ``bound_ms``: none is shorter."""
 
-    def __init__(self, bound_ms: float, cuts: tuple[int, ...]) -> None:
+    def __init__(self, bound_ms: float) -> None:
         super().__init__(f"a step takes at least {bound_ms:.6g} ms")
-        self.bound_ms, self.cuts = bound_ms, cuts
+        self.bound_ms = bound_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Maker:
 
     def plan(self, placement: Placement) -> Plan:
         """With the partitioner's cuts, or with others where known orders of those are well faster."""
-        own = self._cut(placement, self.job.profile)
+        own = self.cut(placement, self.job.profile)
         others = self.job.data_parallel > 1 or self._may_part(own)
         settled = self.options.boundaries or self.options.waves > 1  # cuts of several waves take seconds to find
         if settled or not others:
@@ -84,7 +84,7 @@ class Maker:
         if within_ms < math.inf:
             bound_ms = least_step_ms(Problem(plan, self.job.profile, self.job.cluster))
             if bound_ms > within_ms:
-                raise TooSlow(bound_ms, plan.boundaries)
+                raise TooSlow(bound_ms)
         return plan
 
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
@@ -99,7 +99,7 @@ class Maker:
         hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
         weighed = self.job.data_parallel > 1 and not hidden
         views = other_views(self.job, skipless=self._may_part(own), weighed=weighed)
-        plans = {plan.boundaries: plan for plan in (self._cut(own.placement, view) for view in views)}
+        plans = {plan.boundaries: plan for plan in (self.cut(own.placement, view) for view in views)}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
 
     def quick(self) -> Maker:
@@ -127,7 +127,7 @@ class Maker:
     def _ordered(self, plan: Plan, job: Job) -> Plan:
         return synthesize(plan, job, self.options, self.progress)
 
-    def _cut(self, placement: Placement, view: Profile) -> Plan:
+    def cut(self, placement: Placement, view: Profile) -> Plan:
         """Without an order; cut as a view of the profile asks for."""
         viewed = replace(self.job, profile=with_recompute(view, self.recompute))
         cuts = self.options.boundaries or partition(viewed, placement, tolerance=self.options.tolerance)

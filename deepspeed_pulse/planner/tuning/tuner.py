@@ -18,7 +18,7 @@ from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job, SearchOptions
 from deepspeed_pulse.planner.links import Links
-from deepspeed_pulse.planner.make import MOST_FORWARDS, make_plan
+from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
@@ -204,13 +204,12 @@ class Tuner:
         """
         one = family.waves > 1
         key = (family.pipeline_ranks, family.waves, None if one else family.layout)
-        cuts = self._cuts.get(key) if one or self.sizes.in_proportion else None
-        try:
-            job = replace(self.job.chosen(family), memory_bytes=UNLIMITED_BYTES)
-            plan = self._planned(family, job if job.recompute != "auto" else replace(job, recompute="none"), cuts)
-        except TooSlow as slow:
-            self._cuts[key] = slow.cuts
-            raise
+        job = replace(self.job.chosen(family), memory_bytes=UNLIMITED_BYTES)
+        if job.recompute == "auto":
+            job = replace(job, recompute="none")
+        if one and key not in self._cuts:
+            self._cuts[key] = cuts(job, self._options(family))
+        plan = self._planned(family, job, self._cuts.get(key) if one or self.sizes.in_proportion else None)
         self._cuts[key] = plan.boundaries
         return plan
 
@@ -221,17 +220,19 @@ class Tuner:
             job = replace(job, recompute=sorted(cheapest_first(job.profile)))
         return self._planned(choice, job)
 
-    def _planned(self, choice: Choice, job: Job, cuts: tuple[int, ...] | None = None) -> Plan:
-        options = SearchOptions(
+    def _planned(self, choice: Choice, job: Job, boundaries: tuple[int, ...] | None = None) -> Plan:
+        return make_plan(job, self._options(choice, boundaries))
+
+    def _options(self, choice: Choice, boundaries: tuple[int, ...] | None = None) -> SearchOptions:
+        return SearchOptions(
             placement="wave" if choice.waves else "linear",
             waves=choice.waves or 1,
-            boundaries=cuts,
+            boundaries=boundaries,
             schedule=self.given.schedule,
             solver_seconds=0.0,
             within_ms=self._within_ms,
             part_skips=True,
         )
-        return make_plan(job, options)
 
     def _unbound(self, choice: Choice, free: Plan | None) -> Trial | None:
         """The plan without regard to memory, if it fits."""
