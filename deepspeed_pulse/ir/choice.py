@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deepspeed_pulse.ir.codec import File
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
@@ -177,7 +178,8 @@ class Option:
     peak_bytes: tuple[int, ...]
     why: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def told(self) -> dict[str, Any]:
+        """In DeepSpeed's words."""
         choice = self.choice
         return {
             "num_stages": choice.pipeline_ranks,
@@ -192,3 +194,16 @@ class Option:
             "peak_bytes": list(self.peak_bytes),
             "why": self.why,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(File):
+    """What a tuning came to: the best choice with its plan, beside its runner-ups and why others were rejected."""
+
+    FORMATS = ("pulse-choice/1",)
+    WHAT = "choice"
+
+    choice: Choice
+    plan: Plan
+    options: tuple[Option, ...]
+    reasons: tuple[str, ...]

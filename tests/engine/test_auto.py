@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from support.launch import launch
 from support.toy import toy_profile
 
 from deepspeed_pulse.config import parse_pulse
+from deepspeed_pulse.engine.plans import choosing, planning
 from deepspeed_pulse.engine.plans.asked import asked_of, num_stages_of, settled, sizes_to_measure
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Choice, Constraints
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.planner import OpenJob, cache
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +56,20 @@ def test_the_example_trains_on_four_ranks_with_nothing_else_set(tmp_path: Path) 
     pinned = json.loads((tmp_path / "checkpoints" / "step2" / "pulse_ds_config.json").read_text())
     assert pinned["train_batch_size"] == config["train_batch_size"]
     assert pinned["pipeline"]["stages"] * pinned["pulse_choice"]["options"][0]["data_parallel"] == 4
+
+
+def test_a_decision_is_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "WORTH_KEEPING_SECONDS", 0.0)
+    cluster = Cluster.load(write_cluster(tmp_path / "cluster.json", 100.0))
+    pulse = parse_pulse({"plan_cache": str(tmp_path / "kept"), "solver_seconds": 0})
+    assert pulse is not None
+    job = OpenJob(profiles=(toy_profile(),), cluster=cluster, global_batch=16)
+    first = planning.decide(job, pulse, choosing._told)
+    monkeypatch.setattr(planning, "tune", lambda *_, **__: pytest.fail("tuned anew"))
+    assert planning.decide(job, pulse, choosing._told) == first
+    other = replace(job, given=Constraints(waves=(1,)))
+    with pytest.raises(pytest.fail.Exception, match="tuned anew"):
+        planning.decide(other, pulse, choosing._told)
 
 
 # -- what is asked for ---------------------------------------------------------------------------

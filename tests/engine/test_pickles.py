@@ -86,7 +86,7 @@ def test_kept_files_that_are_pickles_are_made_anew(
     assert kept.read_cluster(tmp_path / "kept", 1, 2) is None
     assert "is not this job's" in capsys.readouterr().out
     with pytest.raises(ZeroDivisionError):  # made
-        cache.kept(tmp_path / "kept", lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+        cache.kept(tmp_path / "kept", Plan, lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     assert not (tmp_path / EXECUTED).exists()
 
 

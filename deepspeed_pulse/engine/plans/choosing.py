@@ -9,9 +9,9 @@ from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.plans.asked import Asked, sizes_to_measure
 from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
-from deepspeed_pulse.engine.plans.planning import Planned, job_cluster, planned_as_tuned, tune_job
+from deepspeed_pulse.engine.plans.planning import Planned, decide, job_cluster, open_job, planned_as_decided
 from deepspeed_pulse.errors import BatchError, ConfigError
-from deepspeed_pulse.ir.choice import Choice, Option
+from deepspeed_pulse.ir.choice import Choice, Decision, Option, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.report.chosen import options, rejected
@@ -106,12 +106,18 @@ def _check_costs(request: PlanRequest, asked: Asked) -> None:
 
 
 def _chosen(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cluster: Cluster, costs: str) -> Chosen:
-    tuning = tune_job(request, profiles, cluster, global_batch=asked.global_batch, world=asked.world, given=asked.given)
+    job = open_job(request, profiles, cluster, global_batch=asked.global_batch, world=asked.world, given=asked.given)
+    decision = decide(job, request.pulse, _told)
     sizes = ", ".join(str(profile.microbatch_size) for profile in profiles)
     return Chosen(
         asked=asked,
-        choice=tuning.best.choice,
-        planned=planned_as_tuned(tuning, cluster, f"{costs}, microbatches of {sizes}"),
-        options=options(tuning),
-        reasons=rejected(tuning),
+        choice=decision.choice,
+        planned=planned_as_decided(decision, job, f"{costs}, microbatches of {sizes}"),
+        options=decision.options,
+        reasons=decision.reasons,
     )
+
+
+def _told(tuning: Tuning) -> Decision:
+    best = tuning.best
+    return Decision(choice=best.choice, plan=best.planned, options=options(tuning), reasons=rejected(tuning))

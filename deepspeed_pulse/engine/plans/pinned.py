@@ -29,7 +29,7 @@ def pinned(config: Mapping[str, Any], chosen: Chosen, plan_path: str) -> dict[st
         "pulse": {**kept, "plan": plan_path},
         CHOICE_KEY: {
             "auto": list(chosen.asked.names),
-            "options": [option.to_dict() for option in chosen.options],
+            "options": [option.told() for option in chosen.options],
             "rejected": list(chosen.reasons),
         },
     }

@@ -21,15 +21,17 @@ from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_pro
 from deepspeed_pulse.engine.plans.machines import machines
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
-from deepspeed_pulse.ir.choice import Constraints, Tuning
+from deepspeed_pulse.ir.choice import Constraints, Decision, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
+from deepspeed_pulse.ir.codec import to_data
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.run import Difference, MeasuredStep
 from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate, simulate, tune
+from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.recompute import recomputed_bytes as planned_replay
@@ -138,7 +140,7 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
     return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
 
 
-def tune_job(
+def open_job(
     request: PlanRequest,
     profiles: Sequence[Profile],
     cluster: Cluster,
@@ -146,23 +148,39 @@ def tune_job(
     global_batch: int,
     world: int,
     given: Constraints,
-) -> Tuning:
-    """Every way to run a job, the best first; searched for ``solver_seconds``."""
+) -> OpenJob:
+    """What is to be chosen, and from what."""
     recompute = None if isinstance(request.recompute, str) else tuple(request.recompute)
-    job = OpenJob(
+    return OpenJob(
         profiles=profiles,
         cluster=cluster,
         global_batch=global_batch,
         world_size=world,
         given=replace(given, recompute=recompute, reduce_early=request.rules.reduce_early),
     )
-    return tune(job, solver_seconds=request.pulse.solver_seconds)
 
 
-def planned_as_tuned(tuning: Tuning, cluster: Cluster, costs: str) -> Planned:
-    """The best of a tuning, as this job runs it."""
-    profile = tuning.profiles[tuning.best.choice.microbatch_size]
-    return Planned(plan=tuning.best.planned, profile=profile, cluster=cluster, costs=costs)
+def decide(job: OpenJob, pulse: PulseConfig, told: Callable[[Tuning], Decision]) -> Decision:
+    """The best way to run a job, searched for ``solver_seconds``; or what an earlier run with this job came to.
+
+    Args:
+        told: what is to be said of a tuning.
+    """
+
+    def decided() -> Decision:
+        return told(tune(job, solver_seconds=pulse.solver_seconds))
+
+    if pulse.plan_cache is None:
+        return decided()
+    asked = {"global_batch": job.global_batch, "world": job.world, "given": to_data(job.given)}
+    path = file_of(pulse.plan_cache, Decision, job.profiles, job.cluster, solver_seconds=pulse.solver_seconds, **asked)
+    return kept(path, Decision, decided)
+
+
+def planned_as_decided(decision: Decision, job: OpenJob, costs: str) -> Planned:
+    """The best choice, as this job runs it."""
+    profile = job.sizes.at(decision.choice.microbatch_size)
+    return Planned(plan=decision.plan, profile=profile, cluster=job.cluster, costs=costs)
 
 
 def recomputing(planned: Planned, plan: Plan, layers: Sequence[int]) -> Plan:
