@@ -17,7 +17,7 @@ from support.thread_ranks import on_ranks
 
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.models import EMA, freeze, save_pretrained, to_layers
-from deepspeed_pulse.models.weights.export import CONFIG, WEIGHTS
+from deepspeed_pulse.models.weights.folder import CONFIG, WEIGHTS
 
 STEPS = 4
 OPTIONS: list[dict[str, Any]] = [

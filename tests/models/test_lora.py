@@ -42,7 +42,7 @@ from support.thread_ranks import on_ranks
 from deepspeed_pulse import spec
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.models import from_pretrained, save_lora, save_pretrained, to_layers
-from deepspeed_pulse.models.weights.export import WEIGHTS
+from deepspeed_pulse.models.weights.folder import WEIGHTS
 from deepspeed_pulse.models.weights.lora import DIFFUSERS_WEIGHTS, PEFT_WEIGHTS
 
 MIDDLE_ON = ("conv_in.*", "time_embedding.*", "down_blocks.*")

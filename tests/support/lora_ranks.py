@@ -20,7 +20,7 @@ from support.small_models import small_sd_unet
 from support.small_unet import unet_batch
 
 from deepspeed_pulse.models import EMA, freeze, gather_model, save_lora, save_pretrained, to_layers
-from deepspeed_pulse.models.weights.export import WEIGHTS
+from deepspeed_pulse.models.weights.folder import WEIGHTS
 from deepspeed_pulse.models.weights.lora import DIFFUSERS_WEIGHTS
 
 STEPS, MICROBATCHES = 3, 2
