@@ -5,6 +5,7 @@ An output that was sent is of no use to its own stage, unless a layer has saved 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ Root = GradientEdge
 
 def roots_of(tensors: Sequence[torch.Tensor]) -> tuple[Root | None, ...]:
     """Of each tensor what :func:`torch.autograd.backward` needs; None for one without a gradient."""
-    root: Callable[[torch.Tensor], Root] = get_gradient_edge if EDGES else _itself
+    root: Callable[[torch.Tensor], Root] = get_gradient_edge if takes_edges() else _itself
     return tuple(root(tensor) if tensor.requires_grad else None for tensor in tensors)
 
 
@@ -24,14 +25,15 @@ def _itself(tensor: torch.Tensor) -> Root:
     return tensor  # type: ignore[return-value]
 
 
-def _takes_edges() -> bool:
-    """Whether this torch begins backward at an edge; an older one needs the tensor."""
+@functools.cache
+def takes_edges() -> bool:
+    """Whether this torch begins backward at an edge; an older one needs the tensor.
+
+    Tried at the first step, not when this is imported: a process whose autograd has begun cannot be forked.
+    """
     leaf = torch.zeros(1, requires_grad=True)
     try:
         torch.autograd.backward([get_gradient_edge(leaf * 2)], [torch.ones(1)])
     except (AttributeError, TypeError, RuntimeError):
         return False
     return True
-
-
-EDGES = _takes_edges()
