@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.device import HOST_BACKENDS, wait
+from deepspeed_pulse.engine.groups import groups_with_timeout
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
+from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.ir.schedule import Direction
 
@@ -18,17 +21,16 @@ CONNECT_SECONDS = 300.0
 """How long two ranks may take to connect."""
 
 
-class _Sent:
-    """A handle; ``copy_to`` brings a staged message to the device it is for."""
+class _Message:
+    """A message under way; ``work`` is None where there is nothing to carry."""
 
-    def __init__(self, work: Any, buffer: torch.Tensor, copy_to: torch.Tensor | None = None) -> None:
-        self._work, self._buffer, self._copy_to = work, buffer, copy_to
+    def __init__(self, work: Any, buffer: torch.Tensor) -> None:
+        self._work, self._buffer = work, buffer
 
     def wait(self, timeout_seconds: float) -> None:
         work, self._work = self._work, None  # waiting twice on one gloo work blocks for ever
-        wait(work, self._buffer, timeout_seconds)
-        if self._copy_to is not None:
-            self._copy_to.copy_(self._buffer)
+        if work is not None:
+            wait(work, self._buffer, timeout_seconds)
 
 
 class PipelineCommunicator:
@@ -36,16 +38,28 @@ class PipelineCommunicator:
 
     A backend that keeps tags (gloo) carries all channels in the pipeline's group, one tag each. NCCL
     and HCCL ignore tags and order messages per communicator, so there every channel has a group of
-    its own: a rank that sends down while its peer sends up cannot block it.
+    its own: a rank that sends down while its peer sends up cannot block it. They also know few dtypes, no two the same,
+    so there a message is bytes. A tensor without numbers is not sent: both ends know its shape.
 
     Args:
         seat: of this rank.
+        timeout_seconds: how long a step may wait for a message; a process group's own limit is no shorter.
+
+    Raises:
+        ConfigError: the backend cannot send what lies on the device.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, timeout_seconds: float = CONNECT_SECONDS) -> None:
         self._seat, self._global_ranks, self._group = seat, seat.ranks, seat.group
-        self._tagged = torch.distributed.get_backend(seat.group) in HOST_BACKENDS
-        self._staged = self._tagged and seat.device.type != "cpu"
+        self._timeout_seconds = timeout_seconds
+        backend = torch.distributed.get_backend(seat.group)
+        self._tagged = backend in HOST_BACKENDS
+        if self._tagged and seat.device.type != "cpu":
+            raise ConfigError(
+                f"the process group's backend {backend!r} sends from the host's memory, and the model is on "
+                f"{seat.device.type!r}: every message would hold up the device; start the process group with "
+                f"{get_accelerator().communication_backend_name()!r} (deepspeed.init_distributed() without a backend)"
+            )
         self._groups: dict[Channel, Any] = {}
 
     def open(self, channels: Iterable[Channel]) -> None:
@@ -56,15 +70,17 @@ class PipelineCommunicator:
         """
         if self._tagged:
             return
-        for channel in channels:
-            if channel in self._groups:
-                continue
-            for index, ranks in enumerate(self._seat.pipelines):
-                pair = sorted((ranks[channel.source_rank], ranks[channel.target_rank]))
-                group = dist.new_group(pair)
-                if index == self._seat.index:
-                    self._groups[channel] = group
-                    self._connect(channel)
+        with groups_with_timeout(self._timeout_seconds):
+            for channel in channels:
+                if channel not in self._groups:
+                    self._open(channel)
+
+    def _open(self, channel: Channel) -> None:
+        for index, ranks in enumerate(self._seat.pipelines):
+            group = dist.new_group(sorted((ranks[channel.source_rank], ranks[channel.target_rank])))
+            if index == self._seat.index:
+                self._groups[channel] = group
+                self._connect(channel)
 
     def share(self, channels: Sequence[Channel]) -> None:
         """Carry channels in the pipeline's own group: for messages of which one at a time is on its way."""
@@ -81,19 +97,20 @@ class PipelineCommunicator:
             start = self.isend if me == self._global_ranks[channel.source_rank] else self.irecv
             start(number, channel).wait(CONNECT_SECONDS)
 
-    def isend(self, tensor: torch.Tensor, channel: Channel) -> _Sent:
-        buffer = tensor.cpu().pin_memory() if self._staged else tensor
-        peer = self._global_ranks[channel.target_rank]
-        return _Sent(isend(buffer, peer, group=self._of(channel), tag=_tag(channel)), buffer)
+    def isend(self, tensor: torch.Tensor, channel: Channel) -> _Message:
+        """Start to send a contiguous tensor."""
+        return self._started(isend, tensor, self._global_ranks[channel.target_rank], channel)
 
-    def irecv(self, tensor: torch.Tensor, channel: Channel) -> _Sent:
-        peer = self._global_ranks[channel.source_rank]
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if self._staged else tensor
-        work = irecv(buffer, peer, group=self._of(channel), tag=_tag(channel))
-        return _Sent(work, buffer, tensor if self._staged else None)
+    def irecv(self, tensor: torch.Tensor, channel: Channel) -> _Message:
+        """Start to receive into a contiguous tensor."""
+        return self._started(irecv, tensor, self._global_ranks[channel.source_rank], channel)
 
-    def _of(self, channel: Channel) -> Any:
-        return self._group if self._tagged else self._groups[channel]
+    def _started(self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, channel: Channel) -> _Message:
+        if not tensor.numel():
+            return _Message(None, tensor)
+        group = self._group if self._tagged else self._groups[channel]
+        sent = tensor if self._tagged else tensor.view(-1).view(torch.uint8)
+        return _Message(start(sent, peer, group=group, tag=_tag(channel)), tensor)
 
 
 def _tag(channel: Channel) -> int:

@@ -78,7 +78,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._device = EngineDevice(seat.device, losses.backward, losses.scale)
         self._breakdown = Breakdown(self)
         self._orders = Orders(module, watchdog)
-        communicator = PipelineCommunicator(seat)
+        communicator = PipelineCommunicator(seat, timeout)
         reading = Reading(self, seat, module.plan, watchdog, self._breakdown.drawing)
         lowering = Lowering(module, seat, self._orders, reading, communicator)
         lowering.part(self.micro_batches, "train", (True,) * self.num_stages)
@@ -97,7 +97,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         watchdog.device = None if self._device.runs_at_once else DeviceProgress()
         watchdog.hint = hint(module.plan.placement, seat.ranks)
         watchdog.stop_request.ignore()  # from now on a step ends first
-        self._preemption = Preemption()
+        self._preemption = Preemption(timeout)
         self._steps = Steps(
             self,
             watchdog,

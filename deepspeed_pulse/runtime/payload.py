@@ -51,6 +51,16 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
+def unmarked(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers where memory holds them: torch marks conjugates and negatives, a message has no such mark."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def plainly(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it travels: row by row, with nothing marked."""
+    return unmarked(tensor).contiguous()
+
+
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -101,7 +111,8 @@ class TensorMeta:
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """The numbers of a tensor of this shape, in the order in which they travel; a view where it lies like that."""
         if self.stride is None:
-            return tensor.contiguous()
+            return plainly(tensor)
+        tensor = unmarked(tensor)
         if tuple(tensor.stride()) != self.stride:
             layout = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
             tensor = layout.copy_(tensor)

@@ -64,10 +64,11 @@ SHORT = {
         case("toy", 1),
         case("noisy", 2, interval=2),
         case("tokens", 2, dynamic=True),
+        case("assorted", 2, clip=0.0),
     ],
     LATE: [case("toy", 2), case("unet", 2, M=2, W=2)],
 }
-"""A wave, two waves and a linear pipeline of two, two replicas, recomputation, dynamic shapes."""
+"""A wave, two waves and a linear pipeline of two, two replicas, recomputation, dynamic shapes, any dtype."""
 
 
 @pytest.mark.timeout(400)
@@ -124,6 +125,7 @@ def product_of(world: int) -> list[dict[str, Any]]:
     cases = []
     for ranks in RANKS[world]:
         cases += [case("noisy", ranks, interval=2), case("noisy", ranks, interval=1, reentrant=True)]
+        cases += [case("assorted", ranks), case("assorted", ranks, placement="linear")]
         cases += [case("tokens", ranks, dynamic=True), case("unet buckets", ranks, dynamic=True, M=2)]
     for ranks, clip, placement in itertools.product(RANKS[world], (0.0, 0.1), PLACEMENTS):
         if 2 * ranks * placement.get("W", 1) <= 10:

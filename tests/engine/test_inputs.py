@@ -36,6 +36,13 @@ def test_nested_batches_train_as_if_unpartitioned(subtests: pytest.Subtests, wor
         assert warned == (rank == 0), "entries that go nowhere are named once, on the first rank"
 
 
+def test_values_of_any_dtype_and_layout_travel(subtests: pytest.Subtests) -> None:
+    """Short integers, flags, complex numbers, conjugated views, nothing, channels last; as bytes where tags are not."""
+    ways: tuple[dict[str, Any], ...] = ({}, {"placement": "linear"}, {"untagged": True})
+    cases = [{"model": "assorted", "P": 2, "M": 3, "clip": 0.0, "enabled": True, **way} for way in ways]
+    launch_each(subtests, "support.parity:run_cases", 2, cases, timeout=200)
+
+
 def graph_that_pops(*names: str) -> Graph:
     return Graph(layers=(Layer(name="first"), Layer(name="second", pop=names)))
 

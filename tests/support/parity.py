@@ -67,6 +67,10 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.irregular import numbered_sketch, sketch_batch, sketch_layers
 
         return partial(sketch_layers, numbered_sketch(int(name.split()[1]))), sketch_batch, "hidden"
+    if name == "assorted":
+        from support.assorted import assorted_batch, assorted_layers
+
+        return assorted_layers, assorted_batch, "hidden"
     if name == "tokens":
         from support.buckets import token_batch, token_layers
 
@@ -201,7 +205,7 @@ def topology(**dims: int) -> Any:
 def check_bytes(engine: Any, case: dict[str, Any]) -> None:
     """No skip on the wire; travelling values once per rank and way; hidden once per crossing."""
     sent = engine.pulse_stats()["p2p_bytes"]
-    if case.get("first_rank_only") or "plan" in case:
+    if case.get("first_rank_only") or "plan" in case or case["model"] == "assorted":  # all layers read its values
         return
     skips = [name for name in sent if name.startswith("value") and not name.endswith(":temb")]
     assert not skips, (case, sent)

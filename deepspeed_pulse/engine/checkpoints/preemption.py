@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.groups import start_timeout
+
 EXIT_STATUS = 128 + signal.SIGTERM
 """What a shell reports for a process that SIGTERM ended."""
 
@@ -20,13 +22,13 @@ class Preemption:
     ranks. A second SIGTERM ends the process at once, as does a failure: an unfinished save is absent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float) -> None:
         self._heard = False
         self.group: Any = None
         """All ranks', over the host's memory; None: the world's own is."""
         if get_accelerator().device_name() != "cpu":
             # over host memory, so that asking waits for no kernel
-            self.group = torch.distributed.new_group(backend="gloo")
+            self.group = torch.distributed.new_group(backend="gloo", timeout=start_timeout(timeout_seconds))
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._hear)

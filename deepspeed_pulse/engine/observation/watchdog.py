@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.engine.groups import START_SECONDS
 from deepspeed_pulse.engine.observation.processes import launchers
 from deepspeed_pulse.engine.observation.program import communication
 from deepspeed_pulse.engine.observation.progress import DeviceProgress
@@ -21,9 +22,6 @@ from deepspeed_pulse.engine.observation.whereabouts import Activity, Whereabouts
 from deepspeed_pulse.errors import PeerError, PulseError
 
 OUTSIDE = "the training script, outside of pulse,"
-
-START_SECONDS = 300.0
-"""Before the first step, in saving and in loading, ranks that live wait at least so long for one another."""
 
 PARTING_SECONDS = 10.0
 """How long a rank may take to find out by itself that another one is gone; it then says more than the watchdog can."""

@@ -17,7 +17,7 @@ import torch
 from deepspeed_pulse.engine.data.batches import can_travel, kind
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.payload import num_bytes, tensors_of
+from deepspeed_pulse.runtime.payload import num_bytes, plainly, tensors_of
 
 HIDDEN = ""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -112,13 +112,19 @@ def pack(hidden: Any, values: dict[str, Any], headers: Headers) -> tuple[torch.T
     for value in (hidden, *values.values()):
         tensors = tensors_of(value)
         header += [int(not isinstance(value, torch.Tensor)), len(tensors)]
-        for tensor in tensors:
+        for tensor in map(plainly, tensors):
             if tensor.requires_grad:
+                if not tensor.is_floating_point():
+                    raise BatchError(
+                        f"named value of {tensor.dtype} with a gradient: DeepSpeed's pipeline, which "
+                        '"pulse": {"enabled": false} runs, sends gradients of floating tensors only; stash '
+                        "torch.view_as_real of it, or turn pulse on"
+                    )
                 header.append(-1)
-                graded.append(tensor.contiguous())
+                graded.append(tensor)
             else:
                 header.append(_DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else len(_DTYPES))
-                plain.append(_as_integers(tensor.contiguous()))
+                plain.append(_as_integers(tensor))
     device = tensors_of(hidden)[0].device
     state = (*graded, *plain, headers.tensor(header, device))
     headers.note(state, header)

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
+from deepspeed_pulse.engine.groups import groups_with_timeout
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.plans.job import TrainingJob
 from deepspeed_pulse.engine.recomputing import RecomputeArguments
@@ -22,7 +23,7 @@ from deepspeed_pulse.engine.sharing.unseen import check_functions, check_shared
 from deepspeed_pulse.engine.specs import graph_of
 from deepspeed_pulse.engine.starting.arguments import check_arguments, check_methods, listed
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts, layer_facts, plain
-from deepspeed_pulse.engine.starting.start import groups_with_timeout, has_failed, init_distributed
+from deepspeed_pulse.engine.starting.start import has_failed, init_distributed
 from deepspeed_pulse.errors import ConfigError, PulseError
 
 WHERE = "PipelineModule()"

@@ -6,10 +6,7 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,9 @@ import deepspeed
 import hjson
 import torch
 from deepspeed import comm as dist
-from deepspeed.comm import comm as upstream_comm
-from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-from deepspeed_pulse.engine.observation.watchdog import START_SECONDS
+from deepspeed_pulse.engine.groups import start_timeout
 from deepspeed_pulse.errors import ConfigError
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
@@ -85,28 +80,6 @@ def init_distributed(timeout_seconds: float | None) -> None:
         # Ranks start and plan at different times: a short timeout is for the steps.
         deepspeed.init_distributed(timeout=start_timeout(timeout_seconds))
     atexit.register(_end_distributed)
-
-
-def start_timeout(timeout_seconds: float) -> timedelta:
-    """How long ranks that live wait for one another before the first step."""
-    return timedelta(seconds=max(timeout_seconds, START_SECONDS))
-
-
-@contextmanager
-def groups_with_timeout(timeout_seconds: float) -> Iterator[None]:
-    """Process groups that upstream makes inside have a timeout of their own, not torch's half an hour.
-
-    A group over gloo waits in its making for its ranks; upstream passes no timeout on.
-    """
-    backend = upstream_comm.cdb
-    if type(backend).new_group is not TorchBackend.new_group:
-        yield
-        return
-    backend.new_group = partial(torch.distributed.new_group, timeout=start_timeout(timeout_seconds))
-    try:
-        yield
-    finally:
-        del backend.new_group
 
 
 def has_failed() -> bool:
