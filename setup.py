@@ -24,7 +24,7 @@ setup(
         "torch>=2.4",
     ],
     extras_require={
-        "npu": ["torch-npu"],
+        "npu": ["torch==2.13.*", "torch-npu==2.13.*"],  # of one minor version
         "dev": [
             "hypothesis",
             "mypy",

@@ -36,6 +36,30 @@ def test_a_broken_part_is_said_and_hides_no_other(monkeypatch: pytest.MonkeyPatc
     assert rows["hook"] == "in place"
 
 
+def test_what_ascend_lacks_is_said_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    versions: dict[str, str | None] = {"torch": "2.13", "torch-npu": None}
+    cards: list[str] = []
+    monkeypatch.setattr(environment_module, "_minor", versions.get)
+    monkeypatch.setattr(environment_module, "_cards", lambda: cards)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert "ascend" not in dict(environment()), "nothing here is for Ascend"
+    cards.append("/dev/davinci0")
+    assert environment_module._ascend() == (
+        "torch-npu is not installed: pip install torch-npu==2.13.*; "
+        "ASCEND_HOME_PATH is not set: source set_env.sh of CANN's toolkit"
+    )
+    versions["torch-npu"] = "2.12"
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "none"))
+    assert "torch-npu 2.12 beside torch 2.13: expected the same" in environment_module._ascend()
+    assert f"there is no folder {tmp_path / 'none'}: install CANN's toolkit" in environment_module._ascend()
+    cards.clear()
+    assert environment_module._ascend().endswith("there is no card (/dev/davinci0): install the driver")
+    versions["torch-npu"] = "2.13"
+    cards += ["/dev/davinci0", "/dev/davinci1"]
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    assert dict(environment())["ascend"] == f"CANN in {tmp_path}, 2 cards"
+
+
 def test_unusable_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected a run file" in error_of(capsys, str(tmp_path))
     assert "cannot be read" in error_of(capsys, str(tmp_path / "none.json"))

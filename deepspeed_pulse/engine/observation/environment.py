@@ -5,6 +5,7 @@ Loaded by ``ds_pulse report``; imports the frameworks only inside :func:`environ
 
 from __future__ import annotations
 
+import glob
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ def environment() -> Iterator[tuple[str, str]]:
     for name in (*PACKAGES, *_libraries()):
         yield name, _version(name)
     yield "accelerator", _found(_accelerator)
+    if _is_for_ascend():
+        yield "ascend", _found(_ascend)
     yield "communication", _found(_backend)
     yield "hook", _found(_hook)
     for name, value in sorted(os.environ.items()):
@@ -71,6 +74,39 @@ def _accelerator() -> str:
         return "cpu"
     memory = ", ".join(f"{accelerator.total_memory(index) / 1e9:.1f} GB" for index in range(count))
     return f"{name}, {count} here ({memory}); bf16 {_supports(accelerator.is_bf16_supported())}"
+
+
+def _is_for_ascend() -> bool:
+    return bool("ASCEND_HOME_PATH" in os.environ or _cards() or _minor("torch-npu"))
+
+
+def _ascend() -> str:
+    """What torch-npu needs and does not find."""
+    home, torch, torch_npu = os.environ.get("ASCEND_HOME_PATH"), _minor("torch"), _minor("torch-npu")
+    missing = []
+    if torch_npu is None:
+        missing.append(f"torch-npu is not installed: pip install torch-npu=={torch or 'the minor version of torch'}.*")
+    elif torch_npu != torch:
+        missing.append(f"torch-npu {torch_npu} beside torch {torch}: expected the same minor version")
+    if home is None:
+        missing.append("ASCEND_HOME_PATH is not set: source set_env.sh of CANN's toolkit")
+    elif not os.path.isdir(home):
+        missing.append(f"ASCEND_HOME_PATH: there is no folder {home}: install CANN's toolkit, source its set_env.sh")
+    if not _cards():
+        missing.append("there is no card (/dev/davinci0): install the driver")
+    return "; ".join(missing) or f"CANN in {home}, {len(_cards())} cards"
+
+
+def _cards() -> list[str]:
+    return glob.glob("/dev/davinci[0-9]*")
+
+
+def _minor(package: str) -> str | None:
+    """Of its version, as "2.13"; None where it is not installed."""
+    try:
+        return ".".join(metadata.version(package).split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _supports(flag: bool) -> str:
