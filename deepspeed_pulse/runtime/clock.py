@@ -26,7 +26,8 @@ class Clock(Generic[Work]):
 
     def begin(self) -> None:
         """Forget the step before."""
-        self._works: list[Work] = []
+        self.works: list[Work] = []
+        """What was given to the device so far."""
         self._waits_before: list[int] = []
         """Per work, how many waits were over when it began."""
         self._waits: list[tuple[Any, Any]] = []
@@ -45,7 +46,7 @@ class Clock(Generic[Work]):
         """The device runs ``work``, for which it waited since the work before."""
         start = self._device.mark()
         yield
-        self._works.append(work)
+        self.works.append(work)
         self._waits_before.append(len(self._waits))
         self._runs.append((start, self._device.mark()))
 
@@ -68,7 +69,7 @@ class Clock(Generic[Work]):
             spans = [
                 Span(rank=self._rank, work=work, start_ms=start, end_ms=end, waited_ms=sum(waits[first:last]))
                 for work, (start, end), first, last in zip(
-                    self._works, pairs[len(waits) :], [0, *self._waits_before], self._waits_before, strict=False
+                    self.works, pairs[len(waits) :], [0, *self._waits_before], self._waits_before, strict=False
                 )
             ]
             self._found = spans, sum(waits)

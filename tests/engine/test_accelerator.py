@@ -87,7 +87,6 @@ COUNTED = [
     case("toy", 2),
     case("toy", 2, placement="linear"),
     case("toy", 2, enabled=False),
-    case("unet", 2, M=2),
 ]
 
 LISTED = {("copy to device", "runtime/pipe/engine.py")}

@@ -17,6 +17,7 @@ def struck(target: str, case: dict[str, Any], timeout: float) -> dict[str, Any]:
     return json.loads(line.removeprefix("RESULT "))  # type: ignore[no-any-return]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_kills_are_named_and_resumed_exactly(tmp_path: Path) -> None:
     """A rank in a save, then the launcher while the next run starts."""

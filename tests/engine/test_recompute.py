@@ -25,7 +25,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"model": "toy", "P": 2, "M": 3, "interval": 2, "reentrant": True, "W": 2},
         {"model": "tokens", "P": 4, "M": 3, "interval": 1, "dynamic": True},
         {"model": "tokens", "P": 2, "M": 3, "interval": 2, "dynamic": True, "reentrant": True},
-        {"model": "unet", "P": 4, "M": 2, "interval": 4},
     ],
 }
 
@@ -34,6 +33,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
 def test_recomputed_layers_train_as_if_unpartitioned(subtests: pytest.Subtests, world: int) -> None:
     cases = [{"clip": 0.0, "enabled": True, **case} for case in CASES[world]]
     launch_each(subtests, "support.parity:run_cases", world, cases, timeout=280)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_recomputed_layers_of_a_unet_train_as_if_unpartitioned(subtests: pytest.Subtests) -> None:
+    case = {"model": "unet", "P": 4, "M": 2, "interval": 4, "clip": 0.0, "enabled": True}
+    launch_each(subtests, "support.parity:run_cases", 4, [case], timeout=280)
 
 
 def test_as_many_layers_are_recomputed_as_the_memory_needs(tmp_path: Path) -> None:

@@ -65,6 +65,6 @@ def test_the_table_says_it_in_words(sample) -> None:
 
 def test_options_are_plain_data(sample) -> None:
     (option,) = options(tuning(trial(sample, 4, step_ms=100.0)))
-    data = option.to_dict()
+    data = option.told()
     assert (data["num_stages"], data["gradient_accumulation_steps"], data["step_ms"]) == (4, 4, 100.0)
     assert data["peak_bytes"] == list(sample.plan.estimate.peak_bytes)

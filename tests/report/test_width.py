@@ -79,7 +79,7 @@ MORE = {"plan": f"{PLAN} --recompute all --zero-stage 1", "wave": f"{PLAN} --pla
         *MORE.values(),
         f"{PLAN} --placement wave --schedule zbv --split-backward",
         TUNE,
-        f"{TUNE} --all --exhaustive --memory-gb 0.3",
+        f"{TUNE} --all --exhaustive --memory-gb 0.3".replace("batch 16", "batch 4"),
         "show profile.json",
         f"simulate plan.json {COSTS}",
         f"show plan.json {COSTS}",
