@@ -27,6 +27,7 @@ class ForkServer:
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
         command = [sys.executable, "-m", "support.forkserver"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, cwd=TESTS.parent)
@@ -46,9 +47,14 @@ class ForkServer:
             self.works = True
         finally:
             if not self.works:
-                self._process.kill()
-                self._process.wait(timeout=30)
+                self.end()
         return status
+
+    def end(self) -> None:
+        """With all that it has started."""
+        self.works = False
+        self._process.kill()
+        self._process.communicate(timeout=30)
 
 
 def main() -> None:

@@ -53,12 +53,13 @@ def launch(
     Returns:
         Per rank (exit status, output). With ``check`` a rank that fails is an error showing its output.
     """
-    whole = {**_environment(os.environ, world), **(environment or {})}
+    whole = {**_environment(world), **(environment or {})}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         asked = [target, json.dumps(arguments), str(folder), str(world), str(timeout), str(grace)]
         log = folder / "parent.log"
-        status = _parent(whole, asked, log, timeout + 120)
+        run = _fresh if environment else _forked
+        status = run(whole, asked, log, timeout + 120)
         if status != 0:
             raise AssertionError(f"{target}: no ranks:\n{log.read_text(errors='replace')[-6000:]}")
         statuses = json.loads((folder / "statuses.json").read_text())
@@ -71,39 +72,38 @@ def launch(
     return found
 
 
-AT_FIRST = dict(os.environ)
-
-PER_LAUNCH = ("WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
+PER_LAUNCH = ("WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "PYTEST_CURRENT_TEST")
 """What no import depends on."""
 
 _server: ForkServer | None = None
 
 
-def _environment(found: Mapping[str, str], world: int) -> dict[str, str]:
+def _environment(world: int) -> dict[str, str]:
     return {
-        **found,
+        **os.environ,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "WORLD_SIZE": str(world),
         "LOCAL_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": os.pathsep.join([str(TESTS), found.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
     }
 
 
-def _settled(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in PER_LAUNCH}
-
-
-def _parent(environment: dict[str, str], asked: list[str], log: Path, timeout: float) -> int:
-    """Exit status of the parent of ranks: forked from what has imported all, unless imports would see another world."""
+def _forked(environment: dict[str, str], asked: list[str], log: Path, timeout: float) -> int:
+    """Exit status of the parent of ranks, forked from a process that imported under the same environment."""
     global _server
-    usual = _environment(AT_FIRST, 1)
-    if _settled(environment) == _settled(usual):
-        if _server is None or not _server.works:
-            _server = ForkServer(usual)
-        return _server.run({"arguments": asked, "environment": environment, "log": str(log)}, timeout)
+    settled = {name: value for name, value in environment.items() if name not in PER_LAUNCH}
+    if _server is not None and _server.environment != settled:
+        _server.end()
+    if _server is None or not _server.works:
+        _server = ForkServer(settled)
+    return _server.run({"arguments": asked, "environment": environment, "log": str(log)}, timeout)
+
+
+def _fresh(environment: dict[str, str], asked: list[str], log: Path, timeout: float) -> int:
+    """The same of a parent that imports by itself: on another device imports find other things."""
     command = [sys.executable, "-m", "support.launch", *asked]
     with log.open("w") as file:
         parent = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=TESTS.parent)
