@@ -10,12 +10,13 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from support.children import forked
 from support.launch import free_port
 
 RANKS, STEPS, SAVE_EVERY = 2, 6, 2
@@ -95,24 +96,7 @@ def run(folder: Path, fault: Callable[[int], None] = lambda rank: None, watch: A
     folder.mkdir(parents=True, exist_ok=True)
     port, children = free_port(), []
     for rank in range(RANKS):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(log, 1), os.dup2(log, 2)
-                train(rank, port, folder, fault)
-                status = 0
-            except SystemExit as stop:
-                status = int(stop.code or 0)
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        children.append(child)
+        children.append(forked(partial(train, rank, port, folder, fault), log=folder / f"rank{rank}.log"))
     if watch is not None:
         watch(children, folder)
     return [reap(child) for child in children]

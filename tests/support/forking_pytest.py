@@ -1,23 +1,20 @@
 """pytest from a process that has imported what tests need, so that a run of few tests takes a second and not ten.
 
-Started in a tree of its own. A line of JSON on standard input, ``{"arguments": [...], "seconds": 60}``, is answered by
-one: ``{"status": 0, "output": "..."}``; status None is a run that did not end in time.
+Started in a tree of its own. It is asked with pytest's arguments and how many seconds they may take, and answers with
+the exit status, None where they took longer, and the output.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.children import Server, answer, forked
 
 BROKEN = 99
 """Exit status of a run that was none."""
@@ -33,63 +30,38 @@ class ForkingPytest:
     def __init__(self, tree: Path) -> None:
         paths = os.pathsep.join((str(tree), str(tree / "tests")))
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-        command = [sys.executable, "-m", "support.forking_pytest"]
-        self._process = subprocess.Popen(
-            command,
-            cwd=tree,
-            env={**kept, "PYTHONPATH": paths},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        self._server = Server("support.forking_pytest", tree, {**kept, "PYTHONPATH": paths})
 
     def run(self, arguments: list[str], seconds: float) -> tuple[int | None, str]:
         """Exit status, None where it did not end in time, and what pytest wrote."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"arguments": arguments, "seconds": seconds}) + "\n")
-        self._process.stdin.flush()
-        found = json.loads(self._process.stdout.readline())
-        return found["status"], found["output"]
+        status, output = self._server.ask([arguments, seconds], seconds + 60)
+        return status, output
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=30)
+        self._server.end()
 
 
-def main() -> None:
+def imports() -> None:
     import deepspeed  # noqa: F401
     import diffusers  # noqa: F401
     import highspy  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
     import scipy.optimize  # noqa: F401
 
-    for line in sys.stdin:
-        asked = json.loads(line)
-        with tempfile.TemporaryFile("w+", errors="replace") as output:
-            process = os.fork()
-            if not process:
-                _run(asked["arguments"], output)
-            status = _end(process, asked["seconds"])
-            output.seek(0)
-            print(json.dumps({"status": status, "output": output.read()[-20_000:]}), flush=True)
+
+def outcome(request: tuple[list[str], float]) -> tuple[int | None, str]:
+    """Of a run in a group of its own, so that what it starts ends with it."""
+    arguments, seconds = request
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = forked(lambda: _run(arguments), log=output.fileno(), broken=BROKEN, alone=True)
+        status = _end(process, seconds)
+        output.seek(0)
+        return status, output.read()[-20_000:]
 
 
-def _run(arguments: list[str], output: Any) -> None:
-    """The child: a group of its own, so that what it starts ends with it."""
-    status = BROKEN
-    try:
-        os.setsid()
-        sys.stdin.close()
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-        status = int(pytest.main(arguments))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def _run(arguments: list[str]) -> int:
+    sys.stdin.close()
+    return int(pytest.main(arguments))
 
 
 def _end(process: int, seconds: float) -> int | None:
@@ -105,4 +77,4 @@ def _end(process: int, seconds: float) -> int | None:
 
 
 if __name__ == "__main__":
-    main()
+    answer(imports, outcome)

@@ -19,10 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.children import forked
 from support.launch import TESTS, free_port
 
 RANKS, STEPS, SAVE_EVERY, MICROBATCHES = 4, 8, 2, 3
@@ -145,31 +147,18 @@ def train(folder: Path) -> None:
 # -- a run -----------------------------------------------------------------------------------
 
 
+def be_a_rank(folder: Path, here: dict[str, str]) -> None:
+    world = str(RANKS)
+    os.environ.update(here, WORLD_SIZE=world, LOCAL_SIZE=world, MASTER_ADDR="127.0.0.1")
+    train(folder)
+
+
 def start_forked(folder: Path) -> list[int]:
     """The ranks' processes, forked from this one, which has imported everything."""
     port, children = str(free_port()), []
     for rank in range(RANKS):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(log, 1), os.dup2(log, 2)
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_SIZE=str(RANKS))
-                train(folder)
-                status = 0
-            except SystemExit as stop:
-                status = int(stop.code or 0)
-            except BaseException:
-                import traceback
-
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
+        here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+        children.append(forked(partial(be_a_rank, folder, here), log=folder / "log"))
     return children
 
 

@@ -5,7 +5,6 @@ Importing takes seconds, so one process does it and then forks into the ranks (:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -15,13 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from support.forkserver import ForkServer
+from support.children import Server, forked
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -75,7 +73,7 @@ def launch(
 PER_LAUNCH = ("WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "PYTEST_CURRENT_TEST")
 """What no import depends on."""
 
-_server: ForkServer | None = None
+_server: Server | None = None
 
 
 def _environment(world: int) -> dict[str, str]:
@@ -98,8 +96,8 @@ def _forked(environment: dict[str, str], asked: list[str], log: Path, timeout: f
     if _server is not None and _server.environment != settled:
         _server.end()
     if _server is None or not _server.works:
-        _server = ForkServer(settled)
-    return _server.run({"arguments": asked, "environment": environment, "log": str(log)}, timeout)
+        _server = Server("support.forkserver", TESTS.parent, settled)
+    return int(_server.ask({"arguments": asked, "environment": environment, "log": str(log)}, timeout))
 
 
 def _fresh(environment: dict[str, str], asked: list[str], log: Path, timeout: float) -> int:
@@ -142,23 +140,13 @@ def fork_rank(
         log: where it writes; left out, where this process does.
         environment: set in it.
     """
-    sys.stdout.flush()
-    process = os.fork()
-    if process:
-        return process
-    status = 1
-    try:
-        _become_rank(rank, log, environment)
+
+    def be_a_rank() -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), **environment)
         run(argument)
         _end_with_the_device()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # without waiting for threads of the process group
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    return forked(be_a_rank, log=log)
 
 
 def _end_with_the_device() -> None:
@@ -170,17 +158,6 @@ def _end_with_the_device() -> None:
     torch.npu.synchronize()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-
-
-def _become_rank(rank: int, log: Path | None, environment: dict[str, str]) -> None:
-    """End when the parent does, whatever happens to it."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), **environment)
-    if log is not None:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def end_all(ranks: list[int], timeout: float, grace: float) -> list[int]:
