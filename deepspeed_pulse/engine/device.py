@@ -41,11 +41,40 @@ def wait(work: Any, tensor: torch.Tensor, timeout_seconds: float) -> None:
         work.wait()
 
 
-class EngineDevice:
-    """The accelerator of this rank, with the engine's backward.
+class DeviceClock:
+    """Times of a device's work, as upstream's timers take them.
 
-    Work is timed as upstream's timers time it: by the host's clock where the device runs what it is given at once,
-    else by events that the device records. The host waits for the device only when it is asked for times.
+    By the host's clock where the device runs what it is given at once, else by events that the device records. The host
+    waits for the device only when it is asked for times.
+
+    Args:
+        device: whose work is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.runs_at_once = runs_at_once(device)
+
+    def mark(self) -> Any:
+        """This moment among the work handed to the device."""
+        return _host_ms() if self.runs_at_once else recorded_event()
+
+    def times_ms(self, marks: Sequence[Any]) -> list[float]:
+        """When the device came to marks, ms on the host's clock."""
+        if self.runs_at_once:
+            return list(marks)
+        now = recorded_event()
+        now.synchronize()
+        now_ms = _host_ms()
+        return [now_ms - float(mark.elapsed_time(now)) for mark in marks]
+
+    def mean_ms(self, pairs: Sequence[tuple[Any, Any]]) -> float:
+        """Mean of the times between two marks each."""
+        times = self.times_ms([mark for pair in pairs for mark in pair])
+        return sum(end - start for start, end in zip(times[::2], times[1::2], strict=True)) / len(pairs)
+
+
+class EngineDevice(DeviceClock):
+    """The accelerator of this rank, with the engine's backward.
 
     Args:
         device: where tensors live.
@@ -59,24 +88,11 @@ class EngineDevice:
         backward: Callable[[Sequence[Root], Sequence[torch.Tensor | None]], None],
         scale_loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self._device = device
-        self.backward = backward
-        self.scale_loss = scale_loss
-        self.runs_at_once = runs_at_once(device)
+        super().__init__(device)
+        self._device, self.backward, self.scale_loss = device, backward, scale_loss
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
-
-    def mark(self) -> Any:
-        return _host_ms() if self.runs_at_once else recorded_event()
-
-    def times_ms(self, marks: Sequence[Any]) -> list[float]:
-        if self.runs_at_once:
-            return list(marks)
-        now = recorded_event()
-        now.synchronize()
-        now_ms = _host_ms()
-        return [now_ms - float(mark.elapsed_time(now)) for mark in marks]
 
 
 def _host_ms() -> float:

@@ -262,7 +262,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def _idle_ms(self) -> float:
         """How long the device waited for messages in the last step. Waits until it has done the step."""
         frozen = 0.0 if self._ahead is None else self._ahead.idle_ms
-        return self._runtime.clock.idle_ms + frozen
+        return self._runtime.stopwatch.idle_ms + frozen
 
     def pulse_timeline(self) -> Timeline | None:
         """The last step as it ran on this pipeline, on its first rank; None on the others. Collective.
@@ -275,7 +275,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def gather_figures(self) -> tuple[Timeline, list[RankFigures]] | None:
         """The last step's timeline and every rank's figures, on the pipeline's first rank. Collective."""
-        spans: list[AnySpan] = [*self._runtime.clock.spans, *([] if self._ahead is None else self._ahead.spans)]
+        spans: list[AnySpan] = [*self._runtime.stopwatch.spans, *([] if self._ahead is None else self._ahead.spans)]
         mine = figures.of_rank(self._runtime.stats, self._idle_ms())
         rows = self.module.ranks.gather_to_first((spans, figures.clock(), mine))
         if rows is None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.engine.measure.hardware import clock_of
-from deepspeed_pulse.engine.measure.layers import Clock
+from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.plans.costs import built
 from deepspeed_pulse.engine.specs import describe, unwrap
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
@@ -111,7 +110,7 @@ class DeclaredParts:
     ) -> tuple[tuple[FrozenPart, ...], dict[str, Any]]:
         """What every layer costs for a batch of these entries, and what the parts give."""
         values = {name: _moved(value, device) for name, value in entries.items()}
-        parts, clock = [], clock_of(device)
+        parts, clock = [], DeviceClock(device)
         for name in self.names:
             frozen = self.build([name], device)[name]
             layers: list[FrozenLayer] = []
@@ -159,7 +158,7 @@ class DeclaredParts:
 
 
 def _measured(
-    frozen: FrozenLayers, index: int, hidden: Any, values: Mapping[str, Any], clock: Clock
+    frozen: FrozenLayers, index: int, hidden: Any, values: Mapping[str, Any], clock: DeviceClock
 ) -> tuple[FrozenLayer, Any]:
     """Costs of one layer, and what it gives: a median after a warm-up; at work it needs what it reads and gives."""
     run = partial(frozen.run, hidden, index, index + 1, values.__getitem__)
@@ -167,7 +166,7 @@ def _measured(
     for _ in range(_TIMED_RUNS):
         start = clock.mark()
         run()
-        times.append(clock.ms_between(start, clock.mark()))
+        times.append(clock.mean_ms([(start, clock.mark())]))
     layer, function = frozen.layers[index]
     weights = function.parameters() if isinstance(function, torch.nn.Module) else ()
     names = layer.pop if index else (frozen.input, *layer.pop)

@@ -17,12 +17,12 @@ from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.ir.program import Channel, Message
 from deepspeed_pulse.ir.schedule import Direction
-from deepspeed_pulse.runtime.clock import Clock
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import Signature, as_payload
 from deepspeed_pulse.runtime.protocols import Communicator, Device
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import naming
+from deepspeed_pulse.runtime.stopwatch import Stopwatch
 from deepspeed_pulse.runtime.transport import Transport
 
 Entry = Callable[[str, int], Any]
@@ -91,7 +91,7 @@ class FrozenRuntime:
         """What a part gave for the first microbatch of a mode."""
         self._held: dict[Key, Any] = {}
         self._coming: dict[Key, Message] = {}
-        self.clock: Clock[FrozenRun] = Clock(rank, device)
+        self.stopwatch: Stopwatch[FrozenRun] = Stopwatch(rank, device)
         """Of what was begun last."""
         self.sent_bytes: dict[str, int] = {}
 
@@ -100,7 +100,7 @@ class FrozenRuntime:
         self._fill, self._entry, self._mode = fill, entry, mode
         self._row = fill.rows[self._rank]
         self._at = 0
-        self.clock.begin()
+        self.stopwatch.begin()
         channels = channels_of(fill)
         mine = {c: messages for c, messages in channels.items() if self._rank in (c.source_rank, c.target_rank)}
         self._coming = {_key_of(m): m for c, messages in mine.items() if c.target_rank == self._rank for m in messages}
@@ -140,7 +140,7 @@ class FrozenRuntime:
             before = self._held.pop(key)
         for name in self._fill.part(run.part).needs:
             self._receive((name, len(self._fill.part(name).layers), m))
-        with self.clock.running(run):
+        with self.stopwatch.running(run):
             # copies: an encoder may change its input in place, and others read the same
             result = part.run(before, run.first, run.end, lambda name: copied(self._read(name, m)))
         if run.end == len(part.layers):
@@ -174,7 +174,7 @@ class FrozenRuntime:
         message = self._coming.pop(key, None)
         if message is None:
             return
-        with self.clock.waiting():
+        with self.stopwatch.waiting():
             self._held[key] = self._transport.receive(message)
 
 

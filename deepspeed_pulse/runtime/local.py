@@ -210,7 +210,7 @@ class LocalWorld:
 
     def timeline(self) -> Timeline:
         """What the last step ran, with times."""
-        spans = tuple(span for runtime in self._ranks for span in runtime.clock.spans)
+        spans = tuple(span for runtime in self._ranks for span in runtime.stopwatch.spans)
         return Timeline(num_ranks=len(self._ranks), spans=spans)
 
     def _order(self) -> list[tuple[int, int]]:

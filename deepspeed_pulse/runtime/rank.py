@@ -19,13 +19,13 @@ from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import HIDDEN, Message, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op
-from deepspeed_pulse.runtime.clock import Clock
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
 from deepspeed_pulse.runtime.roots import Root, roots_of
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import SavedBytes, Stage
+from deepspeed_pulse.runtime.stopwatch import Stopwatch
 from deepspeed_pulse.runtime.transport import Transport
 from deepspeed_pulse.runtime.usage import Usage
 from deepspeed_pulse.runtime.values import ValueBuffer, gradient_of
@@ -109,7 +109,7 @@ class RankRuntime:
         self._book = ShapeBook()
         self._live: dict[str, int] = {}
         """Bytes by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
-        self.clock: Clock[Action] = Clock(rank, device)
+        self.stopwatch: Stopwatch[Action] = Stopwatch(rank, device)
         """Of the last step's actions."""
         self.stats = Stats()
 
@@ -141,7 +141,7 @@ class RankRuntime:
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
         self.stats = Stats()
-        self.clock.begin()
+        self.stopwatch.begin()
         self._live = {"state": self._state_bytes, "activations": 0, "received": 0, "recomputed": 0}
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         keys = [0] * plan.microbatches if shape_keys is None else shape_keys
@@ -175,13 +175,13 @@ class RankRuntime:
 
     def _receive(self, step: Step) -> None:
         if step.receives:
-            with self.clock.waiting():
+            with self.stopwatch.waiting():
                 for message in step.receives:
                     self._take(message)
         self._transport.release(self._releases[self._position])
 
     def _compute(self, step: Step) -> None:
-        with self.clock.running(step.action):
+        with self.stopwatch.running(step.action):
             if step.action.op is Op.FORWARD:
                 self._forward(step.action.stage, step.action.microbatch)
             else:

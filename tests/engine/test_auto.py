@@ -64,12 +64,12 @@ def test_a_decision_is_kept_by_content(tmp_path: Path, monkeypatch: pytest.Monke
     pulse = parse_pulse({"plan_cache": str(tmp_path / "kept"), "solver_seconds": 0})
     assert pulse is not None
     job = OpenJob(profiles=(toy_profile(),), cluster=cluster, global_batch=16)
-    first = planning.decide(job, pulse, choosing._told)
+    first = planning.decide(job, pulse, choosing.told)
     monkeypatch.setattr(planning, "tune", lambda *_, **__: pytest.fail("tuned anew"))
-    assert planning.decide(job, pulse, choosing._told) == first
+    assert planning.decide(job, pulse, choosing.told) == first
     other = replace(job, given=Constraints(waves=(1,)))
     with pytest.raises(pytest.fail.Exception, match="tuned anew"):
-        planning.decide(other, pulse, choosing._told)
+        planning.decide(other, pulse, choosing.told)
 
 
 # -- what is asked for ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Span
-from deepspeed_pulse.runtime.clock import Clock
+from deepspeed_pulse.runtime.stopwatch import Stopwatch
 
 
 class Lagging:
@@ -56,22 +56,22 @@ def device_of(monkeypatch: pytest.MonkeyPatch, accelerator: Any) -> EngineDevice
 def test_times_are_the_device_s_and_it_is_waited_for_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Lagging()
     timed = device_of(monkeypatch, accelerator)
-    clock: Clock[Action] = Clock(1, timed)
-    with clock.waiting():
+    stopwatch: Stopwatch[Action] = Stopwatch(1, timed)
+    with stopwatch.waiting():
         pass
-    with clock.waiting():
+    with stopwatch.waiting():
         pass
-    with clock.running(Action.parse("0F0")):
+    with stopwatch.running(Action.parse("0F0")):
         pass
-    with clock.running(Action.parse("0B0")):
+    with stopwatch.running(Action.parse("0B0")):
         pass
     assert accelerator.waits == 0
-    first, second = clock.spans
-    assert (first.waited_ms, second.waited_ms, clock.idle_ms) == (20, 0, 20)
+    first, second = stopwatch.spans
+    assert (first.waited_ms, second.waited_ms, stopwatch.idle_ms) == (20, 0, 20)
     assert [first.end_ms - first.start_ms, second.start_ms - first.start_ms] == pytest.approx([10, 20])
     assert accelerator.waits == 1
-    clock.begin()
-    assert clock.spans == [] and clock.idle_ms == 0
+    stopwatch.begin()
+    assert stopwatch.spans == [] and stopwatch.idle_ms == 0
 
 
 def span(rank: int, start: float) -> Span:

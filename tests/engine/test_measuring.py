@@ -13,7 +13,6 @@ from support.launch import launch
 
 from deepspeed_pulse.engine import device as device_module
 from deepspeed_pulse.engine.data.resizing import resized
-from deepspeed_pulse.engine.measure import hardware
 from deepspeed_pulse.engine.measure.fitting import fit_link
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.links import rounds, shape_of, uneven
@@ -142,15 +141,15 @@ class Event:
 
 def test_an_accelerator_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LaggingDevice()
-    for module in (hardware, device_module):
-        monkeypatch.setattr(module, "get_accelerator", lambda: device)
+    monkeypatch.setattr(device_module, "get_accelerator", lambda: device)
+    monkeypatch.setattr(device_module, "_host_ms", lambda: 0.0)
 
     def layer(hidden: torch.Tensor) -> torch.Tensor:
         device.now_ms += 7.0
         return hidden
 
     graph = Graph(layers=(Layer(name="seven"),))
-    clock = hardware.clock_of(torch.device("meta"))
+    clock = device_module.DeviceClock(torch.device("meta"))
     (cost,) = measure_layers(graph, [lambda: layer], torch.ones(2, 2), {}, torch.device("cpu"), clock).layers
     assert (cost.forward_ms, cost.backward_ms, cost.spread) == (7.0, 0.0, 0.0)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.ir.graph import Graph, Layer
 
@@ -78,7 +80,7 @@ def test_every_consumer_reads_a_leaf_of_its_own() -> None:
     assert len({id(value) for value in seen}) == len(seen)
 
 
-class Ticks:
+class Ticks(DeviceClock):
     """A clock that goes on when the layer below works, and slower from run to run."""
 
     now = 0.0
@@ -86,8 +88,8 @@ class Ticks:
     def mark(self) -> float:
         return Ticks.now
 
-    def ms_between(self, start: float, end: float) -> float:
-        return end - start
+    def times_ms(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
 
 
 class Work(torch.autograd.Function):
@@ -120,7 +122,7 @@ class Layered(nn.Module):
 def test_what_is_measured_is_warm_and_says_the_weights_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ticks, "now", 0.0)
     layers = [Layered, Layered, nn.Tanh]
-    measured = measure_layers(chain(3), layers, torch.randn(2, 4), {}, CPU, Ticks())
+    measured = measure_layers(chain(3), layers, torch.randn(2, 4), {}, CPU, Ticks(CPU))
     first, second, last = measured.layers
     assert (first.forward_ms, first.backward_ms, first.weight_grad_ms, first.spread) == (1.0, 3.0, 3.0, 0.0)
     assert (second.forward_ms, second.backward_ms, second.weight_grad_ms) == (1.0, 5.0, 3.0)

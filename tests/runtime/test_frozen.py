@@ -44,7 +44,7 @@ def test_layers_run_where_the_fill_puts_them_without_gradient_in_their_own_dtype
     assert seen == ["first", "second", "first", "second"]
     assert {key: value.tolist() for key, value in found.items()} == {("text", 0): [2, 2], ("text", 1): [4, 4]}
     assert found["text", 0].dtype is torch.float64 and not found["text", 0].requires_grad
-    assert [str(span.work) for span in frozen.clock.spans] == ["text[0:1]@0", "text[1:2]@0", "text[0:2]@1"]
+    assert [str(span.work) for span in frozen.stopwatch.spans] == ["text[0:1]@0", "text[1:2]@0", "text[0:2]@1"]
     assert not frozen._held
 
 

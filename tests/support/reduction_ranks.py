@@ -81,7 +81,7 @@ def stages_leave_before_the_last_action() -> None:
     counts, start = [], engine._reduction.sums.start
 
     def counting(stage: int) -> None:
-        counts.append((stage, len(engine._runtime.clock.works)))
+        counts.append((stage, len(engine._runtime.stopwatch.works)))
         start(stage)
 
     engine._reduction.sums.start = counting

@@ -58,12 +58,12 @@ class FrozenAhead:
     @property
     def spans(self) -> list[Span[FrozenRun]]:
         """What ran in the last step."""
-        return self._runtime.clock.spans if self._ran_in_step else []
+        return self._runtime.stopwatch.spans if self._ran_in_step else []
 
     @property
     def idle_ms(self) -> float:
         """How long the device waited for results in the last step."""
-        return self._runtime.clock.idle_ms if self._ran_in_step else 0.0
+        return self._runtime.stopwatch.idle_ms if self._ran_in_step else 0.0
 
     def forget(self) -> None:
         """Drop what was read ahead: the next step reads and encodes its own."""

@@ -7,15 +7,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.collectives import told_by_all
-from deepspeed_pulse.engine.device import recorded_event, runs_at_once
-from deepspeed_pulse.engine.measure.layers import Clock, HostClock
 from deepspeed_pulse.errors import ConfigError
 
 NO_LIMIT_BYTES = 2**50
@@ -50,22 +48,6 @@ def _processor() -> str:
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     name = models[0] if models else platform.processor() or platform.machine()
     return f"cpu ({name})"
-
-
-class EventClock:
-    """Times by events that the device records; the host hands it work meanwhile."""
-
-    def mark(self) -> Any:
-        return recorded_event()
-
-    def ms_between(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end))
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Events where the device has them, by the rule of upstream's timers; else the host's clock."""
-    return HostClock(get_accelerator().synchronize) if runs_at_once(device) else EventClock()
 
 
 def hardware_of(device: torch.device) -> Hardware:

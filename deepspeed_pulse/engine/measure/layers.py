@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
@@ -21,33 +21,6 @@ REPEATS = 5
 """Times that a layer is measured after its warm-up, if it is quick."""
 
 _FEWEST_REPEATS, _ENOUGH_MS = 3, 500.0
-
-
-class Clock(Protocol):
-    """Takes times on the device: of what it was given before a mark."""
-
-    def mark(self) -> Any: ...
-
-    def ms_between(self, start: Any, end: Any) -> float:
-        """Waits until the device has passed the second mark."""
-
-
-class HostClock:
-    """The host's clock, read when the device has done what it was given.
-
-    Args:
-        synchronize: waits for the device.
-    """
-
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        self._synchronize = synchronize
-
-    def mark(self) -> float:
-        self._synchronize()
-        return time.perf_counter() * 1e3
-
-    def ms_between(self, start: float, end: float) -> float:
-        return end - start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +41,7 @@ def measure_layers(
     inputs: Any,
     entries: Mapping[str, Any],
     device: torch.device,
-    clock: Clock | None = None,
+    clock: DeviceClock | None = None,
     layers: range | None = None,
 ) -> Measured:
     """Run every layer forward and backward on one batch; medians of a few repeats after a warm-up.
@@ -78,17 +51,17 @@ def measure_layers(
         build: per layer, makes it; a layer is dropped before the next is made.
         inputs, entries: what the first layer to measure finds: its input, and the values that are popped from there on.
         device: where to measure.
-        clock: takes the times; None for the host's, where the device does at once what it is given.
+        clock: takes the times; None: the device's.
         layers: indices of those to measure, one after the other; None for all.
     """
     visits = Visits(graph, build, LayerInputs(hidden=inputs, values=dict(entries)), device, layers)
     # The random state is put back: measuring must not change the run that follows.
     with torch.random.fork_rng(devices=[]):
-        costs = tuple(_measure(probe, clock or HostClock()) for probe in visits)
+        costs = tuple(_measure(probe, clock or DeviceClock(device)) for probe in visits)
     return Measured(layers=costs, value_bytes=visits.value_bytes, dtype=visits.dtype)
 
 
-def _measure(probe: Probe, clock: Clock) -> LayerCost:
+def _measure(probe: Probe, clock: DeviceClock) -> LayerCost:
     activation_bytes, output_bytes = _warm_up(probe)
     times = _times(probe, clock)
     both = [forward + backward for forward, backward in times]
@@ -116,7 +89,7 @@ def _warm_up(probe: Probe) -> tuple[int, int]:
     return saved.bytes, output_bytes
 
 
-def _times(probe: Probe, clock: Clock) -> list[tuple[float, float]]:
+def _times(probe: Probe, clock: DeviceClock) -> list[tuple[float, float]]:
     """(forward, backward) in ms of several runs, of a slow layer fewer."""
     times: list[tuple[float, float]] = []
     while len(times) < REPEATS and (len(times) < _FEWEST_REPEATS or sum(map(sum, times)) < _ENOUGH_MS):
@@ -124,12 +97,12 @@ def _times(probe: Probe, clock: Clock) -> list[tuple[float, float]]:
         probe.run()
         middle = clock.mark()
         probe.backward()
-        end = clock.mark()
-        times.append((clock.ms_between(start, middle), clock.ms_between(middle, end)))
+        began, half, ended = clock.times_ms([start, middle, clock.mark()])
+        times.append((half - began, ended - half))
     return times
 
 
-def _weight_grad_ms(probe: Probe, clock: Clock, backward_ms: float) -> float:
+def _weight_grad_ms(probe: Probe, clock: DeviceClock, backward_ms: float) -> float:
     """What a backward takes longer than one that computes no gradients of weights."""
     if not any(parameter.requires_grad for parameter in probe.parameters):
         return 0.0
@@ -138,5 +111,5 @@ def _weight_grad_ms(probe: Probe, clock: Clock, backward_ms: float) -> float:
         probe.run()
         start = clock.mark()
         probe.backward(inputs_only=True)
-        times.append(clock.ms_between(start, clock.mark()))
+        times.append(clock.mean_ms([(start, clock.mark())]))
     return max(0.0, backward_ms - statistics.median(times))

@@ -67,7 +67,7 @@ def _step(runtime: RankRuntime, part: RankPart, batches: ListedBatches) -> Itera
     for step in row:
         runtime.run(step)
     runtime.finish()
-    pauses = Timeline(num_ranks=_RANKS, spans=tuple(runtime.clock.spans)).pauses_ms()
+    pauses = Timeline(num_ranks=_RANKS, spans=tuple(runtime.stopwatch.spans)).pauses_ms()
     for before, after in itertools.pairwise(row):
         messages = len(before.sends) + len(after.receives)
         if messages:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,15 +87,10 @@ class Observer:
         found = self._engine.gather_figures()
         if found is not None and self._engine.global_rank == 0:
             timeline, ranks = found
-            step, step_ms = self._engine.global_steps, self._mean_ms([marks])
+            step, step_ms = self._engine.global_steps, self._device.mean_ms([marks])
             self._report(plan, MeasuredStep(step=step, step_ms=step_ms, ranks=tuple(ranks), timeline=timeline))
         if self._due.events:
             self._marks.clear()
-
-    def _mean_ms(self, marks: Sequence[tuple[Any, Any]]) -> float:
-        """Mean of the times between two marks each."""
-        times = self._device.times_ms([mark for pair in marks for mark in pair])
-        return sum(end - start for start, end in zip(times[::2], times[1::2], strict=True)) / len(marks)
 
     def _report(self, plan: Plan, measured: MeasuredStep) -> None:
         if plan is not self._plan:
@@ -114,7 +108,8 @@ class Observer:
         if self._due.events:
             predicted = plan.estimate if self._planned.measured else None
             events.write(
-                self._engine, events.figures_of(measured, mean_step_ms=self._mean_ms(self._marks), predicted=predicted)
+                self._engine,
+                events.figures_of(measured, mean_step_ms=self._device.mean_ms(self._marks), predicted=predicted),
             )
 
     def run(self) -> Run:

@@ -107,7 +107,7 @@ def _check_costs(request: PlanRequest, asked: Asked) -> None:
 
 def _chosen(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cluster: Cluster, costs: str) -> Chosen:
     job = open_job(request, profiles, cluster, global_batch=asked.global_batch, world=asked.world, given=asked.given)
-    decision = decide(job, request.pulse, _told)
+    decision = decide(job, request.pulse, told)
     sizes = ", ".join(str(profile.microbatch_size) for profile in profiles)
     return Chosen(
         asked=asked,
@@ -118,6 +118,6 @@ def _chosen(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], clu
     )
 
 
-def _told(tuning: Tuning) -> Decision:
+def told(tuning: Tuning) -> Decision:
     best = tuning.best
     return Decision(choice=best.choice, plan=best.planned, options=options(tuning), reasons=rejected(tuning))

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.collectives import agree, as_pulse_error, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
-from deepspeed_pulse.engine.measure.hardware import agreed_hardware, clock_of, device_name
+from deepspeed_pulse.engine.measure.hardware import agreed_hardware, device_name
 from deepspeed_pulse.engine.measure.layers import Measured, measure_layers
 from deepspeed_pulse.engine.measure.probe import LayerInputs, reach
 from deepspeed_pulse.engine.plans import kept
@@ -119,9 +119,7 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
 
 
 def _measure(request: PlanRequest, build: Sequence[Callable[[], Any]], layers: range, start: LayerInputs) -> Measured:
-    return measure_layers(
-        request.graph, build, start.hidden, start.values, request.device, clock_of(request.device), layers=layers
-    )
+    return measure_layers(request.graph, build, start.hidden, start.values, request.device, layers=layers)
 
 
 def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | None]:

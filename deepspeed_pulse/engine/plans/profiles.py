@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.measure.counter import LayerCount, count_layers
-from deepspeed_pulse.engine.measure.hardware import clock_of, device_name
+from deepspeed_pulse.engine.measure.hardware import device_name
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.plans.costs import built, skips_of
 from deepspeed_pulse.engine.rules import rules_of
@@ -91,7 +91,6 @@ def measure_profile(workload: Workload, *, watch: Watch | None = None) -> Profil
             map_tensors(split.inputs, lambda tensor: filled(tensor, device)),
             {name: map_tensors(value, lambda tensor: filled(tensor, device)) for name, value in split.entries.items()},
             device,
-            clock_of(device),
         )
     except PulseError:
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_pulse.engine.common import CommonEngine
 from deepspeed_pulse.engine.data.batches import SplitBatch, warn_of_unread
+from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
 from deepspeed_pulse.engine.observation import events, notes
@@ -35,7 +35,9 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         norm_of_nothing_is_zero(self.optimizer)
         self._sent: Counter[str] = Counter()
         self._warned = self.global_rank != 0
-        self._times: list[float] = []
+        self._clock = DeviceClock(torch.device(self.device))
+        self._marks: list[tuple[Any, Any]] = []
+        """Of the device at the ends of each step since the last event."""
         graph = self.module.graph
         self._names_in = live_after(graph, self.module._local_layers[0] - 1)
         self._names_out = live_after(graph, self.module._local_layers[-1])
@@ -47,10 +49,10 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         self.__dict__["_INSTRUCTION_MAP"] = {**RelayEngine._INSTRUCTION_MAP, **replaced_instructions()}
         self._sent.clear()
         self.module.shared.watch_buffers()
-        start = time.perf_counter()
+        start = self._clock.mark()
         loss = super().train_batch(data_iter)
         if self.module.pulse is not None and self.monitor.enabled:
-            self._times.append((time.perf_counter() - start) * 1e3)
+            self._marks.append((start, self._clock.mark()))
             if events.due(self, self.global_steps):
                 self._write_events()
         return loss
@@ -60,9 +62,8 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         rows = self.module.ranks.gather_to_first(dict(self._sent))
         if rows is not None and self.global_rank == 0:
             sent: Counter[str] = sum((Counter(row) for row in rows), Counter())
-            mean = sum(self._times) / len(self._times)
-            events.write(self, {"step_ms": mean, **events.bytes_figures(sent)})
-        self._times.clear()
+            events.write(self, {"step_ms": self._clock.mean_ms(self._marks), **events.bytes_figures(sent)})
+        self._marks.clear()
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         # Without gradients the tuple looks different, so shapes are agreed on anew.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Generic
@@ -10,7 +11,7 @@ from deepspeed_pulse.ir.timeline import Span, Work
 from deepspeed_pulse.runtime.protocols import Device
 
 
-class Clock(Generic[Work]):
+class Stopwatch(Generic[Work]):
     """Marks the device's work of one step, and says afterwards when it was done.
 
     Nothing is waited for before :attr:`spans` or :attr:`idle_ms` is asked for.
@@ -37,6 +38,7 @@ class Clock(Generic[Work]):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The device waits for messages."""
+        self._found = None
         start = self._device.mark()
         yield
         self._waits.append((start, self._device.mark()))
@@ -44,6 +46,7 @@ class Clock(Generic[Work]):
     @contextmanager
     def running(self, work: Work) -> Iterator[None]:
         """The device runs ``work``, for which it waited since the work before."""
+        self._found = None
         start = self._device.mark()
         yield
         self.works.append(work)
@@ -68,8 +71,8 @@ class Clock(Generic[Work]):
             waits = [end - start for start, end in pairs[: len(self._waits)]]
             spans = [
                 Span(rank=self._rank, work=work, start_ms=start, end_ms=end, waited_ms=sum(waits[first:last]))
-                for work, (start, end), first, last in zip(
-                    self.works, pairs[len(waits) :], [0, *self._waits_before], self._waits_before, strict=False
+                for work, (start, end), (first, last) in zip(
+                    self.works, pairs[len(waits) :], itertools.pairwise([0, *self._waits_before]), strict=True
                 )
             ]
             self._found = spans, sum(waits)
