@@ -116,7 +116,7 @@ class Overhead:
         self._elsewhere = 0.0
         layer_class.forward = self._outside(layer_class.forward)
         torch.autograd.backward = self._outside(torch.autograd.backward)
-        communicator._Sent.wait = self._outside(communicator._Sent.wait)
+        communicator.wait = self._outside(communicator.wait)
         engine._INSTRUCTION_MAP = {
             kind: self._timed(run) if kind.__name__ == "RunStep" else run
             for kind, run in engine._INSTRUCTION_MAP.items()
