@@ -65,7 +65,7 @@ def test_the_readme_has_the_newest_figures() -> None:
 def test_sleeping_layers_take_as_long_as_simulated() -> None:
     """On real ranks, the engine's own time taken from its instructions; how long a step took here says nothing."""
     script = PLANNER.parents[1] / "sleeping_layers" / "run.py"
-    command = [sys.executable, str(script), *"--ranks 2 --microbatches 2 --layers 4".split()]
+    command = [sys.executable, str(script), "--ranks", "2", "--microbatches", "2", "--layers", "4"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     assert "measured / simulated makespan" in result.stdout
