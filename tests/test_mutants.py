@@ -1,6 +1,6 @@
 """Do the tests notice? Mutants of the planner and the runtime, drawn at random, must make some test fail.
 
-`MUTANTS=` and `SEED=` change the draw; the table of who survived is out/mutants.txt.
+`MUTANTS=` and `SEED=` change the draw; out/mutants.txt says of each, as it comes, which test noticed it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ TESTS = (
     *sorted(f"tests/{path.name}" for path in ROOT.glob("tests/test_cli*.py")),
 )
 OPTIONS = ("-p", "support.covering", "-p", "no:cacheprovider", "-W", "ignore:Module already imported")
+WRITTEN = ROOT / "out" / "mutants.txt"
 LIMIT_SECONDS, TEST_SECONDS = 1800, 280
 """Of all tests of a mutant, and of one: a mutant may well run for ever."""
 
@@ -41,6 +42,8 @@ def test_mutants_are_noticed(tmp_path: Path) -> None:
     covered = who_covers(tmp_path)
     package = ROOT / "deepspeed_pulse"
     mutants = draw([*package.glob("planner/**/*.py"), *package.glob("runtime/**/*.py")], COUNT, SEED)
+    WRITTEN.parent.mkdir(exist_ok=True)
+    WRITTEN.write_text("")
     trees = SimpleQueue[tuple[Path, ForkingPytest]]()
     for name in ("one", "two"):
         tree = copied_to(tmp_path / name)
@@ -51,7 +54,8 @@ def test_mutants_are_noticed(tmp_path: Path) -> None:
         tree, tests = trees.get()
         found = noticed_by(mutant, tree, tests, names) if names else ""
         trees.put((tree, tests))
-        print(f"{mutant} ({len(names)} tests): {found or 'SURVIVED'}", flush=True)
+        with WRITTEN.open("a") as file:
+            file.write(f"{mutant} ({len(names)} tests): {found or 'SURVIVED'}\n")
         return not found
 
     with ThreadPoolExecutor(2) as pool:
@@ -59,10 +63,9 @@ def test_mutants_are_noticed(tmp_path: Path) -> None:
     for _ in range(2):
         trees.get()[1].end()
     survivors = [str(mutant) for mutant, lives in zip(mutants, outcomes, strict=True) if lives]
-    out = ROOT / "out"
-    out.mkdir(exist_ok=True)
     text = "\n".join([f"{COUNT - len(survivors)} of {COUNT} mutants killed, seed {SEED}; survivors:", *survivors, ""])
-    (out / "mutants.txt").write_text(text)
+    with WRITTEN.open("a") as file:
+        file.write(text)
     assert len(survivors) <= COUNT // 10, text
 
 
