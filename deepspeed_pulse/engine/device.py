@@ -73,6 +73,25 @@ class DeviceClock:
         return sum(end - start for start, end in zip(times[::2], times[1::2], strict=True)) / len(pairs)
 
 
+class DeviceMemory:
+    """What the device's allocator has given out, in bytes; nothing is known where there is none (on a CPU)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._known = device.type != "cpu"
+
+    def allocated(self) -> int:
+        return int(get_accelerator().memory_allocated()) if self._known else 0
+
+    def begin(self) -> None:
+        """Forget the peak that was."""
+        if self._known:
+            get_accelerator().reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """Since :meth:`begin`."""
+        return int(get_accelerator().max_memory_allocated()) if self._known else 0
+
+
 class EngineDevice(DeviceClock):
     """The accelerator of this rank, with the engine's backward.
 

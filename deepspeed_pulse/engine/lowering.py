@@ -70,6 +70,7 @@ class Lowering:
             usage=usage,
             stages=bound_stages(module, usage, graph, effects),
             recomputed_bytes=planning.recomputed_bytes(module.planned, module.job.recomputing.interval),
+            workspace_bytes=planning.workspace_bytes(module.planned),
         )
 
     def knows_effects(self, *, training: bool) -> bool:

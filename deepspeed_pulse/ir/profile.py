@@ -26,6 +26,7 @@ class LayerCost:
 
     ``param_bytes``: of trained parameters, and 1/k of those of frozen ones (:func:`state_factor`).
     ``activation_bytes``: kept from forward to backward, stashed values included.
+    ``workspace_bytes``: what a forward or a backward holds at most beyond that while it runs, if it was measured.
     ``weight_grad_ms``: the part of ``backward_ms`` that computes weight gradients, if known.
     ``spread``: (longest - shortest) / median of the times that were measured, if they were.
     """
@@ -37,6 +38,7 @@ class LayerCost:
     param_bytes: int
     activation_bytes: int
     output_bytes: int
+    workspace_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
     spread: Annotated[float | None, Form(left_out=True, place=1)] = None
 
     def check_form(self, fields: Fields) -> None:

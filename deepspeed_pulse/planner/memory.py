@@ -22,6 +22,7 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
 
     * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split); they
       include what it stashes, so a value that stays on its rank adds nothing.
+    * The workspace of a stage's layers lives while one of its actions runs.
     * What a stage's backward recomputes lives while its ``B`` runs (from its ``I`` to the end of its ``W``).
     * A message's receive buffer lives from when the receive is posted, ahead of its arrival
       (:class:`~deepspeed_pulse.ir.channels.Traffic`), until the action that reads it starts; a named value until the
@@ -53,6 +54,7 @@ def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str,
     life = _Life(problem, timeline.spans)
     for span in timeline.spans:
         stage, m, start = span.work.stage, span.work.microbatch, span.start_ms
+        yield span.rank, "workspace", (start, span.end_ms, problem.costs.workspace_bytes[stage])
         if span.work.op is Op.FORWARD:
             yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage])
         elif span.work.op is not Op.WEIGHT_GRAD:

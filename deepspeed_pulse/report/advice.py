@@ -100,6 +100,10 @@ _MEMORY = {
         "the rank is behind the plan or its messages come early; smaller microbatches make them smaller",
     ),
     "recomputed": ("what a backward recomputes", "recompute fewer layers at a time (activation_checkpoint_interval)"),
+    "workspace": (
+        "what a layer works with while it runs",
+        "the profile is of another device or of other kernels: measure this model where it is trained",
+    ),
     "frozen": ("frozen parts and their results", "measure them again with batches of this size"),
 }
 """Part of the memory: what it is, which knob to turn."""

@@ -43,6 +43,7 @@ class RankPart:
         usage: named values on this rank.
         stages: of this rank, by index.
         recomputed_bytes: per stage of the plan, what its backward holds of layers that run again; empty: not known.
+        workspace_bytes: per stage of the plan, what its layers work with while they run; empty: not known.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class RankPart:
     usage: Usage
     stages: Mapping[int, Stage]
     recomputed_bytes: Sequence[int] = ()
+    workspace_bytes: Sequence[int] = ()
 
 
 @dataclass
@@ -136,7 +138,7 @@ class RankRuntime:
         plan, traffic = part.plan, part.traffic
         self._plan, self._batches, self._training, self._usage = plan, batches, training, part.usage
         self._stages, self._first_number, self._number = part.stages, first_number, number
-        self._recomputed_bytes = part.recomputed_bytes
+        self._recomputed_bytes, self._workspace_bytes = part.recomputed_bytes, part.workspace_bytes
         self._releases = traffic.releases[self.rank]
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
@@ -272,7 +274,7 @@ class RankRuntime:
                 exported={name: roots_of(tensors_of(value)) for name, value in exported.items()},
                 loss=loss,
             )
-            self._count("activations", self._shapes[m].activation_bytes[stage])
+            self._count("activations", self._shapes[m].activation_bytes[stage], self._workspace(stage))
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -289,7 +291,7 @@ class RankRuntime:
         for name, exported in forward.exported.items():
             _pair(exported, self._values.gradients(name, m), roots, gradients)
         recomputed = self._recomputed_bytes[stage] if self._recomputed_bytes else 0
-        self._count("recomputed", recomputed)
+        self._count("recomputed", recomputed, self._workspace(stage))
         if roots:
             self._device.backward(roots, gradients)
         self._count("recomputed", -recomputed)
@@ -340,13 +342,18 @@ class RankRuntime:
 
     # -- bookkeeping -------------------------------------------------------------------------
 
-    def _count(self, part: str, change: int) -> None:
+    def _workspace(self, stage: int) -> int:
+        return self._workspace_bytes[stage] if self._workspace_bytes else 0
+
+    def _count(self, part: str, change: int, workspace: int = 0) -> None:
+        """Bytes that come or go; ``workspace`` is there in that moment."""
         self._live[part] += change
         buffers = self._transport.buffer_bytes
-        live = sum(self._live.values()) + buffers
+        live = sum(self._live.values()) + buffers + workspace
         if live > self.stats.peak_live_bytes:
             self.stats.peak_live_bytes = live
-            self.stats.peak_parts = {**self._live, "received": self._live["received"] + buffers}
+            received = self._live["received"] + buffers
+            self.stats.peak_parts = {**self._live, "received": received, "workspace": workspace}
 
 
 def _pair(

@@ -111,6 +111,56 @@ def test_the_host_hands_over_a_step_while_the_device_stands_still() -> None:
     launch("support.accelerator_ranks:runs_behind", 2, case("toy", 2), timeout=150, environment=device_of(QUICK))
 
 
+# -- memory --------------------------------------------------------------------------------
+
+HELD = {
+    2: [
+        {"model": "uvit", "P": 2, "M": 4},
+        {"model": "uvit", "P": 2, "M": 6, "placement": "linear"},
+        {"model": "uvit", "P": 2, "M": 4, "waves": 2},
+        {"model": "uvit", "P": 2, "M": 4, "bf16": True, "zero": 1},
+        {"model": "uvit", "P": 1, "M": 2},
+        {"model": "uvit", "P": 2, "M": 4, "interval": 1},
+        {"model": "unet", "P": 2, "M": 4},
+        {"model": "unet", "P": 2, "M": 4, "placement": "linear"},
+    ],
+    4: [
+        {"model": "uvit", "P": 4, "M": 8},
+        {"model": "uvit", "P": 2, "M": 3},
+        {"model": "uvit", "P": 2, "M": 3, "zero": 1},
+        {"model": "unet", "P": 4, "M": 6, "clip": 1.0},
+    ],
+}
+"""By world size; replicas where there are fewer pipeline ranks."""
+
+WITHIN = 0.03
+"""Counted and allocated, the difference's share."""
+
+
+def memory_is_as_counted(subtests: pytest.Subtests, world: int, cases: list[dict[str, Any]], seconds: float) -> None:
+    """Within 3 % of what the device's allocator says, and never more than was planned."""
+    target, found = "support.memory_ranks:peaks", []
+    for _, output in launch(target, world, cases, timeout=seconds, environment=device_of(QUICK)):
+        found += [json.loads(line.removeprefix("PEAKS")) for line in output.splitlines() if line.startswith("PEAKS")]
+    assert len(found) == world * len(cases)
+    for peak in found:
+        with subtests.test(case=peak["case"], rank=peak["rank"]):
+            assert abs(peak["counted"] / peak["allocated"] - 1) <= WITHIN, peak
+            assert peak["counted"] <= peak["planned"], peak
+
+
+@pytest.mark.timeout(300)
+def test_memory_is_what_the_allocator_says(subtests: pytest.Subtests) -> None:
+    memory_is_as_counted(subtests, 2, HELD[2][:1], 250)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("world", HELD)
+def test_memory_of_every_kind_is_what_the_allocator_says(subtests: pytest.Subtests, world: int) -> None:
+    memory_is_as_counted(subtests, world, HELD[world], PRODUCT_SECONDS)
+
+
 # -- the whole product ---------------------------------------------------------------------
 
 PRODUCT_SECONDS = 1700

@@ -232,6 +232,14 @@ def test_peak_is_state_plus_what_is_live(dtype, factor, sharded):
     assert estimate(under(found, zero_stage=1), costs, cluster()).peak_bytes == (sharded * 100 + 2 * 7,)
 
 
+def test_a_layers_workspace_is_there_while_it_runs():
+    """Stage 0 holds the larger one of its two layers, once."""
+    costs = profile([layer(workspace_bytes=50), layer(workspace_bytes=30), layer(workspace_bytes=4)])
+    found = plan((0, 0), 1, schedule=rows("0F0 1F0 1B0 0B0"), boundaries=(0, 2, 3))
+    curve = simulate(found, costs, cluster()).memory[0]
+    assert curve == ((0.0, 52), (2.0, 7), (3.0, 7), (5.0, 52), (9.0, 0))
+
+
 def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():
     """Rank 1 posts two microbatches' receives with the step, the third's when the first's are read; a value stays
     until its backward has ended."""

@@ -22,7 +22,7 @@ def cluster(link: Link = INSTANT, *, ranks: int = 64, memory_bytes: int = 10**15
     )
 
 
-def layer(forward_ms=1.0, backward_ms=2.0, param_bytes=0, activation_bytes=1, output_bytes=0, weight_grad_ms=None):
+def layer(forward_ms=1.0, backward_ms=2.0, param_bytes=0, activation_bytes=1, output_bytes=0, **more):
     return LayerCost(
         name="layer",
         forward_ms=forward_ms,
@@ -30,7 +30,7 @@ def layer(forward_ms=1.0, backward_ms=2.0, param_bytes=0, activation_bytes=1, ou
         param_bytes=param_bytes,
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
-        weight_grad_ms=weight_grad_ms,
+        **more,
     )
 
 

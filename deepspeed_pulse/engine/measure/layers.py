@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.engine.device import DeviceClock
+from deepspeed_pulse.engine.device import DeviceClock, DeviceMemory
 from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
@@ -57,12 +57,14 @@ def measure_layers(
     visits = Visits(graph, build, LayerInputs(hidden=inputs, values=dict(entries)), device, layers)
     # The random state is put back: measuring must not change the run that follows.
     with torch.random.fork_rng(devices=[]):
-        costs = tuple(_measure(probe, clock or DeviceClock(device)) for probe in visits)
+        memory = DeviceMemory(device)
+        costs = tuple(_measure(probe, clock or DeviceClock(device), memory) for probe in visits)
     return Measured(layers=costs, value_bytes=visits.value_bytes, dtype=visits.dtype)
 
 
-def _measure(probe: Probe, clock: DeviceClock) -> LayerCost:
+def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCost:
     activation_bytes, output_bytes = _warm_up(probe)
+    workspace_bytes = _workspace_bytes(probe, memory, activation_bytes)
     times = _times(probe, clock)
     both = [forward + backward for forward, backward in times]
     backward_ms = statistics.median(backward for _, backward in times)
@@ -74,6 +76,7 @@ def _measure(probe: Probe, clock: DeviceClock) -> LayerCost:
         param_bytes=param_bytes(probe.parameters),
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
+        workspace_bytes=workspace_bytes,
         spread=(max(both) - min(both)) / statistics.median(both) if any(both) else 0.0,
     )
 
@@ -87,6 +90,19 @@ def _warm_up(probe: Probe) -> tuple[int, int]:
     output_bytes = num_bytes(tensors_in(run.output))
     probe.backward()
     return saved.bytes, output_bytes
+
+
+def _workspace_bytes(probe: Probe, memory: DeviceMemory, activation_bytes: int) -> int:
+    """What a forward holds at most beyond what it keeps, or a backward beyond what it found, whichever is more."""
+    probe.forget()
+    before = memory.allocated()
+    memory.begin()
+    probe.run()
+    forward = memory.peak() - before - activation_bytes
+    kept = memory.allocated()
+    memory.begin()
+    probe.backward()
+    return max(0, forward, memory.peak() - kept)
 
 
 def _times(probe: Probe, clock: DeviceClock) -> list[tuple[float, float]]:

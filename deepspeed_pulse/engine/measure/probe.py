@@ -83,6 +83,10 @@ class Probe:
             else:
                 torch.autograd.backward(roots, gradients)
 
+    def forget(self) -> None:
+        """Free what the last run gave."""
+        self._last = None
+
     def leave(self) -> tuple[Any, dict[str, Any]]:
         """What the next layers read, from the last run; parameters get back the gradients they had.
 

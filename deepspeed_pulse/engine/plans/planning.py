@@ -32,7 +32,7 @@ from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate, simulate, tune
 from deepspeed_pulse.planner.cache import file_of, kept
-from deepspeed_pulse.planner.cost import default_cluster
+from deepspeed_pulse.planner.cost import StageCosts, default_cluster
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.recompute import recomputed_bytes as planned_replay
 
@@ -256,6 +256,13 @@ def recomputed_bytes(planned: Planned, interval: int) -> tuple[int, ...]:
     if planned.profile is None:
         return ()
     return planned_replay(planned.profile, planned.plan, interval=max(1, interval))
+
+
+def workspace_bytes(planned: Planned) -> tuple[int, ...]:
+    """Per stage, what one of its actions works with, as profiled; nothing where no profile is known."""
+    if planned.profile is None:
+        return ()
+    return StageCosts.of(planned.profile, planned.plan.boundaries).workspace_bytes
 
 
 def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:

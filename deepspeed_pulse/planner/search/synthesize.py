@@ -237,9 +237,10 @@ def _caps(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
 
 
 def _always(problem: Problem, rank: int) -> int:
-    """State, and what the largest backward recomputes."""
-    replayed = max(problem.recomputed_bytes(stage) for stage in problem.plan.stages_of(rank))
-    return rank_state_bytes(problem, rank) + replayed
+    """State, and what the largest backward recomputes and works with."""
+    stages = problem.plan.stages_of(rank)
+    backward = max(problem.recomputed_bytes(stage) + problem.costs.workspace_bytes[stage] for stage in stages)
+    return rank_state_bytes(problem, rank) + backward
 
 
 def _one_microbatch(problem: Problem) -> tuple[float, ...]:

@@ -79,6 +79,7 @@ def _scaled(layer: LayerCost, times: int) -> LayerCost:
         backward_ms=layer.backward_ms * times,
         weight_grad_ms=None if layer.weight_grad_ms is None else layer.weight_grad_ms * times,
         activation_bytes=layer.activation_bytes * times,
+        workspace_bytes=layer.workspace_bytes * times,
         output_bytes=layer.output_bytes * times,
     )
 
