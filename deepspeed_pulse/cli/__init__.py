@@ -5,10 +5,9 @@ Exit status: 0, 1 for a failed check, 2 for unusable input (one line on stderr, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from deepspeed_pulse.cli.parser import make_parser
 from deepspeed_pulse.errors import PulseError, shortened
@@ -23,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
         arguments = make_parser(str(__doc__)).parse_args(argv)
-        command: Callable[[argparse.Namespace], int] = arguments.command
-        return command(arguments)
+        return arguments.command(arguments) or OK
     except PulseError as problem:
         return _complain(str(problem))
     except BrokenPipeError:

@@ -5,26 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from deepspeed_pulse.cli.terminal import check_suffixes, print_text, quiet
 from deepspeed_pulse.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from deepspeed_pulse.ir.choice import Tuning
-    from deepspeed_pulse.ir.cluster import Cluster
-    from deepspeed_pulse.ir.profile import Profile
-
-OK = 0
+from deepspeed_pulse.ir.choice import Tuning
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.clusters import load_cluster
+from deepspeed_pulse.ir.fields import write_json
+from deepspeed_pulse.ir.frozen import FrozenParts
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.rules import Rules
 
 TFLOPS = 312.0
 """Peak rate that estimates assume: an A100's in bfloat16, by its data sheet."""
 
 
-def profile(arguments: argparse.Namespace) -> int:
+def profile(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.report.files import replacing
     from deepspeed_pulse.report.profiles import layer_times, profile_table
     from deepspeed_pulse.report.progress import visiting
@@ -57,14 +55,9 @@ def profile(arguments: argparse.Namespace) -> int:
             note = f"measured on {profile.device}: medians; spread is (largest - smallest) / median"
         out.write_text(profile.to_json(), encoding="utf-8")
     print_text(profile_table(profile, figures, note=note))
-    return OK
 
 
-def plan(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir.clusters import load_cluster
-    from deepspeed_pulse.ir.frozen import FrozenParts
-    from deepspeed_pulse.ir.profile import Profile
-    from deepspeed_pulse.ir.rules import Rules
+def plan(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.planner import Job, SearchOptions, make_plan
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
     from deepspeed_pulse.report.files import replacing
@@ -97,23 +90,21 @@ def plan(arguments: argparse.Namespace) -> int:
         plan = make_plan(job, options, progress=progress)
         out.write_text(plan.to_json(), encoding="utf-8")
     print_text(plan_table(plan, profile=profile))
-    return OK
 
 
 def _memory_bytes(arguments: argparse.Namespace) -> int | None:
     return None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9)
 
 
-def tune(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir.clusters import load_cluster
-    from deepspeed_pulse.ir.profile import Profile
+def tune(arguments: argparse.Namespace) -> None:
+    from deepspeed_pulse.cli.verify import check_machine
     from deepspeed_pulse.report.files import replacing
     from deepspeed_pulse.report.tuning import tuning_table
 
     _check_options_of_tune(arguments)
     profiles, cluster = [Profile.load(path) for path in arguments.profiles], load_cluster(arguments.cluster)
     if arguments.verify:
-        _check_machine(cluster, arguments.world or cluster.num_ranks)
+        check_machine(cluster, arguments.world or cluster.num_ranks)
     with contextlib.ExitStack() as files:
         # Before the search, so that what cannot be written is known at once.
         paths = {
@@ -124,7 +115,6 @@ def tune(arguments: argparse.Namespace) -> int:
         tuning = _tuned(arguments, profiles, cluster)
         _write_tuning(tuning, paths, plan_file=arguments.out)
     print_text(tuning_table(tuning, everything=arguments.all))
-    return OK
 
 
 def _check_options_of_tune(arguments: argparse.Namespace) -> None:
@@ -141,20 +131,9 @@ def _check_options_of_tune(arguments: argparse.Namespace) -> None:
         raise ConfigError("--granularity goes with --verify: profiles have the layers they were made with")
 
 
-def _check_machine(cluster: Cluster, world: int) -> None:
-    from deepspeed_pulse.cli.verify import Machine, check_machine
-
-    with quiet():
-        from deepspeed_pulse.engine.verifying import available
-
-        device, devices = available()
-    check_machine(Machine(device=device, devices=devices), cluster, world)
-
-
 def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: Cluster) -> Tuning:
     """Every choice, predicted, the best ones also run where that was asked for."""
     from deepspeed_pulse.cli.verify import verify
-    from deepspeed_pulse.ir.frozen import FrozenParts
     from deepspeed_pulse.planner import OpenJob, tune
     from deepspeed_pulse.report.progress import counting
 
@@ -182,19 +161,14 @@ def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: 
         )
 
 
-def _write_tuning(tuning: Tuning, paths: Mapping[str, Path], *, plan_file: str | None) -> None:
+def _write_tuning(tuning: Tuning, paths: Mapping[str, Path], *, plan_file: str) -> None:
     """The best choice as the files that were asked for, by option; ``plan_file``: what the config calls the plan."""
-    from deepspeed_pulse.ir.fields import write_json
-
     best = tuning.best
     profile = tuning.profiles[best.choice.microbatch_size]
-    if "out" in paths:
-        paths["out"].write_text(best.planned.to_json(), encoding="utf-8")
-    if "profile_out" in paths:
-        paths["profile_out"].write_text(profile.to_json(), encoding="utf-8")
-    if "config" in paths:
-        assert plan_file is not None  # --config goes with --out
-        paths["config"].write_text(write_json(best.choice.ds_config(profile, plan_file)), encoding="utf-8")
+    config = write_json(best.choice.ds_config(profile, plan_file))
+    texts = {"out": best.planned.to_json(), "profile_out": profile.to_json(), "config": config}
+    for option in paths.keys() & texts.keys():
+        paths[option].write_text(texts[option], encoding="utf-8")
     if "picture" in paths:
         from deepspeed_pulse.report.throughput import draw_tuning
 

@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import TYPE_CHECKING
 
 from deepspeed_pulse import __version__
 from deepspeed_pulse.cli.terminal import check_suffixes, print_text, quiet, width
 from deepspeed_pulse.errors import ConfigError, PlanError
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.clusters import load_cluster
+from deepspeed_pulse.ir.fields import read_file, read_format
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Profile
 
-if TYPE_CHECKING:
-    from deepspeed_pulse.ir.cluster import Cluster
-    from deepspeed_pulse.ir.plan import Plan
-    from deepspeed_pulse.ir.profile import Profile
-    from deepspeed_pulse.ir.timeline import Timeline
-
-OK, FAILED_CHECK = 0, 1
+FAILED_CHECK = 1
 
 
-def simulate(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir.plan import Plan
+def simulate(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.planner.problem import Problem
     from deepspeed_pulse.planner.simulator import run, summarize
     from deepspeed_pulse.report.tables import estimate_table
 
     plan, profile, cluster = _costs(arguments, arguments.plan, Plan.load(arguments.plan))
-    _check_plan(arguments.plan, plan, profile)
     problem = Problem(plan, profile, cluster)
     timeline = run(problem, plan.schedule)
-    estimate = summarize(problem, timeline)
-    print_text(estimate_table(plan, timeline, estimate, memory_bytes=cluster.memory_bytes))
-    return OK
+    print_text(estimate_table(plan, timeline, summarize(problem, timeline), memory_bytes=cluster.memory_bytes))
 
 
-def check(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir.clusters import load_cluster
-    from deepspeed_pulse.ir.plan import Plan
-    from deepspeed_pulse.ir.profile import Profile
+def check(arguments: argparse.Namespace) -> int | None:
     from deepspeed_pulse.planner.checks.audit import audit
     from deepspeed_pulse.report.tables import audit_text
 
@@ -45,23 +36,17 @@ def check(arguments: argparse.Namespace) -> int:
     profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
     found = audit(plan, profile, cluster)
     print_text(audit_text(arguments.plan, found.problems, found.rows))
-    return FAILED_CHECK if found.problems else OK
+    return FAILED_CHECK if found.problems else None
 
 
-def show(arguments: argparse.Namespace) -> int:
-    from deepspeed_pulse.ir.fields import read_file, read_format
-    from deepspeed_pulse.ir.plan import Plan
-    from deepspeed_pulse.ir.profile import Profile
-
+def show(arguments: argparse.Namespace) -> None:
     text = read_file(arguments.file)  # once: it may be a pipe
     found = read_format(text, arguments.file, (*Plan.FORMATS, *Profile.FORMATS))
-    return _show_plan(arguments, text) if found in Plan.FORMATS else _show_model(arguments, text)
+    (_show_plan if found in Plan.FORMATS else _show_model)(arguments, text)
 
 
-def _show_model(arguments: argparse.Namespace, text: str) -> int:
+def _show_model(arguments: argparse.Namespace, text: str) -> None:
     """A profile: its layers, and where a plan cuts them."""
-    from deepspeed_pulse.ir.plan import Plan
-    from deepspeed_pulse.ir.profile import Profile
     from deepspeed_pulse.report.files import IMAGES, replacing
     from deepspeed_pulse.report.profiles import layer_times, profile_table
 
@@ -80,11 +65,10 @@ def _show_model(arguments: argparse.Namespace, text: str) -> int:
 
             draw_model(profile, files.enter_context(replacing(path)), plan=plan)
     print_text(profile_table(profile, layer_times(profile), note=f"costs: {profile.device}"))
-    return OK
 
 
-def _show_plan(arguments: argparse.Namespace, text: str) -> int:
-    from deepspeed_pulse.ir.plan import Plan
+def _show_plan(arguments: argparse.Namespace, text: str) -> None:
+    from deepspeed_pulse.planner import simulate
     from deepspeed_pulse.report.files import SUFFIXES, replacing, write
     from deepspeed_pulse.report.grid import schedule_grid
     from deepspeed_pulse.report.tables import plan_table
@@ -94,16 +78,18 @@ def _show_plan(arguments: argparse.Namespace, text: str) -> int:
     check_suffixes(arguments.out, SUFFIXES)
     plan = Plan.from_json(text, arguments.file)
     runnable, profile, cluster = _costs(arguments, arguments.file, plan)
-    timeline = _simulate(arguments.file, runnable, profile, cluster)
+    timeline = simulate(runnable, profile, cluster)
     with contextlib.ExitStack() as files:
         for path in arguments.out:
             write(files.enter_context(replacing(path)), plan, timeline, memory=arguments.memory)
-    print_text(plan_table(plan, profile=profile if arguments.profile else None, costs=_costs_note(arguments)))
+    if arguments.profile:
+        print_text(plan_table(plan, profile=profile))
+    else:
+        print_text(plan_table(plan, costs="unit times below: a forward takes 1 ms, a backward 2 ms, a message nothing"))
     print_text(schedule_grid(timeline, plan.placement, width=width()))
-    return OK
 
 
-def report(arguments: argparse.Namespace) -> int:
+def report(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.report.files import PICTURES, replacing, write_rows
     from deepspeed_pulse.report.runs import collect, environment_table, report, timelines
 
@@ -116,7 +102,7 @@ def report(arguments: argparse.Namespace) -> int:
 
             rows = [("ds_pulse", __version__), *environment()]
         print_text(environment_table(rows))
-        return OK
+        return
     found = collect(arguments.path)
     if arguments.out:
         run = found.only_run()
@@ -124,13 +110,10 @@ def report(arguments: argparse.Namespace) -> int:
             for path in arguments.out:
                 write_rows(files.enter_context(replacing(path)), timelines(run), run.plan.placement)
     print_text(report(found))
-    return OK
 
 
 def _costs(arguments: argparse.Namespace, path: str, plan: Plan) -> tuple[Plan, Profile, Cluster]:
-    """The plan with the costs it is drawn with."""
-    from deepspeed_pulse.ir.clusters import load_cluster
-    from deepspeed_pulse.ir.profile import Profile
+    """The plan, which can run, with the costs it is drawn with."""
     from deepspeed_pulse.report.units import with_unit_costs
 
     if (arguments.profile is None) != (arguments.cluster is None):
@@ -138,15 +121,17 @@ def _costs(arguments: argparse.Namespace, path: str, plan: Plan) -> tuple[Plan, 
     if arguments.profile is None:
         if arguments.memory:
             raise ConfigError("--memory needs --profile and --cluster: unit times say nothing about bytes")
-        return with_unit_costs(plan)
-    profile = Profile.load(arguments.profile)
-    _check_origin(path, plan, arguments.profile, profile)
-    cluster = load_cluster(arguments.cluster)
+        plan, profile, cluster = with_unit_costs(plan)
+    else:
+        profile = Profile.load(arguments.profile)
+        _check_origin(path, plan, arguments.profile, profile)
+        cluster = load_cluster(arguments.cluster)
     if plan.pipeline_ranks * plan.data_parallel > cluster.num_ranks:
         raise PlanError(
             f"{path} is for {plan.pipeline_ranks} x {plan.data_parallel} ranks, {arguments.cluster} has "
             f"{cluster.num_ranks}; give a larger cluster"
         )
+    _check_plan(path, plan, profile)
     return plan, profile, cluster
 
 
@@ -156,18 +141,6 @@ def _check_origin(path: str, plan: Plan, profile_path: str, profile: Profile) ->
             f"{path} was made from another profile than {profile_path}: expected fingerprint "
             f"{plan.profile_fingerprint}, found {profile.fingerprint}; give the profile it was made from"
         )
-
-
-def _costs_note(arguments: argparse.Namespace) -> str | None:
-    return None if arguments.profile else "unit times below: a forward takes 1 ms, a backward 2 ms, a message nothing"
-
-
-def _simulate(path: str, plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
-    """The timeline of a plan that can run."""
-    from deepspeed_pulse.planner import simulate
-
-    _check_plan(path, plan, profile)
-    return simulate(plan, profile, cluster)
 
 
 def _check_plan(path: str, plan: Plan, profile: Profile) -> None:

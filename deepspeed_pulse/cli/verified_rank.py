@@ -32,25 +32,19 @@ def _times(task: dict[str, Any]) -> list[float]:
     from deepspeed_pulse.engine.verifying import step_times
     from deepspeed_pulse.models.catalogue.sources import find_workload
 
-    workload = find_workload(
-        task["model"],
-        microbatch_size=task["microbatch_size"],
-        dtype=task["dtype"],
-        granularity=task["granularity"],
-    )
+    workload = find_workload(task["model"], **task["sizes"])
     found = [layer.name for layer in workload.graph.layers]
     if found != task["layers"]:
         raise ConfigError(
             f"{task['model']}: expected the {len(task['layers'])} layers of the profile, found {len(found)} layers"
             f"{_first_difference(task['layers'], found)}; give the model that was profiled, with its --granularity"
         )
-    return step_times(workload, task["config"], pipeline_ranks=task["pipeline_ranks"], steps=task["steps"])
+    return step_times(workload, task["config"], **task["steps"])
 
 
 def _first_difference(expected: list[str], found: list[str]) -> str:
-    pairs = ((i, a, b) for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b)
-    first = next(pairs, None)
-    return "" if first is None else f", layer {first[0]} is {first[2]!r} instead of {first[1]!r}"
+    pairs = enumerate(zip(expected, found, strict=False))
+    return next((f", layer {i} is {b!r} instead of {a!r}" for i, (a, b) in pairs if a != b), "")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed_pulse.cli.terminal import quiet
 from deepspeed_pulse.errors import ConfigError, RunError
 from deepspeed_pulse.ir.choice import Trial, Tuning, Verdict
 from deepspeed_pulse.ir.cluster import Cluster
@@ -33,15 +34,7 @@ Progress = Callable[[int, int, float], None]
 """Told how many choices have been run, how many will be, and the most samples/s so far."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """This one. ``devices``: ranks that find room, each on an accelerator, or a core, of its own."""
-
-    device: str
-    devices: int
-
-
-def check_machine(machine: Machine, cluster: Cluster, world: int) -> None:
+def check_machine(cluster: Cluster, world: int) -> None:
     """Refuse what would measure something else than the cluster.
 
     Raises:
@@ -53,10 +46,14 @@ def check_machine(machine: Machine, cluster: Cluster, world: int) -> None:
             f"{-(-world // cluster.ranks_per_node)} nodes, whose links are not here; leave out --verify, or tune for "
             f"the {cluster.ranks_per_node} ranks of one node with --world"
         )
-    if world > machine.devices:
-        what = "cores, a rank needs one of its own" if machine.device == "cpu" else f"{machine.device} devices"
+    with quiet():
+        from deepspeed_pulse.engine.verifying import available
+
+        device, devices = available()
+    if world > devices:
+        what = "cores, a rank needs one of its own" if device == "cpu" else f"{device} devices"
         raise ConfigError(
-            f"--verify: {world} ranks, this machine has {machine.devices} {what}; leave out --verify, or tune for "
+            f"--verify: {world} ranks, this machine has {devices} {what}; leave out --verify, or tune for "
             "fewer ranks with --world"
         )
 
@@ -87,26 +84,24 @@ def verify(
 
 
 def _run(trial: Trial, profile: Profile, model: str, granularity: str | None, seconds: float) -> Trial:
+    choice, dtype = trial.choice, None if ":" in model else profile.dtype
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan = folder / "plan.json"
         plan.write_text(trial.planned.to_json(), encoding="utf-8")
         task = {
             "model": model,
-            "granularity": granularity,
-            "dtype": None if ":" in model else profile.dtype,
-            "microbatch_size": trial.choice.microbatch_size,
+            "sizes": {"granularity": granularity, "dtype": dtype, "microbatch_size": choice.microbatch_size},
             "layers": [layer.name for layer in profile.layers],
-            "pipeline_ranks": trial.choice.pipeline_ranks,
-            "config": trial.choice.ds_config(profile, str(plan)),
-            "steps": STEPS,
+            "config": choice.ds_config(profile, str(plan)),
+            "steps": {"pipeline_ranks": choice.pipeline_ranks, "steps": STEPS},
         }
         (folder / "task.json").write_text(write_json(task), encoding="utf-8")
-        problem = _launch(folder, trial.choice.pipeline_ranks * trial.choice.data_parallel, seconds)
+        problem = _launch(folder, choice.num_ranks, seconds)
         if problem:
             return replace(trial, plan=None, verdict=Verdict.FAILED, reason=problem)
         times = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return replace(trial, measured=1e3 * trial.choice.global_batch / statistics.median(times))
+    return replace(trial, measured=1e3 * choice.global_batch / statistics.median(times))
 
 
 def _launch(folder: Path, world: int, seconds: float) -> str:
@@ -130,18 +125,18 @@ def _launch(folder: Path, world: int, seconds: float) -> str:
 
 def _wait(ranks: list[subprocess.Popen[Any]], folder: Path, seconds: float) -> str:
     deadline = time.monotonic() + seconds
-    failed: set[int] = set()
-    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-        bad = {rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)}
-        if bad and not failed:
-            failed, deadline = bad, min(deadline, time.monotonic() + GRACE_SECONDS)
+    failed: list[int] = []
+    while True:
+        states = [process.poll() for process in ranks]
+        if not failed and any(states):
+            failed = [rank for rank, state in enumerate(states) if state]
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if None not in states or time.monotonic() >= deadline:
+            break
         time.sleep(0.05)
-    failed = failed or {rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)}
     if failed:
-        return _said(folder, min(failed))
-    if any(process.poll() is None for process in ranks):
-        return f"took longer than {seconds:g} s; --verify-seconds gives it more"
-    return ""
+        return _said(folder, failed[0])
+    return f"took longer than {seconds:g} s; --verify-seconds gives it more" if None in states else ""
 
 
 def _said(folder: Path, rank: int) -> str:
