@@ -44,6 +44,9 @@ class Transfer(Generic[Sent]):
     num_bytes: int
 
 
+AnyTransfer = Transfer[Message] | Transfer[HandOver]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
     """A stage's gradients while they are summed over data-parallel peers; ms since the first action of the step."""
@@ -83,8 +86,12 @@ class Timeline:
     @property
     def every_span(self) -> tuple[AnySpan, ...]:
         """Actions and frozen work."""
-        actions: tuple[AnySpan, ...] = self.spans
-        return actions + self.frozen
+        return (*self.spans, *self.frozen)
+
+    @property
+    def every_transfer(self) -> tuple[AnyTransfer, ...]:
+        """Messages and frozen results."""
+        return (*self.transfers, *self.carried)
 
     @property
     def start_ms(self) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.schedule import format_schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report import words
 
@@ -21,12 +22,20 @@ SUFFIXES = (*PICTURES, ".csv")
 def write(path: Path, plan: Plan, timeline: Timeline, *, memory: bool) -> None:
     """What the suffix asks for."""
     if path.suffix == ".csv":
-        from deepspeed_pulse.report.actions import to_csv
-
         path.write_text(to_csv(plan), encoding="utf-8")
         return
-    title = "planned" if path.suffix == ".json" else _title(plan)
+    title = "planned"
+    if path.suffix != ".json" and plan.solver is not None:
+        title += f", schedule {words.schedule(plan.solver.name)}"
     write_rows(path, [(title, timeline)], plan.placement, memory=memory)
+
+
+def to_csv(plan: Plan) -> str:
+    """The schedule as the table that torch.distributed.pipelining reads: a row a rank, cells like ``2F0``.
+
+    Compute actions only (torch's ``compute_only``), in order; torch derives the messages itself.
+    """
+    return "".join(",".join(row) + "\n" for row in format_schedule(plan.schedule))
 
 
 def write_rows(path: Path, rows: Sequence[tuple[str, Timeline]], placement: Placement, *, memory: bool = False) -> None:
@@ -43,10 +52,6 @@ def write_rows(path: Path, rows: Sequence[tuple[str, Timeline]], placement: Plac
         from deepspeed_pulse.report.timeline import draw_timelines
 
         draw_timelines(rows, placement, path, memory=memory)
-
-
-def _title(plan: Plan) -> str:
-    return "planned" if plan.solver is None else f"planned, schedule {words.schedule(plan.solver.name)}"
 
 
 @contextlib.contextmanager

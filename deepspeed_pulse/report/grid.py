@@ -12,13 +12,13 @@ step, a dot is idle time. Long timelines continue in further bands below::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.text import Text
 
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.report.spans import FROZEN, WORDS, Box, boxes_of, kind, kinds, microbatch, text
+from deepspeed_pulse.ir.timeline import AnySpan, Timeline
+from deepspeed_pulse.report.spans import FROZEN, WORDS, kind, kinds
 from deepspeed_pulse.report.words import summary
 
 IDLE = "."
@@ -43,11 +43,7 @@ def schedule_grid(timeline: Timeline, placement: Placement, *, width: int = 100)
         placement: rank of each stage; a rank's first and second stage get different shades.
         width: columns there are.
     """
-    lines = [
-        Text(summary(timeline)),
-        *_bands(timeline, placement, width),
-        *_legend(timeline, placement, width),
-    ]
+    lines = [Text(summary(timeline)), *_bands(timeline, placement, width), *_legend(timeline, placement, width)]
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
@@ -84,33 +80,25 @@ def _lane(
 ) -> Text:
     """All columns of one rank."""
     lane, at = Text(), 0
-    for box in boxes_of(timeline, rank):
-        letter, way = kind(box, placement)
-        start_ms, end_ms = box.start_ms, box.end_ms
-        left, right = (_column(ms - start, ms_per_column) for ms in (start_ms, end_ms))
+    mine = (span for span in timeline.every_span if span.rank == rank)
+    for span in sorted(mine, key=lambda span: (span.start_ms, span.end_ms)):
+        letter, way = kind(span, placement)
+        left, right = (round((ms - start) / ms_per_column) for ms in (span.start_ms, span.end_ms))
         left = max(left, at)
-        if right <= left:
-            continue
-        lane.append(IDLE * (left - at), style=_IDLE_STYLE)
-        lane.append(_cell(_labels(box, letter), _FILL[letter], right - left), style=_STYLES[letter][way])
-        at = right
+        if right > left:
+            lane.append(IDLE * (left - at), style=_IDLE_STYLE)
+            lane.append(_cell(span, letter, right - left), style=_STYLES[letter][way])
+            at = right
     lane.append(IDLE * (columns - at), style=_IDLE_STYLE)
     return lane
 
 
-def _column(ms: float, ms_per_column: float) -> int:
-    return round(ms / ms_per_column)
-
-
-def _cell(labels: Sequence[str], fill: str, width: int) -> str:
+def _cell(span: AnySpan, letter: str, width: int) -> str:
     """The action's text where it leaves room for a fill, else less of it, else without a fill."""
+    short = (f"{letter}{span.work.microbatch}", letter)
+    labels = short if letter == FROZEN else (str(span.work), *short)
     fitting = [text for room in (width - 1, width) for text in labels if len(text) <= room]
-    return fitting[0].ljust(width, fill)
-
-
-def _labels(box: Box, letter: str) -> tuple[str, ...]:
-    short = (f"{letter}{microbatch(box)}", letter)
-    return short if letter == FROZEN else (text(box), *short)
+    return fitting[0].ljust(width, _FILL[letter])
 
 
 def _axis(left: int, right: int, ms_per_column: float) -> str:

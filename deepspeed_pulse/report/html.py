@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.report.spans import FROZEN, arrows, boxes, kind, kinds, microbatch, text
+from deepspeed_pulse.report.spans import FROZEN, kind, kinds
 from deepspeed_pulse.report.words import summary
 
 
@@ -31,23 +31,20 @@ def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement
 def _row(title: str, timeline: Timeline, placement: Placement) -> dict[str, Any]:
     """``spans``: rank, letter, second stage or not, start, end, text, microbatch; ``messages``: ranks, from, until."""
     start = timeline.start_ms
+
+    def at(ms: float) -> float:
+        return round(ms - start, 4)
+
     return {
         "title": f"{title}: {summary(timeline)}" if title else summary(timeline),
         "lanes": [f"rank {r}: {', '.join(map(str, placement.stages_of(r)))}" for r in range(timeline.num_ranks)],
         "end": timeline.makespan_ms,
         "spans": [
-            [b.rank, *kind(b, placement), _ms(b.start_ms - start), _ms(b.end_ms - start), text(b), microbatch(b)]
-            for b in boxes(timeline)
+            [s.rank, *kind(s, placement), at(s.start_ms), at(s.end_ms), str(s.work), s.work.microbatch]
+            for s in timeline.every_span
         ],
-        "messages": [
-            [arrow.source_rank, arrow.target_rank, _ms(arrow.leave_ms - start), _ms(arrow.arrive_ms - start)]
-            for arrow in arrows(timeline)
-        ],
+        "messages": [[t.source_rank, t.target_rank, at(t.leave_ms), at(t.arrive_ms)] for t in timeline.every_transfer],
     }
-
-
-def _ms(value: float) -> float:
-    return round(value, 4)
 
 
 _SPLIT = """Backward is split: dark colours are its input gradients (I),

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.report import words
-from deepspeed_pulse.report.style import STYLE
+from deepspeed_pulse.report.spans import STYLE
 
 _FORWARD, _BACKWARD, _BACKWARD_EDGE, _BYTES = "#cfe3f7", "#2f6db0", "#5f93ca", "#8d8d8d"
 _STAYS, _TRAVELS = "#3b3b3b", "#c2452d"

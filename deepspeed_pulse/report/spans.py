@@ -1,4 +1,4 @@
-"""What runs on ranks and goes between them, as every picture draws it: actions and frozen work alike."""
+"""What runs on ranks, as every picture draws it: actions and frozen work alike."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from deepspeed_pulse.ir.fill import FrozenRun
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
-
-Box = AnySpan
 
 FROZEN = "E"
 """The letter of frozen work, beside those of operations."""
@@ -23,6 +21,16 @@ WORDS = {
 }
 """By letter, in the order of legends."""
 
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+"""matplotlib's settings for every picture."""
+
 
 class Kind(NamedTuple):
     """``way``: 0 for a rank's first, third, ... stage (down the V) and for frozen work, 1 for its second (up)."""
@@ -31,54 +39,12 @@ class Kind(NamedTuple):
     way: int
 
 
-class Arrow(NamedTuple):
-    """A message, or a frozen result, on its way between ranks; ms."""
-
-    source_rank: int
-    target_rank: int
-    leave_ms: float
-    arrive_ms: float
-
-
-def boxes(timeline: Timeline) -> tuple[Box, ...]:
-    """Of all ranks."""
-    return timeline.every_span
-
-
-def boxes_of(timeline: Timeline, rank: int) -> list[Box]:
-    """In time order."""
-    return sorted((b for b in boxes(timeline) if b.rank == rank), key=lambda box: (box.start_ms, box.end_ms))
-
-
-def kind(box: Box, placement: Placement) -> Kind:
-    if isinstance(box.work, FrozenRun):
+def kind(span: AnySpan, placement: Placement) -> Kind:
+    if isinstance(span.work, FrozenRun):
         return Kind(FROZEN, 0)
-    way = placement.stages_of(box.rank).index(box.work.stage) % 2
-    return Kind(box.work.op.value, way)
+    return Kind(span.work.op.value, placement.stages_of(span.rank).index(span.work.stage) % 2)
 
 
 def kinds(timelines: Sequence[Timeline], placement: Placement) -> set[Kind]:
     """Those that occur."""
-    return {kind(box, placement) for timeline in timelines for box in boxes(timeline)}
-
-
-def text(box: Box) -> str:
-    """``2F0``, ``latents[0:5]@3``."""
-    return str(box.work)
-
-
-def microbatch(box: Box) -> int:
-    return box.work.microbatch
-
-
-def details(box: Box) -> dict[str, Any]:
-    """What a box is of, by name."""
-    if isinstance(box.work, FrozenRun):
-        run = box.work
-        return {"part": run.part, "layers": f"{run.first}-{run.end - 1}", "microbatch": run.microbatch}
-    return {"stage": box.work.stage, "microbatch": box.work.microbatch}
-
-
-def arrows(timeline: Timeline) -> list[Arrow]:
-    sent = [Arrow(t.source_rank, t.target_rank, t.leave_ms, t.arrive_ms) for t in timeline.transfers]
-    return sent + [Arrow(c.source_rank, c.target_rank, c.leave_ms, c.arrive_ms) for c in timeline.carried]
+    return {kind(span, placement) for timeline in timelines for span in timeline.every_span}

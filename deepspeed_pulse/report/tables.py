@@ -62,8 +62,7 @@ def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory
     )
     for rank in range(plan.pipeline_ranks):
         busy = sum(end - start for start, end in timeline.intervals(rank))
-        sent = sum(t.num_bytes for t in timeline.transfers if t.source_rank == rank and t.message.microbatch == 0)
-        sent += sum(c.num_bytes for c in timeline.carried if c.source_rank == rank and c.message.microbatch == 0)
+        sent = sum(t.num_bytes for t in timeline.every_transfer if t.source_rank == rank and t.message.microbatch == 0)
         peak = estimate.peak_bytes[rank]
         over = memory_bytes is not None and peak > memory_bytes
         table.add_row(

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from deepspeed_pulse.ir.choice import Trial, Tuning, Verdict
-from deepspeed_pulse.report.style import STYLE
+from deepspeed_pulse.report.spans import STYLE
 from deepspeed_pulse.report.tuning import describe
 
 _MARKERS = "os^Dv*P<>X"

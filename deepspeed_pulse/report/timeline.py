@@ -19,9 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.report.spans import FROZEN, WORDS, Box, Kind, arrows, boxes, kind, kinds, microbatch
-from deepspeed_pulse.report.style import STYLE
+from deepspeed_pulse.ir.timeline import AnySpan, Timeline
+from deepspeed_pulse.report.spans import FROZEN, STYLE, WORDS, Kind, kind, kinds
 from deepspeed_pulse.report.words import summary
 
 _LANE = 0.84
@@ -61,11 +60,7 @@ _MESSAGE_INK = "#c2452d"
 
 
 def draw_timelines(
-    rows: Sequence[tuple[str, Timeline]],
-    placement: Placement,
-    path: str | Path,
-    *,
-    memory: bool = False,
+    rows: Sequence[tuple[str, Timeline]], placement: Placement, path: str | Path, *, memory: bool = False
 ) -> None:
     """Write one picture of several timelines that share the time axis, for example planned above measured.
 
@@ -76,8 +71,7 @@ def draw_timelines(
         memory: draw each rank's live bytes under the timelines that have them.
     """
     with matplotlib.rc_context(STYLE):
-        figure = timelines_figure(rows, placement, memory=memory)
-        figure.savefig(path, dpi=110)
+        timelines_figure(rows, placement, memory=memory).savefig(path, dpi=110)
 
 
 def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Placement, *, memory: bool = False) -> Figure:
@@ -98,13 +92,7 @@ def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Placement,
             _draw_memory(next(remaining), timeline)
     all_axes[-1].set_xlabel("ms")
     all_axes[-1].set_xlim(-0.003 * end, 1.003 * end)
-    figure.legend(
-        handles=handles,
-        loc="outside lower right",
-        ncols=columns,
-        frameon=False,
-        fontsize=8,
-    )
+    figure.legend(handles=handles, loc="outside lower right", ncols=columns, frameon=False, fontsize=8)
     return figure
 
 
@@ -121,13 +109,13 @@ def _size(rows: Sequence[tuple[str, Timeline]], memory: bool) -> tuple[float, li
 
 def _draw_lanes(axes: Axes, timeline: Timeline, placement: Placement, *, points_per_ms: float) -> None:
     start = timeline.start_ms
-    groups: dict[Kind, list[Box]] = {}
-    for box in boxes(timeline):
-        groups.setdefault(kind(box, placement), []).append(box)
-    for key, mine in groups.items():
-        _draw_boxes(axes, mine, _LOOKS[key], start)
-        for box in mine:
-            _draw_number(axes, box, _LOOKS[key].ink, start, points_per_ms)
+    groups: dict[Kind, list[AnySpan]] = {}
+    for span in timeline.every_span:
+        groups.setdefault(kind(span, placement), []).append(span)
+    for key, spans in groups.items():
+        _draw_boxes(axes, spans, _LOOKS[key], start)
+        for span in spans:
+            _draw_number(axes, span, _LOOKS[key].ink, start, points_per_ms)
     if len(timeline.transfers) <= _MAX_MESSAGES:
         _draw_messages(axes, timeline, start)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
@@ -143,10 +131,8 @@ def lane_name(placement: Placement, rank: int) -> str:
     return f"rank {rank}\nstage{'s' if len(stages) > 1 else ''} {', '.join(shown)}"
 
 
-def _draw_boxes(axes: Axes, spans: Sequence[Box], look: _Look, start: float) -> None:
-    boxes = [
-        Rectangle((span.start_ms - start, span.rank - _LANE / 2), span.end_ms - span.start_ms, _LANE) for span in spans
-    ]
+def _draw_boxes(axes: Axes, spans: Sequence[AnySpan], look: _Look, start: float) -> None:
+    boxes = [Rectangle((s.start_ms - start, s.rank - _LANE / 2), s.end_ms - s.start_ms, _LANE) for s in spans]
     axes.add_collection(
         PatchCollection(boxes, facecolor=look.face, edgecolor=look.edge, hatch=look.hatch or None, linewidth=0.4)
     )
@@ -156,8 +142,8 @@ def _draw_boxes(axes: Axes, spans: Sequence[Box], look: _Look, start: float) -> 
         axes.add_collection(PatchCollection(feet, facecolor=look.foot, linewidth=0))
 
 
-def _draw_number(axes: Axes, span: Box, ink: str, start: float, points_per_ms: float) -> None:
-    text = str(microbatch(span))
+def _draw_number(axes: Axes, span: AnySpan, ink: str, start: float, points_per_ms: float) -> None:
+    text = str(span.work.microbatch)
     room = (span.end_ms - span.start_ms) * points_per_ms - 1
     size = min(_FONT_POINTS, room / (0.66 * len(text)))
     if size >= 4:
@@ -168,10 +154,10 @@ def _draw_number(axes: Axes, span: Box, ink: str, start: float, points_per_ms: f
 def _draw_messages(axes: Axes, timeline: Timeline, start: float) -> None:
     """A thin line from the sender's lane when the message leaves to the receiver's when it arrives."""
     lines = []
-    for arrow in arrows(timeline):
-        down = math.copysign(_LANE / 2, arrow.target_rank - arrow.source_rank)
-        leaves = (arrow.leave_ms - start, arrow.source_rank + down)
-        lines.append([leaves, (arrow.arrive_ms - start, arrow.target_rank - down)])
+    for sent in timeline.every_transfer:
+        down = math.copysign(_LANE / 2, sent.target_rank - sent.source_rank)
+        leaves = (sent.leave_ms - start, sent.source_rank + down)
+        lines.append([leaves, (sent.arrive_ms - start, sent.target_rank - down)])
     axes.add_collection(LineCollection(lines, colors=_MESSAGE_INK, linewidths=0.8, zorder=3))
 
 

@@ -20,7 +20,7 @@ from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize
-from deepspeed_pulse.report.actions import to_csv
+from deepspeed_pulse.report.files import to_csv
 
 
 def test_torch_reads_the_table(sample: Any) -> None:
