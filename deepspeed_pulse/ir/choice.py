@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed_pulse.ir.codec import File
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.rules import Rules
 
@@ -140,6 +140,12 @@ class Trial:
     def planned(self) -> Plan:
         assert self.plan is not None
         return self.plan
+
+    @property
+    def figures(self) -> Estimate:
+        """The plan's."""
+        assert self.planned.estimate is not None
+        return self.planned.estimate
 
 
 @dataclass(frozen=True, kw_only=True)

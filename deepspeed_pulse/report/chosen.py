@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group
 from rich.text import Text
@@ -31,7 +31,7 @@ def options(tuning: Tuning) -> tuple[Option, ...]:
 
 
 def _option(trial: Trial, why: str) -> Option:
-    figures = _figures(trial)
+    figures = trial.figures
     return Option(
         choice=trial.choice,
         samples_per_second=figures.samples_per_second,
@@ -42,48 +42,36 @@ def _option(trial: Trial, why: str) -> Option:
     )
 
 
-def _figures(trial: Trial) -> Estimate:
-    assert trial.planned.estimate is not None
-    return trial.planned.estimate
-
-
 def _behind(trial: Trial, best: Trial) -> str:
     """How much slower, and what adds most to it: work of the ranks, waiting, or reducing gradients."""
-    mine, its = _figures(trial), _figures(best)
+    mine, its = trial.figures, best.figures
     more = mine.step_ms / its.step_ms - 1
     if more < _SAME:
         return "as fast, with more ranks in a pipeline or more memory"
+    work, idle, after = (a - b for a, b in zip(_times(mine), _times(its), strict=True))
     parts = {
-        "ranks work longer": _work_ms(mine) - _work_ms(its),
+        "ranks work longer": work,
         f"ranks wait longer (bubble {words.percent(mine.bubble_ratio)} instead of "
-        f"{words.percent(its.bubble_ratio)})": _idle_ms(mine) - _idle_ms(its),
-        f"reducing gradients adds {words.milliseconds(_after_ms(mine))}": _after_ms(mine) - _after_ms(its),
+        f"{words.percent(its.bubble_ratio)})": idle,
+        f"reducing gradients adds {words.milliseconds(mine.step_ms - mine.makespan_ms)}": after,
     }
     return f"its step takes {words.percent(more)} longer: {max(parts, key=lambda part: parts[part])}"
 
 
-def _work_ms(figures: Estimate) -> float:
-    return figures.makespan_ms * (1 - figures.bubble_ratio)
-
-
-def _idle_ms(figures: Estimate) -> float:
-    return figures.makespan_ms * figures.bubble_ratio
-
-
-def _after_ms(figures: Estimate) -> float:
-    return figures.step_ms - figures.makespan_ms
+def _times(figures: Estimate) -> tuple[float, float, float]:
+    """A step's ms in which ranks work, in which they wait, and after the last action."""
+    whole, bubble = figures.makespan_ms, figures.bubble_ratio
+    return whole * (1 - bubble), whole * bubble, figures.step_ms - whole
 
 
 def rejected(tuning: Tuning) -> tuple[str, ...]:
     """A line for each reason to reject choices."""
-    return tuple(_rejected(tuning.rejected))
-
-
-def _rejected(trials: Sequence[Trial]) -> Iterator[str]:
+    lines = []
     for verdict in (Verdict.MEMORY, Verdict.SLOW, Verdict.LAYERS, Verdict.SIZE):
-        same = [trial for trial in trials if trial.verdict is verdict]
+        same = [trial for trial in tuning.rejected if trial.verdict is verdict]
         if same:
-            yield f"{len(same)} {verdict.value}, for example {describe(same[0].choice)}: {same[0].reason}"
+            lines.append(f"{len(same)} {verdict.value}, for example {describe(same[0].choice)}: {same[0].reason}")
+    return tuple(lines)
 
 
 def chosen_table(names: Sequence[str], found: Sequence[Option], reasons: Sequence[str], notes: Sequence[str]) -> Group:
@@ -98,14 +86,9 @@ def chosen_table(names: Sequence[str], found: Sequence[Option], reasons: Sequenc
     table = new_table(("", "choice", "samples/s", "GB a rank", "why"), text=("", "choice", "why"))
     for index, option in enumerate(found):
         low, high = min(option.peak_bytes), max(option.peak_bytes)
-        gigabytes = [words.gigabytes(size) for size in ((low, high) if low != high else (high,))]
-        table.add_row(
-            "" if index else "chosen",
-            describe(option.choice),
-            f"{option.samples_per_second:.4g}",
-            " to ".join(dict.fromkeys(gigabytes)),
-            option.why,
-        )
+        sizes = " to ".join(dict.fromkeys((words.gigabytes(low), words.gigabytes(high))))
+        speed = f"{option.samples_per_second:.4g}"
+        table.add_row("" if index else "chosen", describe(option.choice), speed, sizes, option.why)
     choice = found[0].choice
     title = f"pulse: chosen for {', '.join(names)}: {choice.global_batch} samples a step on {choice.num_ranks} ranks"
     return Group(Text(title, style="bold"), table, *map(Text, (*[f"rejected: {line}" for line in reasons], *notes)))

@@ -46,10 +46,6 @@ class _Value:
     away: frozenset[int]
     """Readers that a plan has on another rank than the producer."""
 
-    @property
-    def width(self) -> int:
-        return self.targets[-1] - self.source
-
 
 def draw_model(profile: Profile, path: str | Path, *, plan: Plan | None = None) -> None:
     """Write the picture.
@@ -88,48 +84,28 @@ def model_figure(profile: Profile, *, plan: Plan | None = None) -> Figure:
         _draw_cuts((top, lines, times, weights, kept), plan, room)
     _name_layers(kept, names, room)
     kept.set_xlabel("layer: name, index; times and activations are of one microbatch", fontsize=8)
-    figure.legend(
-        handles=_legend(profile, values, largest, thick, plan),
-        loc="outside lower left",
-        ncols=8,
-        frameon=False,
-        fontsize=8,
-    )
+    handles = _legend(profile, values, largest, thick, plan)
+    figure.legend(handles=handles, loc="outside lower left", ncols=8, frameon=False, fontsize=8)
     return figure
 
 
 def _values(profile: Profile, plan: Plan | None) -> list[_Value]:
     """The profile's skips, entries of one name joined."""
-    targets: dict[str, list[int]] = {}
-    for skip in profile.skips:
-        targets.setdefault(skip.name, []).append(skip.target)
-    first = {skip.name: skip for skip in reversed(profile.skips)}
+    skips = {skip.name: skip for skip in profile.skips}
     found = []
-    for name, readers in targets.items():
-        skip = first[name]
-        away = [] if plan is None else [t for t in readers if plan.rank_of_layer(t) != plan.rank_of_layer(skip.source)]
-        found.append(
-            _Value(
-                name=name,
-                source=skip.source,
-                targets=tuple(sorted(readers)),
-                bytes=skip.bytes,
-                away=frozenset(away),
-            )
-        )
+    for name, skip in skips.items():
+        targets = tuple(sorted(reader.target for reader in profile.skips if reader.name == name))
+        away = () if plan is None else (t for t in targets if plan.rank_of_layer(t) != plan.rank_of_layer(skip.source))
+        found.append(_Value(name=name, source=skip.source, targets=targets, bytes=skip.bytes, away=frozenset(away)))
     return found
 
 
 def _title(profile: Profile, plan: Plan | None) -> str:
-    forward, backward, kept = (
-        sum(getattr(layer, name) for layer in profile.layers)
-        for name in ("forward_ms", "backward_ms", "activation_bytes")
-    )
+    kept = sum(layer.activation_bytes for layer in profile.layers)
     lines = [
-        f"{profile.name}: {profile.num_layers} layers, {profile.dtype}, microbatches of {profile.microbatch_size}, "
-        f"{profile.device}",
-        f"forward {words.milliseconds(forward)}, backward {words.milliseconds(backward)}, parameters "
-        f"{words.gigabytes(profile.param_bytes)} GB, activations {words.gigabytes(kept)} GB",
+        f"{words.profile_title(profile)}, {profile.device}",
+        f"{words.profile_times(profile)}, parameters {words.gigabytes(profile.param_bytes)} GB, "
+        f"activations {words.gigabytes(kept)} GB",
     ]
     if plan is not None:
         lines.append(f"{plan.num_stages} stages on {plan.pipeline_ranks} ranks; stages of one shade share a rank")
@@ -142,10 +118,10 @@ def _line_width(num_bytes: int, largest: int, thick: float) -> float:
 
 
 def _draw_arcs(axes: Axes, arcs: Sequence[_Value], largest: int, thick: float) -> None:
-    widest = max((arc.width for arc in arcs), default=1)
+    widest = max((arc.targets[0] - arc.source for arc in arcs), default=1)
     for away, colour, dashes in ((False, _STAYS, "-"), (True, _TRAVELS, _DASHES)):
         mine = [arc for arc in arcs if bool(arc.away) is away]
-        curves = [_curve(arc.source, arc.targets[0], arc.width / widest) for arc in mine]
+        curves = [_curve(arc.source, arc.targets[0], widest) for arc in mine]
         widths = [_line_width(arc.bytes, largest, thick) for arc in mine]
         axes.add_collection(LineCollection(curves, colors=colour, linewidths=widths, linestyles=[dashes], alpha=0.8))
     axes.set_ylim(0, 1.06)
@@ -153,10 +129,10 @@ def _draw_arcs(axes: Axes, arcs: Sequence[_Value], largest: int, thick: float) -
     axes.set_ylabel("skips" if arcs else "no skips", rotation=0, ha="right", va="center")
 
 
-def _curve(source: int, target: int, height: float) -> list[tuple[float, float]]:
+def _curve(source: int, target: int, widest: int) -> list[tuple[float, float]]:
     """Half an ellipse; flat ones keep a height that can be seen."""
     middle, half, steps = (source + target) / 2, (target - source) / 2, 48
-    height = 0.08 + 0.92 * height
+    height = 0.08 + 0.92 * ((target - source) / widest)
     angles = [math.pi * (1 - step / steps) for step in range(steps + 1)]
     return [(middle + half * math.cos(angle), height * math.sin(angle)) for angle in angles]
 
@@ -182,22 +158,13 @@ def _draw_rails(axes: Axes, rails: Sequence[_Value], rest: Sequence[_Value]) -> 
 def _draw_times(axes: Axes, profile: Profile) -> None:
     forward = [layer.forward_ms for layer in profile.layers]
     backward = [layer.backward_ms for layer in profile.layers]
-    axes.bar(range(len(forward)), forward, color=_FORWARD, edgecolor=_BACKWARD_EDGE, linewidth=0.4, width=0.8)
-    axes.bar(
-        range(len(forward)),
-        backward,
-        bottom=forward,
-        color=_BACKWARD,
-        edgecolor=_BACKWARD_EDGE,
-        linewidth=0.4,
-        hatch="////",
-        width=0.8,
-    )
+    bars: dict[str, Any] = {"edgecolor": _BACKWARD_EDGE, "linewidth": 0.4, "width": 0.8}
+    axes.bar(range(len(forward)), forward, color=_FORWARD, **bars)
+    axes.bar(range(len(forward)), backward, bottom=forward, color=_BACKWARD, hatch="////", **bars)
     known = [(i, x.forward_ms + x.backward_ms, x.spread) for i, x in enumerate(profile.layers) if x.spread is not None]
     places, totals = [i for i, _, _ in known], [total for _, total, _ in known]
     axes.errorbar(places, totals, yerr=[t * s / 2 for _, t, s in known], fmt="none", ecolor="black", elinewidth=0.8)
-    axes.set_ylabel("ms")
-    axes.set_ylim(bottom=0)
+    axes.set(ylabel="ms", ylim=(0, None))
 
 
 def _draw_bytes(axes: Axes, sizes: Sequence[int], what: str, plan: Plan | None = None) -> None:
@@ -205,11 +172,9 @@ def _draw_bytes(axes: Axes, sizes: Sequence[int], what: str, plan: Plan | None =
     unit, letter = (1e9, "GB") if max(sizes) >= 1e9 else (1e6, "MB")
     again = set() if plan is None else set(plan.recompute)
     faces = ["white" if index in again else _BYTES for index in range(len(sizes))]
-    axes.bar(
-        range(len(sizes)), [size / unit for size in sizes], color=faces, edgecolor=_BYTES, linewidth=0.6, width=0.8
-    )
-    axes.set_ylabel(f"{what}\n{letter}")
-    axes.set_ylim(bottom=0)
+    heights = [size / unit for size in sizes]
+    axes.bar(range(len(sizes)), heights, color=faces, edgecolor=_BYTES, linewidth=0.6, width=0.8)
+    axes.set(ylabel=f"{what}\n{letter}", ylim=(0, None))
 
 
 def _draw_cuts(all_axes: Sequence[Axes], plan: Plan, room: float) -> None:
@@ -246,18 +211,16 @@ def _bare(axes: Axes) -> None:
 def _legend(
     profile: Profile, values: Sequence[_Value], largest: int, thick: float, plan: Plan | None
 ) -> list[Patch | Line2D]:
-    handles: list[Patch | Line2D] = [
-        Patch(facecolor=_FORWARD, edgecolor=_BACKWARD_EDGE, label="forward"),
-        Patch(facecolor=_BACKWARD, edgecolor=_BACKWARD_EDGE, hatch="////", label="backward"),
-    ]
-    if any(layer.spread is not None for layer in profile.layers):
-        handles.append(Line2D([], [], color="black", linewidth=0.8, label="spread of repeats"))
-    if largest:
-        handles.append(Line2D([], [], color=_STAYS, linewidth=thick, label=f"skip of {words.megabytes(largest)}"))
-    if any(value.away and len(value.targets) == 1 for value in values):
-        handles.append(Line2D([], [], color=_TRAVELS, linestyle=_DASHES, label="sent to another rank"))
-    if any(value.away and len(value.targets) > 1 for value in values):
-        handles.append(Line2D([], [], label="read on another rank", linestyle="none", **_AWAY))
-    if plan is not None and plan.recompute:
-        handles.append(Patch(facecolor="white", edgecolor=_BYTES, label="run again in backward"))
-    return handles
+    spread = any(layer.spread is not None for layer in profile.layers)
+    readers = {min(len(value.targets), 2) for value in values if value.away}
+    skip, again = f"skip of {words.megabytes(largest)}", plan is not None and plan.recompute
+    entries = (
+        (True, Patch(facecolor=_FORWARD, edgecolor=_BACKWARD_EDGE, label="forward")),
+        (True, Patch(facecolor=_BACKWARD, edgecolor=_BACKWARD_EDGE, hatch="////", label="backward")),
+        (spread, Line2D([], [], color="black", linewidth=0.8, label="spread of repeats")),
+        (largest, Line2D([], [], color=_STAYS, linewidth=thick, label=skip)),
+        (1 in readers, Line2D([], [], color=_TRAVELS, linestyle=_DASHES, label="sent to another rank")),
+        (2 in readers, Line2D([], [], label="read on another rank", linestyle="none", **_AWAY)),
+        (again, Patch(facecolor="white", edgecolor=_BYTES, label="run again in backward")),
+    )
+    return [handle for shown, handle in entries if shown]

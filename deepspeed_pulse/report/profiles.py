@@ -33,9 +33,8 @@ def profile_table(profile: Profile, figures: Mapping[str, Sequence[float]], *, n
     sums = ("" if heading.endswith("%") else _figure(sum(column)) for heading, column in columns.items())
     table.add_section()
     table.add_row("all", *sums, "", style="bold")
-    return Group(
-        Text(_title(profile), style="bold"), table, *map(Text, (_times(profile), _values(profile), _UNITS, note))
-    )
+    below = (words.profile_times(profile), _values(profile), _UNITS, note)
+    return Group(Text(words.profile_title(profile), style="bold"), table, *map(Text, below))
 
 
 def layer_times(profile: Profile) -> dict[str, list[float]]:
@@ -53,17 +52,6 @@ def layer_times(profile: Profile) -> dict[str, list[float]]:
 def _figure(value: float) -> str:
     """Three digits, and all of them before the point."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
-
-
-def _title(profile: Profile) -> str:
-    return f"{profile.name}: {profile.num_layers} layers, {profile.dtype}, microbatches of {profile.microbatch_size}"
-
-
-def _times(profile: Profile) -> str:
-    forward, backward = (
-        sum(getattr(layer, f"{way}_ms") for layer in profile.layers) for way in ("forward", "backward")
-    )
-    return f"forward {words.milliseconds(forward)}, backward {words.milliseconds(backward)}"
 
 
 def _values(profile: Profile) -> str:

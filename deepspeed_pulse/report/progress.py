@@ -8,43 +8,42 @@ from typing import TextIO
 
 from deepspeed_pulse.report.words import milliseconds, percent
 
-Show = Callable[[float, float], None]
-"""Takes the best makespan found so far and the lower bound, in ms."""
-
-Count = Callable[[int, int, float], None]
-"""Takes how many choices are decided, how many there are, and the most samples/s so far."""
-
-Visit = Callable[[str, int, int], None]
-"""Takes the name of a layer, its index and the number of layers."""
-
-
-Move = Callable[[str, int, int | None], None]
+_Move = Callable[[str, int, int | None], None]
 """Takes what is going on, how much is done, and how much there is if that is known."""
 
 
 @contextlib.contextmanager
-def solving(stream: TextIO) -> Iterator[Show | None]:
-    """Best schedule and bound while the block runs; None where nobody watches."""
+def solving(stream: TextIO) -> Iterator[Callable[[float, float], None] | None]:
+    """Best schedule and bound while the block runs; None where nobody watches.
+
+    Takes the best makespan found so far and the lower bound, in ms.
+    """
     with _line(stream, "cutting the layer list") as move:
         yield None if move is None else lambda best_ms, bound_ms: move(describe(best_ms, bound_ms), 0, None)
 
 
 @contextlib.contextmanager
-def visiting(stream: TextIO) -> Iterator[Visit | None]:
-    """The layer at hand and a bar over all of them while the block runs; None where nobody watches."""
+def visiting(stream: TextIO) -> Iterator[Callable[[str, int, int], None] | None]:
+    """The layer at hand and a bar over all of them while the block runs; None where nobody watches.
+
+    Takes the name of a layer, its index and the number of layers.
+    """
     with _line(stream, "building the model", bar=True) as move:
         yield None if move is None else lambda name, index, total: move(f"layer {index + 1}: {name}", index, total)
 
 
 @contextlib.contextmanager
-def counting(stream: TextIO) -> Iterator[Count | None]:
-    """The best choice so far and a bar over all of them while the block runs; None where nobody watches."""
+def counting(stream: TextIO) -> Iterator[Callable[[int, int, float], None] | None]:
+    """The best choice so far and a bar over all of them while the block runs; None where nobody watches.
+
+    Takes how many choices are decided, how many there are, and the most samples/s so far.
+    """
     with _line(stream, "bounding the choices", bar=True) as move:
         yield None if move is None else lambda done, total, best: move(f"best {best:.4g} samples/s", done, total)
 
 
 @contextlib.contextmanager
-def _line(stream: TextIO, first: str, *, bar: bool = False) -> Iterator[Move | None]:
+def _line(stream: TextIO, first: str, *, bar: bool = False) -> Iterator[_Move | None]:
     """A line that moves while the block runs and is gone afterwards."""
     if not stream.isatty():
         yield None

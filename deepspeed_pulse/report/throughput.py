@@ -112,14 +112,11 @@ def _mark_best(axes: Axes, best: Trial, aside: float) -> None:
 
 
 def _draw_ranks(axes: Axes, best: Trial) -> None:
-    estimate = best.planned.estimate
-    assert estimate is not None
-    peaks = [num_bytes / _GB for num_bytes in estimate.peak_bytes]
+    peaks = [num_bytes / _GB for num_bytes in best.figures.peak_bytes]
     axes.bar(range(len(peaks)), peaks, color="#8d8d8d", width=0.7)
     axes.set_xlim(-0.8, max(len(peaks) - 0.2, 1.8))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.set_xlabel("pipeline rank")
-    axes.set_ylabel("GB")
+    axes.set(xlabel="pipeline rank", ylabel="GB")
     axes.set_title("best: " + describe(best.choice).replace(", ", ",\n", 1), fontsize=9)
 
 
@@ -134,21 +131,20 @@ def _decorate(axes: Axes, ranks: Sequence[int], label: str, title: str) -> None:
     axes.xaxis.set_major_locator(FixedLocator(list(ranks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("pipeline ranks P")
-    axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="pipeline ranks P", ylabel=label, ylim=(0, None))
     axes.set_title(title, fontsize=9)
 
 
 def _legend(tuning: Tuning, sizes: Sequence[int]) -> list[Line2D]:
     looks = [(f"microbatches of {size}", _look(index, len(sizes))) for index, size in enumerate(sizes)]
-    handles = [Line2D([], [], label=label, **look) for label, look in looks]
     bare: dict[str, Any] = {"linestyle": "none", "color": "black", "markerfacecolor": "none"}
-    handles.append(Line2D([], [], marker="o", markersize=11, label="best", **bare))
-    if tuning.rejected:
-        handles.append(Line2D([], [], marker="s", label="no plan: at most, or needed", **bare))
-    if any((trial.needed_bytes or 0) > _MOST_LIMITS * tuning.memory_bytes for trial in tuning.trials):
-        handles.append(Line2D([], [], linestyle="none", label="number: GB beyond the axis"))
-    if any(trial.measured is not None for trial in tuning.trials):
-        handles.append(Line2D([], [], marker="x", label="measured", **bare))
-    return handles
+    beyond = any((trial.needed_bytes or 0) > _MOST_LIMITS * tuning.memory_bytes for trial in tuning.trials)
+    measured = any(trial.measured is not None for trial in tuning.trials)
+    entries = (
+        (True, Line2D([], [], marker="o", markersize=11, label="best", **bare)),
+        (tuning.rejected, Line2D([], [], marker="s", label="no plan: at most, or needed", **bare)),
+        (beyond, Line2D([], [], linestyle="none", label="number: GB beyond the axis")),
+        (measured, Line2D([], [], marker="x", label="measured", **bare)),
+    )
+    sized = [Line2D([], [], label=label, **look) for label, look in looks]
+    return sized + [handle for shown, handle in entries if shown]

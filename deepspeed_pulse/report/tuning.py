@@ -90,13 +90,11 @@ def _order(plan: Plan) -> tuple[str, str]:
 
 
 def _figures(trial: Trial) -> tuple[str, ...]:
-    plan = trial.planned
-    figures = plan.estimate
-    assert figures is not None
+    figures = trial.figures
     return (
         f"{figures.samples_per_second:.4g}",
         words.percent(figures.bubble_ratio),
-        f"{figures.p2p_bytes_per_microbatch / plan.microbatch_size / 1e6:.4g}",
+        f"{figures.p2p_bytes_per_microbatch / trial.choice.microbatch_size / 1e6:.4g}",
         words.gigabytes(max(figures.peak_bytes)),
     )
 

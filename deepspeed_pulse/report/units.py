@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.fill import Fill, FrozenPart
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+
+_NO_BYTES: dict[str, Any] = {"param_bytes": 0, "activation_bytes": 0, "output_bytes": 0}
 
 
 def with_unit_costs(plan: Plan) -> tuple[Plan, Profile, Cluster]:
@@ -22,16 +25,17 @@ def with_unit_costs(plan: Plan) -> tuple[Plan, Profile, Cluster]:
         for route in sent
         for stage in sorted({to for _, to in route.hops})
     )
-    profile = Profile(
-        name="unit times",
-        device="none",
-        dtype="float32",
-        microbatch_size=plan.microbatch_size,
-        layers=tuple(_layer(plan, index) for index in range(plan.num_layers)),
-        skips=skips,
+    shares = (1.0 / len(plan.stage_layers(plan.stage_of(index))) for index in range(plan.num_layers))
+    layers = tuple(
+        LayerCost(name=str(index), forward_ms=share, backward_ms=2 * share, weight_grad_ms=share, **_NO_BYTES)
+        for index, share in enumerate(shares)
     )
+    size, name, ranks = plan.microbatch_size, "unit times", plan.pipeline_ranks * plan.data_parallel
+    profile = Profile(name=name, device="none", dtype="float32", microbatch_size=size, layers=layers, skips=skips)
+    instant = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
+    cluster = Cluster(name=name, nodes=1, ranks_per_node=ranks, memory_bytes=1, intra_node=instant, inter_node=instant)
     unit = dataclasses.replace(plan, routes=sent, fill=_fill(plan), profile_fingerprint=None)
-    return unit, profile, _cluster(plan)
+    return unit, profile, cluster
 
 
 def _fill(plan: Plan) -> Fill | None:
@@ -49,29 +53,5 @@ def _fill(plan: Plan) -> Fill | None:
 
 
 def _scaled(part: FrozenPart, scale: float) -> FrozenPart:
-    layers = (
-        dataclasses.replace(x, forward_ms=scale * x.forward_ms, param_bytes=0, output_bytes=0, activation_bytes=0)
-        for x in part.layers
-    )
+    layers = (dataclasses.replace(x, forward_ms=scale * x.forward_ms, **_NO_BYTES) for x in part.layers)
     return dataclasses.replace(part, layers=tuple(layers))
-
-
-def _layer(plan: Plan, index: int) -> LayerCost:
-    share = 1.0 / len(plan.stage_layers(plan.stage_of(index)))
-    return LayerCost(
-        name=str(index),
-        forward_ms=share,
-        backward_ms=2 * share,
-        weight_grad_ms=share,
-        param_bytes=0,
-        activation_bytes=0,
-        output_bytes=0,
-    )
-
-
-def _cluster(plan: Plan) -> Cluster:
-    instant = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
-    ranks = plan.pipeline_ranks * plan.data_parallel
-    return Cluster(
-        name="unit times", nodes=1, ranks_per_node=ranks, memory_bytes=1, intra_node=instant, inter_node=instant
-    )

@@ -130,6 +130,16 @@ def param_counts(profile: Profile) -> tuple[int, ...]:
     return tuple(layer.param_bytes // size for layer in profile.layers)
 
 
+def profile_title(profile: Profile) -> str:
+    return f"{profile.name}: {profile.num_layers} layers, {profile.dtype}, microbatches of {profile.microbatch_size}"
+
+
+def profile_times(profile: Profile) -> str:
+    forward = sum(layer.forward_ms for layer in profile.layers)
+    backward = sum(layer.backward_ms for layer in profile.layers)
+    return f"forward {milliseconds(forward)}, backward {milliseconds(backward)}"
+
+
 def summary(timeline: Timeline) -> str:
     """Makespan and bubble ratio on one line."""
     return f"makespan {milliseconds(timeline.makespan_ms)}, bubble {percent(timeline.bubble_ratio)}"
