@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.dependencies import Key, key_of, needs, ordered
@@ -50,12 +51,8 @@ def make_traffic(plan: Plan) -> Traffic:
     program = lower(plan)
     sent_at, used_at = _ends(program)
     channels, slots = receive_slots(program, plan.placement)
-    return Traffic(
-        program=program,
-        channels=channels,
-        slots=slots,
-        releases=tuple(_releases(rank, program, sent_at, used_at) for rank in range(len(program))),
-    )
+    releases = tuple(_releases(steps, sent_at, used_at) for steps in program)
+    return Traffic(program=program, channels=channels, slots=slots, releases=releases)
 
 
 _Ends = dict[Message, tuple[int, int]]
@@ -87,8 +84,17 @@ def receive_slots(
     for message in sent_at:
         channels[channel_of(message, placement)].append(message)
     starts = unit_clock(program, placement)
-    ordered = {channel: tuple(messages) for channel, messages in channels.items()}
-    return ordered, {c: _slots(messages, program, starts, sent_at, used_at) for c, messages in ordered.items()}
+
+    def slots(messages: list[Message]) -> int:
+        """In unit time; at least ``MIN_SLOTS`` where there are as many messages."""
+        due, used = [], []
+        for message in messages:
+            (rank, i), (target, j) = sent_at[message], used_at[message]
+            due.append(starts[rank][i] + OP_RULES[program[rank][i].action.op].units - POSTED_AHEAD)
+            used.append((starts[target][j], j, program[target][j].receives.index(message)))
+        return max(fewest_slots(due, used), min(MIN_SLOTS, len(messages)))
+
+    return {c: tuple(messages) for c, messages in channels.items()}, {c: slots(channels[c]) for c in channels}
 
 
 def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
@@ -106,23 +112,6 @@ def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
         free[rank] = ends[key_of(step.action)] = start + OP_RULES[step.action.op].units
         starts[rank].append(start)
     return starts
-
-
-def _slots(
-    messages: tuple[Message, ...],
-    program: Program,
-    starts: list[list[int]],
-    sent_at: dict[Message, tuple[int, int]],
-    used_at: dict[Message, tuple[int, int]],
-) -> int:
-    """Of one channel, in unit time; at least ``MIN_SLOTS`` where there are as many messages."""
-    due, used = [], []
-    for message in messages:
-        rank, i = sent_at[message]
-        due.append(starts[rank][i] + OP_RULES[program[rank][i].action.op].units - POSTED_AHEAD)
-        target, j = used_at[message]
-        used.append((starts[target][j], j, program[target][j].receives.index(message)))
-    return max(fewest_slots(due, used), min(MIN_SLOTS, len(messages)))
 
 
 def fewest_slots(due: Sequence[float], used: Sequence[tuple[float, int, int]]) -> int:
@@ -143,30 +132,22 @@ def fewest_slots(due: Sequence[float], used: Sequence[tuple[float, int, int]]) -
     return most
 
 
-def _releases(
-    rank: int,
-    program: Program,
-    sent_at: dict[Message, tuple[int, int]],
-    used_at: dict[Message, tuple[int, int]],
-) -> tuple[tuple[Message, ...], ...]:
-    found: list[list[Message]] = [[] for _ in program[rank]]
+def _releases(steps: Sequence[Step], sent_at: _Ends, used_at: _Ends) -> tuple[tuple[Message, ...], ...]:
+    """Of one rank: what its peer sent from an action that consumed a send on, or later, tells that it was received."""
+    found: list[list[Message]] = [[] for _ in steps]
     arrivals: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for i, step in enumerate(program[rank]):
+    for i, step in enumerate(steps):
         for message in step.receives:
             peer, sent = sent_at[message]
             arrivals[peer].append((sent, i))
-    earliest: dict[int, tuple[list[int], list[int]]] = {}
+    earliest: dict[int, list[int]] = {}
     for peer, pairs in arrivals.items():
         pairs.sort()
-        best = [i for _, i in pairs]
-        for k in range(len(best) - 2, -1, -1):
-            best[k] = min(best[k], best[k + 1])
-        earliest[peer] = ([sent for sent, _ in pairs], best)
-    for step in program[rank]:
+        earliest[peer] = [*accumulate((i for _, i in reversed(pairs)), min)][::-1]
+    for step in steps:
         for message in step.sends:
             peer, used = used_at[message]
-            sent_positions, best = earliest.get(peer, ([], []))
-            k = bisect_left(sent_positions, used)
-            if k < len(best):
-                found[best[k]].append(message)
-    return tuple(tuple(messages) for messages in found)
+            k = bisect_left(arrivals[peer], (used, 0))
+            if k < len(arrivals[peer]):
+                found[earliest[peer][k]].append(message)
+    return tuple(map(tuple, found))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_pulse.errors import FileError, did_you_mean
@@ -15,24 +14,18 @@ INSIDE_US, BETWEEN_US = 10.0, 20.0
 _SPELLING = re.compile(r"([a-z0-9]+):([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Accelerator:
-    """Memory in GB; GB/s of one rank to another, one way, inside a node and between nodes."""
-
-    memory_gb: int
-    inside: float
-    between: float
-
-
 ACCELERATORS = {
-    "v100": _Accelerator(memory_gb=32, inside=300.0, between=10.0),
-    "a100": _Accelerator(memory_gb=80, inside=300.0, between=25.0),
-    "h100": _Accelerator(memory_gb=80, inside=450.0, between=50.0),
-    "h200": _Accelerator(memory_gb=141, inside=450.0, between=50.0),
-    "910a": _Accelerator(memory_gb=32, inside=30.0, between=19.0),
+    "v100": (32, 300.0, 10.0),
+    "a100": (80, 300.0, 25.0),
+    "h100": (80, 450.0, 50.0),
+    "h200": (141, 450.0, 50.0),
+    "910a": (32, 30.0, 19.0),
 }
-"""V100 and 910A as the PULSE paper (arXiv 2606.19163) states its clusters; the others: NVLink 3 and 4 one way, and a
-network card of 200 and 400 Gbit/s for each accelerator."""
+"""Memory in GB; GB/s of one rank to another, one way, inside a node and between nodes.
+
+V100 and 910A as the PULSE paper (arXiv 2606.19163) states its clusters; the others: NVLink 3 and 4 one way, and a
+network card of 200 and 400 Gbit/s for each accelerator.
+"""
 
 SPELLINGS = f"a cluster file, or NAME:NODESxRANKS with a name of {', '.join(ACCELERATORS)}, for example a100:1x8"
 
@@ -51,12 +44,12 @@ def load_cluster(text: str) -> Cluster:
         raise FileError(
             f"{text}: no such file, and no such accelerator{did_you_mean(name, ACCELERATORS)}; expected {SPELLINGS}"
         )
-    kind = ACCELERATORS[name]
+    memory_gb, inside, between = ACCELERATORS[name]
     return Cluster(
         name=text.lower(),
         nodes=int(nodes),
         ranks_per_node=int(ranks),
-        memory_bytes=kind.memory_gb * 10**9,
-        intra_node=Link(bandwidth_gb_per_s=kind.inside, latency_us=INSIDE_US),
-        inter_node=Link(bandwidth_gb_per_s=kind.between, latency_us=BETWEEN_US),
+        memory_bytes=memory_gb * 10**9,
+        intra_node=Link(bandwidth_gb_per_s=inside, latency_us=INSIDE_US),
+        inter_node=Link(bandwidth_gb_per_s=between, latency_us=BETWEEN_US),
     )

@@ -4,8 +4,8 @@ A field's name is its key and its type says what may stand there: texts, flags, 
 enum, other nouns, tuples of all these (lists in a file). A field with a default may be left out of a file, or be null.
 What a type does not say, a :class:`Form` does: ``gap: Annotated[float, Form(minimum=-1.0)]``.
 
-A property may stand in a file, too (``DERIVED``). What several fields say together is for the noun's own
-``check_form(fields)``, which raises ``fields.error(name, expected)``. A noun that is a whole file is a :class:`File`.
+What several fields say together is for the noun's own ``check_form(fields)``, which raises
+``fields.error(name, expected)``. A noun that is a whole file is a :class:`File`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Form:
         some: what at least one of must be there, in a list: "layer".
         expected: what is said of a list with other things in it.
         key: in the file; None: the field's name.
+        after: a property that stands before the field in a file; ``check_form`` compares it.
         required: the field's default does not stand for what is missing.
         left_out: is not written while it has its default.
         place: fields are written in the order of their places, those of one place in the order of the class.
@@ -45,6 +46,7 @@ class Form:
     some: str | None = None
     expected: str | None = None
     key: str | None = None
+    after: str | None = None
     required: bool = False
     left_out: bool = False
     place: int = 0
@@ -63,9 +65,7 @@ class File:
     """Stands for a path in errors where there is none."""
 
     def to_dict(self) -> dict[str, Any]:
-        found = to_data(self)
-        assert isinstance(found, dict)
-        return found
+        return dict(to_data(self))
 
     def to_json(self) -> str:
         return write_json(self.to_dict())
@@ -88,10 +88,7 @@ def to_data(value: Any) -> Any:
     """A noun, or what stands in one, as ``json`` takes it."""
     if _is_noun(value):
         found: dict[str, Any] = {"format": value.FORMATS[0]} if isinstance(value, File) else {}
-        derived = {field: name for name, field in _derived(type(value)).items()}
         for slot in sorted(_slots(type(value)), key=lambda slot: slot.form.place):
-            if slot.name in derived:
-                found[derived[slot.name]] = getattr(value, derived[slot.name])
             slot.write(value, found)
         return found
     if isinstance(value, enum.Enum):
@@ -117,7 +114,8 @@ def read(noun: type[T], fields: Fields, **given: Any) -> T:
 
 def check_keys(noun: type[Any], fields: Fields) -> None:
     """Raise for a format that the noun does not have, and for a key that is none of its fields."""
-    known = [slot.key for slot in _slots(noun)] + list(_derived(noun))
+    slots = _slots(noun)
+    known = [slot.key for slot in slots] + [slot.form.after for slot in slots if slot.form.after]
     if issubclass(noun, File):
         fields.check_format(noun.FORMATS)
         known.insert(0, "format")
@@ -139,6 +137,8 @@ class _Slot:
 
     def write(self, noun: Any, data: dict[str, Any]) -> None:
         value = getattr(noun, self.name)
+        if self.form.after:
+            data[self.form.after] = getattr(noun, self.form.after)
         if not (self.form.left_out and value == self.default):
             data[self.key] = to_data(value if value is None or self.form.write is None else self.form.write(value))
 
@@ -148,34 +148,27 @@ class _Slot:
         if self.form.read is not None:
             return self.form.read(fields, self.key)
         if get_origin(self.hint) is tuple:
-            return self._read_tuple(fields)
+            return self._read_tuple(fields, self.hint)
         if _is_noun(self.hint):
             return read(self.hint, fields.object(self.key))
         if issubclass(self.hint, tuple):
-            plain = dataclasses.replace(self, hint=self.hint.__orig_bases__[0])
-            return self.hint(plain._read_tuple(fields))
-        return self._read_value(fields)
-
-    def _read_value(self, fields: Fields) -> Any:
-        if self.hint is str:
-            return fields.text(self.key)
-        if self.hint is bool:
-            return fields.flag(self.key)
+            return self.hint(self._read_tuple(fields, self.hint.__orig_bases__[0]))
         if self.hint is int:
             return fields.integer(self.key, minimum=int(self.form.minimum))
         if self.hint is float:
             return fields.number(self.key, minimum=self.form.minimum, above=self.form.above)
-        assert issubclass(self.hint, enum.Enum), self
-        return fields.member(self.key, self.hint)
+        if issubclass(self.hint, enum.Enum):
+            return fields.member(self.key, self.hint)
+        return {str: fields.text, bool: fields.flag}[self.hint](self.key)
 
-    def _read_tuple(self, fields: Fields) -> tuple[Any, ...]:
-        kind = get_args(self.hint)[0]
+    def _read_tuple(self, fields: Fields, hint: Any) -> tuple[Any, ...]:
+        kind = get_args(hint)[0]
         found: tuple[Any, ...]
         if _is_noun(kind):
             found = fields.objects(self.key, functools.partial(read, kind))
         else:
             try:
-                found = _plain(fields.items(self.key), self.hint)
+                found = plain(fields.items(self.key), hint)
             except TypeError:
                 raise fields.error(self.key, self.form.expected or _LISTS[kind]) from None
         if self.form.some and not found:
@@ -186,21 +179,16 @@ class _Slot:
 _LISTS = {int: "a list of integers >= 0", str: "a list of texts"}
 
 
-def _plain(value: Any, hint: Any) -> Any:
+def plain(value: Any, hint: Any) -> Any:
     """Lists in lists as tuples; a TypeError where they hold anything but what the type says."""
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
         if not isinstance(value, list) or (kinds[-1] is not ... and len(kinds) != len(value)):
             raise TypeError
-        return tuple(_plain(item, kinds[0] if kinds[-1] is ... else kinds[i]) for i, item in enumerate(value))
+        return tuple(plain(item, kinds[0] if kinds[-1] is ... else kinds[i]) for i, item in enumerate(value))
     if not isinstance(value, hint) or isinstance(value, bool) or (hint is int and not 0 <= value <= MAX_INTEGER):
         raise TypeError
     return value
-
-
-def _derived(noun: type[Any]) -> Mapping[str, str]:
-    """Properties that stand in a file, each with the field that it is written before; ``check_form`` compares them."""
-    return getattr(noun, "DERIVED", {})
 
 
 def _is_noun(thing: Any) -> bool:

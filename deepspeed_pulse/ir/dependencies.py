@@ -6,6 +6,7 @@ gave. Each gives one thing when it is over, and needs others before it starts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -98,16 +99,12 @@ def rows_of(program: Program, fill: Fill | None) -> Rows:
 
 
 def _row(steps: Sequence[Step], rank: int, fill: Fill) -> Iterator[Item]:
-    fillings = iter(fill.rows[rank])
-    following = next(fillings, None)
+    fillings = deque(fill.rows[rank])
     for index, step in enumerate(steps):
-        while following is not None and following.position <= index:
-            yield following.work
-            following = next(fillings, None)
+        while fillings and fillings[0].position <= index:
+            yield fillings.popleft().work
         yield step
-    while following is not None:
-        yield following.work
-        following = next(fillings, None)
+    yield from (filling.work for filling in fillings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,17 +50,20 @@ class Fields:
     def raw(self, name: str) -> Any:
         return self._data.get(name)
 
-    def text(self, name: str) -> str:
+    def _of_type(self, name: str, kind: type[T], expected: str) -> T:
         value = self.raw(name)
-        if not isinstance(value, str):
-            raise self.error(name, "a text")
+        if not isinstance(value, kind):
+            raise self.error(name, expected)
         return value
 
+    def text(self, name: str) -> str:
+        return self._of_type(name, str, "a text")
+
     def flag(self, name: str) -> bool:
-        value = self.raw(name)
-        if not isinstance(value, bool):
-            raise self.error(name, "true or false")
-        return value
+        return self._of_type(name, bool, "true or false")
+
+    def items(self, name: str) -> list[Any]:
+        return self._of_type(name, list, "a list")
 
     def member(self, name: str, kind: type[E]) -> E:
         """The member of an enum of texts."""
@@ -86,12 +89,6 @@ class Fields:
         if not math.isfinite(value) or (value <= above if above is not None else value < minimum):
             raise self.error(name, expected)
         return float(value)
-
-    def items(self, name: str) -> list[Any]:
-        value = self.raw(name)
-        if not isinstance(value, list):
-            raise self.error(name, "a list")
-        return value
 
     def objects(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
         return tuple(read(Fields(item, f"{self.where}: {name}[{i}]")) for i, item in enumerate(self.items(name)))

@@ -12,13 +12,14 @@ Two texts, the same in plans, errors, logs and pictures:
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from deepspeed_pulse.errors import FileError
-from deepspeed_pulse.ir.codec import Form
+from deepspeed_pulse.ir.codec import Form, plain
 from deepspeed_pulse.ir.fields import Fields
 
 P = TypeVar("P", bound="Part")
@@ -105,16 +106,15 @@ FrozenWork = FrozenRun | HandOver
 
 def parse_work(text: str) -> FrozenWork:
     """Inverse of ``str`` of a :class:`FrozenRun` or :class:`HandOver`."""
-    found = _RUN.fullmatch(text)
-    if found is not None:
-        return FrozenRun(found[1], int(found[2]), int(found[3]), int(found[4]))
-    found = _HAND_OVER.fullmatch(text)
-    if found is None:
-        raise FileError(
-            f"expected frozen work such as 'latents[0:5]@3' (layers 0 to 4 for microbatch 3) or 'latents[5]@3>2' (what "
-            f"5 layers gave goes to rank 2), found {text!r}"
-        )
-    return HandOver(found[1], int(found[2]), int(found[3]), int(found[4]))
+    for kind, form in ((FrozenRun, _RUN), (HandOver, _HAND_OVER)):
+        found = form.fullmatch(text)
+        if found is not None:
+            part, *numbers = found.groups()
+            return kind(part, *map(int, numbers))
+    raise FileError(
+        f"expected frozen work such as 'latents[0:5]@3' (layers 0 to 4 for microbatch 3) or 'latents[5]@3>2' (what "
+        f"5 layers gave goes to rank 2), found {text!r}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,27 +126,17 @@ class Filling:
 
 
 def _read_rows(fields: Fields, name: str) -> tuple[tuple[Filling, ...], ...]:
-    return tuple(_read_row(fields, name, row) for row in fields.items(name))
-
-
-def _read_row(fields: Fields, name: str, row: object) -> tuple[Filling, ...]:
     wrong = fields.error(name, 'lists of [position, work] like [3, "latents[0:5]@0"], positions ascending')
-    if not isinstance(row, list):
+    try:
+        rows = plain(fields.items(name), tuple[tuple[tuple[int, str], ...], ...])
+    except TypeError:
+        raise wrong from None
+    if any(after < before for row in rows for (before, _), (after, _) in itertools.pairwise(row)):
         raise wrong
-    found: list[Filling] = []
-    for item in row:
-        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], str):
-            raise wrong
-        position = item[0]
-        if isinstance(position, bool) or not isinstance(position, int):
-            raise wrong
-        if position < (found[-1].position if found else 0):
-            raise wrong
-        try:
-            found.append(Filling(position, parse_work(item[1])))
-        except FileError as problem:
-            raise fields.error(name, str(problem)) from None
-    return tuple(found)
+    try:
+        return tuple(tuple(Filling(position, parse_work(text)) for position, text in row) for row in rows)
+    except FileError as problem:
+        raise fields.error(name, str(problem)) from None
 
 
 def _write_rows(rows: tuple[tuple[Filling, ...], ...]) -> Any:
@@ -167,10 +157,7 @@ class Fill:
 
     def part(self, name: str) -> FrozenPart:
         """The part of that name; a ``KeyError`` where there is none."""
-        for part in self.parts:
-            if part.name == name:
-                return part
-        raise KeyError(name)
+        return {part.name: part for part in self.parts}[name]
 
     def duration_ms(self, run: FrozenRun) -> float:
         return sum(layer.forward_ms for layer in self.part(run.part).layers[run.first : run.end])

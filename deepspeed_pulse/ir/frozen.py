@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,7 +15,7 @@ from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart, Part, check_parts
 
 def _read_times(fields: Fields, name: str) -> Mapping[int, float]:
     found = fields.raw(name)
-    if not isinstance(found, dict) or not found or not all(map(_is_size, found)):
+    if not isinstance(found, dict) or not found or not all(map(re.compile("[1-9][0-9]{0,7}").fullmatch, found)):
         raise fields.error(name, 'an object of ms by microbatch size, like {"1": 2.5, "4": 8.0}')
     numbers = fields.object(name)
     return {int(size): numbers.number(size) for size in found}
@@ -35,9 +36,15 @@ class TimedLayer:
     activation_bytes: int
 
     def at(self, size: int, where: str) -> FrozenLayer:
+        known = max((known for known in self.forward_ms if known <= size), default=None)
+        if known is None:
+            raise FileError(
+                f"{where}, layer {self.name!r}: expected a time for microbatches of {size} or fewer samples, found "
+                f"sizes {', '.join(map(str, sorted(self.forward_ms)))}"
+            )
         return FrozenLayer(
             name=self.name,
-            forward_ms=_time(self.forward_ms, size, f"{where}, layer {self.name!r}"),
+            forward_ms=self.forward_ms[known] * size / known,
             param_bytes=self.param_bytes,
             output_bytes=size * self.output_bytes,
             activation_bytes=size * self.activation_bytes,
@@ -80,15 +87,3 @@ class FrozenParts(File):
             FileError: a layer was timed with larger microbatches only.
         """
         return tuple(part.at(size, self.name) for part in self.parts)
-
-
-def _time(times: Mapping[int, float], size: int, where: str) -> float:
-    smaller = [known for known in times if known <= size]
-    if not smaller:
-        sizes = ", ".join(map(str, sorted(times)))
-        raise FileError(f"{where}: expected a time for microbatches of {size} or fewer samples, found sizes {sizes}")
-    return times[max(smaller)] * size / max(smaller)
-
-
-def _is_size(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 9 and not text.startswith("0")

@@ -86,31 +86,25 @@ class Graph:
     def _problems(self) -> Sequence[str]:
         problems: list[str] = []
         producer: dict[str, int] = {}
-        for index, layer in enumerate(self.layers):
-            where = f"layer {index} ({layer.name})"
+        called = [f"layer {index} ({layer.name})" for index, layer in enumerate(self.layers)]
+        for index, (where, layer) in enumerate(zip(called, self.layers, strict=True)):
             for names, verb in ((layer.stash, "stashes"), (layer.pop, "pops")):
                 for name in sorted({n for n in names if names.count(n) > 1}):
                     problems.append(f"{where} {verb} {name!r} twice; name it once")
             for name in dict.fromkeys(layer.stash):
-                if name in producer:
-                    first = producer[name]
-                    problems.append(
-                        f"{where} stashes {name!r}, which layer {first} ({self.layers[first].name}) stashed already; "
-                        "a name has one producer"
-                    )
-                producer.setdefault(name, index)
+                first = producer.setdefault(name, index)
+                if first != index:
+                    told = f"{where} stashes {name!r}, which {called[first]} stashed already"
+                    problems.append(f"{told}; a name has one producer")
         for name, source in producer.items():
             targets = self._targets(name)
             if not targets:
                 popped = [n for layer in self.layers for n in layer.pop]
-                problems.append(
-                    f"layer {source} ({self.layers[source].name}) stashes {name!r}, which no layer pops"
-                    f"{did_you_mean(name, popped)}; pop it or do not stash it"
-                )
-            for target in targets:
-                if target <= source:
-                    problems.append(
-                        f"layer {target} ({self.layers[target].name}) pops {name!r} before layer {source} "
-                        f"({self.layers[source].name}) stashes it; a value flows forward only"
-                    )
+                told = f"{called[source]} stashes {name!r}, which no layer pops{did_you_mean(name, popped)}"
+                problems.append(f"{told}; pop it or do not stash it")
+            problems += [
+                f"{called[target]} pops {name!r} before {called[source]} stashes it; a value flows forward only"
+                for target in targets
+                if target <= source
+            ]
         return problems

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.codec import Count, File, Form
@@ -84,13 +84,12 @@ class Plan(File):
 
     FORMATS = ("pulse-plan/2", "pulse-plan/1")
     WHAT = "plan"
-    DERIVED: ClassVar = {"waves": "boundaries"}
 
     pipeline_ranks: Count
     data_parallel: Count
     microbatches: Count
     microbatch_size: Count
-    boundaries: tuple[int, ...]
+    boundaries: Annotated[tuple[int, ...], Form(after="waves")]
     placement: Placement
     schedule: Annotated[Schedule, Form(read=_read_schedule, write=format_schedule)]
     routes: Annotated[tuple[Route, ...], Form(required=True)] = ()
@@ -167,15 +166,11 @@ class Plan(File):
             raise fields.error("schedule", f"one list of actions for each of the {self.pipeline_ranks} ranks")
         longest = max(map(len, self.schedule))
         if self.microbatches > longest:
-            raise fields.error(
-                "microbatches", f"at most {longest}, the number of actions in the schedule's longest row"
-            )
+            row = "the number of actions in the schedule's longest row"
+            raise fields.error("microbatches", f"at most {longest}, {row}")
         if self.estimate is not None and len(self.estimate.peak_bytes) != self.pipeline_ranks:
             raise fields.error("estimate", f"peak_bytes for each of the {self.pipeline_ranks} ranks")
-        last = -1
-        for layer in self.recompute:
-            if not last < layer < self.num_layers:
-                raise fields.error("recompute", f"layer indices below {self.num_layers}, ascending, each once")
-            last = layer
+        if any(a >= b for a, b in itertools.pairwise((*self.recompute, self.num_layers))):
+            raise fields.error("recompute", f"layer indices below {self.num_layers}, ascending, each once")
         if len({route.name for route in self.routes}) != len(self.routes):
             raise fields.error("routes", "each name at most once")

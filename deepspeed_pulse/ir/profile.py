@@ -11,13 +11,10 @@ from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import Fields
 
-_FOUR_BYTE_STATE, _TWO_BYTE_STATE = 4, 8
-_TWO_BYTE_DTYPES = ("float16", "bfloat16")
-
 
 def state_factor(dtype: str) -> int:
     """k of "state = k * param_bytes": weights, gradients, fp32 master and two Adam moments."""
-    return _TWO_BYTE_STATE if dtype in _TWO_BYTE_DTYPES else _FOUR_BYTE_STATE
+    return 8 if dtype in ("float16", "bfloat16") else 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ the order in which the sender produces them, at both ends (NCCL and HCCL ignore 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,25 +84,17 @@ def channel_of(message: Message, placement: Sequence[int]) -> Channel:
 
 
 class Lowering:
-    """Messages of a plan's stages; :meth:`steps` turns an action order into steps.
-
-    Args:
-        hops: per (from_stage, to_stage) order of the plan's routes: (name, from, to).
-    """
+    """Messages of a plan's stages; :meth:`step` gives an action those that it waits for and sends."""
 
     def __init__(self, plan: Plan) -> None:
         self._in: dict[int, list[tuple[str, int]]] = defaultdict(list)
         self._out: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for stage in range(1, plan.num_stages):
-            if plan.placement[stage - 1] != plan.placement[stage]:
-                self._edge(HIDDEN, stage - 1, stage)
-        for route in plan.routes:
-            for source, target in route.hops:
-                self._edge(route.name, source, target)
-
-    def _edge(self, name: str, source: int, target: int) -> None:
-        self._out[source].append((name, target))
-        self._in[target].append((name, source))
+        places = itertools.pairwise(enumerate(plan.placement))
+        hidden = [(HIDDEN, stage, following) for (stage, rank), (following, other) in places if rank != other]
+        values = [(route.name, source, target) for route in plan.routes for source, target in route.hops]
+        for name, source, target in hidden + values:
+            self._out[source].append((name, target))
+            self._in[target].append((name, source))
 
     def step(self, action: Action) -> Step:
         stage, m = action.stage, action.microbatch
@@ -111,11 +104,8 @@ class Lowering:
         before, after = self._in[stage], self._out[stage]
         if way is Direction.BACKWARD:
             before, after = after, before
-        return Step(
-            action,
-            tuple(Message(name, way, other, stage, m) for name, other in before),
-            tuple(Message(name, way, stage, other, m) for name, other in after),
-        )
+        receives = tuple(Message(name, way, other, stage, m) for name, other in before)
+        return Step(action, receives, tuple(Message(name, way, stage, other, m) for name, other in after))
 
 
 def lower(plan: Plan) -> Program:

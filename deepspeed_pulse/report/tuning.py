@@ -51,9 +51,8 @@ def _encoders(tuning: Tuning) -> str:
 
 def _title(tuning: Tuning) -> str:
     choice = tuning.best.choice
-    ranks = choice.pipeline_ranks * choice.data_parallel
     return (
-        f"pulse: {choice.global_batch} samples a step on {ranks} ranks of {words.gigabytes(tuning.memory_bytes)} GB: "
+        f"pulse: {choice.global_batch} samples a step on {choice.num_ranks} ranks of {words.gigabytes(tuning.memory_bytes)} GB: "
         f"{len(tuning.ranked)} choices planned, {len(tuning.rejected)} rejected{_run(tuning)}"
     )
 
