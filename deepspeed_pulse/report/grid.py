@@ -69,10 +69,8 @@ def _ms_per_column(timeline: Timeline, room: int) -> float:
     if not durations:
         return 1.0
     short = durations[len(durations) // 10]
-    for cell in _CELL_WIDTHS:
-        if timeline.makespan_ms * cell / short <= max_columns:
-            return short / cell
-    return timeline.makespan_ms / max_columns
+    fitting = (short / cell for cell in _CELL_WIDTHS if timeline.makespan_ms * cell / short <= max_columns)
+    return next(fitting, timeline.makespan_ms / max_columns)
 
 
 def _lane(

@@ -4,47 +4,48 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
 
 from deepspeed_pulse.report.words import milliseconds, percent
 
-_Move = Callable[[str, int, int | None], None]
-"""Takes what is going on, how much is done, and how much there is if that is known."""
 
-
-@contextlib.contextmanager
-def solving(stream: TextIO) -> Iterator[Callable[[float, float], None] | None]:
+def solving(stream: TextIO) -> AbstractContextManager[Callable[[float, float], None] | None]:
     """Best schedule and bound while the block runs; None where nobody watches.
 
     Takes the best makespan found so far and the lower bound, in ms.
     """
-    with _line(stream, "cutting the layer list") as move:
-        yield None if move is None else lambda best_ms, bound_ms: move(describe(best_ms, bound_ms), 0, None)
+    return _line(stream, "cutting the layer list", lambda best_ms, bound_ms: (describe(best_ms, bound_ms), 0, None))
 
 
-@contextlib.contextmanager
-def visiting(stream: TextIO) -> Iterator[Callable[[str, int, int], None] | None]:
+def visiting(stream: TextIO) -> AbstractContextManager[Callable[[str, int, int], None] | None]:
     """The layer at hand and a bar over all of them while the block runs; None where nobody watches.
 
     Takes the name of a layer, its index and the number of layers.
     """
-    with _line(stream, "building the model", bar=True) as move:
-        yield None if move is None else lambda name, index, total: move(f"layer {index + 1}: {name}", index, total)
+    return _line(
+        stream, "building the model", lambda name, index, total: (f"layer {index + 1}: {name}", index, total), bar=True
+    )
 
 
-@contextlib.contextmanager
-def counting(stream: TextIO) -> Iterator[Callable[[int, int, float], None] | None]:
+def counting(stream: TextIO) -> AbstractContextManager[Callable[[int, int, float], None] | None]:
     """The best choice so far and a bar over all of them while the block runs; None where nobody watches.
 
     Takes how many choices are decided, how many there are, and the most samples/s so far.
     """
-    with _line(stream, "bounding the choices", bar=True) as move:
-        yield None if move is None else lambda done, total, best: move(f"best {best:.4g} samples/s", done, total)
+    return _line(
+        stream, "bounding the choices", lambda done, total, best: (f"best {best:.4g} samples/s", done, total), bar=True
+    )
 
 
 @contextlib.contextmanager
-def _line(stream: TextIO, first: str, *, bar: bool = False) -> Iterator[_Move | None]:
-    """A line that moves while the block runs and is gone afterwards."""
+def _line(
+    stream: TextIO, first: str, told: Callable[..., tuple[str, int, int | None]], *, bar: bool = False
+) -> Iterator[Callable[..., None] | None]:
+    """A line that moves while the block runs and is gone afterwards.
+
+    ``told`` makes of what is given what is going on, how much is done, and how much there is if that is known.
+    """
     if not stream.isatty():
         yield None
         return
@@ -57,7 +58,8 @@ def _line(stream: TextIO, first: str, *, bar: bool = False) -> Iterator[_Move | 
     with Progress(*columns, console=Console(file=stream), transient=True) as line:
         task = line.add_task(first, total=None)
 
-        def move(text: str, done: int, total: int | None) -> None:
+        def move(*given: Any) -> None:
+            text, done, total = told(*given)
             line.update(task, description=escape(text), completed=done, total=total, refresh=True)
 
         yield move

@@ -108,18 +108,9 @@ def _run(run: Run) -> Iterator[RenderableType]:
     if not run.steps:
         yield Text("no step was measured yet")
         return
-    last = run.steps[-1]
-    peaks = [rank.peak_live_bytes for rank in last.ranks]
     # predictions that come from no times are not worth comparing with
     plan = run.plan if run.planned is not None else replace(run.plan, estimate=None)
-    yield measured_table(
-        plan,
-        step_ms=last.step_ms,
-        bubble_ratio=last.timeline.bubble_ratio,
-        peak_bytes=peaks,
-        idle_ms=[rank.idle_ms for rank in last.ranks],
-        difference=run.difference,
-    )
+    yield measured_table(plan, run.steps[-1], run.difference)
     yield from (Text(line) for line in warning(run.difference))
     yield _steps_table(run.steps)
 
@@ -143,10 +134,8 @@ def _events_table(events: Sequence[Events]) -> Table:
     for event in events:
         values = [value for _, value in event.rows]
         if values:
-            figures = (values[0], values[-1], min(values), max(values))
-            table.add_row(
-                Name(event.name), str(len(values)), f"{event.rows[-1][0]:.0f}", *(f"{value:.6g}" for value in figures)
-            )
+            figures = [f"{value:.6g}" for value in (values[0], values[-1], min(values), max(values))]
+            table.add_row(Name(event.name), str(len(values)), f"{event.rows[-1][0]:.0f}", *figures)
     return table
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.ir.run import Difference, RankMemory
+from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankMemory
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.report import words
 from deepspeed_pulse.report.table import new_table
@@ -102,38 +102,22 @@ def audit_text(name: str, problems: Sequence[str], rows: Sequence[str]) -> Text:
     return text
 
 
-def measured_table(
-    plan: Plan,
-    *,
-    step_ms: float,
-    bubble_ratio: float | None = None,
-    peak_bytes: Sequence[int] | None = None,
-    idle_ms: Sequence[float] | None = None,
-    difference: Difference | None = None,
-) -> Group:
-    """Measured figures beside the predicted ones: a row for the step and one for each rank's memory.
+def measured_table(plan: Plan, measured: MeasuredStep, difference: Difference | None = None) -> Group:
+    """Measured figures beside the predicted ones: a row for the step and two for each rank.
 
-    Args:
-        step_ms: duration of a whole ``train_batch``.
-        bubble_ratio: 1 - busy / (ranks * makespan), measured.
-        peak_bytes, idle_ms: per rank.
-        difference: gives each difference the part that explains most of it.
+    ``difference``: gives each difference the part that explains most of it.
     """
     estimate = plan.estimate
     table = new_table(("", "predicted", "measured", "difference", "mostly"), text=("", "mostly"))
     mostly = "" if difference is None else _most_of_step(difference)
-    _compare(table, "step", estimate.step_ms if estimate else None, step_ms, words.milliseconds, mostly)
-    if bubble_ratio is not None:
-        table.add_row(
-            "bubble", words.percent(estimate.bubble_ratio) if estimate else UNKNOWN, words.percent(bubble_ratio)
-        )
-    for rank in range(plan.pipeline_ranks):
-        if peak_bytes is not None:
-            predicted = estimate.peak_bytes[rank] if estimate else None
-            mostly = _most_of_memory(difference.memory[rank]) if difference is not None and difference.memory else ""
-            _compare(table, f"rank {rank} GB", predicted, peak_bytes[rank], words.gigabytes, mostly)
-        if idle_ms is not None:
-            table.add_row(f"rank {rank} idle", UNKNOWN, words.milliseconds(idle_ms[rank]))
+    _compare(table, "step", estimate.step_ms if estimate else None, measured.step_ms, words.milliseconds, mostly)
+    bubble = words.percent(estimate.bubble_ratio) if estimate else UNKNOWN
+    table.add_row("bubble", bubble, words.percent(measured.timeline.bubble_ratio))
+    for rank, figures in enumerate(measured.ranks):
+        predicted = estimate.peak_bytes[rank] if estimate else None
+        mostly = _most_of_memory(difference.memory[rank]) if difference is not None and difference.memory else ""
+        _compare(table, f"rank {rank} GB", predicted, figures.peak_live_bytes, words.gigabytes, mostly)
+        table.add_row(f"rank {rank} idle", UNKNOWN, words.milliseconds(figures.idle_ms))
     return Group(Text("pulse: measured beside predicted", style="bold"), table)
 
 
@@ -176,21 +160,19 @@ def _title(plan: Plan) -> str:
 
 def _caption(plan: Plan, costs: str | None, layer_names: Sequence[str] | None, timed: bool) -> Iterator[str]:
     if plan.estimate is not None:
-        yield from _predicted(plan, plan.estimate) if timed else _guessed(plan.estimate)
-    if plan.fill is not None:
-        yield words.filled(plan.fill, plan.microbatches)
-    for line in (words.sent_values(plan), words.recomputed(plan, layer_names)):
-        if line is not None:
-            yield line
-    if costs is not None:
-        yield f"costs: {costs}"
+        yield from _predicted(plan, plan.estimate, timed)
+    filled = None if plan.fill is None else words.filled(plan.fill, plan.microbatches)
+    source = None if costs is None else f"costs: {costs}"
+    lines = (filled, words.sent_values(plan), words.recomputed(plan, layer_names), source)
+    yield from (line for line in lines if line is not None)
 
 
-def _predicted(plan: Plan, estimate: Estimate) -> Iterator[str]:
-    yield (
-        f"predicted: bubble {words.percent(estimate.bubble_ratio)}, step {words.milliseconds(estimate.step_ms)}, "
-        f"{estimate.samples_per_second:.4g} samples/s"
-    )
+def _predicted(plan: Plan, estimate: Estimate, timed: bool) -> Iterator[str]:
+    bubble, ms = f"predicted: bubble {words.percent(estimate.bubble_ratio)}", words.milliseconds(estimate.step_ms)
+    if not timed:
+        yield f"{bubble} if layers cost what is said below; step, memory and bytes sent are unknown"
+        return
+    yield f"{bubble}, step {ms}, {estimate.samples_per_second:.4g} samples/s"
     optimal = " (proven optimal)" if plan.solver is not None and plan.solver.optimal else ""
     yield (
         f"{words.percent(estimate.gap)} above the lower bound of these cuts{optimal}, "
@@ -199,10 +181,3 @@ def _predicted(plan: Plan, estimate: Estimate) -> Iterator[str]:
     searched = words.search_result(plan)
     if searched is not None:
         yield searched
-
-
-def _guessed(estimate: Estimate) -> Iterator[str]:
-    yield (
-        f"predicted: bubble {words.percent(estimate.bubble_ratio)} if layers cost what is said below; step, memory and "
-        "bytes sent are unknown"
-    )

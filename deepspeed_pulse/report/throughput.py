@@ -47,7 +47,8 @@ def tuning_figure(tuning: Tuning) -> Figure:
         _draw_rates(left, best, look, aside)
         _draw_peaks(middle, best, look, aside, limit)
         if size == tuning.best.choice.microbatch_size:
-            _mark_best(left, tuning.best, aside)
+            place = (aside * tuning.best.choice.pipeline_ranks, tuning.best.samples_per_second or 0.0)
+            left.plot(*place, "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
     _draw_ranks(right, tuning.best)
     _draw_limit(middle, limit)
     _draw_limit(right, limit)
@@ -67,12 +68,8 @@ def _look(index: int, count: int) -> dict[str, Any]:
 
 def _best_by_ranks(trials: Sequence[Trial]) -> list[Trial]:
     """Per number of pipeline ranks the fastest plan; without one, the nearest to it."""
-    found: dict[int, Trial] = {}
-    for trial in trials:
-        ranks = trial.choice.pipeline_ranks
-        if ranks not in found or _closeness(trial) > _closeness(found[ranks]):
-            found[ranks] = trial
-    return [found[ranks] for ranks in sorted(found)]
+    every = sorted({trial.choice.pipeline_ranks for trial in trials})
+    return [max((t for t in trials if t.choice.pipeline_ranks == ranks), key=_closeness) for ranks in every]
 
 
 def _closeness(trial: Trial) -> tuple[bool, bool, float]:
@@ -104,11 +101,6 @@ def _draw_points(axes: Axes, points: Sequence[tuple[Trial, float]], look: dict[s
         mine = [(aside * trial.choice.pipeline_ranks, y) for trial, y in points if (trial.plan is not None) is is_plan]
         style = {"linewidth": 1.2} if is_plan else {"linestyle": "none", "markerfacecolor": "none"}
         axes.plot([p for p, _ in mine], [y for _, y in mine], **look, **style)
-
-
-def _mark_best(axes: Axes, best: Trial, aside: float) -> None:
-    place = (aside * best.choice.pipeline_ranks, best.samples_per_second or 0.0)
-    axes.plot(*place, "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
 
 
 def _draw_ranks(axes: Axes, best: Trial) -> None:

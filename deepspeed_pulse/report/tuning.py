@@ -38,28 +38,17 @@ def tuning_table(tuning: Tuning, *, everything: bool = False) -> Group:
         parts.append(Text(f"and {more} slower ones (--all shows them)"))
     if tuning.rejected:
         parts.append(_all_rejected(tuning.rejected) if everything else _rejected(tuning.rejected))
-    parts.append(Text(_encoders(tuning)))
     return Group(*parts, *map(Text, _advice(tuning)))
-
-
-def _encoders(tuning: Tuning) -> str:
-    plan = tuning.best.planned
-    if plan.fill is None:
-        return "encoders: what they give is in the data (cached), so there is nothing to fill idle time with (--frozen)"
-    return words.filled(plan.fill, plan.microbatches)
 
 
 def _title(tuning: Tuning) -> str:
     choice = tuning.best.choice
-    return (
-        f"pulse: {choice.global_batch} samples a step on {choice.num_ranks} ranks of {words.gigabytes(tuning.memory_bytes)} GB: "
-        f"{len(tuning.ranked)} choices planned, {len(tuning.rejected)} rejected{_run(tuning)}"
-    )
-
-
-def _run(tuning: Tuning) -> str:
     run = sum(trial.measured is not None for trial in tuning.ranked)
-    return f", the best {run} by measurement here" if run else ""
+    memory, measured = words.gigabytes(tuning.memory_bytes), f", the best {run} by measurement here" if run else ""
+    return (
+        f"pulse: {choice.global_batch} samples a step on {choice.num_ranks} ranks of {memory} GB: "
+        f"{len(tuning.ranked)} choices planned, {len(tuning.rejected)} rejected{measured}"
+    )
 
 
 def _choice(choice: Choice) -> tuple[str, ...]:
@@ -142,7 +131,11 @@ def describe(choice: Choice) -> str:
 
 
 def _advice(tuning: Tuning) -> Iterator[str]:
-    choice = tuning.best.choice
+    choice, plan = tuning.best.choice, tuning.best.planned
     profile = tuning.profiles[choice.microbatch_size]
+    if plan.fill is None:
+        yield "encoders: what they give is in the data (cached), so there is nothing to fill idle time with (--frozen)"
+    else:
+        yield words.filled(plan.fill, plan.microbatches)
     yield f"best: {describe(choice)}; PipelineModule(num_stages={choice.pipeline_ranks})"
     yield f"costs: profile {profile.name} ({profile.device}, {profile.dtype})"

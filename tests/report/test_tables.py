@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from deepspeed_pulse.ir.plan import Solver
-from deepspeed_pulse.ir.run import Difference, RankMemory
+from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, RankMemory
 from deepspeed_pulse.report.tables import measured_table, plan_table
 
 
@@ -79,14 +79,20 @@ def test_costs_say_where_they_came_from(sample: Any) -> None:
     assert rows_of(table)[0][3] == "2k"
 
 
+def measured_step(sample: Any, step_ms: float, peaks: list[int]) -> MeasuredStep:
+    ranks = tuple(
+        RankFigures(p2p_bytes={}, local_value_bytes=0, peak_live_bytes=peak, idle_ms=rank + 1)
+        for rank, peak in enumerate(peaks)
+    )
+    return MeasuredStep(step=1, step_ms=step_ms, ranks=ranks, timeline=sample.timeline)
+
+
 def test_measured_beside_predicted(sample: Any) -> None:
     step = sample.plan.estimate.step_ms
-    table = measured_table(
-        sample.plan, step_ms=1.1 * step, bubble_ratio=0.25, peak_bytes=[10**9] * 4, idle_ms=[1, 2, 3, 4]
-    )
-    rows = rows_of(table)
+    measured = measured_step(sample, 1.1 * step, [10**9] * 4)
+    rows = rows_of(measured_table(sample.plan, measured))
     assert rows[0] == ["step", f"{step:.3g} ms", f"{1.1 * step:.3g} ms", "+10.0 %", ""]
-    assert rows[1][2] == "25.0 %"
+    assert rows[1][2] == f"{100 * sample.timeline.bubble_ratio:.1f} %"
     assert ["rank 3 idle", "-", "4 ms", "", ""] in rows
     assert len(rows) == 2 + 2 * 4
 
@@ -109,11 +115,14 @@ def test_what_explains_most_stands_beside_a_difference(sample: Any) -> None:
             for rank, peak in enumerate(peaks)
         ),
     )
-    measured = [memory.measured_bytes for memory in found.memory]
-    rows = rows_of(measured_table(sample.plan, step_ms=step - 5, peak_bytes=measured, difference=found))
-    assert [row[4] for row in rows] == ["messages -8 ms", "", "received +1 MB", "received +2 MB", "received +3 MB"]
+    measured = measured_step(sample, step - 5, [memory.measured_bytes for memory in found.memory])
+    rows = rows_of(measured_table(sample.plan, measured, found))
+    assert [row[4] for row in rows[:2]] == ["messages -8 ms", ""]
+    assert [row[4] for row in rows[2::2]] == ["", "received +1 MB", "received +2 MB", "received +3 MB"]
 
 
 def test_measured_without_a_prediction(sample: Any) -> None:
-    rows = rows_of(measured_table(dataclasses.replace(sample.plan, estimate=None), step_ms=5.0))
-    assert rows == [["step", "-", "5 ms", "", ""]]
+    measured = measured_step(sample, 5.0, [10**9] * 4)
+    rows = rows_of(measured_table(dataclasses.replace(sample.plan, estimate=None), measured))
+    assert rows[0] == ["step", "-", "5 ms", "", ""] and rows[2] == ["rank 0 GB", "-", "1.00", "", ""]
+    assert {row[1] for row in rows} == {"-"}

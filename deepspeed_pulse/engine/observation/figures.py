@@ -73,17 +73,8 @@ def print_chosen(chosen: Chosen) -> None:
 
 def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | None) -> None:
     """Measured figures beside the predicted ones, and a warning where they differ much."""
-    console, peaks = Console(), [rank.peak_live_bytes for rank in measured.ranks]
-    console.print(
-        measured_table(
-            plan,
-            step_ms=measured.step_ms,
-            bubble_ratio=measured.timeline.bubble_ratio,
-            peak_bytes=peaks,
-            idle_ms=[rank.idle_ms for rank in measured.ranks],
-            difference=difference,
-        )
-    )
+    console = Console()
+    console.print(measured_table(plan, measured, difference))
     for line in warning(difference, crowded=_crowded()):
         console.print(f"pulse: {line}", markup=False, highlight=False, soft_wrap=True)
 
