@@ -17,15 +17,15 @@ from deepspeed_pulse.ir.fields import write_json
 from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.rules import Rules
+from deepspeed_pulse.report.files import IMAGES, replacing
+from deepspeed_pulse.report.progress import counting, solving, visiting
 
 TFLOPS = 312.0
 """Peak rate that estimates assume: an A100's in bfloat16, by its data sheet."""
 
 
 def profile(arguments: argparse.Namespace) -> None:
-    from deepspeed_pulse.report.files import replacing
     from deepspeed_pulse.report.profiles import layer_times, profile_table
-    from deepspeed_pulse.report.progress import visiting
 
     if arguments.tflops is not None and not arguments.estimate:
         raise ConfigError("--tflops goes with --estimate: measured times need no rate")
@@ -60,8 +60,6 @@ def profile(arguments: argparse.Namespace) -> None:
 def plan(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.planner import Job, SearchOptions, make_plan
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
-    from deepspeed_pulse.report.files import replacing
-    from deepspeed_pulse.report.progress import solving
     from deepspeed_pulse.report.tables import plan_table
 
     profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
@@ -98,7 +96,6 @@ def _memory_bytes(arguments: argparse.Namespace) -> int | None:
 
 def tune(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.cli.verify import check_machine
-    from deepspeed_pulse.report.files import replacing
     from deepspeed_pulse.report.tuning import tuning_table
 
     _check_options_of_tune(arguments)
@@ -118,8 +115,6 @@ def tune(arguments: argparse.Namespace) -> None:
 
 
 def _check_options_of_tune(arguments: argparse.Namespace) -> None:
-    from deepspeed_pulse.report.files import IMAGES
-
     if arguments.config and not arguments.out:
         raise ConfigError("--config names the plan file: give --out PLAN, too")
     check_suffixes([arguments.picture] if arguments.picture else [], IMAGES, "--picture")
@@ -135,7 +130,6 @@ def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: 
     """Every choice, predicted, the best ones also run where that was asked for."""
     from deepspeed_pulse.cli.verify import verify
     from deepspeed_pulse.planner import OpenJob, tune
-    from deepspeed_pulse.report.progress import counting
 
     with counting(sys.stderr) as progress:
         job = OpenJob(

@@ -13,6 +13,7 @@ from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.fields import read_file, read_format
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.report.files import IMAGES, PICTURES, SUFFIXES, replacing, write, write_rows
 
 FAILED_CHECK = 1
 
@@ -47,7 +48,6 @@ def show(arguments: argparse.Namespace) -> None:
 
 def _show_model(arguments: argparse.Namespace, text: str) -> None:
     """A profile: its layers, and where a plan cuts them."""
-    from deepspeed_pulse.report.files import IMAGES, replacing
     from deepspeed_pulse.report.profiles import layer_times, profile_table
 
     for option in ("profile", "cluster", "memory"):
@@ -69,7 +69,6 @@ def _show_model(arguments: argparse.Namespace, text: str) -> None:
 
 def _show_plan(arguments: argparse.Namespace, text: str) -> None:
     from deepspeed_pulse.planner import simulate
-    from deepspeed_pulse.report.files import SUFFIXES, replacing, write
     from deepspeed_pulse.report.grid import schedule_grid
     from deepspeed_pulse.report.tables import plan_table
 
@@ -90,7 +89,6 @@ def _show_plan(arguments: argparse.Namespace, text: str) -> None:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    from deepspeed_pulse.report.files import PICTURES, replacing, write_rows
     from deepspeed_pulse.report.runs import collect, environment_table, report, timelines
 
     check_suffixes(arguments.out, PICTURES)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from deepspeed_pulse.cli.terminal import quiet
 from deepspeed_pulse.errors import ConfigError, RunError
@@ -35,11 +34,7 @@ Progress = Callable[[int, int, float], None]
 
 
 def check_machine(cluster: Cluster, world: int) -> None:
-    """Refuse what would measure something else than the cluster.
-
-    Raises:
-        ConfigError: the choices need more ranks than there are devices, or the links of several nodes.
-    """
+    """A :class:`ConfigError` where the choices need more ranks than there are devices, or links of several nodes."""
     if world > cluster.ranks_per_node:
         raise ConfigError(
             f"--verify runs on this machine alone: {world} ranks of cluster {cluster.name!r} are on "
@@ -63,12 +58,8 @@ def verify(
 ) -> Tuning:
     """The tuning with the best ``count`` choices run, ranked by measurement, before those that were not.
 
-    Args:
-        model: what the ranks build, as ``ds_pulse profile`` takes it.
-        seconds: that one choice may take, start and all.
-
-    Raises:
-        RunError: none of them ran.
+    ``model``: what the ranks build, as ``ds_pulse profile`` takes it. ``seconds``: that one choice may take, start and
+    all. Raises :class:`RunError` where none of them ran.
     """
     chosen = tuning.ranked[:count]
     measured: list[Trial] = []
@@ -123,7 +114,8 @@ def _launch(folder: Path, world: int, seconds: float) -> str:
             process.wait()
 
 
-def _wait(ranks: list[subprocess.Popen[Any]], folder: Path, seconds: float) -> str:
+def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> str:
+    """The last line that the first failed rank wrote, or that it took too long, or nothing."""
     deadline = time.monotonic() + seconds
     failed: list[int] = []
     while True:
@@ -135,15 +127,10 @@ def _wait(ranks: list[subprocess.Popen[Any]], folder: Path, seconds: float) -> s
             break
         time.sleep(0.05)
     if failed:
-        return _said(folder, failed[0])
+        lines = (folder / f"rank{failed[0]}.log").read_text(encoding="utf-8", errors="replace").split("\n")
+        written = [line.strip() for line in lines if line.strip()]
+        return f"rank {failed[0]}: {written[-1] if written else 'ended without a word'}"
     return f"took longer than {seconds:g} s; --verify-seconds gives it more" if None in states else ""
-
-
-def _said(folder: Path, rank: int) -> str:
-    """The last line a failed rank wrote."""
-    lines = (folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").split("\n")
-    written = [line.strip() for line in lines if line.strip()]
-    return f"rank {rank}: {written[-1] if written else 'ended without a word'}"
 
 
 def _free_port() -> int:

@@ -76,8 +76,7 @@ def receive_slots(
 ) -> tuple[dict[Channel, tuple[Message, ...]], dict[Channel, int]]:
     """Messages of each channel in the order in which they are sent, and its receive buffers (:class:`Traffic`).
 
-    Raises:
-        PlanError: a message has only one end, or the order of actions deadlocks.
+    Raises PlanError when a message has only one end, or the order of actions deadlocks.
     """
     sent_at, used_at = _ends(program)
     channels: dict[Channel, list[Message]] = defaultdict(list)
@@ -100,8 +99,7 @@ def receive_slots(
 def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
     """Start of every step when forward takes 1, backward 2 and messages nothing.
 
-    Raises:
-        PlanError: the order deadlocks; shows the action every rank is stuck at and what it waits for.
+    Raises PlanError when the order deadlocks; it shows the action every rank is stuck at and what it waits for.
     """
     starts: list[list[int]] = [[] for _ in program]
     free = [0] * len(program)
@@ -118,11 +116,9 @@ def fewest_slots(due: Sequence[float], used: Sequence[tuple[float, int, int]]) -
     """Buffers with which every receive of a channel is posted when it is due.
 
     Receives are posted in the channel's order, one for each buffer and one more whenever a message is consumed: with n
-    buffers, message k can arrive once k + 1 - n of the messages before it have been consumed.
-
-    Args:
-        due: when each message's receive is to be posted, in the channel's order.
-        used: when each is consumed, with the receiver's action and the position there.
+    buffers, message k can arrive once k + 1 - n of the messages before it have been consumed. ``due``: when each
+    message's receive is to be posted, in the channel's order. ``used``: when each is consumed, with the receiver's
+    action and the position there.
     """
     ended: list[tuple[float, int, int]] = []
     most = 1

@@ -33,8 +33,7 @@ SPELLINGS = f"a cluster file, or NAME:NODESxRANKS with a name of {', '.join(ACCE
 def load_cluster(text: str) -> Cluster:
     """The cluster of a file, or the one that ``text`` names.
 
-    Raises:
-        FileError: no such file, a damaged one, or a name that is not known.
+    Raises FileError when there is no such file, it is damaged, or the name is not known.
     """
     found = _SPELLING.fullmatch(text.lower())
     if found is None or Path(text).exists():

@@ -101,8 +101,7 @@ def to_data(value: Any) -> Any:
 def read(noun: type[T], fields: Fields, **given: Any) -> T:
     """The noun that ``fields`` hold, except for what is ``given`` of it.
 
-    Raises:
-        FileError: a field is missing, unknown, or holds what it may not.
+    Raises FileError when a field is missing, unknown, or holds what it may not.
     """
     check_keys(noun, fields)
     slots = _slots(noun)

@@ -166,11 +166,7 @@ def _text(missing: Key | Result, placement: Sequence[int]) -> str:
 
 
 def ordered(program: Program, placement: Sequence[int], fill: Fill | None = None) -> list[tuple[int, Item]]:
-    """The walk of a program that reaches every end.
-
-    Raises:
-        PlanError: the order deadlocks; says per rank where it is stuck.
-    """
+    """The walk of a program that reaches every end; the PlanError of a deadlock says where each rank is stuck."""
     order, stuck = walk(program, placement, fill)
     if stuck:
         raise PlanError("the order of actions deadlocks; reorder the schedule:\n  " + "\n  ".join(map(str, stuck)))

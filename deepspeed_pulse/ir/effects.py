@@ -19,10 +19,7 @@ INPUT = "<input>"
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Argument:
-    """One tensor among a layer's arguments: which argument (0 is the input), which tensor of it.
-
-    ``detached``: it is meant without its gradient.
-    """
+    """Which tensor of which of a layer's arguments (0 is the input). ``detached``: it is meant without its gradient."""
 
     index: int
     tensor: int
@@ -76,10 +73,8 @@ def changed_from_outside(
 ) -> frozenset[str]:
     """Names of what layers that run one after another read from outside and change, or let others change.
 
-    Args:
-        effects: of the layers.
-        arguments: per layer, names of its arguments that come from outside; other places hold an empty string.
-        until: layers after them that may change what they have read.
+    ``arguments``: per layer, names of its arguments that come from outside; other places hold an empty string.
+    ``until``: of layers after them that may change what they have read.
     """
     found: set[str] = set()
     changed = frozenset[int]().union(*(effect.changes for effect in until))

@@ -157,8 +157,7 @@ def write_json(data: Mapping[str, Any]) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Write a file of a ``plan_cache`` all at once, so that a reader at the same time finds a whole file or none.
 
-    Raises:
-        FileError: the folder cannot be written to.
+    Raises FileError when the folder cannot be written to.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -166,7 +165,5 @@ def write_whole(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise FileError(
-            f"plan_cache: cannot keep {path.name} in {path.parent}: {reason}; name another folder"
-        ) from None
+        told = f"cannot keep {path.name} in {path.parent}: {getattr(problem, 'strerror', None) or problem}"
+        raise FileError(f"plan_cache: {told}; name another folder") from None

@@ -188,9 +188,7 @@ class Fill:
 def up_front(fill: Fill, microbatches: int, readers: Mapping[str, Sequence[int]]) -> Fill:
     """The same parts, each microbatch in one piece, before the first action: what a step without the one before needs.
 
-    Args:
-        fill: says which ranks hold a part's weights.
-        readers: per part, the ranks that read its result.
+    ``fill`` says which ranks hold a part's weights. ``readers``: per part, the ranks that read its result.
     """
     ranks = range(len(fill.rows))
     parts = in_order(fill.parts)
@@ -209,8 +207,7 @@ def up_front(fill: Fill, microbatches: int, readers: Mapping[str, Sequence[int]]
 def in_order(parts: Sequence[P]) -> tuple[P, ...]:
     """Parts so that what one needs comes before it.
 
-    Raises:
-        FileError: a part needs one that is not there, or parts need each other.
+    Raises FileError when a part needs one that is not there, or parts need each other.
     """
     known, done, found = {part.name: part for part in parts}, set[str](), list[P]()
     for part in parts:

@@ -81,9 +81,6 @@ class FrozenParts(File):
         """The parts for microbatches of ``size`` samples.
 
         Where a layer was not timed at that size, its time is that of the largest smaller size in proportion: a device
-        is rarely slower per sample with more of them.
-
-        Raises:
-            FileError: a layer was timed with larger microbatches only.
+        is rarely slower per sample with more of them. Raises FileError when a layer was timed with larger ones only.
         """
         return tuple(part.at(size, self.name) for part in self.parts)

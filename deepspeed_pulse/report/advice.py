@@ -15,11 +15,9 @@ _EXPLAINS = 0.2
 
 
 def warning(difference: Difference | None, *, crowded: str | None = None) -> list[str]:
-    """Lines of a warning; none where time and memory are within 20 % of the plan.
+    """Lines of a warning; none where time and memory are within 20 % of the plan, or nothing was predicted.
 
-    Args:
-        difference: None where nothing was predicted.
-        crowded: how ranks share a device, where they do: then that is why layers take longer.
+    ``crowded``: how ranks share a device, where they do: then that is why layers take longer.
     """
     lines = [] if difference is None or abs(difference.share) <= WORTH_SAYING else list(_time(difference, crowded))
     if difference is not None and difference.memory:

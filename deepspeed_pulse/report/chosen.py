@@ -21,9 +21,7 @@ _SAME = 5e-4
 def options(tuning: Tuning) -> tuple[Option, ...]:
     """The best and its runner-ups, where there is room one of each number of pipeline ranks."""
     best, *others = tuning.ranked
-    first_of: dict[int, Trial] = {}
-    for trial in tuning.ranked:
-        first_of.setdefault(trial.choice.pipeline_ranks, trial)
+    first_of = {trial.choice.pipeline_ranks: trial for trial in reversed(tuning.ranked)}
     leading = [trial for trial in others if trial in first_of.values()]
     rest = [trial for trial in others if trial not in leading]
     shown = sorted((leading + rest)[:RUNNER_UPS], key=others.index)
@@ -75,13 +73,9 @@ def rejected(tuning: Tuning) -> tuple[str, ...]:
 
 
 def chosen_table(names: Sequence[str], found: Sequence[Option], reasons: Sequence[str], notes: Sequence[str]) -> Group:
-    """What was chosen, in words.
+    """What was chosen for the settings ``names``, which were "auto".
 
-    Args:
-        names: the settings that were "auto".
-        found: of :func:`options`.
-        reasons: of :func:`rejected`.
-        notes: lines to add.
+    ``found``: of :func:`options`. ``reasons``: of :func:`rejected`. ``notes``: lines to add.
     """
     table = new_table(("", "choice", "samples/s", "GB a rank", "why"), text=("", "choice", "why"))
     for index, option in enumerate(found):

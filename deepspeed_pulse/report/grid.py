@@ -37,11 +37,9 @@ _CELL_WIDTHS = (5, 4, 3, 2, 1)
 
 
 def schedule_grid(timeline: Timeline, placement: Placement, *, width: int = 100) -> Text:
-    """The grid as something rich prints; ``str()`` of it is the plain form.
+    """The grid, ``width`` columns wide, as something rich prints; ``str()`` of it is the plain form.
 
-    Args:
-        placement: rank of each stage; a rank's first and second stage get different shades.
-        width: columns there are.
+    ``placement``: rank of each stage; a rank's first and second stage get different shades.
     """
     lines = [Text(summary(timeline)), *_bands(timeline, placement, width), *_legend(timeline, placement, width)]
     return Text("\n", no_wrap=True, overflow="crop").join(lines)

@@ -48,12 +48,9 @@ class _Value:
 
 
 def draw_model(profile: Profile, path: str | Path, *, plan: Plan | None = None) -> None:
-    """Write the picture.
+    """Write the picture: ``.png``, ``.svg`` or ``.pdf``, by the suffix of ``path``.
 
-    Args:
-        profile: layer costs and named values, for one microbatch.
-        path: ``.png``, ``.svg`` or ``.pdf``, by its suffix.
-        plan: whose cuts are drawn; one for this profile's layers.
+    ``profile``: layer costs and named values, for one microbatch. ``plan``: whose cuts are drawn; one for its layers.
     """
     with matplotlib.rc_context(STYLE):
         model_figure(profile, plan=plan).savefig(path, dpi=120)
@@ -112,17 +109,13 @@ def _title(profile: Profile, plan: Plan | None) -> str:
     return "\n".join(lines)
 
 
-def _line_width(num_bytes: int, largest: int, thick: float) -> float:
-    """By the root of the bytes: a value of a hundredth is a tenth as wide."""
-    return _THIN + (thick - _THIN) * math.sqrt(num_bytes / largest) if largest else _THIN
-
-
 def _draw_arcs(axes: Axes, arcs: Sequence[_Value], largest: int, thick: float) -> None:
+    """As wide as the root of the bytes: a value of a hundredth is a tenth as wide."""
     widest = max((arc.targets[0] - arc.source for arc in arcs), default=1)
     for away, colour, dashes in ((False, _STAYS, "-"), (True, _TRAVELS, _DASHES)):
         mine = [arc for arc in arcs if bool(arc.away) is away]
         curves = [_curve(arc.source, arc.targets[0], widest) for arc in mine]
-        widths = [_line_width(arc.bytes, largest, thick) for arc in mine]
+        widths = [_THIN + (thick - _THIN) * math.sqrt(arc.bytes / (largest or 1)) for arc in mine]
         axes.add_collection(LineCollection(curves, colors=colour, linewidths=widths, linestyles=[dashes], alpha=0.8))
     axes.set_ylim(0, 1.06)
     _bare(axes)

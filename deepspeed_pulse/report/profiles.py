@@ -17,9 +17,7 @@ _UNITS = "params: parameters, in millions; kept: what a forward keeps for backwa
 def profile_table(profile: Profile, figures: Mapping[str, Sequence[float]], *, note: str) -> Group:
     """Parameters, ``figures`` and bytes of every layer; their sums; the named values.
 
-    Args:
-        figures: per layer, by heading; a heading that ends with ``%`` is not summed.
-        note: where the figures come from.
+    ``figures``: per layer, by heading; a heading that ends with ``%`` is not summed. ``note``: where they come from.
     """
     columns = {
         "params M": [count / 1e6 for count in words.param_counts(profile)],

@@ -50,8 +50,7 @@ class RunFiles:
 def collect(paths: Sequence[str]) -> RunFiles:
     """Read files, and the run files and csv_monitor's tables anywhere below folders.
 
-    Raises:
-        FileError: a path is not there, holds nothing of the kind, or a file is malformed.
+    Raises FileError when a path is not there, holds nothing of the kind, or a file is malformed.
     """
     runs: dict[Path, Run] = {}
     events: dict[Path, list[Events]] = {}

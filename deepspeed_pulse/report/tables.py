@@ -29,11 +29,8 @@ def plan_table(
 ) -> Group:
     """Rank, stages, layers, parameters and predicted GB, with the prediction below.
 
-    Args:
-        profile: gives names and parameter counts where they are not given.
-        layer_names, param_counts: one per layer.
-        costs: where the layer costs came from, for example ``measured at start``.
-        timed: layer costs are times and bytes, so that more can be predicted than the bubble.
+    ``profile`` gives names, parameter counts and ``costs`` (where the layer costs came from, for example ``measured at
+    start``) that are not given. ``timed``: costs are times and bytes, so that more can be predicted than the bubble.
     """
     if profile is not None:
         layer_names = layer_names or [layer.name for layer in profile.layers]

@@ -64,11 +64,8 @@ def draw_timelines(
 ) -> None:
     """Write one picture of several timelines that share the time axis, for example planned above measured.
 
-    Args:
-        rows: title and timeline of each.
-        placement: rank of each stage, for all rows.
-        path: ``.png``, ``.svg`` or ``.pdf``, by its suffix.
-        memory: draw each rank's live bytes under the timelines that have them.
+    ``rows``: title and timeline of each. ``placement``: rank of each stage, for all rows. ``path``: ``.png``, ``.svg``
+    or ``.pdf``, by its suffix. ``memory``: draw each rank's live bytes under the timelines that have them.
     """
     with matplotlib.rc_context(STYLE):
         timelines_figure(rows, placement, memory=memory).savefig(path, dpi=110)
