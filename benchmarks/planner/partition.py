@@ -22,8 +22,8 @@ from support.cut_cases import MICROBATCHES, agrees, brute_force, key_of, random_
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.placement import Placement
+from deepspeed_pulse.ir.plan import make_routes
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.planner import Job
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts

@@ -35,16 +35,13 @@ def _times(task: dict[str, Any]) -> list[float]:
     workload = find_workload(task["model"], **task["sizes"])
     found = [layer.name for layer in workload.graph.layers]
     if found != task["layers"]:
+        pairs = enumerate(zip(task["layers"], found, strict=False))
+        first = next((f", layer {i} is {b!r} instead of {a!r}" for i, (a, b) in pairs if a != b), "")
         raise ConfigError(
             f"{task['model']}: expected the {len(task['layers'])} layers of the profile, found {len(found)} layers"
-            f"{_first_difference(task['layers'], found)}; give the model that was profiled, with its --granularity"
+            f"{first}; give the model that was profiled, with its --granularity"
         )
     return step_times(workload, task["config"], **task["steps"])
-
-
-def _first_difference(expected: list[str], found: list[str]) -> str:
-    pairs = enumerate(zip(expected, found, strict=False))
-    return next((f", layer {i} is {b!r} instead of {a!r}" for i, (a, b) in pairs if a != b), "")
 
 
 if __name__ == "__main__":

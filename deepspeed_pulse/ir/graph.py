@@ -1,8 +1,8 @@
 """A model as a list of layers and the named values that jump over layers.
 
-A layer turns the hidden state into the next hidden state. It may *stash* values under names
-and *pop* values that an earlier layer stashed (long skips, the time embedding). A popped name
-that no layer stashes is a *batch entry*: it comes with the data and needs no gradient.
+A layer turns the hidden state into the next hidden state. It may *stash* values under names and *pop* values that an
+earlier layer stashed (long skips, the time embedding). A popped name that no layer stashes is a *batch entry*: it comes
+with the data and needs no gradient.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class Graph:
                 popped = [n for layer in self.layers for n in layer.pop]
                 told = f"{called[source]} stashes {name!r}, which no layer pops{did_you_mean(name, popped)}"
                 problems.append(f"{told}; pop it or do not stash it")
-            problems += [
-                f"{called[target]} pops {name!r} before {called[source]} stashes it; a value flows forward only"
-                for target in targets
-                if target <= source
-            ]
+            for target in (target for target in targets if target <= source):
+                told = f"{called[target]} pops {name!r} before {called[source]} stashes it"
+                problems.append(f"{told}; a value flows forward only")
         return problems

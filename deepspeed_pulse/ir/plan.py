@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import Fields
 from deepspeed_pulse.ir.fill import Fill, FrozenPart
+from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.rules import PLAIN, Rules
@@ -127,7 +129,7 @@ class Plan(File):
 
     def stage_of(self, layer: int) -> int:
         """Stage that holds a layer."""
-        return bisect_right(self.boundaries, layer) - 1
+        return stage_of(self.boundaries, layer)
 
     def rank_of_layer(self, layer: int) -> int:
         return self.placement[self.stage_of(layer)]
@@ -174,3 +176,28 @@ class Plan(File):
             raise fields.error("recompute", f"layer indices below {self.num_layers}, ascending, each once")
         if len({route.name for route in self.routes}) != len(self.routes):
             raise fields.error("routes", "each name at most once")
+
+
+def make_routes(boundaries: Sequence[int], placement: Sequence[int], values: Sequence[NamedValue]) -> tuple[Route, ...]:
+    """One route a value under given cuts and placement; no hops where all its consumers share the producer's rank.
+
+    A value travels from one visited rank to the next in stage order, beside the hidden state, and visits a rank at
+    most once. Batch entries (no source) are read on every rank and have no route.
+    """
+    routes = []
+    for value in values:
+        if value.source is not None:
+            source = holder = stage_of(boundaries, value.source)
+            holders, hops = {placement[source]}, []
+            for stage in sorted({stage_of(boundaries, target) for target in value.targets}):
+                if placement[stage] not in holders:
+                    hops.append((holder, stage))
+                    holders.add(placement[stage])
+                    holder = stage
+            routes.append(Route(name=value.name, source_stage=source, hops=tuple(hops)))
+    return tuple(routes)
+
+
+def stage_of(boundaries: Sequence[int], layer: int) -> int:
+    """Stage that holds a layer."""
+    return bisect_right(boundaries, layer) - 1

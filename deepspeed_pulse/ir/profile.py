@@ -89,28 +89,23 @@ class Profile(File):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check_form(self, fields: Fields) -> None:
-        _check_skips(self, fields.where)
-
-
-def _check_skips(profile: Profile, where: str) -> None:
-    first: dict[str, Skip] = {}
-    seen: set[tuple[str, int]] = set()
-    for index, skip in enumerate(profile.skips):
-        place = f"{where}: skips[{index}] ({skip.name})"
-        if skip.target >= profile.num_layers:
-            raise FileError(
-                f"{place}: field 'target': expected a layer index below {profile.num_layers}, found {skip.target}"
-            )
-        if skip.target <= skip.source:
-            raise FileError(
-                f"{place}: a skip runs forward: expected target > source = {skip.source}, found {skip.target}"
-            )
-        known = first.setdefault(skip.name, skip)
-        if (known.source, known.bytes, known.gradient) != (skip.source, skip.bytes, skip.gradient):
-            raise FileError(
-                f"{place}: entries of one name share source, bytes and gradient: expected "
-                f"{known.source}, {known.bytes}, {known.gradient}, found {skip.source}, {skip.bytes}, {skip.gradient}"
-            )
-        if (skip.name, skip.target) in seen:
-            raise FileError(f"{place}: target {skip.target} is listed twice")
-        seen.add((skip.name, skip.target))
+        first: dict[str, Skip] = {}
+        seen: set[tuple[str, int]] = set()
+        for index, skip in enumerate(self.skips):
+            place = f"{fields.where}: skips[{index}] ({skip.name})"
+            if skip.target >= self.num_layers:
+                raise FileError(
+                    f"{place}: field 'target': expected a layer index below {self.num_layers}, found {skip.target}"
+                )
+            if skip.target <= skip.source:
+                raise FileError(
+                    f"{place}: a skip runs forward: expected target > source = {skip.source}, found {skip.target}"
+                )
+            known = first.setdefault(skip.name, skip)
+            if (known.source, known.bytes, known.gradient) != (skip.source, skip.bytes, skip.gradient):
+                expected, found = (f"{s.source}, {s.bytes}, {s.gradient}" for s in (known, skip))
+                told = "entries of one name share source, bytes and gradient"
+                raise FileError(f"{place}: {told}: expected {expected}, found {found}")
+            if (skip.name, skip.target) in seen:
+                raise FileError(f"{place}: target {skip.target} is listed twice")
+            seen.add((skip.name, skip.target))

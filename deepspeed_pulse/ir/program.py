@@ -1,18 +1,15 @@
 """What a Plan makes each rank do: every compute action with the messages before and after it.
 
-This is the one lowering shared by the simulator, the validator and the runtime, so that what is
-scored and checked is what runs.
+The one lowering of simulator, validator and runtime, so that what is scored and checked is what runs.
 
-* ``sFm`` needs the hidden state from stage s-1 (a message when that stage is on another rank) and
-  the named values that a route brings to stage s; it sends on to s+1 and along the routes' hops
-  that leave from s.
-* ``sBm`` runs the same edges backwards: gradients come from where F sent to, and go to where F
-  received from. All consumers of a value on a rank have run their backward by then, because the
-  hop arrived for the first of them. Whether a value's gradient is sent at all (``requires_grad``)
-  is agreed on by both ends when the value first travels.
+* ``sFm`` needs the hidden state from stage s-1 (a message when that stage is on another rank) and the named values that
+  a route brings to stage s; it sends on to s+1 and along the routes' hops that leave from s.
+* ``sBm`` runs the same edges backwards: gradients come from where F sent to, and go to where F received from. All
+  consumers of a value on a rank have run their backward by then, because the hop arrived for the first of them. Whether
+  a value's gradient is sent at all (``requires_grad``) is agreed on by both ends when the value first travels.
 
-A *channel* is a directed pair of ranks and a direction (forward or backward); its messages are in
-the order in which the sender produces them, at both ends (NCCL and HCCL ignore tags).
+A *channel* is a directed pair of ranks and a direction (forward or backward); its messages are in the order in which
+the sender produces them, at both ends (NCCL and HCCL ignore tags).
 """
 
 from __future__ import annotations

@@ -25,18 +25,16 @@ def options(tuning: Tuning) -> tuple[Option, ...]:
     leading = [trial for trial in others if trial in first_of.values()]
     rest = [trial for trial in others if trial not in leading]
     shown = sorted((leading + rest)[:RUNNER_UPS], key=others.index)
-    return (_option(best, "the fastest"), *(_option(trial, _behind(trial, best)) for trial in shown))
-
-
-def _option(trial: Trial, why: str) -> Option:
-    figures = trial.figures
-    return Option(
-        choice=trial.choice,
-        samples_per_second=figures.samples_per_second,
-        step_ms=figures.step_ms,
-        bubble_ratio=figures.bubble_ratio,
-        peak_bytes=figures.peak_bytes,
-        why=why,
+    return tuple(
+        Option(
+            choice=trial.choice,
+            samples_per_second=trial.figures.samples_per_second,
+            step_ms=trial.figures.step_ms,
+            bubble_ratio=trial.figures.bubble_ratio,
+            peak_bytes=trial.figures.peak_bytes,
+            why="the fastest" if trial is best else _behind(trial, best),
+        )
+        for trial in (best, *shown)
     )
 
 

@@ -1,9 +1,8 @@
 """A timeline as a coloured grid in the terminal: one lane a rank, time to the right.
 
-Each action is as wide as it is long and begins with its text (``2F0``, or what fits of it). The
-rest of it is filled with ``>`` for forward and ``<`` for backward, ``(`` and ``~`` for its input and
-weight halves, so that it reads without colour; ``E3=`` is frozen work for microbatch 3 of the next
-step, a dot is idle time. Long timelines continue in further bands below::
+Each action is as wide as it is long and begins with its text (``2F0``, or what fits of it). The rest of it is filled
+with ``>`` for forward and ``<`` for backward, ``(`` and ``~`` for its input and weight halves, so that it reads without
+colour; ``E3=`` is frozen work for microbatch 3 of the next step, a dot is idle time. Long timelines continue below::
 
     rank 0  0F0>0F1>0F2>............3F0>....3B0<<<<<0B0<<<<<
     rank 1  ....1F0>1F1>2F0>2F1>2B0<<<<<1B0<<<<<............
@@ -55,7 +54,8 @@ def _bands(timeline: Timeline, placement: Placement, width: int) -> Iterator[Tex
     lanes = [_lane(timeline, placement, rank, start, ms_per_column, columns) for rank in range(timeline.num_ranks)]
     for left in range(0, columns, room):
         right = min(left + room, columns)
-        yield Text(" " * margin + _axis(left, right, ms_per_column), style="dim")
+        marks = "".join(f"|{column * ms_per_column:.4g} ms".ljust(20) for column in range(left, right, 20))
+        yield Text(" " * margin + marks[: max(right - left, 12)].rstrip(), style="dim")
         for label, lane in zip(labels, lanes, strict=True):
             yield Text(label.ljust(margin)) + lane[left:right]
 
@@ -95,12 +95,6 @@ def _cell(span: AnySpan, letter: str, width: int) -> str:
     labels = short if letter == FROZEN else (str(span.work), *short)
     fitting = [text for room in (width - 1, width) for text in labels if len(text) <= room]
     return fitting[0].ljust(width, _FILL[letter])
-
-
-def _axis(left: int, right: int, ms_per_column: float) -> str:
-    """Times every 20 columns."""
-    marks = (f"|{ms:.4g} ms" for ms in (column * ms_per_column for column in range(left, right, 20)))
-    return "".join(mark.ljust(20) for mark in marks)[: max(right - left, 12)].rstrip()
 
 
 def _legend(timeline: Timeline, placement: Placement, width: int) -> Iterator[Text]:

@@ -31,7 +31,9 @@ def profile_table(profile: Profile, figures: Mapping[str, Sequence[float]], *, n
     sums = ("" if heading.endswith("%") else _figure(sum(column)) for heading, column in columns.items())
     table.add_section()
     table.add_row("all", *sums, "", style="bold")
-    below = (words.profile_times(profile), _values(profile), _UNITS, note)
+    sizes = {skip.name: skip.bytes for skip in profile.skips}
+    several = f"{', '.join(sizes)}; {words.megabytes(sum(sizes.values()))} in all" if sizes else "none"
+    below = (words.profile_times(profile), f"named values: {several}", _UNITS, note)
     return Group(Text(words.profile_title(profile), style="bold"), table, *map(Text, below))
 
 
@@ -50,9 +52,3 @@ def layer_times(profile: Profile) -> dict[str, list[float]]:
 def _figure(value: float) -> str:
     """Three digits, and all of them before the point."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
-
-
-def _values(profile: Profile) -> str:
-    sizes = {skip.name: skip.bytes for skip in profile.skips}
-    several = f"{', '.join(sizes)}; {words.megabytes(sum(sizes.values()))} in all" if sizes else "none"
-    return f"named values: {several}"

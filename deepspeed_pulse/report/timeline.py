@@ -1,8 +1,7 @@
 """Timelines as a picture: a lane a rank, time to the right, several timelines above each other.
 
-Forward is light, backward is dark and hatched, so the picture reads in black and white too. A rank's
-second stage (on the way up the V) has another hue than its first, and a bar at the foot of its boxes. Frozen work for
-the next step is yellow and cross-hatched.
+Forward is light, backward is dark and hatched, so the picture reads in black and white too. A rank's second stage (on
+the way up the V) has another hue than its first, and a bar at the foot of its boxes. Frozen work is cross-hatched.
 """
 
 from __future__ import annotations
@@ -165,9 +164,8 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
         times, sizes = [ms for ms, _ in changes], [num_bytes / 1e9 for _, num_bytes in changes]
         dashes = _DASHES[rank % len(_DASHES)]
         axes.step(times, sizes, where="post", color=shade, linestyle=dashes, linewidth=1, label=f"rank {rank}")
-    axes.set_ylabel("live GB")
+    axes.set(ylabel="live GB", ylim=(0, None))
     axes.set_title("memory beside weights, gradients and optimizer state", loc="left", fontsize=9)
-    axes.set_ylim(bottom=0)
     axes.legend(ncols=1, fontsize=7, handlelength=3, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from deepspeed_pulse.ir.choice import Choice, Trial, Tuning, Verdict
 from deepspeed_pulse.ir.layout import Layout
-from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.report import words
 from deepspeed_pulse.report.table import OneThatFits, new_table
 
@@ -28,8 +27,9 @@ def tuning_table(tuning: Tuning, *, everything: bool = False) -> Group:
     wide = new_table((*_CHOICE, "schedule", "recomputed", *figures), text=("placement", "layout", "schedule"))
     narrow = new_table(("choice", *figures), text=("choice",))
     for trial in ranked:
-        cells = (*_figures(trial), *(_measured(trial) if run else ()))
-        schedule, recomputed = _order(trial.planned)
+        cells, plan = (*_figures(trial), *(_measured(trial) if run else ())), trial.planned
+        schedule = "" if plan.solver is None else words.schedule(plan.solver.name)
+        recomputed = f"{len(plan.recompute)} of {plan.num_layers}" if plan.recompute else ""
         wide.add_row(*_choice(trial.choice), schedule, recomputed, *cells)
         narrow.add_row(f"{describe(trial.choice)}, {schedule}{f', recomputed {recomputed}' * bool(recomputed)}", *cells)
     more = len(tuning.ranked) - len(ranked)
@@ -69,12 +69,6 @@ def placement_name(choice: Choice) -> str:
     if choice.pipeline_ranks == 1:
         return "data parallel" + (f" in {2 * choice.waves} stages" if choice.waves else "")
     return {0: "linear", 1: "wave"}.get(choice.waves, f"wave x {choice.waves}")
-
-
-def _order(plan: Plan) -> tuple[str, str]:
-    """The schedule, and how many layers are recomputed."""
-    schedule = "" if plan.solver is None else words.schedule(plan.solver.name)
-    return schedule, f"{len(plan.recompute)} of {plan.num_layers}" if plan.recompute else ""
 
 
 def _figures(trial: Trial) -> tuple[str, ...]:

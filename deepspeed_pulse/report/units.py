@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.fill import Fill, FrozenPart
+from deepspeed_pulse.ir.fill import Fill
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 
@@ -49,9 +49,8 @@ def _fill(plan: Plan) -> Fill | None:
             scale = 3 * plan.num_stages * plan.microbatches / (all_work - frozen)
     if scale == 0.0 and frozen:
         scale = plan.microbatches / frozen
-    return dataclasses.replace(plan.fill, parts=tuple(_scaled(part, scale) for part in plan.fill.parts))
-
-
-def _scaled(part: FrozenPart, scale: float) -> FrozenPart:
-    layers = (dataclasses.replace(x, forward_ms=scale * x.forward_ms, **_NO_BYTES) for x in part.layers)
-    return dataclasses.replace(part, layers=tuple(layers))
+    parts = []
+    for part in plan.fill.parts:
+        layers = (dataclasses.replace(x, forward_ms=scale * x.forward_ms, **_NO_BYTES) for x in part.layers)
+        parts.append(dataclasses.replace(part, layers=tuple(layers)))
+    return dataclasses.replace(plan.fill, parts=tuple(parts))

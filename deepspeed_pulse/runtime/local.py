@@ -17,9 +17,8 @@ import torch
 from deepspeed_pulse.ir.channels import make_traffic, unit_clock
 from deepspeed_pulse.ir.effects import Effects, joined, with_versions
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Channel
-from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.discovery import begin, discover
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime, Stats

@@ -4,7 +4,7 @@ from toys import layer, profile, skip
 
 from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.routes import make_routes
+from deepspeed_pulse.ir.plan import make_routes
 from deepspeed_pulse.planner.routes import named_values
 
 

@@ -6,9 +6,8 @@ import random
 from collections.abc import Sequence
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.schedule import Schedule, parse_schedule
 from deepspeed_pulse.planner import Job
 from deepspeed_pulse.planner.routes import named_values

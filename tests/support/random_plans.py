@@ -9,9 +9,8 @@ from dataclasses import replace
 from deepspeed_pulse.ir.dependencies import key_of, local_needs
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Message, lower
-from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule, backward, forward
 
 

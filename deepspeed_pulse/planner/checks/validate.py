@@ -10,9 +10,8 @@ from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.dependencies import walk
 from deepspeed_pulse.ir.graph import NamedValue
-from deepspeed_pulse.ir.plan import Plan, Route
+from deepspeed_pulse.ir.plan import Plan, Route, stage_of
 from deepspeed_pulse.ir.program import Step, lower
-from deepspeed_pulse.ir.routes import stage_of
 from deepspeed_pulse.ir.schedule import OP_RULES, SPLIT, WHOLE, Action, Op
 from deepspeed_pulse.planner.checks.frozen import fill_problems
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.ir.routes import make_routes
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions

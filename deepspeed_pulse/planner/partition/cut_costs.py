@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_pulse.ir.placement import Kind, Placement
+from deepspeed_pulse.ir.plan import stage_of
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.ir.routes import stage_of
 from deepspeed_pulse.planner.cost import state_bytes
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.links import Links
