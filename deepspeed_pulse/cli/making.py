@@ -25,7 +25,7 @@ TFLOPS = 312.0
 
 
 def profile(arguments: argparse.Namespace) -> None:
-    from deepspeed_pulse.report.profiles import layer_times, profile_table
+    from deepspeed_pulse.report.tables import layer_times, profile_table
 
     if arguments.tflops is not None and not arguments.estimate:
         raise ConfigError("--tflops goes with --estimate: measured times need no rate")

@@ -48,7 +48,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 def _show_model(arguments: argparse.Namespace, text: str) -> None:
     """A profile: its layers, and where a plan cuts them."""
-    from deepspeed_pulse.report.profiles import layer_times, profile_table
+    from deepspeed_pulse.report.tables import layer_times, profile_table
 
     for option in ("profile", "cluster", "memory"):
         if getattr(arguments, option):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,6 @@ from deepspeed_pulse.errors import ConfigError
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Log lines of the frameworks, some of which go to stdout, are left out."""
-    import logging
-
     logging.disable(logging.WARNING)
     try:
         yield
