@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -36,6 +36,10 @@ class Extent:
     stride: tuple[int, ...]
     graph: int = field(compare=False)
     gradient: bool = field(compare=False)
+
+
+Places = Sequence[tuple[Extent, Argument]]
+"""Where the tensors among a layer's arguments lie, in order."""
 
 
 @dataclass
@@ -108,21 +112,15 @@ def begin(hidden: Any, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any], 
     reach.hidden = memory.extents(hidden)
     reach.values = {name: memory.extents(value) for name, value in values.items()}
     reach.tuples = {name for name, value in values.items() if isinstance(value, (tuple, list))}
-    return map_tensors(hidden, _copied), {name: map_tensors(v, _copied) for name, v in values.items()}, reach
 
+    def copied(value: Any) -> Any:
+        return map_tensors(value, lambda t: t.detach().clone())
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+    return copied(hidden), {name: copied(value) for name, value in values.items()}, reach
 
 
 def discover(
-    layers: Mapping[int, BoundLayer],
-    graph: Graph,
-    hidden: Any,
-    values: dict[str, Any],
-    reach: Reach,
-    *,
-    number: int = 0,
+    layers: Mapping[int, BoundLayer], graph: Graph, hidden: Any, values: dict[str, Any], reach: Reach, number: int = 0
 ) -> tuple[Any, dict[int, Effects]]:
     """Run layers in order, once; the hidden state after them and what each of them changes.
 
@@ -150,15 +148,17 @@ def discover(
             memory.know(tensors_in(values[name]), reach.values[name])
         if layer.seed is not None:
             layer.seed(number)
-        arguments = [map_tensors(value, _apart) for value in (hidden, *(values[name] for name in names))]
+        # the same memory in graphs of their own, free to be changed
+        arguments = [released(map_tensors(value, _cut)) for value in (hidden, *(values[name] for name in names))]
         extents = [reach.hidden, *(reach.values[name] for name in names)]
-        result, changes, buffers = _tried(layer, arguments, extents, memory)
+        places = [(p, Argument(index=a, tensor=t)) for a, one in enumerate(extents) for t, p in enumerate(one)]
+        result, changes, buffers = _tried(layer, arguments, places, memory)
         later = {name: reach.values[name] for name in reach.values if last_use[name] > index}
         found[index] = Effects(
             reads=tuple(frozenset(extent.memory for extent in argument) for argument in extents),
             changes=changes,
-            versions=tuple(_versions(layer, later, reach.tuples, extents, changes)),
-            aliases=tuple(_aliases(layer, extents, changes)),
+            versions=tuple(_versions(layer, later, reach.tuples, places, changes)),
+            aliases=tuple(_aliases(layer, places, changes)),
             buffers=buffers,
         )
         stashed: dict[str, Any] = {}
@@ -181,29 +181,24 @@ def _renewed(extents: Sequence[Extent], version: Version, arguments: Sequence[An
 
 
 def _tried(
-    layer: BoundLayer, arguments: Sequence[Any], extents: Sequence[Sequence[Extent]], memory: Memory
+    layer: BoundLayer, arguments: Sequence[Any], places: Places, memory: Memory
 ) -> tuple[Any, frozenset[int], tuple[str, ...]]:
     """What a layer returns, the memory of its arguments that it changes, and the names of the buffers."""
-    for argument, found in zip(arguments, extents, strict=True):
-        memory.know(tensors_in(argument), found)
+    memory.know([t for argument in arguments for t in tensors_in(argument)], [extent for extent, _ in places])
     before = versions_of(arguments)
     with naming(layer.declared), _on_a_copy(layer.function) as (function, buffers):
         result = function(*arguments)
         moved = tuple(buffers())
-    flat = [extent for found in extents for extent in found]
-    changed = zip(flat, before, versions_of(arguments), strict=True)
-    return result, frozenset(extent.memory for extent, a, b in changed if a != b), moved
+    changed = zip(places, before, versions_of(arguments), strict=True)
+    return result, frozenset(extent.memory for (extent, _), a, b in changed if a != b), moved
 
 
-def _aliases(
-    layer: BoundLayer, extents: Sequence[Sequence[Extent]], changes: frozenset[int]
-) -> Iterator[tuple[Argument, Argument]]:
+def _aliases(layer: BoundLayer, places: Places, changes: frozenset[int]) -> Iterator[tuple[Argument, Argument]]:
     """Arguments that lie in the same changed memory: the layer has to see one tensor, wherever they come from."""
     first: dict[int, tuple[Extent, Argument]] = {}
     names = ["its input", *map(repr, layer.declared.pop)]
-    readers = [(p, Argument(index=a, tensor=t)) for a, found in enumerate(extents) for t, p in enumerate(found)]
     # those with a gradient first: the others are the same tensor without it
-    for extent, argument in sorted(readers, key=lambda reader: not reader[0].gradient):
+    for extent, argument in sorted(places, key=lambda place: not place[0].gradient):
         if extent.memory not in changes:
             continue
         other, main = first.setdefault(extent.memory, (extent, argument))
@@ -218,22 +213,17 @@ def _aliases(
 
 
 def _versions(
-    layer: BoundLayer,
-    later: Mapping[str, Sequence[Extent]],
-    tuples: set[str],
-    extents: Sequence[Sequence[Extent]],
-    changes: frozenset[int],
+    layer: BoundLayer, later: Mapping[str, Sequence[Extent]], tuples: set[str], places: Places, changes: frozenset[int]
 ) -> Iterator[Version]:
     """Values popped later that a layer changes, and where among its arguments they are afterwards."""
-    arguments = [(p, Argument(index=a, tensor=t)) for a, found in enumerate(extents) for t, p in enumerate(found)]
     for name, wanted in later.items():
         if not any(extent.memory in changes for extent in wanted):
             continue
         tensors = []
         for extent in wanted:
-            found = next((at for p, at in arguments if p == extent and p.graph == extent.graph), None)
+            found = next((at for p, at in places if p == extent and p.graph == extent.graph), None)
             if found is None and not extent.gradient:
-                found = next((replace(at, detached=True) for p, at in arguments if p == extent), None)
+                found = next((replace(at, detached=True) for p, at in places if p == extent), None)
             if found is None:
                 raise GraphError(
                     f"layer {layer.declared.name} changes in place memory of {name!r}, which a later layer pops, "
@@ -246,11 +236,6 @@ def _versions(
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a graph of its own, free to be changed."""
-    return cast(torch.Tensor, released(_cut(tensor)))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,19 +56,21 @@ class _Done:
         """Mailboxes copy: the buffer is free at once."""
 
 
+@dataclass
 class _Arrival:
-    def __init__(self, posted: deque[torch.Tensor], tensor: torch.Tensor, channel: Channel) -> None:
-        self._posted, self._tensor, self._channel = posted, tensor, channel
+    posted: deque[torch.Tensor]
+    tensor: torch.Tensor
+    channel: Channel
 
     def wait(self, timeout_seconds: float) -> None:
-        assert all(t is not self._tensor for t in self._posted), f"nothing was sent on {self._channel}"
+        assert all(t is not self.tensor for t in self.posted), f"nothing was sent on {self.channel}"
 
 
+@dataclass(frozen=True)
 class LocalDevice:
     """The CPU, with the loss divided by the number of microbatches."""
 
-    def __init__(self, microbatches: int) -> None:
-        self._microbatches = microbatches
+    microbatches: int
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -83,24 +85,24 @@ class LocalDevice:
         torch.autograd.backward(roots, gradients)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss / self._microbatches
+        return loss / self.microbatches
 
 
+@dataclass(frozen=True)
 class ListedBatches:
     """Batches that lie in a list: (inputs, entries) per microbatch."""
 
-    def __init__(self, batches: Sequence[tuple[Any, Mapping[str, Any]]], reads_entries: bool = True) -> None:
-        self._batches = batches
-        self._reads_entries = reads_entries
+    batches: Sequence[tuple[Any, Mapping[str, Any]]]
+    reads_entries: bool = True
 
     def inputs(self, microbatch: int) -> Any:
-        return self._batches[microbatch][0]
+        return self.batches[microbatch][0]
 
     def entry(self, name: str, microbatch: int) -> Any:
-        return self._batches[microbatch][1][name]
+        return self.batches[microbatch][1][name]
 
     def has_entry(self, name: str) -> bool:
-        return self._reads_entries and name in self._batches[0][1]
+        return self.reads_entries and name in self.batches[0][1]
 
     def release(self, microbatch: int) -> None:
         """A list keeps its items."""
@@ -164,8 +166,8 @@ class LocalWorld:
             self._effects[training] = self._discovered(*batches[0])
         effects = self._effects[training]
         graph = with_versions(self._graph, effects)
-        routed = {route.name for route in self._plan.routes if route.hops}
         plan, traffic = self._plan, self._traffic
+        routed = {route.name for route in plan.routes if route.hops}
         if graph is not self._graph:
             entries = [route for route in plan.routes if route.name in batches[0][1]]
             plan = replace(plan, routes=(*make_routes(plan.boundaries, plan.placement, graph.values), *entries))

@@ -76,16 +76,13 @@ def _anchors(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     return [torch.zeros(1, device=found[0].device, requires_grad=True)] if found else []
 
 
-class _Slot:
-    """Where a tensor was."""
+_SLOT = object()
+"""Where a tensor was."""
 
 
 @dataclass(frozen=True)
 class _Other:
     value: Any
-
-
-_SLOT = _Slot()
 
 
 def _take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
