@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,20 +17,9 @@ Payload = torch.Tensor | tuple[torch.Tensor, ...]
 METADATA_INTS = 256
 """Length of the int64 tensor that carries a signature."""
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+_FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+_DTYPES = (*_FLOATING, *_WHOLE, torch.complex64, torch.complex128)
 
 
 def tensors_of(payload: Payload) -> tuple[torch.Tensor, ...]:
@@ -51,18 +41,25 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return value
 
 
-def unmarked(tensor: torch.Tensor) -> torch.Tensor:
+def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers where memory holds them: torch marks conjugates and negatives, a message has no such mark."""
     return tensor.resolve_conj().resolve_neg()
 
 
 def plainly(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as it travels: row by row, with nothing marked."""
-    return unmarked(tensor).contiguous()
+    return _unmarked(tensor).contiguous()
 
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def can_travel(value: Any) -> bool:
+    """True for a tensor and for a tuple or list of tensors; anything else stays on the rank that has it."""
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(isinstance(item, torch.Tensor) for item in value)
+    return isinstance(value, torch.Tensor)
 
 
 def as_payload(value: Any, what: str) -> Payload:
@@ -73,14 +70,13 @@ def as_payload(value: Any, what: str) -> Payload:
     Raises:
         GraphError: it cannot; ``what`` names the layer.
     """
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, (tuple, list)) and value and all(isinstance(t, torch.Tensor) for t in value):
-        return tuple(value)
-    raise GraphError(
-        f"{what}: expected a tensor or a tuple of tensors, which can travel between ranks, found {_described(value)}; "
-        "give numbers and words to the layers that need them when they are built, or as batch entries"
-    )
+    if not can_travel(value):
+        raise GraphError(
+            f"{what}: expected a tensor or a tuple of tensors, which can travel between ranks, found "
+            f"{_described(value)}; give numbers and words to the layers that need them when they are built, or as "
+            "batch entries"
+        )
+    return value if isinstance(value, torch.Tensor) else tuple(value)
 
 
 def _described(value: Any) -> str:
@@ -112,7 +108,7 @@ class TensorMeta:
         """The numbers of a tensor of this shape, in the order in which they travel; a view where it lies like that."""
         if self.stride is None:
             return plainly(tensor)
-        tensor = unmarked(tensor)
+        tensor = _unmarked(tensor)
         if tuple(tensor.stride()) != self.stride:
             layout = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
             tensor = layout.copy_(tensor)
@@ -180,15 +176,12 @@ class Signature:
 
     @classmethod
     def decode(cls, encoded: torch.Tensor) -> Signature:
-        numbers = encoded.tolist()
-        metas, position = [], 2
-        for _ in range(numbers[1]):
-            dtype, flags, dims = numbers[position : position + 3]
-            position += 3
-            shape, stride = tuple(numbers[position : position + dims]), None
-            position += dims
-            if flags & 2:
-                stride = tuple(numbers[position : position + dims])
-                position += dims
+        numbers = iter(encoded.tolist())
+        is_tuple, count = islice(numbers, 2)
+        metas = []
+        for _ in range(count):
+            dtype, flags, dims = islice(numbers, 3)
+            shape = tuple(islice(numbers, dims))
+            stride = tuple(islice(numbers, dims)) if flags & 2 else None
             metas.append(TensorMeta(shape, _DTYPES[dtype], bool(flags & 1), stride))
-        return cls(tuple(metas), bool(numbers[0]))
+        return cls(tuple(metas), bool(is_tuple))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.collectives import told_by_all
+from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import BatchError, ConfigError
 
@@ -52,13 +53,9 @@ def check_same_step(kind: str, microbatches: int, microbatch_size: int, group: A
     )
 
 
-def check_something_trains(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Some rank of the world must have a trainable parameter.
-
-    Args:
-        parameters: this rank's, without the placeholder.
-    """
-    mine = any(p.requires_grad for p in parameters)
+def check_something_trains(module: torch.nn.Module) -> None:
+    """Some rank of the world must have a trainable parameter; ``module``: this rank's."""
+    mine = any(p.requires_grad and not is_placeholder(name) for name, p in module.named_parameters())
     if not any(told_by_all(mine)):
         raise ConfigError(
             "no layer has a trainable parameter: the loss depends on no trainable parameter; unfreeze some layer"
@@ -80,15 +77,12 @@ def who_has_data(has_iterator: bool, first_rank: int, pipelines: Sequence[Sequen
             "deepspeed.initialize) on every rank, or at least on the first"
         )
     if len(set(patterns)) > 1:
+        with_data = (str([rank for rank, has in enumerate(pattern) if has]) for pattern in patterns)
         raise BatchError(
             "some pipeline ranks were given a data iterator in one pipeline and none in another: pass data_iter on the "
-            f"same pipeline ranks everywhere (by data-parallel index, ranks with data: {_with_data(patterns)})"
+            f"same pipeline ranks everywhere (by data-parallel index, ranks with data: {'; '.join(with_data)})"
         )
     return patterns[0]
-
-
-def _with_data(patterns: Sequence[Sequence[bool]]) -> str:
-    return "; ".join(str([rank for rank, has in enumerate(pattern) if has]) for pattern in patterns)
 
 
 def difference_in_data(

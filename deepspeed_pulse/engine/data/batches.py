@@ -6,6 +6,7 @@ import hashlib
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
-
-Draw = Callable[[], Any]
+from deepspeed_pulse.runtime.payload import can_travel
 
 DEFAULT_INPUT = "hidden"
 """Name of the first layer's input in a dict; where there is none of that name, it is the first entry."""
@@ -40,13 +40,6 @@ def flatten(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             raise BatchError(f"two entries of the batch are called {min(twice)!r}: once with a dot, once nested")
         found.update(more)
     return found
-
-
-def can_travel(value: Any) -> bool:
-    """True for a tensor and for a tuple or list of tensors; anything else stays on the rank that read it."""
-    if isinstance(value, (tuple, list)):
-        return bool(value) and all(isinstance(item, torch.Tensor) for item in value)
-    return isinstance(value, torch.Tensor)
 
 
 class SplitBatch:
@@ -79,7 +72,8 @@ class SplitBatch:
             named = flatten(inputs)
             given = {name: value for name, value in named.items() if value is not None}
             if not given:
-                raise BatchError(f"expected inputs with at least one entry, found {_of_nothing(named)}")
+                found = f"only None: {', '.join(named)}" if named else "an empty dict"
+                raise BatchError(f"expected inputs with at least one entry, found {found}")
             if input_name not in named and input_name != DEFAULT_INPUT and not input_made:
                 raise BatchError(
                     f"expected the first layer's input {input_name!r} among the batch's entries, found "
@@ -157,7 +151,7 @@ class StepBatches:
 
     def __init__(
         self,
-        draw: Draw | None,
+        draw: Callable[[], Any] | None,
         num_microbatches: int,
         split: Callable[[Any], SplitBatch],
         device: torch.device,
@@ -165,7 +159,7 @@ class StepBatches:
         checked_entries: Sequence[str] = (),
     ) -> None:
         self._draw, self._num, self._split, self._device = draw, num_microbatches, split, device
-        self._entry_names, self._checked_entries = (*entry_names, LABELS), checked_entries
+        self._entry_names = (*entry_names, LABELS)
         self._held: dict[int, SplitBatch] = {}
         self._moved: dict[tuple[str, int], Any] = {}
         """Entries on the device: several layers may read one, and it goes there once."""
@@ -197,8 +191,8 @@ class StepBatches:
         batch = self._held[self._drawn] = self._split(drawn)
         self._check_key(self._drawn)
         self._drawn += 1
-        for name in self._checked_entries:
-            self.checksums[name] = _checksum(batch.value(name), self.checksums[name])
+        for name, checksum in self.checksums.items():
+            self.checksums[name] = _checksum(batch.value(name), checksum)
         return batch
 
     def first(self) -> SplitBatch | None:
@@ -271,6 +265,7 @@ class StepBatches:
         return value
 
 
+@dataclass
 class ShapeKeeper:
     """Splits batches; unless shapes may change, remembers the first batch's and refuses others.
 
@@ -280,42 +275,35 @@ class ShapeKeeper:
         rules: of the models that the layers were made of.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        input_name: str,
-        *,
-        dynamic: bool,
-        input_made: bool = False,
-        plain: Graph | None = None,
-        made: Sequence[str] = (),
-        rules: Sequence[EntryRules] = (),
-    ) -> None:
-        self._rules = rules
-        self._graph, self._input_name, self._dynamic, self._input_made = graph, input_name, dynamic, input_made
-        self._plain, self._made = plain, set(made)
-        self._shapes: dict[str, str] | None = None
+    graph: Graph
+    input_name: str
+    dynamic: bool
+    input_made: bool = False
+    plain: Graph | None = None
+    made: Sequence[str] = ()
+    rules: Sequence[EntryRules] = ()
+    _first: dict[str, str] | None = field(default=None, init=False)
 
     def _has_results(self, batch: Any) -> bool:
         """True for a batch that has a result of every frozen part."""
         pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping)
-        return bool(self._made) and pair and self._made <= flatten(batch[0]).keys()
+        return bool(self.made) and pair and set(self.made) <= flatten(batch[0]).keys()
 
     def split(self, batch: Any) -> SplitBatch:
-        if self._plain is not None and self._has_results(batch):
-            found = SplitBatch(batch, self._plain, self._input_name, rules=self._rules)
+        if self.plain is not None and self._has_results(batch):
+            found = SplitBatch(batch, self.plain, self.input_name, rules=self.rules)
             found.is_encoded = True
         else:
-            found = SplitBatch(batch, self._graph, self._input_name, input_made=self._input_made, rules=self._rules)
-        if self._dynamic:
+            found = SplitBatch(batch, self.graph, self.input_name, input_made=self.input_made, rules=self.rules)
+        if self.dynamic:
             return found
         shapes = found.shapes()
-        if self._shapes is None:
-            self._shapes = shapes
-        if shapes != self._shapes:
-            name = next(n for n in {**self._shapes, **shapes} if self._shapes.get(n) != shapes.get(n))
+        if self._first is None:
+            self._first = shapes
+        if shapes != self._first:
+            name = next(n for n in {**self._first, **shapes} if self._first.get(n) != shapes.get(n))
             raise BatchError(
-                f"batch {name}: expected {self._shapes.get(name, 'nothing')} as in the first batch, found "
+                f"batch {name}: expected {self._first.get(name, 'nothing')} as in the first batch, found "
                 f"{shapes.get(name, 'nothing')}; for shapes that change pass PipelineModule(..., dynamic_shape=True); "
                 "else use drop_last=True"
             )
@@ -338,20 +326,14 @@ def check_iterator(data: Any) -> None:
 
 
 def _tensors(inputs: Any) -> Any:
-    if isinstance(inputs, torch.Tensor):
-        return inputs
-    if isinstance(inputs, (tuple, list)) and inputs and all(isinstance(t, torch.Tensor) for t in inputs):
-        return tuple(inputs)
-    raise BatchError(f"expected the first layer's input to be a tensor or a tuple of tensors, found {kind(inputs)}")
+    if not can_travel(inputs):
+        raise BatchError(f"expected the first layer's input to be a tensor or a tuple of tensors, found {kind(inputs)}")
+    return inputs if isinstance(inputs, torch.Tensor) else tuple(inputs)
 
 
 def entry_text(name: str) -> str:
     """A batch entry, or the labels, in words."""
     return "the labels" if name == LABELS else f"the values of batch entry {name!r}"
-
-
-def _of_nothing(named: Mapping[str, Any]) -> str:
-    return f"only None: {', '.join(named)}" if named else "an empty dict"
 
 
 def kind(value: Any) -> str:

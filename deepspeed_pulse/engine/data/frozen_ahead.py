@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
@@ -33,19 +34,20 @@ class FrozenAhead:
     ) -> None:
         self._module, self._communicator = module, communicator
         plan: Plan = module.plan
-        assert plan.fill is not None
-        self._fill, self._microbatches = plan.fill, plan.microbatches
-        self._positions = frozenset(filling.position for filling in plan.fill.rows[seat.rank])
-        self._readers = {part.name: tuple(plan.readers_of(part)) for part in self._fill.parts}
+        fill = plan.fill
+        assert fill is not None
+        self._fill, self._microbatches = fill, plan.microbatches
+        self._positions = frozenset(filling.position for filling in fill.rows[seat.rank])
+        readers = {part.name: tuple(plan.readers_of(part)) for part in fill.parts}
         self._runtime = FrozenRuntime(
             rank=seat.rank,
-            parts=module.frozen.build(self._fill.held_on(seat.rank), seat.device),
-            reads=[name for name, ranks in self._readers.items() if seat.rank in ranks],
+            parts=module.frozen.build(fill.held_on(seat.rank), seat.device),
+            reads=[name for name, ranks in readers.items() if seat.rank in ranks],
             communicator=communicator,
             device=device,
             timeout_seconds=timeout_seconds,
         )
-        self._before_step: dict[int, Fill] = {}
+        self._up_front = cache(lambda micro_batches: up_front(fill, micro_batches, readers))
         self._opened: set[int] = set()
         self._ahead: StepBatches | None = None
         self._running = self._ran_in_step = False
@@ -83,11 +85,6 @@ class FrozenAhead:
         self._begin(self._up_front(micro_batches), batches, micro_batches, mode)
         self._runtime.run(0)
         batches.encoded, batches.is_encoded = self._runtime.finish(), True
-
-    def _up_front(self, micro_batches: int) -> Fill:
-        if micro_batches not in self._before_step:
-            self._before_step[micro_batches] = up_front(self._fill, micro_batches, self._readers)
-        return self._before_step[micro_batches]
 
     def start(self, current: StepBatches, following: StepBatches) -> frozenset[int]:
         """Begin encoding the next step's data while this one runs; nothing where there is no more data.

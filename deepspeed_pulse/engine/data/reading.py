@@ -14,18 +14,17 @@ from deepspeed_pulse.engine.data.batches import (
     LABELS,
     ShapeKeeper,
     StepBatches,
-    can_travel,
     check_iterator,
     entry_text,
     kind,
     warn_of_unread,
 )
-from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, NamedValue
 from deepspeed_pulse.ir.plan import Plan, Route
+from deepspeed_pulse.runtime.payload import can_travel
 
 CHECKED_STEPS, CHECK_EVERY = 3, 100
 """Data is compared between ranks in the first steps, then now and then."""
@@ -66,8 +65,8 @@ class Reading:
         self._readers: dict[str, tuple[bool, ...]] = {}
         self._shapes = {
             mode: ShapeKeeper(
-                module.job.reading_graph,
-                module.input_name,
+                graph=module.job.reading_graph,
+                input_name=module.input_name,
                 dynamic=module.dynamic_shape,
                 rules=module.job.entry_rules,
                 input_made=module.frozen is not None and module.frozen.makes_input,
@@ -116,7 +115,7 @@ class Reading:
             micro_batches,
             self._shapes[self._mode].split,
             self._seat.device,
-            [*self._names, *(name for name in self._data_names if name not in self._names)],
+            list(dict.fromkeys((*self._names, *self._data_names))),
             self._entries_to_check() if has_data and self._is_checked(steps) else (),
         )
 
@@ -146,8 +145,7 @@ class Reading:
         self._watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
         raise_everywhere(problem, "the first batch cannot be drawn")
         if self._mode == "train":
-            named = self._module.named_parameters()
-            check_something_trains(p for name, p in named if not is_placeholder(name))
+            check_something_trains(self._module)
         readers = who_has_data(has_data, self._first, self._seat.pipelines)
         if self._module.frozen is not None:
             self._agree_on_encoding(readers)
@@ -197,17 +195,15 @@ class Reading:
         routes = entry_routes(self._plan, self.entries(self._module.graph), readers)
         if not routes:
             return
-        problem: Exception | None = None
-        first = self.batches.first()
-        for route in routes:
-            value = None if first is None else first.value(route.name)
-            if first is not None and not can_travel(value) and problem is None:
-                rank = self._plan.placement[route.hops[0][1]]
-                problem = BatchError(
-                    f"{entry_text(route.name)} cannot be sent: expected a tensor or a tuple of tensors, found "
-                    f"{kind(value)}; pipeline rank {rank} reads it and was given no data: pass data_iter on every "
-                    "rank, or make it a tensor"
-                )
+        problem, first = None, self.batches.first()
+        stuck = (route for route in routes if first is not None and not can_travel(first.value(route.name)))
+        route = next(stuck, None)
+        if first is not None and route is not None:
+            problem = BatchError(
+                f"{entry_text(route.name)} cannot be sent: expected a tensor or a tuple of tensors, found "
+                f"{kind(first.value(route.name))}; pipeline rank {self._plan.placement[route.hops[0][1]]} reads it and "
+                "was given no data: pass data_iter on every rank, or make it a tensor"
+            )
         raise_everywhere(problem, "the first batch cannot be sent")
 
     # -- what they compare after it ----------------------------------------------------------
@@ -215,8 +211,8 @@ class Reading:
     def compare(self) -> None:
         """At the end of a step: in one that is checked, the ranks of a pipeline have read the same."""
         if self._checking and len(self._seat.ranks) > 1:
-            mine, names = self.batches.checksums, self._all_checked()
-            sums = [mine.get(name) for name in names]
+            names = [*self._data_names, LABELS]
+            sums = list(map(self.batches.checksums.get, names))
             found = difference_in_data(names, sums, first_rank=self._first, seat=self._seat)
             if found is not None:
                 self._tell_difference(*found)
@@ -235,15 +231,12 @@ class Reading:
             print(f"pulse: warning: trained as upstream does, on the last rank's labels: {problem}", flush=True)
         self._told_difference = True
 
-    def _all_checked(self) -> list[str]:
-        return [*self._data_names, LABELS]
-
     def _entries_to_check(self) -> list[str]:
         """What this rank reads of the batch: everything on the first rank."""
         if self._seat.rank == self._first:
-            return self._all_checked()
-        mine, graph = {index for index, _ in self._module.local_layers()}, self._module.graph
-        model = {v.name: mine & set(v.targets) for v in graph.batch_entries}
+            return [*self._data_names, LABELS]
+        mine = {index for index, _ in self._module.local_layers()}
+        model = {v.name: mine & set(v.targets) for v in self._module.graph.batch_entries}
         # what frozen parts read, any rank may read
         read = [name for name in self._data_names if model.get(name, True)]
         return [*read, LABELS] if self._seat.rank == self._last else read

@@ -9,17 +9,19 @@ the host waits for the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
-from deepspeed_pulse.engine.data.batches import can_travel, kind
+from deepspeed_pulse.engine.data.batches import kind
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.payload import num_bytes, plainly, tensors_of
+from deepspeed_pulse.runtime.payload import can_travel, num_bytes, plainly, tensors_of
 
-HIDDEN = ""
+_GRADED = -1
+"""In a header, a tensor that needs a gradient; the dtypes of others count from 0."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool)
 
@@ -61,14 +63,11 @@ def unpack_batch(state: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[A
     return hidden, dict(zip(names, values, strict=True))
 
 
-Key = tuple[tuple[torch.dtype, torch.Size], ...]
-
-
 class Headers:
     """The headers of a rank's tuples, by the shapes and dtypes of their tensors."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, list[int]] = {}
+        self._known: dict[tuple[tuple[torch.dtype, torch.Size], ...], list[int]] = {}
         self._tensors: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 
     def of(self, state: Sequence[torch.Tensor]) -> list[int]:
@@ -100,7 +99,7 @@ class Headers:
             )
 
 
-def _key(state: Sequence[torch.Tensor]) -> Key:
+def _key(state: Sequence[torch.Tensor]) -> tuple[tuple[torch.dtype, torch.Size], ...]:
     return tuple((tensor.dtype, tensor.shape) for tensor in state)
 
 
@@ -120,7 +119,7 @@ def pack(hidden: Any, values: dict[str, Any], headers: Headers) -> tuple[torch.T
                         '"pulse": {"enabled": false} runs, sends gradients of floating tensors only; stash '
                         "torch.view_as_real of it, or turn pulse on"
                     )
-                header.append(-1)
+                header.append(_GRADED)
                 graded.append(tensor)
             else:
                 header.append(_DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else len(_DTYPES))
@@ -133,39 +132,33 @@ def pack(hidden: Any, values: dict[str, Any], headers: Headers) -> tuple[torch.T
 
 def unpack(state: Sequence[torch.Tensor], names: Sequence[str], headers: Headers) -> tuple[Any, dict[str, Any]]:
     """Inverse of :func:`pack`."""
-    header = headers.of(state)
-    num_graded = _count_graded(header)
-    graded, plain = iter(state[:num_graded]), iter(state[num_graded:-1])
     found: list[Any] = []
-    position = 0
-    while position < len(header):
-        is_tuple, count = header[position : position + 2]
-        codes = header[position + 2 : position + 2 + count]
-        tensors = tuple(next(graded) if code == -1 else _as_before(next(plain), code) for code in codes)
-        found.append(tensors if is_tuple else tensors[0])
-        position += 2 + count
+    for is_tuple, parts in _travelled(state, headers.of(state)):
+        value = tuple(_as_before(tensor, code) for tensor, code in parts)
+        found.append(value if is_tuple else value[0])
     hidden, *values = found
     return hidden, dict(zip(names, values, strict=True))
 
 
-def _count_graded(header: Sequence[int]) -> int:
-    count, position = 0, 0
-    while position < len(header):
-        tensors = header[position + 1]
-        count += sum(1 for code in header[position + 2 : position + 2 + tensors] if code == -1)
-        position += 2 + tensors
-    return count
+def _travelled(
+    state: Sequence[torch.Tensor], header: Sequence[int]
+) -> Iterator[tuple[int, list[tuple[torch.Tensor, int]]]]:
+    """Of each value, whether it is a tuple, and its tensors as they travel, with what the header says of each."""
+    numbers = iter(header)
+    values = [(is_tuple, list(islice(numbers, next(numbers)))) for is_tuple in numbers]
+    num_graded = sum(codes.count(_GRADED) for _, codes in values)
+    graded, plain = iter(state[:num_graded]), iter(state[num_graded:-1])
+    for is_tuple, codes in values:
+        yield is_tuple, [(next(graded if code == _GRADED else plain), code) for code in codes]
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    if tensor.dtype in _DTYPES:
-        tensor = tensor.view(_INTEGERS[tensor.element_size()])
-    return tensor
+    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.dtype in _DTYPES else tensor
 
 
 def _as_before(tensor: torch.Tensor, code: int) -> torch.Tensor:
-    return tensor.view(_DTYPES[code]) if code < len(_DTYPES) else tensor
+    return tensor.view(_DTYPES[code]) if 0 <= code < len(_DTYPES) else tensor
 
 
 def bytes_by_label(state: Any, names: Sequence[str], headers: Headers, *, gradients: bool) -> Counter[str]:
@@ -176,16 +169,9 @@ def bytes_by_label(state: Any, names: Sequence[str], headers: Headers, *, gradie
         tensors = tensors_of(state)
         count[f"hidden{suffix}"] = num_bytes([t for t in tensors if t.is_floating_point() or not gradients])
         return count
-    header = headers.of(state)
-    num_graded = _count_graded(header)
-    graded, plain = iter(state[:num_graded]), iter(state[num_graded:-1])
-    position = 0
-    for name in (HIDDEN, *names):
-        label = f"value{suffix}:{name}" if name else f"hidden{suffix}"
-        codes = header[position + 2 : position + 2 + header[position + 1]]
-        for code in codes:
-            tensor = next(graded) if code == -1 else next(plain)
-            if code == -1 or not gradients:
-                count[label] += num_bytes([tensor])
-        position += 2 + len(codes)
+    labels = (f"hidden{suffix}", *(f"value{suffix}:{name}" for name in names))
+    for label, (_, parts) in zip(labels, _travelled(state, headers.of(state)), strict=True):
+        counted = [tensor for tensor, code in parts if code == _GRADED or not gradients]
+        if counted:
+            count[label] = num_bytes(counted)
     return count
