@@ -15,7 +15,7 @@ from deepspeed_pulse.engine.checkpoints.optimizer_state import full_precision_co
 from deepspeed_pulse.engine.checkpoints.saving import Saving
 from deepspeed_pulse.engine.checkpoints.universal import name_once
 from deepspeed_pulse.engine.data.evaluation import Evaluation
-from deepspeed_pulse.engine.gradients.clipping import clip_over_pipeline
+from deepspeed_pulse.engine.gradients.completion import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.replaced import clipping_is_replaced
 from deepspeed_pulse.errors import ConfigError

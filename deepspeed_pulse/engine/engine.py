@@ -19,8 +19,7 @@ from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading
 from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
-from deepspeed_pulse.engine.gradients.coverage import covering
-from deepspeed_pulse.engine.gradients.placeholders import with_groups
+from deepspeed_pulse.engine.gradients.coverage import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.instructions import CompleteTiedGrads, FinishStep, ReduceStageGrads, RunFrozen, RunStep
 from deepspeed_pulse.engine.losses import Losses
@@ -169,8 +168,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         return self._steps.begin(micro_batches, mode)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        optimizer, filled = with_groups(client_optimizer, model_parameters, self, self.param_names)
-        super()._configure_optimizer(covering(optimizer, filled, self.module), filled)
+        super()._configure_optimizer(*completed(client_optimizer, model_parameters, self, self.param_names))
         norm_of_nothing_is_zero(self.optimizer)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> Any:

@@ -1,10 +1,12 @@
-"""What upstream's optimizers expect of gradients when a step of microbatches is over."""
+"""What becomes of gradients when a step of microbatches is over: what upstream's optimizers expect, and clipping."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
@@ -54,3 +56,25 @@ def norm_of_nothing_is_zero(optimizer: Any) -> None:
         return [torch.zeros((), device=optimizer.fp32_groups_flat_partition[0].device)], found[1]
 
     optimizer.get_grads_for_norm = counted_or_zero
+
+
+def clip_over_pipeline(parameters: Iterable[torch.nn.Parameter], max_norm: float, group: Any) -> torch.Tensor:
+    """Scale gradients so that the norm over all ranks of the pipeline is at most ``max_norm``.
+
+    Upstream's fp32 path counts pipeline rank 0 only. A weight tied between ranks counts once: upstream marks its
+    copies ``ds_pipe_replicated``. Called after the data-parallel reduction, so all pipelines get the same result.
+
+    Returns:
+        The norm before clipping, a scalar tensor.
+    """
+    held = list(parameters)
+    gradients = [p.grad for p in held if p.grad is not None]
+    square = torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else "cpu")
+    for gradient in (p.grad for p in held if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)):
+        square += gradient.detach().float().square().sum()
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm

@@ -1,42 +1,70 @@
-"""What a user's optimizer trains, against what the module has: nothing foreign, and nothing left out unsaid."""
+"""What an optimizer is given to train: no parameter group empty, nothing foreign, and nothing left out unsaid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
-from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
+from deepspeed_pulse.engine.gradients.placeholders import add_placeholder, is_placeholder
 from deepspeed_pulse.errors import ConfigError
 
 _SHOWN = 3
 
 
-def covering(client_optimizer: Any, parameters: list[Any], module: torch.nn.Module) -> Any:
-    """What a user gives to train with, checked: an optimizer now, what a factory makes when it is made.
+def completed(
+    client_optimizer: Any, model_parameters: Iterable[Any], engine: Any, names: MutableMapping[Any, str]
+) -> tuple[Any, list[Any]]:
+    """What a user gives to train with (an optimizer, a factory or None, and parameters), complete and checked.
+
+    Where upstream's optimizer needs it, ranks that have fewer parameter groups than others of their pipeline get more,
+    of one placeholder each. An optimizer is checked now, what a factory makes when it is made. Collective.
 
     Args:
-        client_optimizer: an optimizer, a factory, or None: the config's is built of the parameters.
+        names: of the module's parameters; those of new placeholders are added.
 
     Raises:
-        ConfigError: it is none of these, or :func:`check_covers` refuses it.
+        ConfigError: :func:`check_covers` refuses it.
     """
-    if client_optimizer is None:
-        check_covers(parameters, module)
-        return None
-    if hasattr(client_optimizer, "param_groups"):
-        check_covers(client_optimizer.param_groups, module)
-        return client_optimizer
 
-    def made(given: Any) -> Any:
-        optimizer = client_optimizer(given)
-        check_covers(optimizer.param_groups, module)
+    def placeholder() -> torch.nn.Parameter:
+        name, parameter = add_placeholder(engine.module)
+        names[parameter] = name
+        return parameter
+
+    def filled(groups: Iterable[Any]) -> list[Any]:
+        found = list(groups)
+        for group in found:
+            if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor):
+                group["params"] = list(group["params"]) or [placeholder()]
+        return found
+
+    def missing(count: int) -> range:
+        # upstream's optimizers for ZeRO-1 and fp16 reduce norms over the pipeline once a parameter group
+        if not (engine.zero_optimization_stage() or engine.fp16_enabled()):
+            return range(0)
+        counts = told_by_all(count, engine.module._grid.get_pipe_parallel_group())
+        return range(max(counts) - count)
+
+    def checked(optimizer: Any) -> Any:
+        filled(optimizer.param_groups)
+        for _ in missing(len(optimizer.param_groups)):
+            optimizer.add_param_group({"params": [placeholder()]})
+        check_covers(optimizer.param_groups, engine.module)
         return optimizer
 
-    return made
+    if hasattr(client_optimizer, "param_groups"):
+        return checked(client_optimizer), list(model_parameters)
+    if client_optimizer is not None:
+        return lambda parameters: checked(client_optimizer(parameters)), filled(model_parameters)
+    groups = filled(model_parameters) or [placeholder()]
+    more = [{"params": [placeholder()]} for _ in missing(len(groups) if isinstance(groups[0], dict) else 1)]
+    groups = [*groups, *more] if not more or isinstance(groups[0], dict) else [{"params": groups}, *more]
+    check_covers(groups, engine.module)
+    return None, groups
 
 
 def check_covers(groups: Iterable[Any], module: torch.nn.Module) -> None:
@@ -50,11 +78,11 @@ def check_covers(groups: Iterable[Any], module: torch.nn.Module) -> None:
         ConfigError: some rank's optimizer has a foreign parameter.
     """
     given = {id(parameter): parameter for parameter in _parameters(groups)}
-    named = {name: parameter for name, parameter in module.named_parameters() if not is_placeholder(name)}
-    mine = {id(parameter) for parameter in module.parameters()}
+    mine = {id(parameter): (name, parameter) for name, parameter in module.named_parameters()}
     foreign = [parameter for key, parameter in given.items() if key not in mine]
     raise_everywhere(_refusal(foreign, len(given)) if foreign else None, "the optimizer cannot be built")
-    left_out = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in given]
+    trained = {key: name for key, (name, p) in mine.items() if p.requires_grad and not is_placeholder(name)}
+    left_out = [name for key, name in trained.items() if key not in given]
     everywhere = list(dict.fromkeys(name for names in told_by_all(left_out) for name in names))
     if everywhere and dist.get_rank() == 0:
         more = f" and {len(everywhere) - _SHOWN} more" if len(everywhere) > _SHOWN else ""
