@@ -21,7 +21,7 @@ from deepspeed_pulse.engine.ranks import Ranks
 from deepspeed_pulse.engine.recomputing import RecomputeArguments
 from deepspeed_pulse.engine.relay.forward import RelayStage, explicit_parts, relay_stage
 from deepspeed_pulse.engine.relay.tuples import Headers
-from deepspeed_pulse.engine.sharing.tied import adopt_tied_calls, build_tied, tie_all_parameters
+from deepspeed_pulse.engine.sharing.shared import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.engine.starting.kernels import skip_inference_kernel

@@ -8,19 +8,19 @@ summed over the ranks before the optimizer's step, as DeepSpeed does for ``TiedL
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.pipe import module as upstream
 
-from deepspeed_pulse.engine.specs import unwrap
+from deepspeed_pulse.engine.specs import TiedCall, unwrap
 
 Holder = tuple[int, str]
 """Layer index and name in that layer."""
-
-Named = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,31 +50,18 @@ class Tie:
     group: Any
 
 
-def find_shared(modules: Mapping[int, torch.nn.Module], named: Callable[[torch.nn.Module], Named]) -> list[Shared]:
+def _find_shared(layers: Mapping[int, Iterable[tuple[str, torch.Tensor]]]) -> list[Shared]:
     """Tensors that several layers hold, in the order of their first holders.
 
     Args:
-        modules: by layer index.
-        named: the tensors of a module under all their names.
+        layers: by index, the tensors of each under all their names.
     """
-    holders: dict[int, list[Holder]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for layer, module in modules.items():
-        for name, tensor in named(module):
-            tensors[id(tensor)] = tensor
-            holders.setdefault(id(tensor), []).append((layer, name))
-    found = (Shared(tensor=tensors[key], holders=tuple(where)) for key, where in holders.items())
+    holders: dict[torch.Tensor, list[Holder]] = {}
+    for layer, named in layers.items():
+        for name, tensor in named:
+            holders.setdefault(tensor, []).append((layer, name))
+    found = (Shared(tensor=tensor, holders=tuple(where)) for tensor, where in holders.items())
     return [shared for shared in found if len(shared.layers) > 1]
-
-
-def parameters_in(module: torch.nn.Module) -> Named:
-    """Parameters under all their names."""
-    return module.named_parameters(remove_duplicate=False)
-
-
-def buffers_in(module: torch.nn.Module) -> Named:
-    """Buffers under all their names."""
-    return module.named_buffers(remove_duplicate=False)
 
 
 class SharedWeights:
@@ -87,11 +74,12 @@ class SharedWeights:
     def __init__(self, layers: Sequence[Any]) -> None:
         bare = {index: unwrap(layer) for index, layer in enumerate(layers)}
         self._modules = {index: layer for index, layer in bare.items() if isinstance(layer, torch.nn.Module)}
-        self.parameters = find_shared(self._modules, parameters_in)
-        self.buffers = find_shared(self._modules, buffers_in)
+        modules = self._modules.items()
+        self.parameters = _find_shared({i: m.named_parameters(remove_duplicate=False) for i, m in modules})
+        self.buffers = _find_shared({i: m.named_buffers(remove_duplicate=False) for i, m in modules})
         self._names = {shared.tensor: shared.name for shared in self.parameters}
         self._ties: dict[tuple[int, ...], Tie] = {}
-        self._ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """By the layers that share."""
         self._watched: dict[str, tuple[torch.Tensor, int]] = {}
         self.num_watches = 0
 
@@ -113,13 +101,14 @@ class SharedWeights:
         Args:
             module: the ``PipelineModule``, cut and built.
         """
-        for shared in (*self.parameters, *self.buffers):
-            self._ranks[shared.layers] = tuple(sorted({module.stage_owner(layer) for layer in shared.layers}))
-        for ranks in dict.fromkeys(ranks for ranks in self._ranks.values() if len(ranks) > 1):
+        sharing = dict.fromkeys(shared.layers for shared in (*self.parameters, *self.buffers))
+        ranks_of = {layers: tuple(sorted(set(map(module.stage_owner, layers)))) for layers in sharing}
+        for ranks in dict.fromkeys(ranks for ranks in ranks_of.values() if len(ranks) > 1):
             for members in _copies(module._grid, ranks):
                 group = dist.new_group(list(members))
                 if module.global_rank in members:
-                    self._ties[ranks] = Tie(ranks=members, group=group)
+                    tie = Tie(ranks=members, group=group)
+                    self._ties.update({layers: tie for layers in sharing if ranks_of[layers] == ranks})
         for shared, tie in self._tied(self.parameters):
             # upstream's mark: norms count the copy of the first rank only
             shared.tensor.ds_pipe_replicated = module.global_rank != tie.ranks[0]  # type: ignore[attr-defined]
@@ -127,9 +116,8 @@ class SharedWeights:
     def _tied(self, found: Iterable[Shared]) -> Iterator[tuple[Shared, Tie]]:
         """Of what this rank shares with others."""
         for shared in found:
-            tie = self._ties.get(self._ranks[shared.layers])
-            if tie is not None:
-                yield shared, tie
+            if shared.layers in self._ties:
+                yield shared, self._ties[shared.layers]
 
     def watch_buffers(self) -> None:
         """Remember the shared buffers as they are now."""
@@ -160,6 +148,39 @@ class SharedWeights:
         for shared, tie in self._tied(self.buffers):
             layer, name = shared.holders[0]
             _broadcast(self._modules[layer].get_buffer(name), tie)  # moving to a device makes another tensor
+
+
+def build_tied(module: Any, layers: range) -> None:
+    """Build tied modules as their first layer would be, so that initial weights do not depend on the plan.
+
+    Args:
+        module: the ``PipelineModule``, whose ``tied_modules`` and ``tied_weight_attrs`` are filled.
+        layers: those to be built next, by index.
+    """
+    tied = [(i, layer) for i, layer in enumerate(module._layer_specs) if isinstance(layer, upstream.TiedLayerSpec)]
+    for key in dict.fromkeys(layer.key for index, layer in tied if index in layers):
+        if key in module.tied_modules:
+            continue
+        first, spec = next(found for found in tied if found[1].key == key)
+        if module.seed_layers:
+            (module.seed_fn or upstream.ds_utils.set_random_seed)(module.base_seed + first)
+        module.tied_modules[key] = spec.build()
+    tie_all_parameters(module)
+
+
+def tie_all_parameters(module: Any) -> None:
+    """Layers of one key share a module, so every parameter of it is tied, not only ``tied_weight_attr``."""
+    for key, tied in module.tied_modules.items():
+        module.tied_weight_attrs[key] = [name for name, _ in tied.named_parameters()]
+
+
+def adopt_tied_calls(functions: list[Any], tied_modules: Mapping[str, Any]) -> None:
+    """Replace, in place, what upstream makes of a tied ``forward_fn``: saves and loads its module's state too."""
+    for position, function in enumerate(functions):
+        if isinstance(function, partial) and function.func is not None and len(function.args) == 1:
+            module = function.args[0]
+            if any(module is tied for tied in tied_modules.values()):
+                functions[position] = TiedCall(module, function.func)
 
 
 def _broadcast(tensor: torch.Tensor, tie: Tie) -> None:

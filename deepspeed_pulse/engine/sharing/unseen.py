@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe import module as upstream
 from deepspeed_pulse.engine.collectives import raise_everywhere
 from deepspeed_pulse.engine.plans.costs import stand_in
 from deepspeed_pulse.engine.sharing.closures import weights_reached
-from deepspeed_pulse.engine.sharing.shared import SharedWeights, parameters_in
+from deepspeed_pulse.engine.sharing.shared import SharedWeights
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.graph import Graph
@@ -116,7 +116,7 @@ def check_builds(module: Any) -> None:
     """
     owners: dict[torch.Tensor, tuple[int, str]] = {}
     for index, owner in _all_modules(module):
-        for name, parameter in parameters_in(owner):
+        for name, parameter in owner.named_parameters(remove_duplicate=False):
             other, _ = owners.setdefault(parameter, (index, name))
             if parameter.requires_grad and not _openly(module.layer_list, other, index):
                 raise GraphError(

@@ -15,7 +15,7 @@ from deepspeed_pulse.engine.collectives import everywhere
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.relay.forward import explicit_parts
-from deepspeed_pulse.engine.sharing.tied import tie_all_parameters
+from deepspeed_pulse.engine.sharing.shared import tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
 from deepspeed_pulse.engine.starting.arguments import check_methods
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
