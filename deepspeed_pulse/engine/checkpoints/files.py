@@ -15,20 +15,19 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from deepspeed_pulse.engine.checkpoints.claim import claim, claimed
-from deepspeed_pulse.engine.checkpoints.contents import (
-    EMA_FOLDER,
-    LATEST,
-    REMOVED,
-    REPLACED,
-    WRITING,
-    check_loads_again,
-    check_tag,
-)
+from deepspeed_pulse.engine.checkpoints.claim import LOCK_FILE, claim, claimed
 from deepspeed_pulse.engine.checkpoints.digests import HashedFile, Verifier
-from deepspeed_pulse.engine.checkpoints.reading import load_safely
+from deepspeed_pulse.engine.checkpoints.reading import check_loads_again, load_safely
 from deepspeed_pulse.engine.checkpoints.record import RECORD_FILE
+from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.ir.run import RUN_FILE
+
+LATEST = "latest"
+WRITING, REPLACED, REMOVED = ".writing", ".replaced", ".removed"
+"""What a tag's folder is called while it is written, while another takes its place, and while it is removed."""
+EMA_FOLDER = "ema"
+"""Of averaged weights, inside a checkpoint."""
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
@@ -41,7 +40,7 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
         super().__init__(config)
         self.digests: dict[str, str] = {}
         """Of the files this rank has saved since the owner emptied it, by name."""
-        self._verifier = Verifier(None)
+        self.verifier = Verifier(None)
         self._staged: dict[Path, Any] = {}
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -66,7 +65,7 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
     def begin(self, sums: Mapping[str, str] | None) -> None:
         """From now on files are verified against these digests; None: written without."""
         self.end()
-        self._verifier = Verifier(sums)
+        self.verifier = Verifier(sums)
 
     def stage(self, paths: Iterable[Path]) -> None:
         """Read files now, and verify them in parallel.
@@ -76,29 +75,25 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
         """
         paths = list(dict.fromkeys(paths))
         for path in paths:
-            self._verifier.begin(path)
+            self.verifier.begin(path)
         for path in paths:
             self._staged[path] = self._read(path, "cpu")
-
-    def verify(self, path: Path) -> None:
-        """Raise a :class:`FileError` when a file is not what was saved."""
-        self._verifier.check(path)
 
     def end(self) -> None:
         """Drop what was staged."""
         self._staged.clear()
-        self._verifier.close()
-        self._verifier = Verifier(None)
+        self.verifier.close()
+        self.verifier = Verifier(None)
 
     def _read(self, path: Path, map_location: Any) -> Any:
-        self._verifier.begin(path)
+        self.verifier.begin(path)
         try:
             content = load_safely(path, map_location)
         except FileError:
             if path.exists():
-                self._verifier.check(path)  # says more
+                self.verifier.check(path)  # says more
             raise
-        self._verifier.check(path)
+        self.verifier.check(path)
         return content
 
 
@@ -130,14 +125,15 @@ class CheckpointFolder:
         """
         self.save_dir.mkdir(parents=True, exist_ok=True)
         claim(self.save_dir)
-        for path in (self.save_dir / self.tag, self.save_dir / self.writing, self._replaced):
+        writing, latest = self.save_dir / self.writing, self.save_dir / LATEST
+        for path in (self.save_dir / self.tag, writing, self._replaced):
             if path.exists() and not path.is_dir():
                 raise FileError(f"{path}: expected a folder or nothing, found a file; remove it or give another tag")
-        if (self.save_dir / LATEST).is_dir():
-            raise FileError(f"{self.save_dir / LATEST}: expected a file or nothing, found a folder; remove it")
-        if (self.save_dir / self.writing).exists():
-            shutil.rmtree(self.save_dir / self.writing)
-        (self.save_dir / self.writing).mkdir()
+        if latest.is_dir():
+            raise FileError(f"{latest}: expected a file or nothing, found a folder; remove it")
+        if writing.exists():
+            shutil.rmtree(writing)
+        writing.mkdir()
 
     def discard(self) -> None:
         """Drop what was written."""
@@ -182,7 +178,8 @@ class CheckpointFolder:
 
     def _is_alike(self, path: Path) -> bool:
         """True for a whole checkpoint of the same series: ``step20`` beside ``step10``."""
-        return _series(path.name) == _series(self.tag) and (path / RECORD_FILE).is_file()
+        mine, other = (re.sub(r"\d+$", "#", tag) for tag in (self.tag, path.name))
+        return mine == other and (path / RECORD_FILE).is_file()
 
     def recover(self) -> None:
         """A save that died between its two renames left the old checkpoint under another name: take it back."""
@@ -191,13 +188,38 @@ class CheckpointFolder:
                 rename(self._replaced, self.save_dir / self.tag)
 
 
-def _series(tag: str) -> str:
-    return re.sub(r"\d+$", "#", tag)
-
-
 def _written(checkpoint: Path) -> int:
     """When; a run that goes on from an earlier step overtakes numbers that are there."""
     return (checkpoint / RECORD_FILE).stat().st_mtime_ns
+
+
+def check_tag(tag: str) -> None:
+    """A tag is the name of one folder inside the folder of checkpoints.
+
+    Raises:
+        ConfigError: it is another path, or a name that means something else there.
+    """
+    taken = tag in (LATEST, "latest_universal", LOCK_FILE, RUN_FILE) or tag.endswith((WRITING, REPLACED, REMOVED))
+    if not tag.strip() or tag in (".", "..") or taken or any(c in tag for c in "/\\\0\n\r"):
+        raise ConfigError(
+            f"tag: expected the name of one folder, found {tag!r}: no path, not empty, and not {LATEST!r} or another "
+            'name that has its own meaning there; for example "step100"'
+        )
+
+
+def check_asked_alike(mine: tuple[str, ...], what: str) -> None:
+    """Every rank of the world must ask for the same checkpoint. Collective.
+
+    Raises:
+        ConfigError: they ask for different ones.
+    """
+    found = told_by_all(mine)
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"{what}: expected the same folder and tag on every rank, found {', '.join(found[0])} on rank 0 and "
+            f"{', '.join(found[other])} on rank {other}"
+        )
 
 
 def find_tag(load_dir: str | os.PathLike[str], tag: Any, named_by: str = LATEST) -> str | None:

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.engine.checkpoints.contents import EMA_FOLDER, LATEST, RESERVED, check_asked_alike
 from deepspeed_pulse.engine.checkpoints.digests import read_sums
-from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, find_tag
-from deepspeed_pulse.engine.checkpoints.layout import record_of, sizes_of
+from deepspeed_pulse.engine.checkpoints.files import EMA_FOLDER, LATEST, CheckpointFolder, check_asked_alike, find_tag
 from deepspeed_pulse.engine.checkpoints.optimizer_state import Groups, SavedState, check_state, read_state, write_state
-from deepspeed_pulse.engine.checkpoints.reading import check_layer, check_whole
+from deepspeed_pulse.engine.checkpoints.reading import RESERVED, check_layer, check_whole
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.engine.checkpoints.universal import (
     LATEST_UNIVERSAL,
@@ -26,7 +24,7 @@ from deepspeed_pulse.engine.checkpoints.universal import (
     read_weights,
     write_weights,
 )
-from deepspeed_pulse.engine.collectives import agree, everywhere, raise_everywhere
+from deepspeed_pulse.engine.collectives import agree, everywhere, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.errors import FileError, PlanError
 
@@ -45,7 +43,6 @@ class Wanted:
 class _Found:
     """A checkpoint that this rank has read: upstream's part is staged, ``state`` is what goes by parameter name."""
 
-    tag: str
     state: SavedState | None
     weights: dict[str, torch.Tensor] | None = None
     """Of a universal checkpoint, by name; None: upstream reads layer files."""
@@ -72,17 +69,23 @@ class Loading:
         settled = agree(lambda: self._settled_tag(load_dir, tag), f"loading {load_dir}")
         if settled is None:
             return self._load(str(load_dir))  # type: ignore[no-any-return]  # says that there is none
-        mine, sizes = record_of(self._engine), sizes_of(self._engine)
+        mine, sizes = CheckpointRecord.of(self._engine), self._sizes()
         where = Path(load_dir) / settled
         try:
             found = everywhere(lambda: self._read(where, wanted, mine, sizes), f"{where} cannot be read")
             averages = everywhere(lambda: _averages(ema, where), "reading averages")
-            loaded = self._apply(load_dir, found, wanted)
+            loaded = self._apply(load_dir, settled, found, wanted)
             if ema is not None:
                 ema.load_state_dict(averages)
             return loaded
         finally:
             self._engine.checkpoint_engine.end()
+
+    def _sizes(self) -> dict[str, int]:
+        """Numbers in each parameter of the model. Collective in the pipeline."""
+        mine = {name: p.numel() for p, name in self._engine.param_names.items()}
+        by_rank = told_by_all(mine, self._engine.grid.get_pipe_parallel_group())
+        return {name: size for rank in by_rank for name, size in rank.items()}
 
     def _settled_tag(self, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
         """On rank 0."""
@@ -130,7 +133,7 @@ class Loading:
         _check_count(where, names, files.load(names[0]))
         for path, layer in layers.items():
             check_layer(layer, files.load(path), Path(path), strict=wanted.load_module_strict)
-        return _Found(tag=where.name, state=state)
+        return _Found(state=state)
 
     def _read_universal(self, where: Path, groups: Groups | None) -> _Found:
         """The same from files by parameter name; a rank's state that is not of parameters lies beside them."""
@@ -144,7 +147,7 @@ class Loading:
         state = None if groups is None else read_named_state(where, groups, files.load)
         if state is not None:
             check_state(engine.optimizer, engine.param_names, state)
-        return _Found(tag=where.name, state=state, weights=weights)
+        return _Found(state=state, weights=weights)
 
     def _rank_files(self, where: Path) -> list[str]:
         """Files of the ranks' own state."""
@@ -169,7 +172,7 @@ class Loading:
                 "are missing); it was not copied whole; resume from another checkpoint by its tag"
             )
         for name in (name for name in sums if name.endswith(".json")):
-            self._engine.checkpoint_engine.verify(where / name)
+            self._engine.checkpoint_engine.verifier.check(where / name)
 
     def _layer_files(self, where: Path) -> dict[str, Any]:
         """Path to layer, for what upstream reads on this rank."""
@@ -208,16 +211,16 @@ class Loading:
 
     # -- changing weights --------------------------------------------------------------------
 
-    def _apply(self, load_dir: str | os.PathLike[str], found: _Found, wanted: Wanted) -> tuple[Any, Any]:
+    def _apply(self, load_dir: str | os.PathLike[str], tag: str, found: _Found, wanted: Wanted) -> tuple[Any, Any]:
         """Let upstream load what was staged. A rank that fails now leaves no rank that could train on."""
-        where, engine = Path(load_dir) / found.tag, self._engine
+        where = Path(load_dir) / tag
         self._module.unusable = f"loading {where} broke off, so weights and optimizer state are half of that checkpoint"
         self._layers_loaded, self._weights, problem = None, found.weights, None
         options = {**vars(wanted), "load_optimizer_states": wanted.load_optimizer_states and found.state is None}
         try:
-            path, client_state = self._load(str(load_dir), found.tag, **options)
+            path, client_state = self._load(str(load_dir), tag, **options)
             if found.state is not None:
-                write_state(engine.optimizer, engine.param_names, found.state)
+                write_state(self._engine.optimizer, self._engine.param_names, found.state)
         except Exception as one:
             if self._layers_loaded is False:  # told by all already
                 raise

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
-from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
+from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord, parameter_groups, parameter_names
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.gradients.scaling import keep_scale, set_scale
 from deepspeed_pulse.errors import PlanError
@@ -52,18 +52,6 @@ class SavedState:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     scale: dict[str, Any] = field(default_factory=dict)
-
-
-def parameter_names(optimizer: Any, names: Mapping[Any, str]) -> tuple[tuple[str, ...], ...]:
-    """Per parameter group of an engine's optimizer, the names of its parameters in order."""
-    return tuple(tuple(names[p] for p in group) for group in _groups(optimizer))
-
-
-def _groups(optimizer: Any) -> list[list[torch.Tensor]]:
-    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        if hasattr(optimizer, attribute):
-            return [list(group) for group in getattr(optimizer, attribute)]
-    return [list(group["params"]) for group in optimizer.param_groups]
 
 
 def full_precision_copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
@@ -224,7 +212,7 @@ def _options_of(members: Sequence[str], saved: SavedState) -> dict[str, Any]:
 def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
     copies = full_precision_copies(optimizer)
     state: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(p for group in _groups(optimizer) for p in group):
+    for index, parameter in enumerate(p for group in parameter_groups(optimizer) for p in group):
         name = names[parameter]
         tensors = {key: value.reshape(parameter.shape) for key, value in saved.tensors.get(name, {}).items()}
         full = tensors.pop(MASTER, None)
@@ -240,7 +228,7 @@ def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState) ->
 
 
 def _write_flat(optimizer: Any, partitions: list[torch.Tensor], names: Mapping[Any, str], saved: SavedState) -> None:
-    for group, partition in zip(_groups(optimizer), partitions, strict=True):
+    for group, partition in zip(parameter_groups(optimizer), partitions, strict=True):
         state: dict[str, Any] = {}
         for parameter, low, high, count in _fragments(group):
             name = names[parameter]

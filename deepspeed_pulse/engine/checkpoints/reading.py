@@ -1,8 +1,13 @@
-"""Reading a checkpoint's torch files: no code runs, and what is there fits the model, before anything is changed."""
+"""A checkpoint's torch files: no code runs when they are read, nothing goes in that could not be read again.
+
+What is there fits the model before anything is changed.
+"""
 
 from __future__ import annotations
 
+import io
 import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +18,17 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.errors import ConfigError, FileError
 
 SAFE_GLOBALS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """Classes of upstream's that its optimizer files hold; nothing else but tensors and plain data is unpickled."""
+
+_WEIGHTS = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
+_TRAINING = ("optimizer", "lr_scheduler", "data_sampler", "random_ltd")
+_PROGRESS = ("skipped_steps", "global_steps", "global_samples")
+_JOB = ("dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions")
+RESERVED = frozenset((*_WEIGHTS, *_TRAINING, *_PROGRESS, *_JOB))
+"""Upstream's own keys beside which client state is saved; a test holds them against a file."""
 
 
 def load_safely(path: Path, map_location: Any = "cpu", *, file: Any = None) -> Any:
@@ -50,6 +62,46 @@ def _hint(problem: Exception) -> str:
         "; only tensors and plain data are read: numbers (numpy's as x.item()), texts, lists, dicts; if you trust the "
         "class, call torch.serialization.add_safe_globals([...]) with it before saving and loading"
     )
+
+
+def check_client_state(state: Any) -> None:
+    """Client state must be readable again, and must not stand in the way of upstream's.
+
+    Raises:
+        ConfigError: says which key, and why.
+    """
+    if not isinstance(state, dict):
+        raise ConfigError(f"client_state: expected a dict, found {type(state).__name__}")
+    taken = sorted(RESERVED.intersection(state))
+    if taken:
+        raise ConfigError(
+            f"client_state: {', '.join(map(repr, taken))}: DeepSpeed saves its own state under these keys; use others"
+        )
+    for key, value in state.items():
+        try:
+            check_loads_again({key: value}, Path("client_state"))
+        except FileError as problem:
+            raise ConfigError(f"client_state[{key!r}]: {str(problem).removeprefix('client_state: ')}") from problem
+
+
+def check_loads_again(content: Any, path: Path) -> None:
+    """Raise a :class:`FileError` for what could be saved but not loaded, or not even saved. Tensors are left out."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(_without_tensors(content), buffer)
+    except Exception as problem:  # pickle raises many kinds
+        raise FileError(f"{path}: cannot be saved: {type(problem).__name__}: {problem}") from problem
+    buffer.seek(0)
+    load_safely(path, file=buffer)
+
+
+def _without_tensors(value: Any) -> Any:
+    kind = type(value)
+    if kind in (torch.Tensor, nn.Parameter):
+        return None
+    if kind in (dict, OrderedDict):
+        return kind((_without_tensors(k), _without_tensors(v)) for k, v in value.items())
+    return kind(map(_without_tensors, value)) if kind in (list, tuple) else value
 
 
 def check_whole(folder: Path) -> None:
@@ -90,12 +142,9 @@ def check_layer(layer: nn.Module, state: Any, path: Path, *, strict: bool) -> No
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
-    plain = nn.Module
-    return (
-        type(module).load_state_dict is not plain.load_state_dict
-        or type(module)._load_from_state_dict is not plain._load_from_state_dict
-        or bool(module._load_state_dict_pre_hooks)
-    )
+    names = ("load_state_dict", "_load_from_state_dict")
+    overridden = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
+    return overridden or bool(module._load_state_dict_pre_hooks)
 
 
 def _few(names: list[str]) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+import torch
 
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE
+from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.errors import FileError, PlanError
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import read_file, read_format
@@ -48,6 +52,23 @@ class CheckpointRecord(File):
     optimizer: str
     parameters: Annotated[tuple[Names, ...], Form(expected="per rank, lists of parameter names")]
 
+    @classmethod
+    def of(cls, engine: Any) -> CheckpointRecord:
+        """How a job's state lies on its ranks. Collective in the pipeline."""
+        module, optimizer, plan = engine.module, engine.optimizer, engine.module.plan
+        mine = () if optimizer is None else parameter_names(optimizer, engine.param_names)
+        return cls(
+            pipeline_ranks=engine.num_stages,
+            data_parallel=engine.grid.data_parallel_size,
+            boundaries=tuple(module.parts),
+            placement=tuple(range(engine.num_stages)) if plan is None else plan.placement,
+            layers=tuple(layer.name for layer in module.graph.layers),
+            zero_stage=int(engine.zero_optimization_stage()),
+            dtype="bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32",
+            optimizer=type(engine.basic_optimizer).__name__,
+            parameters=tuple(told_by_all(mine, engine.grid.get_pipe_parallel_group())),
+        )
+
     @property
     def partitioned(self) -> bool:
         """True when every data-parallel rank has a file with its part of flat buffers."""
@@ -76,9 +97,6 @@ class CheckpointRecord(File):
             if there != here:
                 raise PlanError(f"{where}: {name}: written with {there}, this job runs {here}; use the same, or {way}")
 
-    def write(self, folder: Path) -> None:
-        (folder / RECORD_FILE).write_text(self.to_json(), encoding="utf-8")
-
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:
         """The record of a checkpoint; None when it was written without this package."""
@@ -86,10 +104,22 @@ class CheckpointRecord(File):
         if not path.is_file():
             return None
         text = read_file(path)
-        found = read_format(text, str(path), cls.FORMATS)
-        if found == FORMAT and not (folder / SUMS_FILE).is_file():
+        if read_format(text, str(path), cls.FORMATS) == FORMAT and not (folder / SUMS_FILE).is_file():
             raise FileError(
                 f"{folder / SUMS_FILE}: expected the digests of the checkpoint's files, found none; the checkpoint was "
                 "not copied whole"
             )
         return cls.from_json(text, str(path))
+
+
+def parameter_names(optimizer: Any, names: Mapping[Any, str]) -> Names:
+    """Per parameter group of an engine's optimizer, the names of its parameters in order."""
+    return tuple(tuple(names[p] for p in group) for group in parameter_groups(optimizer))
+
+
+def parameter_groups(optimizer: Any) -> list[list[torch.Tensor]]:
+    """The model's own parameters in each group of an engine's optimizer."""
+    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        if hasattr(optimizer, attribute):
+            return [list(group) for group in getattr(optimizer, attribute)]
+    return [list(group["params"]) for group in optimizer.param_groups]

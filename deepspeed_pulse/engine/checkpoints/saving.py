@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deepspeed_pulse.engine.checkpoints.contents import EMA_FOLDER, check_asked_alike, check_client_state, check_tag
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, write_sums
-from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, sync
-from deepspeed_pulse.engine.checkpoints.layout import record_of
-from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, CheckpointRecord
+from deepspeed_pulse.engine.checkpoints.files import EMA_FOLDER, CheckpointFolder, check_asked_alike, check_tag, sync
+from deepspeed_pulse.engine.checkpoints.reading import check_client_state
+from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, RECORD_FILE, CheckpointRecord
 from deepspeed_pulse.engine.collectives import everywhere, told_by_all
 from deepspeed_pulse.engine.plans.pinned import pinned
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError
@@ -51,7 +50,7 @@ class Saving:
         client_state = {} if client_state is None else client_state
         everywhere(lambda: _check_limit(limit), "save_checkpoint")
         folder = self._checked_folder(save_dir, tag, client_state)
-        record = record_of(engine)
+        record = CheckpointRecord.of(engine)
         leader = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
 
         def on_leader(act: Callable[[], Any]) -> None:
@@ -114,7 +113,7 @@ class Saving:
 
     def _write_record(self, folder: CheckpointFolder, record: CheckpointRecord, digests: dict[str, str]) -> None:
         where, engine, module = folder.save_dir / folder.writing, self._engine, self._engine.module
-        record.write(where)
+        (where / RECORD_FILE).write_text(record.to_json(), encoding="utf-8")
         if module.plan is not None:
             (where / PLAN_FILE).write_text(module.plan.to_json(), encoding="utf-8")
         if module.job.chosen is not None:
