@@ -239,7 +239,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         with self._watchdog.watching_patiently("load_checkpoint"):
             found = super().load_checkpoint(*args, **kwargs)
             if self._ahead is not None:
-                self._ahead.forget()
+                self._ahead.take()
             return found
 
     @property

@@ -259,7 +259,7 @@ def _on_a_copy(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any
     def changed() -> list[str]:
         # by content: running statistics change without a new version
         now = dict(copied.named_buffers())
-        return [name for name, (_, saved) in before.items() if not _same(now.get(name), saved)]
+        return [n for n, (_, saved) in before.items() if n not in now or not torch.equal(now[n], saved)]
 
     try:
         yield mine, changed
@@ -268,7 +268,3 @@ def _on_a_copy(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any
             put_buffers(copied, {name: buffer for name, (buffer, _) in before.items()})
             for buffer, saved in before.values():
                 buffer.data.copy_(saved)
-
-
-def _same(now: torch.Tensor | None, saved: torch.Tensor) -> bool:
-    return now is not None and now.shape == saved.shape and torch.equal(now, saved)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -17,12 +18,8 @@ Root = GradientEdge
 
 def roots_of(tensors: Sequence[torch.Tensor]) -> tuple[Root | None, ...]:
     """Of each tensor what :func:`torch.autograd.backward` needs; None for one without a gradient."""
-    root: Callable[[torch.Tensor], Root] = get_gradient_edge if takes_edges() else _itself
+    root: Callable[[torch.Tensor], Any] = get_gradient_edge if takes_edges() else lambda tensor: tensor
     return tuple(root(tensor) if tensor.requires_grad else None for tensor in tensors)
-
-
-def _itself(tensor: torch.Tensor) -> Root:
-    return tensor  # type: ignore[return-value]
 
 
 @functools.cache

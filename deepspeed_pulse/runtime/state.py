@@ -15,7 +15,7 @@ from deepspeed_pulse.ir.profile import state_factor
 
 def param_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """Bytes of the trainable parameters, and 1/k of those of frozen ones."""
-    return sum(_bytes(p) if p.requires_grad else -(-_bytes(p) // _factor(p)) for p in parameters)
+    return sum(p.nbytes if p.requires_grad else -(-p.nbytes // _factor(p)) for p in parameters)
 
 
 def state_bytes(parameters: Iterable[torch.Tensor], *, shards: int = 1) -> int:
@@ -23,18 +23,9 @@ def state_bytes(parameters: Iterable[torch.Tensor], *, shards: int = 1) -> int:
 
     ``shards``: so many data-parallel ranks share the optimizer state (ZeRO-1).
     """
-    found = 0
-    for parameter in parameters:
-        num_bytes = _bytes(parameter)
-        if parameter.requires_grad:
-            found += 2 * num_bytes + -(-(_factor(parameter) - 2) * num_bytes // shards)
-        else:
-            found += num_bytes
-    return found
-
-
-def _bytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
+    return sum(
+        2 * p.nbytes + -(-(_factor(p) - 2) * p.nbytes // shards) if p.requires_grad else p.nbytes for p in parameters
+    )
 
 
 def _factor(parameter: torch.Tensor) -> int:

@@ -50,11 +50,6 @@ def claim(folder: Path) -> None:
     _held[folder] = handle
 
 
-def release(folder: Path) -> None:
-    """Give a folder back."""
-    os.close(_held.pop(folder.resolve()))
-
-
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Hold a folder for a while, or go on holding it."""
@@ -64,7 +59,7 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
     finally:
         if not held:
-            release(folder)
+            os.close(_held.pop(folder.resolve()))
 
 
 def _is_open_file(handle: int, path: Path) -> bool:

@@ -38,7 +38,9 @@ class HashedFile:
         try:
             if pending is None:
                 self._digest.update(data)
-            self._write_all(data)
+            rest = data
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as problem:
             # torch tells of its own bookkeeping when a write fails
             self.problem = self.problem or problem
@@ -47,10 +49,6 @@ class HashedFile:
             if pending is not None:
                 pending.result()
         return len(data)
-
-    def _write_all(self, data: memoryview) -> None:
-        while data:
-            data = data[self._file.write(data) :]
 
     def flush(self) -> None:
         """Nothing is kept back."""
@@ -110,9 +108,9 @@ class Verifier:
         sums: file name to digest; None: nothing is known, so nothing is checked.
     """
 
-    def __init__(self, sums: Mapping[str, str] | None, *, threads: int = 4) -> None:
+    def __init__(self, sums: Mapping[str, str] | None) -> None:
         self._sums = sums
-        self._pool = ThreadPoolExecutor(threads)
+        self._pool = ThreadPoolExecutor(4)
         self._found: dict[Path, Future[str]] = {}
 
     def begin(self, path: Path) -> None:

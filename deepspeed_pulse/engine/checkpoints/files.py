@@ -170,7 +170,10 @@ class CheckpointFolder:
         for left in self.save_dir.glob(f"*{REMOVED}"):
             shutil.rmtree(left)
         stays = {self.tag, find_tag(self.save_dir, None)}
-        found = sorted(filter(self._is_alike, self.save_dir.iterdir()), key=_written)
+        # by time: a run that goes on from an earlier step overtakes numbers that are there
+        found = sorted(
+            filter(self._is_alike, self.save_dir.iterdir()), key=lambda path: (path / RECORD_FILE).stat().st_mtime_ns
+        )
         for path in [path for path in found if path.name not in stays][: max(0, len(found) - limit)]:
             removed = path.with_name(f"{path.name}{REMOVED}")
             rename(path, removed)
@@ -186,11 +189,6 @@ class CheckpointFolder:
         if self._replaced.is_dir() and not (self.save_dir / self.tag).exists():
             with claimed(self.save_dir):
                 rename(self._replaced, self.save_dir / self.tag)
-
-
-def _written(checkpoint: Path) -> int:
-    """When; a run that goes on from an earlier step overtakes numbers that are there."""
-    return (checkpoint / RECORD_FILE).stat().st_mtime_ns
 
 
 def check_tag(tag: str) -> None:

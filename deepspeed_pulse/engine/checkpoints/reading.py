@@ -46,21 +46,17 @@ def load_safely(path: Path, map_location: Any = "cpu", *, file: Any = None) -> A
     except FileNotFoundError:
         raise FileError(f"{path}: expected a file of the checkpoint, found none; it was not saved whole") from None
     except Exception as problem:  # torch raises many kinds for a damaged or foreign file
-        raise FileError(f"{path}: cannot be read safely: {_first_line(problem)}{_hint(problem)}") from problem
+        raise FileError(f"{path}: cannot be read safely: {_in_short(str(problem))}") from problem
 
 
-def _first_line(problem: Exception) -> str:
-    lines = str(problem).split("\n")
-    line = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
-    return line.partition(". Please use ")[0]
-
-
-def _hint(problem: Exception) -> str:
-    if "GLOBAL" not in str(problem):
-        return ""
+def _in_short(problem: str) -> str:
+    lines = problem.split("\n")
+    line = next((line.strip() for line in lines if "GLOBAL" in line), lines[0]).partition(". Please use ")[0]
+    if "GLOBAL" not in problem:
+        return line
     return (
-        "; only tensors and plain data are read: numbers (numpy's as x.item()), texts, lists, dicts; if you trust the "
-        "class, call torch.serialization.add_safe_globals([...]) with it before saving and loading"
+        f"{line}; only tensors and plain data are read: numbers (numpy's as x.item()), texts, lists, dicts; if you "
+        "trust the class, call torch.serialization.add_safe_globals([...]) with it before saving and loading"
     )
 
 

@@ -48,8 +48,7 @@ class Saving:
         engine = self._engine
         engine.module.check_usable("save_checkpoint")
         client_state = {} if client_state is None else client_state
-        everywhere(lambda: _check_limit(limit), "save_checkpoint")
-        folder = self._checked_folder(save_dir, tag, client_state)
+        folder = self._checked_folder(save_dir, tag, client_state, limit)
         record = CheckpointRecord.of(engine)
         leader = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
 
@@ -73,10 +72,14 @@ class Saving:
             _keep(folder, limit)
         self.last = save_dir, {"client_state": client_state, "ema": ema}
 
-    def _checked_folder(self, save_dir: Any, tag: Any, client_state: Any) -> CheckpointFolder:
+    def _checked_folder(self, save_dir: Any, tag: Any, client_state: Any, limit: Any) -> CheckpointFolder:
         """Nothing is touched before every rank's arguments are known to be good, and the same tag."""
 
         def check() -> tuple[str, str]:
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+                raise ConfigError(
+                    f"checkpoints_total_limit: expected a number of checkpoints >= 1 or None, found {limit!r}"
+                )
             if not isinstance(save_dir, (str, os.PathLike)) or not os.fspath(save_dir):
                 raise ConfigError(f"save_checkpoint: save_dir: expected a folder, found {save_dir!r}")
             name = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
@@ -140,11 +143,6 @@ def _writing(folder: Path, act: Callable[[], Any]) -> None:
             f"{problem.filename or folder}: the checkpoint cannot be written: {problem.strerror or problem}; "
             f"{folder} holds what it held before; make room there, or name another folder"
         ) from problem
-
-
-def _check_limit(limit: Any) -> None:
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ConfigError(f"checkpoints_total_limit: expected a number of checkpoints >= 1 or None, found {limit!r}")
 
 
 def _keep(folder: CheckpointFolder, limit: int) -> None:

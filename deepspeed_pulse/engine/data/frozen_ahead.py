@@ -67,12 +67,8 @@ class FrozenAhead:
         """How long the device waited for results in the last step."""
         return self._runtime.stopwatch.idle_ms if self._ran_in_step else 0.0
 
-    def forget(self) -> None:
-        """Drop what was read ahead: the next step reads and encodes its own."""
-        self._ahead = None
-
     def take(self) -> StepBatches | None:
-        """The data of this training step where it was read ahead."""
+        """The data of this training step where it was read ahead; without it the step reads and encodes its own."""
         found, self._ahead = self._ahead, None
         return found
 

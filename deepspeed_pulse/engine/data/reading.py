@@ -171,16 +171,14 @@ class Reading:
 
     def _agree_on_encoding(self, readers: tuple[bool, ...]) -> None:
         if self._mode != "train":
-            self._is_encoded[self._mode] = decided_in_pipeline(self._has_results, self._first, self._seat)
+            self._is_encoded[self._mode] = decided_in_pipeline(
+                lambda: getattr(self.batches.first(), "is_encoded", False), self._first, self._seat
+            )
         if not self.is_encoded and not all(readers):
             raise BatchError(
                 f"frozen parts run on any rank, so every rank reads data: pipeline rank {readers.index(False)} was "
                 "given none; pass the same data_iter on every rank, or evaluate on data that has the parts' results"
             )
-
-    def _has_results(self) -> bool:
-        first = self.batches.first()
-        return first is not None and first.is_encoded
 
     def agreed_shapes(self, micro_batches: int) -> list[int]:
         """What stands for the shapes of this step's microbatches; where they change, as the first rank draws them."""

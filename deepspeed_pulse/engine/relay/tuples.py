@@ -121,11 +121,13 @@ def pack(hidden: Any, values: dict[str, Any], headers: Headers) -> tuple[torch.T
                     )
                 header.append(_GRADED)
                 graded.append(tensor)
+            elif tensor.dtype in _DTYPES:
+                header.append(_DTYPES.index(tensor.dtype))
+                plain.append(tensor.detach().view(_INTEGERS[tensor.element_size()]))
             else:
-                header.append(_DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else len(_DTYPES))
-                plain.append(_as_integers(tensor))
-    device = tensors_of(hidden)[0].device
-    state = (*graded, *plain, headers.tensor(header, device))
+                header.append(len(_DTYPES))
+                plain.append(tensor.detach())
+    state = (*graded, *plain, headers.tensor(header, tensors_of(hidden)[0].device))
     headers.note(state, header)
     return state
 
@@ -134,7 +136,7 @@ def unpack(state: Sequence[torch.Tensor], names: Sequence[str], headers: Headers
     """Inverse of :func:`pack`."""
     found: list[Any] = []
     for is_tuple, parts in _travelled(state, headers.of(state)):
-        value = tuple(_as_before(tensor, code) for tensor, code in parts)
+        value = tuple(tensor.view(_DTYPES[code]) if code in range(len(_DTYPES)) else tensor for tensor, code in parts)
         found.append(value if is_tuple else value[0])
     hidden, *values = found
     return hidden, dict(zip(names, values, strict=True))
@@ -150,15 +152,6 @@ def _travelled(
     graded, plain = iter(state[:num_graded]), iter(state[num_graded:-1])
     for is_tuple, codes in values:
         yield is_tuple, [(next(graded if code == _GRADED else plain), code) for code in codes]
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.dtype in _DTYPES else tensor
-
-
-def _as_before(tensor: torch.Tensor, code: int) -> torch.Tensor:
-    return tensor.view(_DTYPES[code]) if 0 <= code < len(_DTYPES) else tensor
 
 
 def bytes_by_label(state: Any, names: Sequence[str], headers: Headers, *, gradients: bool) -> Counter[str]:
