@@ -9,7 +9,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deepspeed_pulse.errors import FileError
@@ -64,7 +64,6 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def _is_open_file(handle: int, path: Path) -> bool:
     """False when the folder was removed and made again since."""
-    try:
+    with suppress(OSError):
         return os.path.samestat(os.fstat(handle), path.stat())
-    except OSError:
-        return False
+    return False

@@ -79,11 +79,7 @@ def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """File name to digest; None when the folder has none.
-
-    Raises:
-        FileError: the file of digests itself is damaged.
-    """
+    """File name to digest, None when the folder has none; a :class:`FileError` when the file itself is damaged."""
     path = folder / SUMS_FILE
     if not path.exists():
         return None
@@ -102,11 +98,7 @@ def read_sums(folder: Path) -> dict[str, str] | None:
 
 
 class Verifier:
-    """Checks files against their digests in threads, while others read them.
-
-    Args:
-        sums: file name to digest; None: nothing is known, so nothing is checked.
-    """
+    """Checks files against ``sums``, digests by file name, in threads, while others read them; None: checks nothing."""
 
     def __init__(self, sums: Mapping[str, str] | None) -> None:
         self._sums = sums

@@ -63,27 +63,18 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
         return self._staged[where] if where in self._staged else self._read(where, map_location)
 
     def begin(self, sums: Mapping[str, str] | None) -> None:
-        """From now on files are verified against these digests; None: written without."""
-        self.end()
+        """Drop what was staged; from now on files are verified against these digests; None: written without."""
+        self._staged.clear()
+        self.verifier.close()
         self.verifier = Verifier(sums)
 
     def stage(self, paths: Iterable[Path]) -> None:
-        """Read files now, and verify them in parallel.
-
-        Raises:
-            FileError: one is missing or damaged, or holds objects that are not read.
-        """
+        """Read files now, and verify them in parallel; a :class:`FileError` where :func:`load_safely` has one."""
         paths = list(dict.fromkeys(paths))
         for path in paths:
             self.verifier.begin(path)
         for path in paths:
             self._staged[path] = self._read(path, "cpu")
-
-    def end(self) -> None:
-        """Drop what was staged."""
-        self._staged.clear()
-        self.verifier.close()
-        self.verifier = Verifier(None)
 
     def _read(self, path: Path, map_location: Any) -> Any:
         self.verifier.begin(path)
@@ -106,15 +97,11 @@ class CheckpointFolder:
 
     def __init__(self, save_dir: str | os.PathLike[str], tag: str) -> None:
         self.save_dir, self.tag = Path(save_dir), tag
-
-    @property
-    def writing(self) -> str:
+        self.writing = f"{tag}{WRITING}"
         """Tag under which the files are written."""
-        return f"{self.tag}{WRITING}"
-
-    @property
-    def _replaced(self) -> Path:
-        return self.save_dir / f"{self.tag}{REPLACED}"
+        self._final, self._written = self.save_dir / tag, self.save_dir / self.writing
+        self._replaced = self.save_dir / f"{tag}{REPLACED}"
+        self._latest = self.save_dir / LATEST
 
     def prepare(self) -> None:
         """Make room: what an unfinished save has left is dropped.
@@ -125,47 +112,43 @@ class CheckpointFolder:
         """
         self.save_dir.mkdir(parents=True, exist_ok=True)
         claim(self.save_dir)
-        writing, latest = self.save_dir / self.writing, self.save_dir / LATEST
-        for path in (self.save_dir / self.tag, writing, self._replaced):
+        for path in (self._final, self._written, self._replaced):
             if path.exists() and not path.is_dir():
                 raise FileError(f"{path}: expected a folder or nothing, found a file; remove it or give another tag")
-        if latest.is_dir():
-            raise FileError(f"{latest}: expected a file or nothing, found a folder; remove it")
-        if writing.exists():
-            shutil.rmtree(writing)
-        writing.mkdir()
+        if self._latest.is_dir():
+            raise FileError(f"{self._latest}: expected a file or nothing, found a folder; remove it")
+        if self._written.exists():
+            shutil.rmtree(self._written)
+        self._written.mkdir()
 
     def discard(self) -> None:
         """Drop what was written."""
         (self.save_dir / f"{LATEST}{WRITING}").unlink(missing_ok=True)
-        shutil.rmtree(self.save_dir / self.writing, ignore_errors=True)
+        shutil.rmtree(self._written, ignore_errors=True)
 
     def commit(self, *, save_latest: bool) -> None:
         """Give the written folder its name, then point ``latest`` to it.
 
         Whatever needs room on the disk is written before the first rename.
         """
-        for folder in (self.save_dir / self.writing / EMA_FOLDER, self.save_dir / self.writing):
+        for folder in (self._written / EMA_FOLDER, self._written):
             if folder.is_dir():
                 sync(folder)
-        latest = beside(self.save_dir / LATEST, self.tag) if save_latest else None
-        final = self.save_dir / self.tag
-        if final.exists():
+        latest = beside(self._latest, self.tag) if save_latest else None
+        if self._final.exists():
             shutil.rmtree(self._replaced, ignore_errors=True)
-            rename(final, self._replaced)
-        rename(self.save_dir / self.writing, final)
+            rename(self._final, self._replaced)
+        rename(self._written, self._final)
         shutil.rmtree(self._replaced, ignore_errors=True)
         if latest is not None:
-            rename(latest, self.save_dir / LATEST)
+            rename(latest, self._latest)
 
     def keep(self, limit: int) -> None:
         """Of the checkpoints whose tags differ from this one in the number at their end, keep the last ``limit``.
 
         Called when this one is there; it stays, and so does the one that ``latest`` names. A folder loses its name
-        before its files, so what has a name is whole; what a process that died has left of one goes with the next.
-
-        Raises:
-            OSError: one cannot be removed.
+        before its files, so what has a name is whole; what a process that died has left of one goes with the next. An
+        :class:`OSError` says that one cannot be removed.
         """
         for left in self.save_dir.glob(f"*{REMOVED}"):
             shutil.rmtree(left)
@@ -186,17 +169,13 @@ class CheckpointFolder:
 
     def recover(self) -> None:
         """A save that died between its two renames left the old checkpoint under another name: take it back."""
-        if self._replaced.is_dir() and not (self.save_dir / self.tag).exists():
+        if self._replaced.is_dir() and not self._final.exists():
             with claimed(self.save_dir):
-                rename(self._replaced, self.save_dir / self.tag)
+                rename(self._replaced, self._final)
 
 
 def check_tag(tag: str) -> None:
-    """A tag is the name of one folder inside the folder of checkpoints.
-
-    Raises:
-        ConfigError: it is another path, or a name that means something else there.
-    """
+    """Raise a :class:`ConfigError` for a tag that is no name of one folder, or one with a meaning of its own there."""
     taken = tag in (LATEST, "latest_universal", LOCK_FILE, RUN_FILE) or tag.endswith((WRITING, REPLACED, REMOVED))
     if not tag.strip() or tag in (".", "..") or taken or any(c in tag for c in "/\\\0\n\r"):
         raise ConfigError(
@@ -206,11 +185,7 @@ def check_tag(tag: str) -> None:
 
 
 def check_asked_alike(mine: tuple[str, ...], what: str) -> None:
-    """Every rank of the world must ask for the same checkpoint. Collective.
-
-    Raises:
-        ConfigError: they ask for different ones.
-    """
+    """Raise a :class:`ConfigError` unless every rank of the world asks for the same checkpoint. Collective."""
     found = told_by_all(mine)
     other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
     if other is not None:

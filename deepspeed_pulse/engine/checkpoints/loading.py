@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,7 @@ class _Found:
 
 
 class Loading:
-    """Loads an engine's state.
-
-    Args:
-        engine: whose.
-        load: upstream's ``load_checkpoint`` of it.
-    """
+    """Loads an engine's state; ``load``: upstream's ``load_checkpoint`` of it."""
 
     def __init__(self, engine: Any, load: Callable[..., Any]) -> None:
         self._engine, self._module, self._load = engine, engine.module, load
@@ -79,7 +74,7 @@ class Loading:
                 ema.load_state_dict(averages)
             return loaded
         finally:
-            self._engine.checkpoint_engine.end()
+            self._engine.checkpoint_engine.begin(None)
 
     def _sizes(self) -> dict[str, int]:
         """Numbers in each parameter of the model. Collective in the pipeline."""
@@ -110,10 +105,8 @@ class Loading:
             )
         return str(tag)
 
-    # -- reading, which changes nothing ------------------------------------------------------
-
     def _read(self, where: Path, wanted: Wanted, mine: CheckpointRecord, sizes: dict[str, int]) -> _Found:
-        """Everything that this rank needs, verified."""
+        """Everything that this rank needs, verified; changes nothing."""
         engine, files = self._engine, self._engine.checkpoint_engine
         wants_state = wanted.load_optimizer_states and not wanted.load_module_only and engine.optimizer is not None
         if engine._config.load_universal_checkpoint or is_universal(where):
@@ -126,11 +119,10 @@ class Loading:
         by_name = wants_state and (saved is None or not saved.same_layout(mine))
         state = self._state_by_name(saved, mine, where, sizes) if by_name else None
         layers = self._layer_files(where)
-        needed = [names[0], self._own_file(names), *layers]
+        needed = list(layers)
         if wants_state and not by_name and engine.zero_optimization():
             needed.append(engine._get_zero_ckpt_name(str(where.parent), where.name))
-        files.stage(map(Path, needed))
-        _check_count(where, names, files.load(names[0]))
+        self._stage(where, names, needed)
         for path, layer in layers.items():
             check_layer(layer, files.load(path), Path(path), strict=wanted.load_module_strict)
         return _Found(state=state)
@@ -140,9 +132,7 @@ class Loading:
         engine, files = self._engine, self._engine.checkpoint_engine
         check_kind(where, asked=engine._config.load_universal_checkpoint)
         files.begin(None)
-        names = self._rank_files(where)
-        files.stage(map(Path, [names[0], self._own_file(names)]))
-        _check_count(where, names, files.load(names[0]))
+        self._stage(where, self._rank_files(where))
         weights = read_weights(where, own_tensors(self._module), files.load)
         state = None if groups is None else read_named_state(where, groups, files.load)
         if state is not None:
@@ -156,9 +146,22 @@ class Loading:
             raise FileError(f"{where}: expected a checkpoint, found no mp_rank_*_model_states.pt")
         return names
 
-    def _own_file(self, names: list[str]) -> str:
-        engine = self._engine
-        return names[engine.mpu.get_model_parallel_rank()] if len(names) == engine.mp_world_size else names[0]
+    def _stage(self, where: Path, names: list[str], more: Iterable[str] = ()) -> None:
+        """Read a rank's own state, which is in one of the files ``names``, and more files."""
+        engine, files = self._engine, self._engine.checkpoint_engine
+        own = names[engine.mpu.get_model_parallel_rank()] if len(names) == engine.mp_world_size else names[0]
+        files.stage(map(Path, [names[0], own, *more]))
+        first = files.load(names[0])
+        expected = {"module", "dp_world_size", "mp_world_size", "global_steps"}
+        if not isinstance(first, dict) or not expected <= first.keys():
+            raise FileError(
+                f"{names[0]}: expected the state of a rank, found something else; it is no checkpoint's file"
+            )
+        if first["mp_world_size"] != len(names):
+            raise FileError(
+                f"{where}: expected {first['mp_world_size']} files mp_rank_*_model_states.pt, found {len(names)}; the "
+                "checkpoint was not copied whole"
+            )
 
     def _check_folder(self, where: Path, sums: dict[str, str] | None) -> None:
         """What no rank reads is looked at too: a checkpoint that is not whole is none."""
@@ -209,8 +212,6 @@ class Loading:
             path = engine._get_rank_zero_ckpt_name(str(where), "", rank, replica, bf16_mode=engine.bfloat16_enabled())
         return engine.checkpoint_engine.load(path, map_location="cpu")
 
-    # -- changing weights --------------------------------------------------------------------
-
     def _apply(self, load_dir: str | os.PathLike[str], tag: str, found: _Found, wanted: Wanted) -> tuple[Any, Any]:
         """Let upstream load what was staged. A rank that fails now leaves no rank that could train on."""
         where = Path(load_dir) / tag
@@ -231,11 +232,7 @@ class Loading:
         return path, {key: value for key, value in client_state.items() if key not in RESERVED}
 
     def load_layers(self, load: Callable[[], None]) -> None:
-        """Upstream's loading of layer files, or what stands in for it; ranks then meet for tied weights.
-
-        Args:
-            load: upstream's.
-        """
+        """Upstream's loading of layer files (``load``), or what stands in for it; ranks then meet for tied weights."""
         weights, module = self._weights, self._module
         self._layers_loaded = module.synchronizes_tied_weights = False
         try:
@@ -259,13 +256,3 @@ def _averages(ema: Any, checkpoint: Path) -> Any:
             "averages start from its weights, or save with ema="
         )
     return ema.read(checkpoint / EMA_FOLDER)
-
-
-def _check_count(where: Path, names: list[str], first: Any) -> None:
-    if not isinstance(first, dict) or not {"module", "dp_world_size", "mp_world_size", "global_steps"} <= first.keys():
-        raise FileError(f"{names[0]}: expected the state of a rank, found something else; it is no checkpoint's file")
-    if first["mp_world_size"] != len(names):
-        raise FileError(
-            f"{where}: expected {first['mp_world_size']} files mp_rank_*_model_states.pt, found {len(names)}; the "
-            "checkpoint was not copied whole"
-        )

@@ -1,10 +1,9 @@
 """Optimizer state by parameter name: out of upstream's files of any plan, into this rank's optimizer.
 
-Upstream keeps optimizer state per rank. A plain optimizer numbers its parameters, and so does the one
-for fp16, which keeps full-precision copies beside them. ZeRO-1 and the bf16 optimizer keep flat
-buffers, cut over the data-parallel ranks, with the address of each parameter's fragment in the file;
-the fp16 optimizer for fused Adam keeps whole ones in the order of its parameters. Either way the name
-of a parameter leads to its state.
+Upstream keeps optimizer state per rank. A plain optimizer numbers its parameters, and so does the one for fp16, which
+keeps full-precision copies beside them. ZeRO-1 and the bf16 optimizer keep flat buffers, cut over the data-parallel
+ranks, with the address of each parameter's fragment in the file; the fp16 optimizer for fused Adam keeps whole ones in
+the order of its parameters. Either way the name of a parameter leads to its state.
 """
 
 from __future__ import annotations
@@ -65,9 +64,6 @@ def full_precision_copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
         for group, full in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             copies.update({p: copy.data for p, copy in zip(group, full, strict=True)})
     return copies
-
-
-# ------------------------------------------------------------------------------------------- read
 
 
 def read_state(
@@ -158,16 +154,8 @@ def keep_options(saved: SavedState, groups: Groups, options: list[dict[str, Any]
         saved.options.update(dict.fromkeys(names, mine))
 
 
-# ------------------------------------------------------------------------------------------ write
-
-
 def check_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
-    """Raise what :func:`write_state` would, before anything is written.
-
-    Raises:
-        PlanError: a parameter group holds parameters that were trained with different options, or state of another
-            size.
-    """
+    """Raise a :class:`PlanError` for state of another size, and for one group trained with different options."""
     for members in parameter_names(optimizer, names):
         _options_of(members, saved)
     for parameter, name in names.items():
@@ -180,11 +168,7 @@ def check_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> 
 
 
 def write_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
-    """Put saved state into an engine's optimizer, whose parameters have their weights already.
-
-    Raises:
-        PlanError: a parameter group holds parameters that were trained with different options.
-    """
+    """Put saved state, checked, into an engine's optimizer, whose parameters have their weights already."""
     if hasattr(optimizer, "bit16_groups"):
         _write_flat(optimizer, optimizer.single_partition_of_fp32_groups, names, saved)
     elif hasattr(optimizer, "bf16_groups"):

@@ -1,7 +1,4 @@
-"""A checkpoint's torch files: no code runs when they are read, nothing goes in that could not be read again.
-
-What is there fits the model before anything is changed.
-"""
+"""A checkpoint's torch files: read without running code, fit for the model, with nothing that could not be read."""
 
 from __future__ import annotations
 
@@ -32,13 +29,9 @@ RESERVED = frozenset((*_WEIGHTS, *_TRAINING, *_PROGRESS, *_JOB))
 
 
 def load_safely(path: Path, map_location: Any = "cpu", *, file: Any = None) -> Any:
-    """A torch file with tensors, plain data and :data:`SAFE_GLOBALS`.
+    """A torch file with tensors, plain data and :data:`SAFE_GLOBALS`; ``file``: its content, where it is in memory.
 
-    Args:
-        file: its content, where it is in memory.
-
-    Raises:
-        FileError: the file cannot be read, or holds objects of other classes.
+    Raises a :class:`FileError` where it cannot be read, or holds objects of other classes.
     """
     try:
         with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
@@ -61,11 +54,7 @@ def _in_short(problem: str) -> str:
 
 
 def check_client_state(state: Any) -> None:
-    """Client state must be readable again, and must not stand in the way of upstream's.
-
-    Raises:
-        ConfigError: says which key, and why.
-    """
+    """Raise a :class:`ConfigError`, with the key, for what could not be read again or hides upstream's own state."""
     if not isinstance(state, dict):
         raise ConfigError(f"client_state: expected a dict, found {type(state).__name__}")
     taken = sorted(RESERVED.intersection(state))
@@ -113,10 +102,7 @@ def check_whole(folder: Path) -> None:
 
 
 def check_layer(layer: nn.Module, state: Any, path: Path, *, strict: bool) -> None:
-    """Raise a :class:`FileError` when a layer cannot take what its file holds.
-
-    Layers that load in a way of their own are not looked at.
-    """
+    """Raise a :class:`FileError` when a layer cannot take what its file holds, unless it loads in a way of its own."""
     if not isinstance(layer, nn.Module) or any(map(_loads_its_own_way, layer.modules())):
         return
     if not isinstance(state, Mapping):

@@ -18,21 +18,14 @@ from deepspeed_pulse.ir.fields import write_json
 
 
 class Saving:
-    """Saves an engine's state.
-
-    Args:
-        engine: whose.
-        write: upstream's ``save_checkpoint`` of it.
-
-    Attributes:
-        last: folder, client state and averages of the last save, for a run that is asked to stop.
-    """
+    """Saves an engine's state; ``write``: upstream's ``save_checkpoint`` of it."""
 
     def __init__(self, engine: Any, write: Callable[..., Any]) -> None:
         self._engine, self._write = engine, write
         self._problem: Exception | None = None
         """What this rank met while upstream wrote."""
         self.last: tuple[Any, dict[str, Any]] | None = None
+        """Folder, client state and averages of the last save, for a run that is asked to stop."""
 
     def save(
         self,
@@ -69,7 +62,10 @@ class Saving:
         if leader and engine.save_zero_checkpoint:
             engine.write_recovery_script(save_dir)
         if leader and limit is not None:
-            _keep(folder, limit)
+            try:
+                folder.keep(limit)
+            except (OSError, FileError) as problem:  # the new one is there whatever happens to old ones
+                print(f"pulse: warning: {folder.save_dir}: older checkpoints are not removed: {problem}", flush=True)
         self.last = save_dir, {"client_state": client_state, "ema": ema}
 
     def _checked_folder(self, save_dir: Any, tag: Any, client_state: Any, limit: Any) -> CheckpointFolder:
@@ -143,11 +139,3 @@ def _writing(folder: Path, act: Callable[[], Any]) -> None:
             f"{problem.filename or folder}: the checkpoint cannot be written: {problem.strerror or problem}; "
             f"{folder} holds what it held before; make room there, or name another folder"
         ) from problem
-
-
-def _keep(folder: CheckpointFolder, limit: int) -> None:
-    """The new checkpoint is there whatever happens to old ones."""
-    try:
-        folder.keep(limit)
-    except (OSError, FileError) as problem:
-        print(f"pulse: warning: {folder.save_dir}: older checkpoints are not removed: {problem}", flush=True)

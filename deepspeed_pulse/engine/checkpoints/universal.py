@@ -67,11 +67,7 @@ def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def read_weights(where: Path, tensors: Mapping[str, torch.Tensor], load: Load) -> dict[str, torch.Tensor]:
     """Those of a rank's tensors that are in a universal checkpoint, in full precision; says which are not.
 
-    Args:
-        tensors: of the rank, by name; what is trained must be there.
-
-    Raises:
-        FileError: a file is missing, or holds something else.
+    What is trained must be there: a missing file, or one that holds something else, is a :class:`FileError`.
     """
     files = {name: where / "zero" / name / f"{MASTER}.pt" for name in tensors}
     there = [name for name, file in files.items() if tensors[name].requires_grad or file.is_file()]
@@ -93,10 +89,7 @@ def write_weights(weights: Mapping[str, torch.Tensor], tensors: Mapping[str, tor
 
 
 def read_named_state(where: Path, groups: Groups, load: Load) -> SavedState:
-    """Optimizer state of the parameters of ``groups``.
-
-    Args:
-        groups: per parameter group of this rank's optimizer, names of its parameters.
+    """Optimizer state of the parameters of ``groups``, those of this rank's optimizer.
 
     Raises:
         PlanError: it was trained with another number of parameter groups.
