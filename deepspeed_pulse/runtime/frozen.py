@@ -25,9 +25,6 @@ from deepspeed_pulse.runtime.stage import naming
 from deepspeed_pulse.runtime.stopwatch import Stopwatch
 from deepspeed_pulse.runtime.transport import Transport
 
-Entry = Callable[[str, int], Any]
-"""``entry(name, microbatch)`` of the batch that is encoded."""
-
 _SLOTS = 2
 """Receives posted ahead on a channel."""
 
@@ -95,8 +92,8 @@ class FrozenRuntime:
         """Of what was begun last."""
         self.sent_bytes: dict[str, int] = {}
 
-    def begin(self, fill: Fill, entry: Entry, *, microbatches: int, mode: str) -> None:
-        """Get ready to encode one batch. ``mode``: batches of one mode have one shape."""
+    def begin(self, fill: Fill, entry: Callable[[str, int], Any], *, microbatches: int, mode: str) -> None:
+        """Get ready to encode the batch of ``entry(name, microbatch)``; batches of one ``mode`` have one shape."""
         self._fill, self._entry, self._mode = fill, entry, mode
         self._row = fill.rows[self._rank]
         self._at = 0
@@ -171,11 +168,9 @@ class FrozenRuntime:
 
     def _receive(self, key: Key) -> None:
         """Wait for a result that comes from another rank and is not here yet."""
-        message = self._coming.pop(key, None)
-        if message is None:
-            return
-        with self.stopwatch.waiting():
-            self._held[key] = self._transport.receive(message)
+        if key in self._coming:
+            with self.stopwatch.waiting():
+                self._held[key] = self._transport.receive(self._coming.pop(key))
 
 
 def channels_of(fill: Fill) -> dict[Channel, list[Message]]:

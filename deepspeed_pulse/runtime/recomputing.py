@@ -34,10 +34,8 @@ def recomputed(
 ) -> Sequence[Any]:
     """What ``function(values, False)`` returns, checkpointed; in backward it runs as ``function(values, True)``.
 
-    Args:
-        values: tensors, tuples or lists of them, or anything else.
-        parameters: what ``function`` reads besides.
-        name: of the layers, for errors.
+    ``values``: tensors, tuples or lists of them, or anything else; ``parameters``: what ``function`` reads besides;
+    ``name``: of the layers, for errors.
     """
     tensors: list[torch.Tensor] = []
     shape = [_take_apart(value, tensors) for value in values]

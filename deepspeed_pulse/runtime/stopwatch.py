@@ -12,13 +12,9 @@ from deepspeed_pulse.runtime.protocols import Device
 
 
 class Stopwatch(Generic[Work]):
-    """Marks the device's work of one step, and says afterwards when it was done.
+    """Has the device mark a pipeline rank's work of one step, and says afterwards when it was done.
 
     Nothing is waited for before :attr:`spans` or :attr:`idle_ms` is asked for.
-
-    Args:
-        rank: pipeline rank.
-        device: takes the marks.
     """
 
     def __init__(self, rank: int, device: Device) -> None:

@@ -26,15 +26,9 @@ def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
 
 
 def check_same_step(kind: str, microbatches: int, microbatch_size: int, group: Any) -> None:
-    """All ranks of the world must begin the same step; collective, a few numbers.
+    """Raise a :class:`BatchError`, the same on every rank of the world, with the numbers, where steps differ.
 
-    Args:
-        kind: of step.
-        microbatches: that it has.
-        group: over the host's memory; None: the world's.
-
-    Raises:
-        BatchError: they differ; the same on every rank, with the numbers.
+    Collective, a few numbers. ``kind``: of step; ``group``: over the host's memory; None: the world's.
     """
     mine = (zlib.crc32(kind.encode()), microbatches, microbatch_size)
     largest = torch.tensor([sign * number for number in mine for sign in (1, -1)])
@@ -42,10 +36,7 @@ def check_same_step(kind: str, microbatches: int, microbatch_size: int, group: A
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
     if all(high == -low for high, low in largest.view(-1, 2).tolist()):
         return
-    steps = [
-        f"{count} microbatches of {size} samples ({name})"
-        for name, count, size in told_by_all((kind, microbatches, microbatch_size), group)
-    ]
+    steps = told_by_all(f"{microbatches} microbatches of {microbatch_size} samples ({kind})", group)
     other = next(rank for rank, step in enumerate(steps) if step != steps[0])
     raise BatchError(
         f"ranks begin different steps: rank 0 one of {steps[0]}, rank {other} one of {steps[other]}; call train_batch, "
@@ -65,9 +56,7 @@ def check_something_trains(module: torch.nn.Module) -> None:
 def who_has_data(has_iterator: bool, first_rank: int, pipelines: Sequence[Sequence[int]]) -> tuple[bool, ...]:
     """Which ranks of a pipeline were given an iterator: the same in every pipeline, and the first rank always.
 
-    Args:
-        first_rank: pipeline rank of the first stage.
-        pipelines: global ranks of every pipeline.
+    ``first_rank``: pipeline rank of the first stage; ``pipelines``: global ranks of every pipeline.
     """
     found = told_by_all(has_iterator)
     patterns = [tuple(found[rank] for rank in ranks) for ranks in pipelines]
@@ -90,11 +79,8 @@ def difference_in_data(
 ) -> tuple[str, int] | None:
     """A batch entry that a rank has read otherwise than the first rank, and that rank; None where there is none.
 
-    Collective in the pipeline; every rank gets the same.
-
-    Args:
-        names: batch entries in one order everywhere.
-        checksums: this rank's checksum of each; None where it read none of its own.
+    Collective in the pipeline; every rank gets the same. ``names``: batch entries in one order everywhere;
+    ``checksums``: this rank's checksum of each; None where it read none of its own.
     """
     mine = torch.tensor([-1 if c is None else c for c in checksums], dtype=torch.int64, device=seat.device)
     found = [torch.empty_like(mine) for _ in seat.ranks]

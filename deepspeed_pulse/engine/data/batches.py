@@ -27,8 +27,7 @@ LABELS = "<labels>"
 def flatten(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Entries of nested dicts by dotted name (``added_cond_kwargs.text_embeds``), in order; None stays.
 
-    Raises:
-        BatchError: a key is no string, or two entries get one name.
+    Raises a :class:`BatchError` where a key is no string, or two entries get one name.
     """
     found: dict[str, Any] = {}
     for key, value in inputs.items():
@@ -53,13 +52,7 @@ class SplitBatch:
     """True where the data has what frozen parts would give."""
 
     def __init__(
-        self,
-        batch: Any,
-        graph: Graph,
-        input_name: str,
-        *,
-        input_made: bool = False,
-        rules: Sequence[EntryRules] = (),
+        self, batch: Any, graph: Graph, input_name: str, *, input_made: bool = False, rules: Sequence[EntryRules] = ()
     ) -> None:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise BatchError(

@@ -13,11 +13,7 @@ from deepspeed_pulse.errors import ConfigError
 
 
 class Evaluation:
-    """What an ``eval_batch`` does besides upstream's.
-
-    Args:
-        engine: whose.
-    """
+    """What an engine's ``eval_batch`` does besides upstream's."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -28,11 +24,7 @@ class Evaluation:
     def under_way(
         self, compute_loss: bool, reduce_output: str | None, bcast_loss: bool, num_micro_batches: int | None
     ) -> Iterator[None]:
-        """Around upstream's ``eval_batch``; the options are its own.
-
-        Raises:
-            ConfigError: an option is unknown; before any rank waits for another.
-        """
+        """Around upstream's ``eval_batch``, with its options; a :class:`ConfigError` before ranks wait for others."""
         _check_options(compute_loss, reduce_output, bcast_loss, num_micro_batches)
         engine = self._engine
         training_data, monitors = engine.data_iterator, engine.monitor.enabled
@@ -49,13 +41,9 @@ class Evaluation:
             engine.monitor.enabled = monitors
 
     def reduced(self, outputs: Any, reduce: str | None, mean: Callable[[Any], Any]) -> Any:
-        """Outputs of all microbatches as one; several losses are averaged each.
+        """Outputs of all microbatches as one, by upstream's ``mean`` of a list of tensors; several losses one by one.
 
-        Args:
-            mean: upstream's way with a list of tensors.
-
-        Raises:
-            ConfigError: what would be broadcast is no scalar.
+        Raises a :class:`ConfigError` where what would be broadcast is no scalar.
         """
         if self._broadcasts:
             _check_scalar(outputs[0])

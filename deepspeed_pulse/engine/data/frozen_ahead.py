@@ -25,12 +25,7 @@ class FrozenAhead:
     """
 
     def __init__(
-        self,
-        module: Any,
-        seat: Seat,
-        communicator: PipelineCommunicator,
-        device: EngineDevice,
-        timeout_seconds: float,
+        self, module: Any, seat: Seat, communicator: PipelineCommunicator, device: EngineDevice, timeout_seconds: float
     ) -> None:
         self._module, self._communicator = module, communicator
         plan: Plan = module.plan
@@ -85,8 +80,7 @@ class FrozenAhead:
     def start(self, current: StepBatches, following: StepBatches) -> frozenset[int]:
         """Begin encoding the next step's data while this one runs; nothing where there is no more data.
 
-        Returns:
-            Positions among the rank's actions before which there is work on it.
+        Returns the positions among the rank's actions before which there is work on it.
         """
         current.hold_all()
         try:

@@ -38,15 +38,12 @@ class Reading:
 
     Args:
         engine: draws batches from its iterator.
-        plan: places stages.
         watchdog: told while ranks wait for data.
         drawing: times the drawing of a batch.
-
-    Attributes:
-        batches: of the step.
     """
 
     batches: StepBatches
+    """Of the step."""
 
     def __init__(
         self,
@@ -125,8 +122,6 @@ class Reading:
         with self._watchdog.aside("the data loader"), self._drawing(), gradients:
             return self._engine._next_batch()
 
-    # -- what ranks agree on before a step ---------------------------------------------------
-
     def agreed_readers(self) -> tuple[bool, ...]:
         """Which ranks read data. The first time of each mode, all ranks look at their first batch."""
         has_data = self._engine.data_iterator is not None
@@ -203,8 +198,6 @@ class Reading:
                 "was given no data: pass data_iter on every rank, or make it a tensor"
             )
         raise_everywhere(problem, "the first batch cannot be sent")
-
-    # -- what they compare after it ----------------------------------------------------------
 
     def compare(self) -> None:
         """At the end of a step: in one that is checked, the ranks of a pipeline have read the same."""

@@ -12,11 +12,7 @@ from deepspeed_pulse.runtime.payload import tensors_in
 
 
 def num_samples(inputs: Any) -> int:
-    """Leading size of the first layer's input.
-
-    Raises:
-        BatchError: it is a scalar.
-    """
+    """Leading size of the first layer's input; a :class:`BatchError` for a scalar."""
     first = tensors_in(inputs)[0]
     if first.ndim == 0:
         raise BatchError("example_batch: expected a batch dimension in the first layer's input, found a scalar")

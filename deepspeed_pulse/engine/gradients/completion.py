@@ -63,9 +63,7 @@ def clip_over_pipeline(parameters: Iterable[torch.nn.Parameter], max_norm: float
 
     Upstream's fp32 path counts pipeline rank 0 only. A weight tied between ranks counts once: upstream marks its
     copies ``ds_pipe_replicated``. Called after the data-parallel reduction, so all pipelines get the same result.
-
-    Returns:
-        The norm before clipping, a scalar tensor.
+    Returns the norm before clipping, a scalar tensor.
     """
     held = list(parameters)
     gradients = [p.grad for p in held if p.grad is not None]

@@ -21,13 +21,8 @@ def completed(
     """What a user gives to train with (an optimizer, a factory or None, and parameters), complete and checked.
 
     Where upstream's optimizer needs it, ranks that have fewer parameter groups than others of their pipeline get more,
-    of one placeholder each. An optimizer is checked now, what a factory makes when it is made. Collective.
-
-    Args:
-        names: of the module's parameters; those of new placeholders are added.
-
-    Raises:
-        ConfigError: :func:`check_covers` refuses it.
+    of one placeholder each, whose ``names`` are added. An optimizer is checked now (:func:`check_covers`), what a
+    factory makes when it is made. Collective.
     """
 
     def placeholder() -> torch.nn.Parameter:
@@ -68,14 +63,9 @@ def completed(
 
 
 def check_covers(groups: Iterable[Any], module: torch.nn.Module) -> None:
-    """Refuse parameters that are not the module's; say which trainable ones are left out. Collective in the world.
+    """Say which trainable parameters of a rank's module are left out; refuse foreign ones (:class:`ConfigError`).
 
-    Args:
-        groups: parameter groups, or parameters.
-        module: this rank's.
-
-    Raises:
-        ConfigError: some rank's optimizer has a foreign parameter.
+    Collective in the world. ``groups``: parameter groups, or parameters.
     """
     given = {id(parameter): parameter for parameter in _parameters(groups)}
     mine = {id(parameter): (name, parameter) for name, parameter in module.named_parameters()}

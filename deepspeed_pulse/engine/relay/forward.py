@@ -65,8 +65,7 @@ def relay_stage(module: Any, made: RelayStage | None) -> RelayStage:
 def explicit_parts(graph: Graph, cuts: Sequence[int | str], num_ranks: int) -> list[int]:
     """Upstream's boundaries from inner cuts: the first layer of each rank but the first, by index or by name.
 
-    Raises:
-        ConfigError: another number of cuts than ranks need, or not in order.
+    Raises a :class:`ConfigError` for another number of cuts than ranks need, and for another order.
     """
     indices = [cut if isinstance(cut, int) else graph.index_of(cut) for cut in cuts]
     parts = [0, *indices, len(graph.layers)]

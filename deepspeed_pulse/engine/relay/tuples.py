@@ -1,9 +1,8 @@
 """Named values the upstream way: relayed through every stage in the tuple. The baseline.
 
-Between layers the state is a tuple: the hidden tensors and live values that need a gradient first
-(upstream differentiates every floating tensor), then those that need none, as integers of the same
-width, then a header that says which tensor is what. A header is read once for each shape of the tuple: to read it,
-the host waits for the device.
+Between layers the state is a tuple: the hidden tensors and live values that need a gradient first (upstream
+differentiates every floating tensor), then those that need none, as integers of the same width, then a header that says
+which tensor is what. A header is read once for each shape of the tuple: to read it, the host waits for the device.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ def pack_batch(inputs: Any, entries: Mapping[str, Any]) -> Any:
     """What the first layer is given: the input alone, or a flat tuple of all tensors and, for each value, an empty one.
 
     The size of an empty one says how many tensors the value has: that is known without a look into a device's memory.
-
-    Raises:
-        BatchError: an entry is no tensor and no tuple of tensors.
+    An entry that is no tensor and no tuple of tensors is a :class:`BatchError`.
     """
     if not entries:
         return inputs
@@ -85,11 +82,7 @@ class Headers:
         return self._tensors[key]
 
     def note(self, state: Sequence[torch.Tensor], header: list[int]) -> None:
-        """Of a tuple that was packed here.
-
-        Raises:
-            BatchError: another than before: who receives it goes by what the first one said.
-        """
+        """Of a tuple packed here; another than before is an error: who receives it goes by what the first one said."""
         if self._known.setdefault(_key(state), header) != header:
             raise BatchError(
                 "named values relayed in the tuple: expected the same values to be tuples, to have a gradient, and to "

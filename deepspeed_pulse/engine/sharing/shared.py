@@ -51,11 +51,7 @@ class Tie:
 
 
 def _find_shared(layers: Mapping[int, Iterable[tuple[str, torch.Tensor]]]) -> list[Shared]:
-    """Tensors that several layers hold, in the order of their first holders.
-
-    Args:
-        layers: by index, the tensors of each under all their names.
-    """
+    """Tensors that several layers hold, in the order of their first holders; ``layers``: with all names in each."""
     holders: dict[torch.Tensor, list[Holder]] = {}
     for layer, named in layers.items():
         for name, tensor in named:
@@ -65,11 +61,7 @@ def _find_shared(layers: Mapping[int, Iterable[tuple[str, torch.Tensor]]]) -> li
 
 
 class SharedWeights:
-    """What layers of a list share.
-
-    Args:
-        layers: the list; modules in it are there on every rank, other layers share nothing that can be seen.
-    """
+    """What layers of a list share: modules in it are there on every rank, others share nothing that can be seen."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         bare = {index: unwrap(layer) for index, layer in enumerate(layers)}
@@ -96,10 +88,9 @@ class SharedWeights:
         return self._names.get(parameter, name)
 
     def connect(self, module: Any) -> None:
-        """Make the process groups of weights that lie on several ranks. Collective in the world.
+        """Make the process groups of weights that lie on several ranks of a ``PipelineModule``, cut and built.
 
-        Args:
-            module: the ``PipelineModule``, cut and built.
+        Collective in the world.
         """
         sharing = dict.fromkeys(shared.layers for shared in (*self.parameters, *self.buffers))
         ranks_of = {layers: tuple(sorted(set(map(module.stage_owner, layers)))) for layers in sharing}
@@ -153,9 +144,7 @@ class SharedWeights:
 def build_tied(module: Any, layers: range) -> None:
     """Build tied modules as their first layer would be, so that initial weights do not depend on the plan.
 
-    Args:
-        module: the ``PipelineModule``, whose ``tied_modules`` and ``tied_weight_attrs`` are filled.
-        layers: those to be built next, by index.
+    Fills the module's ``tied_modules`` and ``tied_weight_attrs``; ``layers``: those to be built next, by index.
     """
     tied = [(i, layer) for i, layer in enumerate(module._layer_specs) if isinstance(layer, upstream.TiedLayerSpec)]
     for key in dict.fromkeys(layer.key for index, layer in tied if index in layers):

@@ -25,10 +25,9 @@ AGREED_STEPS = 2
 
 
 def check_functions(layers: Sequence[Any], graph: Graph, loss_fn: Any) -> None:
-    """No function of the list reads trainable weights, and the loss none of a layer's.
+    """Raise a :class:`GraphError` for a function that reads trainable weights, and a loss that reads a layer's.
 
-    Raises:
-        GraphError: says which function and, where a layer holds it, which weight.
+    It says which function and, where a layer holds it, which weight.
     """
     names: dict[torch.Tensor, str] = {
         p: f"{name} of layer {graph.layers[index].name}"
@@ -56,11 +55,7 @@ def check_functions(layers: Sequence[Any], graph: Graph, loss_fn: Any) -> None:
 
 
 def check_shared(shared: SharedWeights, graph: Graph) -> None:
-    """No shared module keeps statistics, and no two parameters overlap in memory.
-
-    Raises:
-        GraphError: says which layers.
-    """
+    """Raise a :class:`GraphError`, with the layers, for shared statistics and parameters that overlap in memory."""
     for buffer in shared.buffers:
         if buffer.holders[0][1].rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked"):
             raise GraphError(
@@ -76,12 +71,9 @@ def check_shared(shared: SharedWeights, graph: Graph) -> None:
 
 
 def check_buffers(shared: SharedWeights) -> None:
-    """No layer has written to a buffer that others share since they were watched.
+    """Raise a :class:`GraphError`, with the buffer, where a layer has written to one that others share since watched.
 
     After the first steps collective in the world, for a model that shares buffers: all ranks raise what one finds.
-
-    Raises:
-        GraphError: says which buffer.
     """
     if not shared.buffers:
         return
@@ -103,16 +95,10 @@ def _listed(graph: Graph, layers: Sequence[int]) -> str:
 
 
 def check_builds(module: Any) -> None:
-    """No layer that was built has a trainable parameter of another one.
+    """Raise a :class:`GraphError`, with the layers, where a built one has a trainable parameter of another one.
 
     Layers of other ranks are built on the meta device, which costs no memory: what a build takes from outside
     of itself (an argument, a global, a cache) is the same object every time.
-
-    Args:
-        module: the ``PipelineModule``, built.
-
-    Raises:
-        GraphError: says which layers.
     """
     owners: dict[torch.Tensor, tuple[int, str]] = {}
     for index, owner in _all_modules(module):
