@@ -280,7 +280,7 @@ class PipelineModule(upstream.PipelineModule):
         if not remove_duplicate:
             return named
         start = f"{prefix}." if prefix else ""
-        return ((start + self.shared.name_of(p, name.removeprefix(start)), p) for name, p in named)
+        return ((start + self.shared.names.get(p, name.removeprefix(start)), p) for name, p in named)
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
         """Trainable weights that other ranks of the pipeline hold too, and the groups of these ranks."""

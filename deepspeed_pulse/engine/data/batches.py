@@ -305,9 +305,8 @@ class ShapeKeeper:
 
 def warn_of_unread(batch: SplitBatch) -> None:
     """Say which entries go nowhere: data of a script's own, or a name that a layer was meant to pop."""
-    unread = batch.unread()
-    if unread:
-        warnings.warn(f"no layer pops these entries of the batch: {', '.join(unread)}", stacklevel=2)
+    if batch.unread():
+        warnings.warn(f"no layer pops these entries of the batch: {', '.join(batch.unread())}", stacklevel=2)
 
 
 def check_iterator(data: Any) -> None:

@@ -19,16 +19,14 @@ from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 
-Holder = tuple[int, str]
-"""Layer index and name in that layer."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A parameter or buffer that several layers hold; ``holders`` in forward order."""
+    """A parameter or buffer that several layers hold."""
 
     tensor: torch.Tensor
-    holders: tuple[Holder, ...]
+    holders: tuple[tuple[int, str], ...]
+    """Layer index and name in that layer, in forward order."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -52,7 +50,7 @@ class Tie:
 
 def _find_shared(layers: Mapping[int, Iterable[tuple[str, torch.Tensor]]]) -> list[Shared]:
     """Tensors that several layers hold, in the order of their first holders; ``layers``: with all names in each."""
-    holders: dict[torch.Tensor, list[Holder]] = {}
+    holders: dict[torch.Tensor, list[tuple[int, str]]] = {}
     for layer, named in layers.items():
         for name, tensor in named:
             holders.setdefault(tensor, []).append((layer, name))
@@ -69,7 +67,8 @@ class SharedWeights:
         modules = self._modules.items()
         self.parameters = _find_shared({i: m.named_parameters(remove_duplicate=False) for i, m in modules})
         self.buffers = _find_shared({i: m.named_buffers(remove_duplicate=False) for i, m in modules})
-        self._names = {shared.tensor: shared.name for shared in self.parameters}
+        self.names = {shared.tensor: shared.name for shared in self.parameters}
+        """Of what is shared, in the whole model: the same on every rank."""
         self._ties: dict[tuple[int, ...], Tie] = {}
         """By the layers that share."""
         self._watched: dict[str, tuple[torch.Tensor, int]] = {}
@@ -82,10 +81,6 @@ class SharedWeights:
         for (_, end, *first), (start, _, *second) in itertools.pairwise(spans):
             if start < end and first[0] != second[0]:
                 yield f"{first[0]}.{first[1]}", f"{second[0]}.{second[1]}"
-
-    def name_of(self, parameter: torch.Tensor, name: str) -> str:
-        """A parameter's name in the whole model, the same on every rank; ``name``: where it is not shared."""
-        return self._names.get(parameter, name)
 
     def connect(self, module: Any) -> None:
         """Make the process groups of weights that lie on several ranks of a ``PipelineModule``, cut and built.
