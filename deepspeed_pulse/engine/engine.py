@@ -19,7 +19,7 @@ from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading
 from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
-from deepspeed_pulse.engine.gradients.coverage import completed
+from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.instructions import CompleteTiedGrads, FinishStep, ReduceStageGrads, RunFrozen, RunStep
 from deepspeed_pulse.engine.losses import Losses

@@ -6,6 +6,7 @@ travel on channels of their own, so that they and the pipeline's messages never 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,8 +96,7 @@ class FrozenRuntime:
     def begin(self, fill: Fill, entry: Callable[[str, int], Any], *, microbatches: int, mode: str) -> None:
         """Get ready to encode the batch of ``entry(name, microbatch)``; batches of one ``mode`` have one shape."""
         self._fill, self._entry, self._mode = fill, entry, mode
-        self._row = fill.rows[self._rank]
-        self._at = 0
+        self._row = deque(fill.rows[self._rank])
         self.stopwatch.begin()
         channels = channels_of(fill)
         mine = {c: messages for c, messages in channels.items() if self._rank in (c.source_rank, c.target_rank)}
@@ -106,9 +106,8 @@ class FrozenRuntime:
 
     def run(self, position: int) -> None:
         """All frozen work that comes before the action at this position."""
-        while self._at < len(self._row) and self._row[self._at].position <= position:
-            work = self._row[self._at].work
-            self._at += 1
+        while self._row and self._row[0].position <= position:
+            work = self._row.popleft().work
             if isinstance(work, HandOver):
                 self._hand_over(work)
             else:
@@ -116,7 +115,7 @@ class FrozenRuntime:
 
     def finish(self) -> dict[tuple[str, int], Any]:
         """End the encoding: by part and microbatch, the results that this rank reads."""
-        assert self._at == len(self._row), self._row[self._at]
+        assert not self._row, self._row[0]
         for key in list(self._coming):
             self._receive(key)
         self._transport.drain()

@@ -184,7 +184,7 @@ def train_case(folder: Path, case: dict[str, Any]) -> None:
 
 def check_ahead(engine: Any, step: int) -> None:
     """What this rank reads of the next step is there, bit for bit."""
-    found = engine._ahead._ahead.encoded
+    found = engine._ahead._ahead.values
     replica = engine.grid.data_parallel_id
     for (name, m), value in found.items():
         assert torch.equal(value.cpu(), encoded(raw_batch(step, m, replica)[0])[name]), (name, m)

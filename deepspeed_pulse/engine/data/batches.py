@@ -154,12 +154,13 @@ class StepBatches:
         self._draw, self._num, self._split, self._device = draw, num_microbatches, split, device
         self._entry_names = (*entry_names, LABELS)
         self._held: dict[int, SplitBatch] = {}
-        self._moved: dict[tuple[str, int], Any] = {}
-        """Entries on the device: several layers may read one, and it goes there once."""
         self._drawn = 0
         self._keys: Sequence[int] | None = None
-        self.encoded: dict[tuple[str, int], Any] = {}
-        """By part and microbatch, results of frozen parts that this rank reads."""
+        self.values: dict[tuple[str, int], Any] = {}
+        """By name and microbatch, results of frozen parts that this rank reads, and entries on the device.
+
+        Several layers may read an entry, and it goes there once.
+        """
         self.is_encoded = False
         self.input_part: str | None = None
         """The frozen part that makes the first layer's input."""
@@ -218,16 +219,13 @@ class StepBatches:
 
     def inputs(self, microbatch: int) -> Any:
         if self.input_part is not None:
-            return self.encoded[self.input_part, microbatch]
+            return self.values[self.input_part, microbatch]
         return self._move(self._get(microbatch).inputs)
 
     def entry(self, name: str, microbatch: int) -> Any:
-        key = name, microbatch
-        if key in self.encoded:
-            return self.encoded[key]
-        if key not in self._moved:
-            self._moved[key] = self.data_entry(name, microbatch)
-        return self._moved[key]
+        if (name, microbatch) not in self.values:
+            self.values[name, microbatch] = self.data_entry(name, microbatch)
+        return self.values[name, microbatch]
 
     def data_entry(self, name: str, microbatch: int) -> Any:
         """An entry of the data, for who reads it once."""
@@ -238,9 +236,8 @@ class StepBatches:
 
     def release(self, microbatch: int) -> None:
         self._held.pop(microbatch, None)
-        for values in (self.encoded, self._moved):
-            for key in [key for key in values if key[1] == microbatch]:
-                del values[key]
+        for key in [key for key in self.values if key[1] == microbatch]:
+            del self.values[key]
 
     def finish(self) -> None:
         """Draw what this rank did not read, so that all iterators advance alike."""

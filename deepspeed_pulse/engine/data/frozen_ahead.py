@@ -75,7 +75,7 @@ class FrozenAhead:
             return
         self._begin(self._up_front(micro_batches), batches, micro_batches, mode)
         self._runtime.run(0)
-        batches.encoded, batches.is_encoded = self._runtime.finish(), True
+        batches.values, batches.is_encoded = self._runtime.finish(), True
 
     def start(self, current: StepBatches, following: StepBatches) -> frozenset[int]:
         """Begin encoding the next step's data while this one runs; nothing where there is no more data.
@@ -108,6 +108,6 @@ class FrozenAhead:
             return
         assert self._ahead is not None
         self._ahead.hold_all()
-        self._ahead.encoded, self._ahead.is_encoded = self._runtime.finish(), True
+        self._ahead.values, self._ahead.is_encoded = self._runtime.finish(), True
         self._running, self._ran_in_step = False, True
         stats.p2p_bytes.update(self._runtime.sent_bytes)

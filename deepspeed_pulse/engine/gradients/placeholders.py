@@ -1,14 +1,24 @@
-"""Placeholders: parameters that stand where a rank, or one of its parameter groups, has nothing to train.
+"""What an optimizer is given to train: nothing foreign, nothing left out unsaid, and placeholders.
 
-Optimizers refuse an empty list, and upstream drops empty groups. Its optimizers for mixed precision and
-ZeRO-1 sum norms over the pipeline once a group, so every rank must have as many.
+These are parameters that stand where a rank, or one of its parameter groups, has nothing to train: optimizers refuse an
+empty list, and upstream drops empty groups. Its optimizers for mixed precision and ZeRO-1 sum norms over the pipeline
+once a group, so every rank must have as many.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
+
 import torch
+from deepspeed import comm as dist
+
+from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
+from deepspeed_pulse.errors import ConfigError
 
 PLACEHOLDER = "pulse_placeholder"
+_SHOWN = 3
+"""Names of parameters in a message."""
 
 
 def is_placeholder(name: str) -> bool:
@@ -23,3 +33,85 @@ def add_placeholder(module: torch.nn.Module) -> tuple[str, torch.nn.Parameter]:
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
     module.register_parameter(name, parameter)
     return name, parameter
+
+
+def completed(
+    client_optimizer: Any, model_parameters: Iterable[Any], engine: Any, names: MutableMapping[Any, str]
+) -> tuple[Any, list[Any]]:
+    """What a user gives to train with (an optimizer, a factory or None, and parameters), complete and checked.
+
+    Where upstream's optimizer needs it, ranks that have fewer parameter groups than others of their pipeline get more,
+    of one placeholder each, whose ``names`` are added. An optimizer is checked now (:func:`check_covers`), what a
+    factory makes when it is made. Collective.
+    """
+
+    def placeholder() -> torch.nn.Parameter:
+        name, parameter = add_placeholder(engine.module)
+        names[parameter] = name
+        return parameter
+
+    def filled(groups: Iterable[Any]) -> list[Any]:
+        found = list(groups)
+        for group in found:
+            if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor):
+                group["params"] = list(group["params"]) or [placeholder()]
+        return found
+
+    def missing(count: int) -> range:
+        # upstream's optimizers for ZeRO-1 and fp16 reduce norms over the pipeline once a parameter group
+        if not (engine.zero_optimization_stage() or engine.fp16_enabled()):
+            return range(0)
+        counts = told_by_all(count, engine.module._grid.get_pipe_parallel_group())
+        return range(max(counts) - count)
+
+    def checked(optimizer: Any) -> Any:
+        filled(optimizer.param_groups)
+        for _ in missing(len(optimizer.param_groups)):
+            optimizer.add_param_group({"params": [placeholder()]})
+        check_covers(optimizer.param_groups, engine.module)
+        return optimizer
+
+    if hasattr(client_optimizer, "param_groups"):
+        return checked(client_optimizer), list(model_parameters)
+    if client_optimizer is not None:
+        return lambda parameters: checked(client_optimizer(parameters)), filled(model_parameters)
+    groups = filled(model_parameters) or [placeholder()]
+    more = [{"params": [placeholder()]} for _ in missing(len(groups) if isinstance(groups[0], dict) else 1)]
+    groups = [*groups, *more] if not more or isinstance(groups[0], dict) else [{"params": groups}, *more]
+    check_covers(groups, engine.module)
+    return None, groups
+
+
+def check_covers(groups: Iterable[Any], module: torch.nn.Module) -> None:
+    """Say which trainable parameters of a rank's module are left out; refuse foreign ones (:class:`ConfigError`).
+
+    Collective in the world. ``groups``: parameter groups, or parameters.
+    """
+    given = {id(parameter): parameter for parameter in _parameters(groups)}
+    mine = {id(parameter): (name, parameter) for name, parameter in module.named_parameters()}
+    foreign = [parameter for key, parameter in given.items() if key not in mine]
+    raise_everywhere(_refusal(foreign, len(given)) if foreign else None, "the optimizer cannot be built")
+    trained = {key: name for key, (name, p) in mine.items() if p.requires_grad and not is_placeholder(name)}
+    left_out = [name for key, name in trained.items() if key not in given]
+    everywhere = list(dict.fromkeys(name for names in told_by_all(left_out) for name in names))
+    if everywhere and dist.get_rank() == 0:
+        more = f" and {len(everywhere) - _SHOWN} more" if len(everywhere) > _SHOWN else ""
+        print(
+            f"pulse: the optimizer was not given {len(everywhere)} trainable parameters, which stay as they are: "
+            f"{', '.join(everywhere[:_SHOWN])}{more}; requires_grad_(False) saves their gradients",
+            flush=True,
+        )
+
+
+def _parameters(groups: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for group in groups:
+        found = group["params"] if isinstance(group, dict) else group
+        yield from (found,) if isinstance(found, torch.Tensor) else found
+
+
+def _refusal(foreign: list[torch.Tensor], given: int) -> ConfigError:
+    return ConfigError(
+        f"optimizer: expected parameters of the PipelineModule of this rank, found {len(foreign)} of {given} that are "
+        f"not (the first of shape {list(foreign[0].shape)}): they would never be trained, or each rank's copy by "
+        "itself; build it from module.parameters() after PipelineModule(...)"
+    )
