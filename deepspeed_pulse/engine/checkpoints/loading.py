@@ -17,7 +17,6 @@ from deepspeed_pulse.engine.checkpoints.reading import RESERVED, check_layer, ch
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.engine.checkpoints.universal import (
     LATEST_UNIVERSAL,
-    check_kind,
     is_universal,
     own_tensors,
     read_named_state,
@@ -109,7 +108,7 @@ class Loading:
         """Everything that this rank needs, verified; changes nothing."""
         engine, files = self._engine, self._engine.checkpoint_engine
         wants_state = wanted.load_optimizer_states and not wanted.load_module_only and engine.optimizer is not None
-        if engine._config.load_universal_checkpoint or is_universal(where):
+        if is_universal(where, asked=engine._config.load_universal_checkpoint):
             return self._read_universal(where, mine.parameters[engine.stage_id] if wants_state else None)
         sums, saved = read_sums(where), CheckpointRecord.read(where)
         files.begin(sums)
@@ -130,7 +129,6 @@ class Loading:
     def _read_universal(self, where: Path, groups: Groups | None) -> _Found:
         """The same from files by parameter name; a rank's state that is not of parameters lies beside them."""
         engine, files = self._engine, self._engine.checkpoint_engine
-        check_kind(where, asked=engine._config.load_universal_checkpoint)
         files.begin(None)
         self._stage(where, self._rank_files(where))
         weights = read_weights(where, own_tensors(self._module), files.load)

@@ -38,23 +38,20 @@ def name_once(optimizer: Any, names: Mapping[Any, str]) -> None:
             del mapping[name]
 
 
-def is_universal(where: Path) -> bool:
-    """True for the folder of a universal checkpoint."""
-    return _common_file(where).is_file()
-
-
-def check_kind(where: Path, *, asked: bool) -> None:
-    """Raise a :class:`FileError` where the config asks for a universal checkpoint and finds another, or the reverse."""
-    if asked and not is_universal(where):
+def is_universal(where: Path, *, asked: bool) -> bool:
+    """Whether a checkpoint is universal; a :class:`FileError` where the config asks for the other kind."""
+    found = _common_file(where).is_file()
+    if asked and not found:
         raise FileError(
             f"{where}: checkpoint.load_universal: expected a universal checkpoint, found another; remove "
             "load_universal from the config (any plan, number of ranks and ZeRO stage resumes it as it is), or convert "
             "it with python -m deepspeed.checkpoint.ds_to_universal"
         )
-    if not asked and is_universal(where):
+    if found and not asked:
         raise FileError(
             f'{where}: a universal checkpoint; to load it, write "checkpoint": {{"load_universal": true}} in the config'
         )
+    return found
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -171,7 +171,7 @@ class StepBatches:
             self._next()
         return self._held[microbatch]
 
-    def _next(self) -> SplitBatch:
+    def _next(self) -> None:
         assert self._draw is not None
         try:
             drawn = self._draw()
@@ -187,7 +187,6 @@ class StepBatches:
         self._drawn += 1
         for name, checksum in self.checksums.items():
             self.checksums[name] = _checksum(batch.value(name), checksum)
-        return batch
 
     def first(self) -> SplitBatch | None:
         """The first microbatch, drawn if need be; None without an iterator."""
