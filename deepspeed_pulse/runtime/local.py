@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,10 +35,10 @@ class Mailboxes:
         self._mail: dict[Channel, deque[torch.Tensor]] = defaultdict(deque)
         self._posted: dict[Channel, deque[torch.Tensor]] = defaultdict(deque)
 
-    def isend(self, tensor: torch.Tensor, channel: Channel) -> _Done:
+    def isend(self, tensor: torch.Tensor, channel: Channel) -> _Arrival:
         self._mail[channel].append(tensor.clone())
         self._match(channel)
-        return _Done()
+        return _Arrival((), tensor, channel)  # a copy was sent: the buffer is free at once
 
     def irecv(self, tensor: torch.Tensor, channel: Channel) -> _Arrival:
         self._posted[channel].append(tensor)
@@ -51,14 +51,9 @@ class Mailboxes:
             posted.popleft().copy_(mail.popleft())
 
 
-class _Done:
-    def wait(self, timeout_seconds: float) -> None:
-        """Mailboxes copy: the buffer is free at once."""
-
-
 @dataclass
 class _Arrival:
-    posted: deque[torch.Tensor]
+    posted: Iterable[torch.Tensor]
     tensor: torch.Tensor
     channel: Channel
 

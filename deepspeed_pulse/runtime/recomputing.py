@@ -39,7 +39,10 @@ def recomputed(
     """
     tensors: list[torch.Tensor] = []
     shape = [_take_apart(value, tensors) for value in values]
-    anchors = [] if checkpoint is non_reentrant else _anchors(tensors, parameters)
+    # an argument that needs a gradient, handed through: a reentrant checkpoint gives parameters no gradient where no
+    # argument needs one, and fails in backward where no result does
+    graded = [] if checkpoint is non_reentrant else [t for t in (*tensors, *parameters) if t.requires_grad]
+    anchors = [torch.zeros(1, device=t.device, requires_grad=True) for t in graded[:1]]
     outcome: list[Any] = []
     runs = 0
 
@@ -62,16 +65,6 @@ def recomputed(
     returned = [_put_together(result, parts) for result in results]
     # autograd lets nobody change in place what such a function returns: a node without that rule stands behind it
     return returned if checkpoint is non_reentrant else [released(value) for value in returned]
-
-
-def _anchors(tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """An argument that needs a gradient, handed through.
-
-    A reentrant checkpoint gives parameters no gradient where no argument needs one, and fails in backward where no
-    result does.
-    """
-    found = [t for t in (*tensors, *parameters) if t.requires_grad]
-    return [torch.zeros(1, device=found[0].device, requires_grad=True)] if found else []
 
 
 _SLOT = object()
