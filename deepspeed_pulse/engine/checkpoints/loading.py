@@ -10,19 +10,12 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.engine.checkpoints import universal
 from deepspeed_pulse.engine.checkpoints.digests import read_sums
 from deepspeed_pulse.engine.checkpoints.files import EMA_FOLDER, LATEST, CheckpointFolder, check_asked_alike, find_tag
 from deepspeed_pulse.engine.checkpoints.optimizer_state import Groups, SavedState, check_state, read_state, write_state
 from deepspeed_pulse.engine.checkpoints.reading import RESERVED, check_layer, check_whole
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
-from deepspeed_pulse.engine.checkpoints.universal import (
-    LATEST_UNIVERSAL,
-    is_universal,
-    own_tensors,
-    read_named_state,
-    read_weights,
-    write_weights,
-)
 from deepspeed_pulse.engine.collectives import agree, everywhere, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.errors import FileError, PlanError
@@ -83,11 +76,11 @@ class Loading:
 
     def _settled_tag(self, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
         """On rank 0."""
-        universal = self._engine._config.load_universal_checkpoint
-        tag = find_tag(load_dir, tag, LATEST_UNIVERSAL if universal else LATEST)
-        if tag is None and universal:
+        asked = self._engine._config.load_universal_checkpoint
+        tag = find_tag(load_dir, tag, universal.LATEST if asked else LATEST)
+        if tag is None and asked:
             raise FileError(
-                f"{load_dir}: expected a universal checkpoint, found no file {LATEST_UNIVERSAL}; make one with "
+                f"{load_dir}: expected a universal checkpoint, found no file {universal.LATEST}; make one with "
                 "python -m deepspeed.checkpoint.ds_to_universal, or give its tag"
             )
         if tag is None:
@@ -108,7 +101,7 @@ class Loading:
         """Everything that this rank needs, verified; changes nothing."""
         engine, files = self._engine, self._engine.checkpoint_engine
         wants_state = wanted.load_optimizer_states and not wanted.load_module_only and engine.optimizer is not None
-        if is_universal(where, asked=engine._config.load_universal_checkpoint):
+        if universal.is_universal(where, asked=engine._config.load_universal_checkpoint):
             return self._read_universal(where, mine.parameters[engine.stage_id] if wants_state else None)
         sums, saved = read_sums(where), CheckpointRecord.read(where)
         files.begin(sums)
@@ -131,8 +124,8 @@ class Loading:
         engine, files = self._engine, self._engine.checkpoint_engine
         files.begin(None)
         self._stage(where, self._rank_files(where))
-        weights = read_weights(where, own_tensors(self._module), files.load)
-        state = None if groups is None else read_named_state(where, groups, files.load)
+        weights = universal.read_weights(where, universal.own_tensors(self._module), files.load)
+        state = None if groups is None else universal.read_named_state(where, groups, files.load)
         if state is not None:
             check_state(engine.optimizer, engine.param_names, state)
         return _Found(state=state, weights=weights)
@@ -235,7 +228,7 @@ class Loading:
         self._layers_loaded = module.synchronizes_tied_weights = False
         try:
             everywhere(
-                load if weights is None else lambda: write_weights(weights, own_tensors(module)),
+                load if weights is None else lambda: universal.write_weights(weights, universal.own_tensors(module)),
                 "layers cannot be loaded",
             )
         finally:

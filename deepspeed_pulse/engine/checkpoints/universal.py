@@ -19,7 +19,7 @@ from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.gradients.scaling import keep_scale
 from deepspeed_pulse.errors import FileError, PlanError
 
-LATEST_UNIVERSAL = "latest_universal"
+LATEST = "latest_universal"
 """The file that names the last converted tag."""
 
 Load = Callable[[str], Any]
