@@ -24,7 +24,7 @@ class Evaluation:
     def under_way(
         self, compute_loss: bool, reduce_output: str | None, bcast_loss: bool, num_micro_batches: int | None
     ) -> Iterator[None]:
-        """Around upstream's ``eval_batch``, with its options; a :class:`ConfigError` before ranks wait for others."""
+        """Around upstream's ``eval_batch``; an unknown option is a :class:`ConfigError` before any rank waits."""
         _check_options(compute_loss, reduce_output, bcast_loss, num_micro_batches)
         engine = self._engine
         training_data, monitors = engine.data_iterator, engine.monitor.enabled

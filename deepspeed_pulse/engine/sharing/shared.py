@@ -49,7 +49,7 @@ class Tie:
 
 
 def _find_shared(layers: Mapping[int, Iterable[tuple[str, torch.Tensor]]]) -> list[Shared]:
-    """Tensors that several layers hold, in the order of their first holders; ``layers``: with all names in each."""
+    """Tensors that several ``layers``, given by index with all names in each, hold; in the order of first holders."""
     holders: dict[torch.Tensor, list[tuple[int, str]]] = {}
     for layer, named in layers.items():
         for name, tensor in named:
