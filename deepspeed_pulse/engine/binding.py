@@ -19,11 +19,8 @@ def bound_layers(
 ) -> dict[int, BoundLayer]:
     """Layers on this rank with their declarations, by layer index.
 
-    Args:
-        module: the ``PipelineModule``, built.
-        graph: with versions of values that layers change in place; left out, the list as it was given.
-        effects: what the layers change, where that is known.
-        recompute: layers that run again in backward; left out, those of the plan.
+    ``graph`` has versions of the values that layers change in place, as ``effects`` says; left out, it is the list as
+    it was given. ``recompute``: layers that run again in backward; left out, those of the plan.
     """
     graph = graph or module.graph
     if recompute is None:

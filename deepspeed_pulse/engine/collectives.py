@@ -20,29 +20,24 @@ def agree(make: Callable[[], Any], what: str) -> Any:
         make if dist.get_rank() == 0 else None,
         # a layer's own, met while it is built or measured
         lambda problem: RunError(f"{what} on rank 0: {type(problem).__name__}: {problem}"),
-        (lambda outcome: dist.broadcast_object_list(outcome, src=0)) if dist.get_world_size() > 1 else None,
+        src=0,
     )
 
 
 def decided_in_pipeline(make: Callable[[], Any], decider: int, seat: Seat) -> Any:
     """What ``make`` returns on pipeline rank ``decider``, on all ranks of the pipeline; or its error, on all."""
 
-    def spread(outcome: list[Any]) -> None:
-        dist.broadcast_object_list(outcome, src=seat.ranks[decider], group=seat.group)
-
     return _decided(
         make if seat.rank == decider else None,
         # whatever a loader raises
         lambda problem: BatchError(f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}"),
-        spread if len(seat.ranks) > 1 else None,
+        src=seat.ranks[decider],
+        group=seat.group,
     )
 
 
-def _decided(
-    make: Callable[[], Any] | None,
-    as_told: Callable[[Exception], Exception],
-    spread: Callable[[list[Any]], Any] | None,
-) -> Any:
+def _decided(make: Callable[[], Any] | None, as_told: Callable[[Exception], Exception], **spread: Any) -> Any:
+    """``spread``: from whom, and to which group."""
     outcome: list[Any] = [None]
     cause: Exception | None = None
     if make is not None:
@@ -52,8 +47,8 @@ def _decided(
             outcome = [problem]
         except Exception as problem:
             cause, outcome = problem, [as_told(problem)]
-    if spread is not None:
-        spread(outcome)
+    if dist.get_world_size(spread.get("group")) > 1:
+        dist.broadcast_object_list(outcome, **spread)
     if isinstance(outcome[0], Exception):
         raise outcome[0] from cause
     return outcome[0]
@@ -71,9 +66,7 @@ def told_by_all(item: Any, group: Any = None) -> list[Any]:
 def raise_everywhere(problem: Exception | None, what: str, kind: type[PulseError] = BatchError) -> None:
     """Raise the first error any rank of the world has, on every rank.
 
-    Args:
-        problem: this rank's error; one that is no PulseError (a loader's own) is told as one of ``kind``.
-        what: names what failed then.
+    One that is no PulseError (a loader's own) is told as one of ``kind``, which names ``what`` failed.
     """
     told = problem
     if problem is not None and not isinstance(problem, PulseError):
@@ -84,11 +77,9 @@ def raise_everywhere(problem: Exception | None, what: str, kind: type[PulseError
 
 
 def everywhere(act: Callable[[], T], what: str, kind: type[PulseError] = FileError) -> T:
-    """Run ``act`` on every rank of the world; what one rank meets is raised by all.
+    """Run ``act`` on every rank of the world; what one rank meets is raised by all, as :func:`raise_everywhere` does.
 
-    Args:
-        act: makes no collective calls that a rank which fails would leave out.
-        what: names what failed, for an error that is no PulseError: it is told as one of ``kind``.
+    ``act`` makes no collective calls that a rank which fails would leave out.
     """
     problem: Exception | None = None
     try:

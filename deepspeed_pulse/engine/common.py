@@ -45,8 +45,6 @@ class CommonEngine(PipelineEngine):
         self._loading = Loading(self, super().load_checkpoint)
         self._evaluation = Evaluation(self)
 
-    # -- training and evaluation -------------------------------------------------------------
-
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
         self.module.check_usable("train_batch")
@@ -94,8 +92,6 @@ class CommonEngine(PipelineEngine):
         self._global_grad_norm = clip_over_pipeline(
             self.module.parameters(), self.gradient_clipping(), self.grid.get_pipe_parallel_group()
         )
-
-    # -- saving ------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -145,8 +141,6 @@ class CommonEngine(PipelineEngine):
             super()._copy_recovery_script(os.fspath(save_dir))
         except OSError as problem:
             print(f"pulse: warning: {save_dir}: zero_to_fp32.py is not written: {problem}", flush=True)
-
-    # -- loading -----------------------------------------------------------------------------
 
     def load_universal_checkpoint(self) -> bool:
         """False for upstream, which would unpickle: such a checkpoint is read here, when the config asks for it."""

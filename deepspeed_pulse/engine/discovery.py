@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,37 +22,27 @@ from deepspeed_pulse.runtime.protocols import Batches
 from deepspeed_pulse.runtime.stage import BoundLayer
 
 
+@dataclass(kw_only=True)
 class Discovery:
     """Runs the first microbatch through the pipeline once, forward, layer by layer.
 
-    Args:
-        plan: with the routes of batch entries that some ranks are not given.
-        graph: declarations of all layers.
-        layers: this rank's, by index.
-        encoded: names that frozen parts make.
-        seat: of this rank.
-        number: of the microbatch, for layers that are seeded.
+    ``plan``: with the routes of batch entries that some ranks are not given. ``layers``: this rank's, by index.
+    ``encoded``: names that frozen parts make. ``number``: of the microbatch, for layers that are seeded.
     """
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        graph: Graph,
-        layers: Mapping[int, BoundLayer],
-        encoded: Collection[str],
-        seat: Seat,
-        number: int,
-    ) -> None:
-        self._plan, self._graph, self._layers, self._number = plan, graph, layers, number
-        self._encoded, self._seat, self._rank = encoded, seat, seat.rank
-        self._values: dict[str, Any] = {}
-        self._hidden: Any = None
-        self._reach = Reach()
-        self._own: Exception | None = None
-        self._told: PulseError | None = None
-        """What failed, as other ranks are told."""
-        self._found: dict[int, Effects] = {}
+    plan: Plan
+    graph: Graph
+    layers: Mapping[int, BoundLayer]
+    encoded: Collection[str]
+    seat: Seat
+    number: int
+    _values: dict[str, Any] = field(default_factory=dict, init=False)
+    _hidden: Any = field(default=None, init=False)
+    _reach: Reach = field(default_factory=Reach, init=False)
+    _own: Exception | None = field(default=None, init=False)
+    _told: PulseError | None = field(default=None, init=False)
+    """What failed, as other ranks are told."""
+    _found: dict[int, Effects] = field(default_factory=dict, init=False)
 
     def run(self, batches: Batches) -> tuple[Effects, ...]:
         """The effects of all layers, the same on every rank; every rank of the world calls it.
@@ -59,26 +50,26 @@ class Discovery:
         Raises:
             PulseError: what any rank met, on every rank. A layer's own exception keeps its class where it was raised.
         """
-        with same_random_numbers(self._seat.device):
+        with same_random_numbers(self.seat.device):
             self._guarded(lambda: self._begin(batches), "the first microbatch")
-            for stage in range(self._plan.num_stages):
-                if self._plan.placement[stage] == self._rank:
+            for stage in range(self.plan.num_stages):
+                if self.plan.placement[stage] == self.seat.rank:
                     self._guarded(partial(self._run_stage, stage), f"stage {stage}")
                 self._hand_on(stage)
         if self._own is not None:
             told_by_all(self._told)
             raise self._own
         raise_everywhere(self._told, "trying the layers")
-        parts = told_by_all(self._found, self._seat.group)
-        return joined(parts, len(self._graph.layers))
+        parts = told_by_all(self._found, self.seat.group)
+        return joined(parts, len(self.graph.layers))
 
     def _begin(self, batches: Batches) -> None:
-        names = [value.name for value in self._graph.batch_entries]
-        first = self._rank == self._plan.placement[0]
-        here = {name for layer in self._layers.values() for name in layer.declared.pop}
-        sent = {route.name for route in self._plan.routes if route.hops}
+        names = [value.name for value in self.graph.batch_entries]
+        first = self.seat.rank == self.plan.placement[0]
+        here = {name for layer in self.layers.values() for name in layer.declared.pop}
+        sent = {route.name for route in self.plan.routes if route.hops}
         # the first rank sees all of the data, but an encoder's result only if it reads or sends it
-        wanted = [name for name in names if name in here or (first and (name in sent or name not in self._encoded))]
+        wanted = [name for name in names if name in here or (first and (name in sent or name not in self.encoded))]
         mine = {name: batches.entry(name, 0) for name in wanted if batches.has_entry(name)}
         self._hidden, self._values, reach = begin(batches.inputs(0) if first else (), mine)
         if first:
@@ -88,7 +79,7 @@ class Discovery:
         """Do it unless something failed before, here or on a rank before this one; what fails is told at the end."""
         if self._told is not None:
             return
-        where = f"before the first step, pipeline rank {self._rank}, {where}, microbatch 0"
+        where = f"before the first step, pipeline rank {self.seat.rank}, {where}, microbatch 0"
         try:
             work()
         except PulseError as problem:
@@ -98,22 +89,20 @@ class Discovery:
             self._own, self._told = problem, RunError(in_words(problem))
 
     def _run_stage(self, stage: int) -> None:
-        layers = {index: self._layers[index] for index in self._plan.stage_layers(stage)}
-        self._hidden, found = discover(
-            layers, self._graph, self._hidden, self._values, self._reach, number=self._number
-        )
+        layers = {index: self.layers[index] for index in self.plan.stage_layers(stage)}
+        self._hidden, found = discover(layers, self.graph, self._hidden, self._values, self._reach, number=self.number)
         self._found.update(found)
 
     def _hand_on(self, stage: int) -> None:
         """What a stage gives to other ranks: the hidden state to the next one's, values along their routes."""
-        placement = self._plan.placement
-        hops = [(r.name, placement[b]) for r in self._plan.routes for a, b in r.hops if a == stage]
+        placement = self.plan.placement
+        hops = [(r.name, placement[b]) for r in self.plan.routes for a, b in r.hops if a == stage]
         following = None if stage + 1 == len(placement) else placement[stage + 1]
         for target in sorted({following, *(rank for _, rank in hops)} - {None, placement[stage]}):  # type: ignore[type-var]
-            if placement[stage] == self._rank:
+            if placement[stage] == self.seat.rank:
                 names = [name for name, rank in hops if rank == target]
                 self._send(target, names, with_hidden=target == following)  # type: ignore[arg-type]
-            elif target == self._rank:
+            elif target == self.seat.rank:
                 self._receive(placement[stage])
 
     def _send(self, target: int, names: Sequence[str], *, with_hidden: bool) -> None:
@@ -123,11 +112,11 @@ class Discovery:
             values = {name: map_tensors(self._values[name], _on_host) for name in names if name in self._values}
             hidden = (map_tensors(self._hidden, _on_host), self._reach) if with_hidden else None
         item = [(self._told, values, hidden)]
-        torch.distributed.send_object_list(item, dst=self._seat.ranks[target], group=self._seat.group)
+        torch.distributed.send_object_list(item, dst=self.seat.ranks[target], group=self.seat.group)
 
     def _receive(self, source: int) -> None:
         found: list[Any] = [None]
-        torch.distributed.recv_object_list(found, src=self._seat.ranks[source], group=self._seat.group)
+        torch.distributed.recv_object_list(found, src=self.seat.ranks[source], group=self.seat.group)
         told, values, hidden = found[0]
         self._told = self._told or told
         self._values.update({name: map_tensors(value, self._here) for name, value in values.items()})
@@ -135,7 +124,7 @@ class Discovery:
             self._hidden, self._reach = map_tensors(hidden[0], self._here), hidden[1]
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self._seat.device).requires_grad_(tensor.requires_grad)
+        return tensor.detach().to(self.seat.device).requires_grad_(tensor.requires_grad)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

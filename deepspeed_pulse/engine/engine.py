@@ -21,7 +21,6 @@ from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
-from deepspeed_pulse.engine.instructions import CompleteTiedGrads, FinishStep, ReduceStageGrads, RunFrozen, RunStep
 from deepspeed_pulse.engine.losses import Losses
 from deepspeed_pulse.engine.lowering import Lowering
 from deepspeed_pulse.engine.observation import figures, notes
@@ -32,7 +31,15 @@ from deepspeed_pulse.engine.observation.watchdog import Watchdog, hint
 from deepspeed_pulse.engine.orders import Orders
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.replaced import Instructions, replaced_instructions
-from deepspeed_pulse.engine.schedule import FROM_UPSTREAM, PulseSchedule
+from deepspeed_pulse.engine.schedule import (
+    FROM_UPSTREAM,
+    CompleteTiedGrads,
+    FinishStep,
+    PulseSchedule,
+    ReduceStageGrads,
+    RunFrozen,
+    RunStep,
+)
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
 from deepspeed_pulse.engine.starting.kernels import compile_kernel
@@ -87,7 +94,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             device=self._device,
             finish=losses.finish,
             parameters=tuple(module.parameters()),
-            state_bytes=self._state_bytes(),
+            state_bytes=self._held_bytes(),
             timeout_seconds=timeout,
         )
         self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)
@@ -98,9 +105,9 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         watchdog.stop_request.ignore()  # from now on a step ends first
         self._preemption = Preemption(timeout)
         self._steps = Steps(
-            self,
-            watchdog,
-            self._preemption.group,
+            engine=self,
+            watchdog=watchdog,
+            host_group=self._preemption.group,
             orders=self._orders,
             lowering=lowering,
             reading=reading,
@@ -114,14 +121,12 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             figures.print_plan(module.planned, module.graph, module.layer_list)
             notes.print_notes(self)
 
-    def _state_bytes(self) -> int:
-        """Of the layers and of the frozen parts on this rank."""
+    def _held_bytes(self) -> int:
+        """State of the layers and of the frozen parts on this rank."""
         shards = self.dp_world_size if self.zero_optimization_stage() == 1 else 1
         fill = self.module.plan.fill
         frozen = 0 if fill is None else fill.param_bytes(self.stage_id)
         return state_bytes(self.module.parameters(), shards=shards) + int(frozen)
-
-    # -- seams of upstream -------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
         """True on the rank that holds the first stage."""
@@ -136,21 +141,20 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def set_dataloader(self, loader: Any) -> None:
         """Every rank reads its own data."""
-        self.training_dataloader = loader
-        self.data_iterator = iter(loader)
+        self.training_dataloader, self.data_iterator = loader, iter(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Every rank that is given an iterator draws from it."""
-        self.training_dataloader = None
-        self.data_iterator = iterator
+        self.training_dataloader, self.data_iterator = None, iterator
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As upstream; another number of microbatches plans the order anew, at the start of the next step.
 
         Local: all ranks call it, and the next ``train_batch`` sees to it that they did.
         """
-        check_batch_size(train_batch_size, self.train_micro_batch_size_per_gpu(), self.dp_world_size)
-        self._orders.check_may_run(train_batch_size // (self.train_micro_batch_size_per_gpu() * self.dp_world_size))
+        size, replicas = self.train_micro_batch_size_per_gpu(), self.dp_world_size
+        check_batch_size(train_batch_size, size, replicas)
+        self._orders.check_may_run(train_batch_size // (size * replicas))
         super().set_train_batch_size(train_batch_size)
 
     def _train_schedule(self) -> PulseSchedule:
@@ -180,16 +184,15 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         )
         return super()._configure_basic_optimizer(model_parameters)
 
-    # -- what a program calls ----------------------------------------------------------------
-
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
         with self._watchdog.watching("the start of train_batch", meets=True):
             # here, not at the end: what the script does after a step (logs, averaged weights) is done by now
             if self._preemption.agreed():
-                self.save_and_exit()
+                self._save_and_exit()
             self._observer.begin_step()
-            start = self._begin_on_device()
+            self._watchdog.gave_outside()
+            start = self._device.mark()
             try:
                 loss = super().train_batch(data_iter)
             except Exception:
@@ -201,12 +204,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             self._observer.end_step((start, self._device.mark()), self._orders.of(self.micro_batches))
         return loss
 
-    def _begin_on_device(self) -> Any:
-        """A mark after all that the device was given by others, which may take as long as it likes."""
-        self._watchdog.gave_outside()
-        return self._device.mark()
-
-    def save_and_exit(self) -> NoReturn:
+    def _save_and_exit(self) -> NoReturn:
         """End a run that was asked to stop: a checkpoint where the last one went, then exit status 143."""
         saved = "nothing saved: this run has not saved a checkpoint yet, so it is not known where to"
         if self._saving.last is not None:
@@ -221,7 +219,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         """As upstream, forward only."""
         with self._watchdog.watching("the start of eval_batch", meets=True):
             self._preemption.agreed()  # a stop waits for train_batch, but ranks in different calls do not
-            self._begin_on_device()
+            self._watchdog.gave_outside()
             found = super().eval_batch(*args, **kwargs)
             self._watchdog.gave()
             return found
@@ -247,20 +245,14 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         """Microbatches that frozen parts have read for the next step: the data's own position is that far ahead."""
         return 0 if self._ahead is None else self._ahead.microbatches_ahead
 
-    # -- figures -----------------------------------------------------------------------------
-
     def pulse_stats(self) -> dict[str, Any]:
         """What this rank counted in the last step; local, no communication. An accelerator ends the step first.
 
         ``p2p_bytes`` by channel (``hidden``, ``hidden_grad``, ``value:NAME``, ``value_grad:NAME``),
         ``local_value_bytes``, ``peak_live_bytes``, ``idle_ms``, ``metadata_bytes``.
         """
-        return {**asdict(self._runtime.stats), "idle_ms": self._idle_ms()}
-
-    def _idle_ms(self) -> float:
-        """How long the device waited for messages in the last step. Waits until it has done the step."""
-        frozen = 0.0 if self._ahead is None else self._ahead.idle_ms
-        return self._runtime.stopwatch.idle_ms + frozen
+        frozen_ms = 0.0 if self._ahead is None else self._ahead.idle_ms
+        return {**asdict(self._runtime.stats), "idle_ms": self._runtime.stopwatch.idle_ms + frozen_ms}
 
     def pulse_timeline(self) -> Timeline | None:
         """The last step as it ran on this pipeline, on its first rank; None on the others. Collective.
@@ -274,8 +266,9 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def gather_figures(self) -> tuple[Timeline, list[RankFigures]] | None:
         """The last step's timeline and every rank's figures, on the pipeline's first rank. Collective."""
         spans: list[AnySpan] = [*self._runtime.stopwatch.spans, *([] if self._ahead is None else self._ahead.spans)]
-        mine = figures.of_rank(self._runtime.stats, self._idle_ms())
-        rows = self.module.ranks.gather_to_first((spans, figures.clock(), mine))
+        counted = self.pulse_stats()
+        del counted["metadata_bytes"]
+        rows = self.module.ranks.gather_to_first((spans, figures.clock(), RankFigures(**counted)))
         if rows is None:
             return None
         return figures.joined_timeline([(spans, clock) for spans, clock, _ in rows]), [found for *_, found in rows]
@@ -288,8 +281,6 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         plan = self._orders.made(self.micro_batches)
         return None if plan is None else planning.planned_timeline(self.module.planned, plan)
 
-    # -- instructions ------------------------------------------------------------------------
-
     def _exec_run_step(self, step: Step) -> None:
         action = step.action
         self._watchdog.enter(f"action {action} (stage {action.stage}, microbatch {action.microbatch})")
@@ -297,8 +288,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._watchdog.gave()
 
     def _exec_run_frozen(self, position: int) -> None:
-        self._watchdog.enter(f"frozen work before its action number {position}")
         assert self._ahead is not None
+        self._watchdog.enter(f"frozen work before its action number {position}")
         self._ahead.run(position)
         self._watchdog.gave()
 

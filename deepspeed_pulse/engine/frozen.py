@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from deepspeed_pulse.errors import ConfigError, FileError, GraphError
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart, in_order
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.runtime.frozen import FrozenLayers
-from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
+from deepspeed_pulse.runtime.payload import map_tensors, num_bytes, tensors_in
 
 _TIMED_RUNS = 3
 
@@ -55,7 +55,8 @@ class DeclaredParts:
                 raise ConfigError(f"frozen: expected a FrozenSpec for {name!r}, found {type(given).__name__}")
         self._specs = dict(specs)
         self.makes_input = input_name in specs
-        self._layers = {name: _listed(given.layers) for name, given in specs.items()}
+        one_or_more = {name: given.layers for name, given in specs.items()}
+        self._layers = {name: list(x) if isinstance(x, (list, tuple)) else [x] for name, x in one_or_more.items()}
         self._graphs = {name: _graph_of(name, layers) for name, layers in self._layers.items()}
         self._targets = {name: _targets(graph, name, input_name) for name in specs}
         _refuse_trainable(self._layers)
@@ -73,43 +74,36 @@ class DeclaredParts:
     def _order(self) -> tuple[str, ...]:
         """Names, what a part needs before it."""
         dummy = FrozenLayer(name="", forward_ms=0.0, param_bytes=0, output_bytes=0, activation_bytes=0)
-        parts = [FrozenPart(name=name, layers=(dummy,), needs=self._needs(name)) for name in self._specs]
         try:
-            return tuple(part.name for part in in_order(parts))
+            return tuple(part.name for part in in_order([self.part(name, (dummy,)) for name in self._specs]))
         except FileError as problem:
             raise GraphError(f"frozen: {problem}") from None
 
     def _reading_graph(self, graph: Graph, input_name: str) -> Graph:
         """The model's graph behind a layer for each part: its batch entries are what the data must have."""
         parts = [Layer(name=f"(frozen) {name}", stash=(name,), pop=self._reads(name)) for name in self.names]
-        layers = list(graph.layers)
+        first, *rest = graph.layers
         if self.makes_input:
-            first = layers[0]
-            layers[0] = Layer(name=first.name, stash=first.stash, pop=(input_name, *first.pop))
-        return Graph(layers=(*parts, *layers))
+            first = replace(first, pop=(input_name, *first.pop))
+        return Graph(layers=(*parts, first, *rest))
 
     def build(self, names: Sequence[str], device: torch.device) -> dict[str, FrozenLayers]:
         """All parts; the layers of those in ``names`` on a device, in evaluation mode, the others without functions."""
         found = {}
         for name in self.names:
+            spec, seed = self._specs[name], zlib.crc32(name.encode())
             functions: list[Callable[..., Any]] = [_nowhere] * len(self._layers[name])
             if name in names:
-                dtype, first = self._specs[name].dtype, zlib.crc32(name.encode())
-                functions = [_frozen(x, first + i, device, dtype) for i, x in enumerate(self._layers[name])]
-            declared = self._graphs[name].layers
-            found[name] = FrozenLayers(
-                name=name,
-                input=self._specs[name].input,
-                layers=tuple(zip(declared, functions, strict=True)),
-                dtype=self._specs[name].dtype,
-            )
+                functions = [_frozen(x, seed + i, device, spec.dtype) for i, x in enumerate(self._layers[name])]
+            layers = tuple(zip(self._graphs[name].layers, functions, strict=True))
+            found[name] = FrozenLayers(name=name, input=spec.input, layers=layers, dtype=spec.dtype)
         return found
 
     def measure(
         self, entries: Mapping[str, Any], device: torch.device
     ) -> tuple[tuple[FrozenPart, ...], dict[str, Any]]:
         """What every layer costs for a batch of these entries, and what the parts give."""
-        values = {name: _moved(value, device) for name, value in entries.items()}
+        values = {name: map_tensors(value, lambda tensor: tensor.to(device)) for name, value in entries.items()}
         parts, clock = [], DeviceClock(device)
         for name in self.names:
             frozen = self.build([name], device)[name]
@@ -120,32 +114,19 @@ class DeclaredParts:
                 layers.append(costs)
             values[name] = hidden
             parts.append(self.part(name, tuple(layers)))
-            self._put_away(name)
+            for layer in map(unwrap, self._layers[name]):
+                if isinstance(layer, torch.nn.Module):
+                    layer.to("cpu")  # the plan says where it is needed
         return tuple(parts), {name: values[name] for name in self.names}
-
-    def _put_away(self, name: str) -> None:
-        """A part's modules back to the host: the plan says where they are needed."""
-        for layer in map(unwrap, self._layers[name]):
-            if isinstance(layer, torch.nn.Module):
-                layer.to("cpu")
 
     def part(self, name: str, layers: tuple[FrozenLayer, ...]) -> FrozenPart:
         """As a plan has it, with these costs."""
         ranks = self._specs[name].ranks
-        return FrozenPart(
-            name=name,
-            layers=layers,
-            needs=self._needs(name),
-            targets=self._targets[name],
-            ranks=None if ranks is None else tuple(ranks),
-        )
+        ranks = None if ranks is None else tuple(ranks)
+        return FrozenPart(name=name, layers=layers, needs=self._needs(name), targets=self._targets[name], ranks=ranks)
 
     def check_planned(self, parts: Sequence[FrozenPart], where: str) -> None:
-        """A plan's parts must be these.
-
-        Raises:
-            ConfigError: other names, numbers of layers, or readers.
-        """
+        """Raise a ConfigError for a plan's parts with other names, numbers of layers, or readers than these."""
         mine = {name: (len(self._layers[name]), self._needs(name), self._targets[name]) for name in self.names}
         found = {part.name: (len(part.layers), part.needs, part.targets) for part in parts}
         for name in (*mine, *found):
@@ -168,24 +149,18 @@ def _measured(
         run()
         times.append(clock.mean_ms([(start, clock.mark())]))
     layer, function = frozen.layers[index]
-    weights = function.parameters() if isinstance(function, torch.nn.Module) else ()
+    weights = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
     names = layer.pop if index else (frozen.input, *layer.pop)
     read = [hidden, *(values[name] for name in dict.fromkeys(names))]
     output_bytes = num_bytes(tensors_in(result))
-    return (
-        FrozenLayer(
-            name=layer.name,
-            forward_ms=statistics.median(times),
-            param_bytes=sum(p.numel() * p.element_size() for p in weights),
-            output_bytes=output_bytes,
-            activation_bytes=sum(num_bytes(tensors_in(value)) for value in read) + output_bytes,
-        ),
-        result,
+    costs = FrozenLayer(
+        name=layer.name,
+        forward_ms=statistics.median(times),
+        param_bytes=num_bytes(weights),
+        output_bytes=output_bytes,
+        activation_bytes=sum(num_bytes(tensors_in(value)) for value in read) + output_bytes,
     )
-
-
-def _listed(layers: Any) -> list[Any]:
-    return list(layers) if isinstance(layers, (list, tuple)) else [layers]
+    return costs, result
 
 
 def _graph_of(name: str, layers: Sequence[Any]) -> Graph:
@@ -210,8 +185,7 @@ def _refuse_trainable(parts: Mapping[str, Sequence[Any]]) -> None:
     for name, layers in parts.items():
         for index, layer in enumerate(layers):
             bare = unwrap(layer)
-            named = bare.named_parameters() if isinstance(bare, torch.nn.Module) else ()
-            for parameter, value in named:
+            for parameter, value in bare.named_parameters() if isinstance(bare, torch.nn.Module) else ():
                 if value.requires_grad:
                     raise GraphError(
                         f"frozen part {name!r}: parameter {parameter} of layer {describe(index, layer).name} is "
@@ -228,12 +202,6 @@ def _frozen(layer: Any, seed: int, device: torch.device, dtype: torch.dtype | No
     if isinstance(function, torch.nn.Module):
         return function.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return function
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(_moved(item, device) for item in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _nowhere(*_: Any) -> Any:

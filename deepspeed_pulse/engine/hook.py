@@ -59,7 +59,9 @@ def guard() -> None:
 
 def _refuse_planned(engine: Any, model: Any) -> None:
     for module in model.modules() if isinstance(model, torch.nn.Module) else ():
-        if getattr(module, "pulse_enabled", False) and not (module is model and module.may_run_by(engine)):
+        if getattr(module, "pulse_enabled", False) and not (
+            module is model and isinstance(engine, module.engine_class())
+        ):
             raise ConfigError(
                 f"a PipelineModule with a plan was given to {type(engine).__module__}.{type(engine).__qualname__}, "
                 "which would run its layers in another order and train another network: expected the engine that "

@@ -16,9 +16,7 @@ from deepspeed_pulse.runtime.roots import Root
 class Losses:
     """Upstream's books of losses, kept where a plan computes them, and upstream's backward.
 
-    Args:
-        engine: whose books, loss function and optimizer.
-        labels: gives those of a microbatch.
+    ``labels`` gives those of a microbatch.
     """
 
     def __init__(self, engine: Any, labels: Callable[[int], Any]) -> None:
@@ -38,16 +36,12 @@ class Losses:
             engine.outputs = output
         engine.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else [part.detach() for part in loss])
         engine.total_loss = _added(engine.total_loss, loss)
-        self._add_additional_losses()
-        return loss
-
-    def _add_additional_losses(self) -> None:
-        engine, additional = self._engine, self._engine.module.get_additional_losses()
+        additional, totals = engine.module.get_additional_losses(), engine.total_additional_losses
         if additional is not None:
-            if engine.total_additional_losses is None:
-                engine.total_additional_losses = OrderedDict()
-            for name, loss in additional.items():
-                engine.total_additional_losses[name] = _added(engine.total_additional_losses.get(name), loss)
+            totals = OrderedDict() if totals is None else totals
+            totals.update({name: _added(totals.get(name), part) for name, part in additional.items()})
+            engine.total_additional_losses = totals
+        return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as the optimizer expects the sum of its gradients over a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed_pulse.engine.binding import bound_layers, bound_stages
@@ -20,24 +20,18 @@ from deepspeed_pulse.runtime.rank import RankPart
 from deepspeed_pulse.runtime.usage import Usage
 
 
+@dataclass(frozen=True)
 class Lowering:
-    """This rank's parts of the plans that it runs, by number of microbatches, kind of step and who reads data.
+    """This rank's parts of the plans that it runs, by number of microbatches, kind of step and who reads data."""
 
-    Args:
-        module: the ``PipelineModule``.
-        orders: its plans.
-        reading: says which batch entries are read.
-        communicator: opens channels.
-    """
-
-    def __init__(
-        self, module: Any, seat: Seat, orders: Orders, reading: Reading, communicator: PipelineCommunicator
-    ) -> None:
-        self._module, self._seat, self._orders = module, seat, orders
-        self._reading, self._communicator = reading, communicator
-        self._effects: dict[bool, tuple[Effects, ...]] = {}
-        """What layers change in place, in training and in evaluation; found before the first step of each kind."""
-        self._made: dict[Any, RankPart] = {}
+    module: Any
+    seat: Seat
+    orders: Orders
+    reading: Reading
+    communicator: PipelineCommunicator
+    _effects: dict[bool, tuple[Effects, ...]] = field(default_factory=dict, init=False)
+    """What layers change in place, in training and in evaluation; found before the first step of each kind."""
+    _made: dict[Any, RankPart] = field(default_factory=dict, init=False)
 
     def clear(self) -> None:
         """Forget what was made: the plans have changed."""
@@ -45,24 +39,23 @@ class Lowering:
 
     def part(self, micro_batches: int, mode: str, readers: tuple[bool, ...]) -> RankPart:
         """The part of a step of a kind; collective in the world where it is made, and its order planned."""
-        key = (micro_batches, mode, readers, self._reading.reads_labels)
+        key = (micro_batches, mode, readers, self.reading.reads_labels)
         if key not in self._made:
             training = mode == "train"
-            plan = self._orders.of(micro_batches) if training else self._orders.forwards(micro_batches)
+            plan = self.orders.of(micro_batches) if training else self.orders.forwards(micro_batches)
             self._made[key] = self._lowered(plan, self._effects.get(training, ()), readers)
         return self._made[key]
 
     def _lowered(self, plan: Plan, effects: Sequence[Effects], readers: tuple[bool, ...]) -> RankPart:
-        module = self._module
+        module = self.module
         graph = with_versions(module.graph, effects)
-        entries = self._reading.entries(graph)
-        routes = plan.routes
-        if graph is not module.graph:
-            routes = make_routes(plan.boundaries, plan.placement, graph.values)
+        entries = self.reading.entries(graph)
+        same = graph is module.graph
+        routes = plan.routes if same else make_routes(plan.boundaries, plan.placement, graph.values)
         plan = replace(plan, routes=(*routes, *entry_routes(plan, entries, readers)))
         traffic = make_traffic(plan)
-        self._communicator.open(traffic.channels)
-        usage = Usage(plan, [*graph.values, *entries], self._seat.rank)
+        self.communicator.open(traffic.channels)
+        usage = Usage(plan, [*graph.values, *entries], self.seat.rank)
         return RankPart(
             plan=plan,
             traffic=traffic,
@@ -77,18 +70,14 @@ class Lowering:
         return training in self._effects
 
     def discover(self, part: RankPart, *, training: bool, number: int) -> None:
-        """Try the layers on the first microbatch; parts made before are not to be run. Collective in the world.
-
-        Args:
-            number: of the microbatch, for layers that are seeded.
-        """
-        module = self._module
+        """Try the layers on the microbatch of that number; parts made before are void. Collective in the world."""
+        module = self.module
         self._effects[training] = Discovery(
             plan=part.plan,
             graph=module.graph,
             layers=bound_layers(module),
             encoded=() if module.frozen is None else module.frozen.names,
-            seat=self._seat,
+            seat=self.seat,
             number=number,
-        ).run(self._reading.batches)
+        ).run(self.reading.batches)
         self.clear()

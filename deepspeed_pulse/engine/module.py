@@ -18,7 +18,6 @@ from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.ranks import Ranks
-from deepspeed_pulse.engine.recomputing import RecomputeArguments
 from deepspeed_pulse.engine.relay.forward import RelayStage, explicit_parts, relay_stage
 from deepspeed_pulse.engine.relay.tuples import Headers
 from deepspeed_pulse.engine.sharing.shared import adopt_tied_calls, build_tied, tie_all_parameters
@@ -98,12 +97,7 @@ class PipelineModule(upstream.PipelineModule):
         frozen: Mapping[str, FrozenSpec] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        arguments = RecomputeArguments(
-            interval=activation_checkpoint_interval,
-            function=activation_checkpoint_func,
-            checkpointable=checkpointable_layers,
-        )
-        self.job, self.shared, num_stages, self.watchdog = set_up(type(self), given, arguments)
+        self.job, self.shared, num_stages, self.watchdog = set_up(type(self), given)
         self.layer_list, self.graph, self.pulse = self.job.layers, self.job.graph, self.job.pulse
         self.input_name, self.frozen = self.job.input_name, self.job.frozen
         self.plan: Plan | None = None
@@ -131,9 +125,7 @@ class PipelineModule(upstream.PipelineModule):
                 base_seed=base_seed,
                 partition_method=partition_method if isinstance(partition_method, str) else "parameters",
                 activation_checkpoint_interval=activation_checkpoint_interval,
-                activation_checkpoint_func=arguments.of_upstream(
-                    relays=self.graph.uses_names, planned=self.job.enabled
-                ),
+                activation_checkpoint_func=self.job.upstream_checkpoint(),
                 checkpointable_layers=checkpointable_layers,
                 dynamic_shape=dynamic_shape,
             )
@@ -142,8 +134,6 @@ class PipelineModule(upstream.PipelineModule):
         """Say what comes next while the module is made."""
         if self.watchdog is not None:
             self.watchdog.go_on(what)
-
-    # -- configuration -----------------------------------------------------------------------
 
     @property
     def pulse_enabled(self) -> bool:
@@ -156,10 +146,6 @@ class PipelineModule(upstream.PipelineModule):
         from deepspeed_pulse.engine.relay.engine import RelayEngine
 
         return PulseEngine if self.pulse_enabled else RelayEngine
-
-    def may_run_by(self, engine: Any) -> bool:
-        """True for the engine whose layers' order is this module's plan."""
-        return isinstance(engine, self.engine_class())
 
     def settled_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """A config, for example what ``deepspeed.initialize`` brings, with numbers in place of "auto".
@@ -177,10 +163,12 @@ class PipelineModule(upstream.PipelineModule):
         grid.settled_config = self.settled_config
         return grid
 
-    # -- plan and layers ---------------------------------------------------------------------
-
     def _partition_layers(self, method: str = "uniform") -> None:
-        self._check_divides()
+        if self.num_stages > self._num_layers:
+            raise ConfigError(
+                f"{self.num_stages} pipeline ranks for {self._num_layers} layers: expected at least one layer a rank; "
+                "use fewer ranks (num_stages) or finer layers"
+            )
         if self.pulse_enabled:
             self.make_plan()
             return
@@ -206,13 +194,6 @@ class PipelineModule(upstream.PipelineModule):
         reads = any(getattr(layer, "reads_files", False) for layer in self.layer_list)
         with torch.device("meta") if reads else nullcontext():
             return super()._count_layer_params()
-
-    def _check_divides(self) -> None:
-        if self.num_stages > self._num_layers:
-            raise ConfigError(
-                f"{self.num_stages} pipeline ranks for {self._num_layers} layers: expected at least one layer a rank; "
-                "use fewer ranks (num_stages) or finer layers"
-            )
 
     def _build(self) -> None:
         self._doing("PipelineModule(): building layers")
@@ -268,15 +249,11 @@ class PipelineModule(upstream.PipelineModule):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
             add_placeholder(self)
 
-    # -- weights in several places -----------------------------------------------------------
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """As torch; a weight that several layers share has the name of the first of them, also where that is not."""
-        named: Iterator[Any] = super().named_parameters(
-            prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate
-        )
+        named: Iterator[Any] = super().named_parameters(prefix, recurse, remove_duplicate)
         if not remove_duplicate:
             return named
         start = f"{prefix}." if prefix else ""
@@ -300,8 +277,6 @@ class PipelineModule(upstream.PipelineModule):
     def local_layers(self) -> list[tuple[int, Any]]:
         """(layer index, built module or function) of every layer on this rank, in forward order."""
         return list(zip(self._local_layers, self.forward_funcs, strict=True))
-
-    # -- forward, checkpoints, gathering -----------------------------------------------------
 
     def forward(self, forward_input: Any) -> Any:
         """The layers of this rank, the upstream way; named values travel in the tuple.
@@ -332,7 +307,9 @@ class PipelineModule(upstream.PipelineModule):
             FileError: the checkpoint has neither.
         """
         index = self._local_layers[local_layer_idx]
-        for layer in (index, *self._sharing_weights(index)):
+        keys = [getattr(spec, "key", None) for spec in self._layer_specs]
+        sharing = [i for i, key in enumerate(keys) if key == keys[index] and key is not None]
+        for layer in (index, *sharing):
             found = list(super().ckpt_layer_path_list(glob.escape(ckpt_dir), layer - self._local_start))
             if found:
                 return found
@@ -340,12 +317,6 @@ class PipelineModule(upstream.PipelineModule):
             f"{ckpt_dir}: expected a file layer_{index:02d}-model_states.pt with the weights of layer "
             f"{self.graph.layers[index].name}, found none; the checkpoint was written by another model, or not whole"
         )
-
-    def _sharing_weights(self, index: int) -> list[int]:
-        key = getattr(self._layer_specs[index], "key", None)
-        if key is None:
-            return []
-        return [i for i, other in enumerate(self._layer_specs) if getattr(other, "key", None) == key]
 
     def check_usable(self, what: str) -> None:
         """Raise a :class:`RunError`, the same on every rank, when a checkpoint was loaded by halves."""

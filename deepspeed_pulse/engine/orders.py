@@ -14,12 +14,7 @@ from deepspeed_pulse.ir.plan import Plan
 
 
 class Orders:
-    """Plans of the same cuts; all ranks have the same.
-
-    Args:
-        module: the ``PipelineModule``, whose plan is the first.
-        watchdog: told while rank 0 plans.
-    """
+    """Plans of the same cuts, the module's the first; all ranks have the same."""
 
     def __init__(self, module: Any, watchdog: Watchdog) -> None:
         self._module, self._watchdog = module, watchdog
@@ -47,11 +42,7 @@ class Orders:
         return planning.evaluation_plan(self._module.planned, self._module.pulse, micro_batches)
 
     def check_may_run(self, micro_batches: int) -> None:
-        """Plans with frozen parts, and given ones, are for one number of microbatches.
-
-        Raises:
-            ConfigError: it is another one.
-        """
+        """Raise a ConfigError for another number of microbatches than a given plan's, or one's with frozen parts."""
         if micro_batches in self._plans:
             return
         if self._module.frozen is not None:

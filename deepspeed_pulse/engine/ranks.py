@@ -16,11 +16,7 @@ from deepspeed_pulse.engine.device import HOST_BACKENDS
 
 
 class Ranks:
-    """The ranks that hold a module's layers.
-
-    Args:
-        module: the ``PipelineModule``.
-    """
+    """The ranks that hold the layers of a ``PipelineModule``."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -72,9 +68,8 @@ class Ranks:
             if me == source:
                 assert tensor is not None
                 if num_bytes:
-                    dist.send(
-                        tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8), target, group=group
-                    )
+                    sent = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+                    dist.send(sent, target, group=group)
                 return None
             found = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             if num_bytes:

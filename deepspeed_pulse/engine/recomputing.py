@@ -8,26 +8,22 @@ from typing import Any
 
 from deepspeed.runtime.activation_checkpointing import checkpointing as upstream
 
-from deepspeed_pulse.engine.plans.costs import type_name
+from deepspeed_pulse.engine.specs import type_name
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputing:
-    """Which layers run again in backward, and how.
-
-    Attributes:
-        layers: indices, or "auto": the planner recomputes as few as the memory needs.
-        interval: so many recomputed layers in a row keep one input; 0: the user gave none, so each keeps its own.
-        function: runs what is recomputed.
-        absent: class names that were given, but no layer is of; as upstream, they mean nothing.
-    """
+    """Which layers run again in backward, and how."""
 
     layers: str | tuple[int, ...] = "auto"
+    """Indices, or "auto": the planner recomputes as few as the memory needs."""
     interval: int = 0
+    """So many recomputed layers in a row keep one input; 0: the user gave none, so each keeps its own."""
     function: Checkpoint = non_reentrant
     absent: tuple[str, ...] = ()
+    """Class names that were given, but no layer is of; as upstream, they mean nothing."""
 
     def note(self, layers: Sequence[Any]) -> str | None:
         """What is to be said of class names that no layer is of; None where there is none."""
@@ -43,23 +39,17 @@ class Recomputing:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeArguments:
-    """What ``PipelineModule`` was given.
-
-    Attributes:
-        interval: so many recomputed layers in a row keep one input; 0: as the planner chooses.
-        function: None for torch's non-reentrant checkpoint, unless the config says ``"use_reentrant": true``.
-        checkpointable: class names of the layers that may be recomputed; None: all.
-    """
+    """What ``PipelineModule`` was given."""
 
     interval: Any = 0
+    """So many recomputed layers in a row keep one input; 0: as the planner chooses."""
     function: Checkpoint | None = None
+    """None for torch's non-reentrant checkpoint, unless the config says ``"use_reentrant": true``."""
     checkpointable: Sequence[str] | None = None
+    """Class names of the layers that may be recomputed; None: all."""
 
     def resolve(self, layers: Sequence[Any], pipeline: Mapping[str, Any]) -> Recomputing:
         """What these and the config's ``pipeline`` block ask for; the block goes first.
-
-        Args:
-            layers: the layer list.
 
         Raises:
             ConfigError: no number of layers.
@@ -67,14 +57,11 @@ class RecomputeArguments:
         interval = pipeline.get("activation_checkpoint_interval") or self.interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
             raise ConfigError(f"activation_checkpoint_interval: expected a number of layers >= 0, found {interval!r}")
-        function, reentrant = self.function, pipeline.get("use_reentrant")
-        if function is None and reentrant:
-            function = upstream.checkpoint
-        if function is None or reentrant is False:
+        reentrant = pipeline.get("use_reentrant")
+        function = self.function or (upstream.checkpoint if reentrant else non_reentrant)
+        if reentrant is False:
             function = non_reentrant
-        if not interval:
-            return Recomputing(function=function)
-        return replace(self.every(interval, layers), function=function)
+        return replace(self.every(interval, layers) if interval else Recomputing(), function=function)
 
     def every(self, interval: int, layers: Sequence[Any]) -> Recomputing:
         """Recompute so many layers in a row from one input; 0: none."""
@@ -87,15 +74,11 @@ class RecomputeArguments:
         )
 
     def of_upstream(self, *, relays: bool, planned: bool) -> Checkpoint:
-        """What layers that run the upstream way are checkpointed with.
+        """What layers that run the upstream way are checkpointed with; ``planned`` ones do not run this way.
 
-        Args:
-            relays: layers stash or pop, which without a plan travels in the tuple.
-            planned: layers run by a plan, so not this way.
-
-        Raises:
-            ConfigError: DeepSpeed's reentrant one was given for values in the tuple: it can be differentiated once, and
-                upstream differentiates every tensor of the tuple by itself.
+        Where layers stash or pop (``relays``), values travel in the tuple without a plan, and DeepSpeed's reentrant
+        checkpoint is a ConfigError: it can be differentiated once, and upstream differentiates every tensor of the
+        tuple by itself.
         """
         if not relays:
             return self.function or upstream.checkpoint

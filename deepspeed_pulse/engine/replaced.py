@@ -31,25 +31,18 @@ def clipping_is_replaced() -> bool:
 def replaced_instructions(runs: Collection[type] | None = None) -> Instructions:
     """The functions that a program has assigned into ``PipelineEngine._INSTRUCTION_MAP``.
 
-    Args:
-        runs: upstream's instructions that the engine's schedules have; None: all.
-
     Raises:
-        ConfigError: the program replaces one that would never run.
+        ConfigError: one that would never run: it is none of upstream's that the engine's schedules have (None: all).
     """
-    found = {
-        kind: function
-        for kind, function in PipelineEngine._INSTRUCTION_MAP.items()
-        if not _is_upstreams(function, PipelineEngine)
-    }
-    never = next((kind for kind in found if runs is not None and kind not in runs), None)
-    if never is not None:
-        function = found[never]
-        name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
-        may_be = ", ".join(kind.__name__ for kind in runs or ())
-        raise ConfigError(
-            f"PipelineEngine._INSTRUCTION_MAP[{never.__name__}] was replaced by {name}, which would never run, as the "
-            f"steps of a plan have no such instruction: expected none but {may_be} to be replaced; leave it out, "
-            'or set "enabled": false in the "pulse" block'
-        )
+    known = PipelineEngine._INSTRUCTION_MAP.items()
+    found = {kind: function for kind, function in known if not _is_upstreams(function, PipelineEngine)}
+    for kind, function in found.items():
+        if runs is not None and kind not in runs:
+            name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+            raise ConfigError(
+                f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}] was replaced by {name}, which would never run, as "
+                "the steps of a plan have no such instruction: expected none but "
+                f"{', '.join(run.__name__ for run in runs)} to be replaced; leave it out, or set "
+                '"enabled": false in the "pulse" block'
+            )
     return found

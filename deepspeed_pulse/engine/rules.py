@@ -34,19 +34,15 @@ class NumberType:
 
 @dataclass(frozen=True, kw_only=True)
 class EntryRules:
-    """Rules of one model.
-
-    Attributes:
-        model: name of its class.
-        numbers: entries that it also takes as Python numbers.
-        tensors: other entries that its layers pop.
-        unread: entries that its own forward would read and its layers do not, each with what to do.
-    """
+    """Rules of one model; ``model`` is the name of its class."""
 
     model: str
     numbers: Mapping[str, NumberType]
+    """Entries that it also takes as Python numbers."""
     tensors: frozenset[str]
+    """Other entries that its layers pop."""
     unread: Mapping[str, str]
+    """Entries that its own forward would read and its layers do not, each with what to do."""
 
     def __deepcopy__(self, memo: Any) -> EntryRules:
         return self  # copies of a layer come from the same model
@@ -64,27 +60,20 @@ class EntryRules:
                         f"the batch has {name!r}, which {self.model} reads and no layer of this list does: "
                         f"{self.unread[argument]}, or leave it out of the batch"
                     )
-        return {name: self._tensor(name, value) for name, value in entries.items()}
-
-    def _tensor(self, name: str, value: Any) -> Any:
-        if not isinstance(value, numbers.Real):
-            return value
-        if name in self.numbers:
-            return self.numbers[name].tensor(value)
-        if name in self.tensors:
-            raise BatchError(
-                f"batch entry {name!r}: {self.model} takes a tensor, found the number {value}; make it one: "
-                f"torch.full((batch_size,), {value})"
-            )
-        return value
+        found = dict(entries)
+        for name, value in entries.items():
+            if isinstance(value, numbers.Real) and name in self.numbers:
+                found[name] = self.numbers[name].tensor(value)
+            elif isinstance(value, numbers.Real) and name in self.tensors:
+                raise BatchError(
+                    f"batch entry {name!r}: {self.model} takes a tensor, found the number {value}; make it one: "
+                    f"torch.full((batch_size,), {value})"
+                )
+        return found
 
 
 def rules_of(layers: Iterable[Any], read: Iterable[str]) -> tuple[EntryRules, ...]:
-    """The rules of all models in a list.
-
-    Args:
-        read: entries that some layer pops, or a frozen part: these are read, whatever a model says.
-    """
+    """The rules of all models in a list; what some layer or frozen part pops is ``read``, whatever a model says."""
     found: dict[int, EntryRules] = {}
     for layer in layers:
         for one in (getattr(layer, "unit", None), unwrap(layer)):

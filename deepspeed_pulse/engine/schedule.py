@@ -1,4 +1,4 @@
-"""A Plan's program as a DeepSpeed schedule."""
+"""A Plan's program as a DeepSpeed schedule; each instruction names the step of the program it belongs to."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from deepspeed.runtime.pipe import schedule as upstream
 
-from deepspeed_pulse.engine.instructions import (
-    CompleteTiedGrads,
-    FinishStep,
-    ReduceStageGrads,
-    RunFrozen,
-    RunStep,
-)
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.schedule import Op
 
@@ -20,11 +13,30 @@ FROM_UPSTREAM = (upstream.ReduceTiedGrads, upstream.ReduceGrads, upstream.Optimi
 """Upstream's instructions among those of a step."""
 
 
+class RunStep(upstream.PipeInstruction):
+    """Run an action of the plan, with the messages before and after it."""
+
+
+class RunFrozen(upstream.PipeInstruction):
+    """Encode what the plan puts at this place for the next step."""
+
+
+class FinishStep(upstream.PipeInstruction):
+    """Wait for all sends, check that every buffer is empty and that all ranks saw the same data."""
+
+
+class CompleteTiedGrads(upstream.PipeInstruction):
+    """Give tied weights without a gradient a zero one, so that all their ranks take part in the reduction."""
+
+
+class ReduceStageGrads(upstream.PipeInstruction):
+    """Start summing the gradients of a stage, whose last backward has ended, over the data-parallel replicas."""
+
+
 class PulseSchedule(upstream.TrainSchedule):
-    """The steps of one rank, then reduction and optimizer step when training.
+    """The steps of one rank (its row of the program), then reduction and optimizer step when training.
 
     Args:
-        steps: the rank's row of the program.
         training: False for a forward-only program.
         reduce_early: a stage's gradients are reduced from its last backward on, not all at the end.
         frozen_at: positions before which there is frozen work.

@@ -13,12 +13,8 @@ from deepspeed import comm as dist
 class Seat:
     """A rank of one of the job's pipelines.
 
-    Attributes:
-        pipelines: global ranks of every pipeline.
-        index: of this one among them.
-        rank: in it.
-        group: its process group; None for the world's.
-        device: where this rank's tensors live.
+    ``pipelines``: global ranks of every pipeline; ``index`` of this one among them, ``rank`` in it; ``group``: its
+    process group, None for the world's; ``device``: where this rank's tensors live.
     """
 
     pipelines: tuple[tuple[int, ...], ...]

@@ -112,27 +112,27 @@ def unwrap(layer: Any) -> Any:
 
 def describe(index: int, layer: Any) -> Layer:
     """Name, stash and pop of a layer of the list; the name falls back to ``INDEX.ClassName``."""
-    bare = unwrap(layer)
     given = layer.name if isinstance(layer, Declared) else getattr(layer, "layer_name", None)
-    if isinstance(bare, upstream.LayerSpec):
-        kind = bare.typename.__name__
-    elif isinstance(bare, torch.nn.Module):
-        kind = type(bare).__name__
-    else:
-        kind = getattr(bare, "__name__", type(bare).__name__)
+    named = None if isinstance(layer, torch.nn.Module) else layer
     return Layer(
-        name=given or f"{index}.{kind}",
-        stash=getattr(layer, "stash", ()) if not isinstance(layer, torch.nn.Module) else (),
-        pop=getattr(layer, "pop", ()) if not isinstance(layer, torch.nn.Module) else (),
+        name=given or f"{index}.{type_name(layer)}",
+        stash=getattr(named, "stash", ()),
+        pop=getattr(named, "pop", ()),
     )
 
 
-def graph_of(layers: Sequence[Any]) -> Graph:
-    """The declarations of a layer list.
+def type_name(layer: Any) -> str:
+    """Name of a layer's class or function."""
+    bare = unwrap(layer)
+    if isinstance(bare, upstream.LayerSpec):
+        return str(bare.typename.__name__)
+    if isinstance(bare, torch.nn.Module):
+        return type(bare).__name__
+    return str(getattr(bare, "__name__", type(bare).__name__))
 
-    Raises:
-        GraphError: they do not fit together.
-    """
+
+def graph_of(layers: Sequence[Any]) -> Graph:
+    """The declarations of a layer list; a GraphError where they do not fit together."""
     return Graph(layers=tuple(describe(index, layer) for index, layer in enumerate(layers)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_pulse.engine.data.agreement import check_same_step
@@ -16,31 +17,22 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.rank import RankRuntime
 
 
+@dataclass(frozen=True, kw_only=True)
 class Steps:
     """Begins and ends the steps of an engine, of any kind and number of microbatches.
 
-    Args:
-        engine: upstream's numbers of the step.
-        host_group: of all ranks, over the host's memory; None: the world's own.
-        ahead: frozen parts; None without.
+    ``host_group``: of all ranks, over the host's memory; None: the world's own. ``ahead``: frozen parts; None without.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        watchdog: Watchdog,
-        host_group: Any,
-        *,
-        orders: Orders,
-        lowering: Lowering,
-        reading: Reading,
-        ahead: FrozenAhead | None,
-        runtime: RankRuntime,
-        reduction: EarlyReduction,
-    ) -> None:
-        self._engine, self._watchdog, self._host_group = engine, watchdog, host_group
-        self._orders, self._lowering, self._reading = orders, lowering, reading
-        self._ahead, self._runtime, self._reduction = ahead, runtime, reduction
+    engine: Any
+    watchdog: Watchdog
+    host_group: Any
+    orders: Orders
+    lowering: Lowering
+    reading: Reading
+    ahead: FrozenAhead | None
+    runtime: RankRuntime
+    reduction: EarlyReduction
 
     def begin(self, micro_batches: int, mode: str) -> PulseSchedule:
         """Get ready, together with all other ranks; what this rank is to do.
@@ -48,27 +40,27 @@ class Steps:
         Args:
             mode: one of :data:`~deepspeed_pulse.engine.data.reading.MODES`.
         """
-        engine, training = self._engine, mode == "train"
-        if self._orders.follow_program():
-            self._lowering.clear()
+        engine, training = self.engine, mode == "train"
+        if self.orders.follow_program():
+            self.lowering.clear()
         if training:
             engine.module.shared.watch_buffers()
-        check_same_step(mode, micro_batches, engine.train_micro_batch_size_per_gpu(), self._host_group)
-        self._watchdog.go_on("the start of a step")
-        ahead = self._ahead.take() if self._ahead is not None and training else None
-        self._reading.begin(micro_batches, mode, ahead)
-        readers = self._reading.agreed_readers()
-        part = self._lowering.part(micro_batches, mode, readers)
+        check_same_step(mode, micro_batches, engine.train_micro_batch_size_per_gpu(), self.host_group)
+        self.watchdog.go_on("the start of a step")
+        ahead = self.ahead.take() if self.ahead is not None and training else None
+        self.reading.begin(micro_batches, mode, ahead)
+        readers = self.reading.agreed_readers()
+        part = self.lowering.part(micro_batches, mode, readers)
         frozen_at = self._begin_encoding(part.plan, mode)
-        keys = self._reading.agreed_shapes(micro_batches)
+        keys = self.reading.agreed_shapes(micro_batches)
         first_number = engine.global_steps * engine.micro_batches
-        if not self._lowering.knows_effects(training=training):
-            self._watchdog.enter("trying the layers before the first step")
-            self._lowering.discover(part, training=training, number=first_number)
-            part = self._lowering.part(micro_batches, mode, readers)
-        self._runtime.begin(
+        if not self.lowering.knows_effects(training=training):
+            self.watchdog.enter("trying the layers before the first step")
+            self.lowering.discover(part, training=training, number=first_number)
+            part = self.lowering.part(micro_batches, mode, readers)
+        self.runtime.begin(
             part,
-            self._reading.batches,
+            self.reading.batches,
             training=training,
             shape_keys=keys,
             first_number=first_number,
@@ -77,7 +69,7 @@ class Steps:
         return PulseSchedule(
             part.traffic.program[engine.stage_id],
             training=training,
-            reduce_early=self._reduction.begin(training=training),
+            reduce_early=self.reduction.begin(training=training),
             micro_batches=micro_batches,
             stages=engine.num_stages,
             stage_id=engine.stage_id,
@@ -86,18 +78,18 @@ class Steps:
 
     def _begin_encoding(self, plan: Plan, mode: str) -> frozenset[int]:
         """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it."""
-        if self._ahead is None or self._reading.is_encoded:
+        if self.ahead is None or self.reading.is_encoded:
             return frozenset()
-        self._watchdog.enter("encoding before the step")
-        self._ahead.encode(self._reading.batches, plan.microbatches, mode)
+        self.watchdog.enter("encoding before the step")
+        self.ahead.encode(self.reading.batches, plan.microbatches, mode)
         if mode != "train" or plan.fill is None:
             return frozenset()
-        return self._ahead.start(self._reading.batches, self._reading.following(plan.microbatches))
+        return self.ahead.start(self.reading.batches, self.reading.following(plan.microbatches))
 
     def finish(self) -> None:
         """The end of a step's actions: messages have arrived, data is read to its end and was the same everywhere."""
-        self._reading.batches.finish()
-        stats = self._runtime.finish()
-        if self._ahead is not None:
-            self._ahead.finish(stats)
-        self._reading.compare()
+        self.reading.batches.finish()
+        stats = self.runtime.finish()
+        if self.ahead is not None:
+            self.ahead.finish(stats)
+        self.reading.compare()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -45,10 +44,8 @@ class _Filled(LayerSpec):
         super().__init__(type(self._module), stash=declared.stash, pop=declared.pop, layer_name=declared.name)
 
     def build(self, log: bool = False) -> nn.Module:
-        if torch.get_default_device().type == "meta":
-            return self._module
-        made: nn.Module = on_device(self._module, torch.device("cpu"))
-        return made
+        on_meta = torch.get_default_device().type == "meta"
+        return self._module if on_meta else on_device(self._module, torch.device("cpu"))
 
 
 def step_times(job: Workload, config: dict[str, Any], *, pipeline_ranks: int, steps: int) -> list[float]:
@@ -60,14 +57,10 @@ def step_times(job: Workload, config: dict[str, Any], *, pipeline_ranks: int, st
     """
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     settings = {**SETTINGS, **config}
-    module = PipelineModule(
-        layers=[_Filled(i, layer) if _is_meta(layer) else layer for i, layer in enumerate(job.layers)],
-        num_stages=pipeline_ranks,
-        loss_fn=_mean_square,
-        config=settings,
-    )
+    layers = [_Filled(i, layer) if _is_meta(layer) else layer for i, layer in enumerate(job.layers)]
+    module = PipelineModule(layers=layers, num_stages=pipeline_ranks, loss_fn=_mean_square, config=settings)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=settings)
-    data = _batches(job)
+    data = itertools.repeat((_with_numbers(job.batch[0]), torch.zeros(1)))  # the loss does not read labels
     found = []
     for _ in range(WARM_UP + steps):
         deepspeed.comm.barrier()
@@ -88,12 +81,6 @@ def _is_meta(layer: Any) -> bool:
 
 def _mean_square(output: Any, _: Any) -> torch.Tensor:
     return torch.stack([tensor.float().square().mean() for tensor in tensors_in(output)]).sum()
-
-
-def _batches(job: Workload) -> Iterator[Any]:
-    """The job's batch again and again; its labels, which the loss does not read, are one number."""
-    inputs = _with_numbers(job.batch[0])
-    return itertools.repeat((inputs, torch.zeros(1)))
 
 
 def _with_numbers(value: Any) -> Any:

@@ -8,9 +8,8 @@ import pytest
 from deepspeed.runtime.pipe import schedule as upstream
 
 from deepspeed_pulse.engine.engine import PulseEngine
-from deepspeed_pulse.engine.instructions import FinishStep, ReduceStageGrads, RunStep
 from deepspeed_pulse.engine.plans.planning import with_schedule
-from deepspeed_pulse.engine.schedule import PulseSchedule
+from deepspeed_pulse.engine.schedule import FinishStep, PulseSchedule, ReduceStageGrads, RunStep
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile

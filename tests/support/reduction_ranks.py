@@ -215,7 +215,7 @@ def expect(text: str, engine: Any, *, fails: bool) -> None:
     # collectives that ranks which failed do not come to
     engine._aggregate_total_loss = lambda: torch.zeros(1)
     engine._take_model_step = lambda *_: None
-    engine._steps._reading._steps["train"] = 10
+    engine._steps.reading._steps["train"] = 10
     batches = batches_for(engine.grid.data_parallel_id)
     try:
         engine.train_batch(iter(map(as_bf16_pair, batches) if engine.bfloat16_enabled() else batches))

@@ -20,7 +20,7 @@ from deepspeed_pulse.engine.plans.planning import Planned
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, Run
+from deepspeed_pulse.ir.run import Difference, MeasuredStep, Run
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
 from deepspeed_pulse.report.advice import warning
 from deepspeed_pulse.report.chosen import chosen_table
@@ -28,27 +28,22 @@ from deepspeed_pulse.report.files import replacing
 from deepspeed_pulse.report.runs import timelines
 from deepspeed_pulse.report.tables import measured_table, plan_table
 from deepspeed_pulse.report.trace import write_trace
-from deepspeed_pulse.runtime.rank import Stats
 
 Clock = tuple[str, float]
-"""A rank's machine, and what its clock lacks to the time of day, ms."""
 
 
 def clock() -> Clock:
-    """This rank's."""
+    """This rank's machine, and what its clock lacks to the time of day, ms."""
     return socket.gethostname(), (time.time() - time.perf_counter()) * 1e3
 
 
 def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
     """The start-up table."""
-    table = plan_table(
-        planned.plan,
-        layer_names=[layer.name for layer in graph.layers],
-        param_counts=parameter_counts(layers),
-        costs=planned.sources,
-        timed=planned.profile is None or planned.measured,
+    names, counts = [layer.name for layer in graph.layers], parameter_counts(layers)
+    timed = planned.profile is None or planned.measured
+    Console().print(
+        plan_table(planned.plan, layer_names=names, param_counts=counts, costs=planned.sources, timed=timed)
     )
-    Console().print(table)
 
 
 def print_recomputing(planned: Planned, interval: int) -> None:
@@ -64,11 +59,9 @@ def print_recomputing(planned: Planned, interval: int) -> None:
 
 def print_chosen(chosen: Chosen) -> None:
     """What "auto" stands for in this run, once."""
-    if not chosen.options:
-        return
-    derived = chosen.asked.derived
-    notes = [] if derived is None else [f"global batch: {derived}"]
-    Console().print(chosen_table(chosen.asked.names, chosen.options, chosen.reasons, notes))
+    if chosen.options:
+        notes = [] if chosen.asked.derived is None else [f"global batch: {chosen.asked.derived}"]
+        Console().print(chosen_table(chosen.asked.names, chosen.options, chosen.reasons, notes))
 
 
 def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | None) -> None:
@@ -109,17 +102,6 @@ def _write(path: Path, write: Callable[[Path], Any]) -> None:
         print(f"pulse: warning: {path} is not written: {problem}", flush=True)
 
 
-def of_rank(stats: Stats, idle_ms: float) -> RankFigures:
-    """What a rank counted in a step, and how long its device waited for messages."""
-    return RankFigures(
-        p2p_bytes=stats.p2p_bytes,
-        local_value_bytes=stats.local_value_bytes,
-        peak_live_bytes=stats.peak_live_bytes,
-        idle_ms=idle_ms,
-        peak_parts=stats.peak_parts,
-    )
-
-
 def joined_timeline(rows: Sequence[tuple[Sequence[AnySpan], Clock]]) -> Timeline:
     """Spans of all ranks as one timeline that starts at zero.
 
@@ -130,8 +112,7 @@ def joined_timeline(rows: Sequence[tuple[Sequence[AnySpan], Clock]]) -> Timeline
         _moved(span, offset if len(machines) > 1 else 0.0) for rank_spans, (_, offset) in rows for span in rank_spans
     ]
     start = min((span.start_ms for span in spans), default=0.0)
-    moved = [_moved(span, -start) for span in spans]
-    return Timeline.of(len(rows), moved)
+    return Timeline.of(len(rows), [_moved(span, -start) for span in spans])
 
 
 def _moved(span: AnySpan, by_ms: float) -> AnySpan:

@@ -17,28 +17,24 @@ from deepspeed_pulse.ir.plan import Plan
 AUTO = "auto"
 BATCH, MICROBATCH, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 BATCH_KEYS = (BATCH, MICROBATCH, STEPS)
+_KEYS = ("num_stages", *BATCH_KEYS)
 
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A choice to be made.
-
-    Attributes:
-        names: the settings that are "auto".
-        global_batch: samples a step of all pipelines together.
-        given: what is settled.
-        batch: the config's three batch settings as the user wrote them.
-        derived: how the global batch came about where the user gave none.
-    """
+    """A choice to be made: ``names`` are the settings that are "auto", ``given`` is what is settled."""
 
     names: tuple[str, ...]
     world: int
     global_batch: int
+    """Samples a step of all pipelines together."""
     given: Constraints
     batch: tuple[Any, ...]
+    """The config's three batch settings as the user wrote them."""
     derived: str | None = None
+    """How the global batch came about where the user gave none."""
 
 
 def num_stages_of(num_stages: Any, config: Config | None) -> Any:
@@ -47,17 +43,20 @@ def num_stages_of(num_stages: Any, config: Config | None) -> Any:
     Raises:
         ConfigError: both are numbers, and they differ.
     """
-    pipeline = (config or {}).get("pipeline")
-    found = pipeline.get("stages") if isinstance(pipeline, Mapping) else None
-    if found is None or num_stages == found:
+    found = _within(config or {}, "pipeline", "stages")
+    if found is None or num_stages == found or (found == AUTO and num_stages is not None):
         return num_stages
     if num_stages in (None, AUTO):
         return found
-    if found == AUTO:
-        return num_stages
     raise ConfigError(
         f"num_stages: PipelineModule was given {num_stages!r}, the config's pipeline.stages says {found!r}; give one"
     )
+
+
+def _within(config: Config, block: str, key: str) -> Any:
+    """A setting of one of the config's blocks; None where there is none."""
+    found = config.get(block)
+    return found.get(key) if isinstance(found, Mapping) else None
 
 
 def batch_settings(config: Config) -> tuple[Any, ...]:
@@ -87,29 +86,29 @@ def asked_of(
         ConfigError: what is given contradicts itself or the job.
     """
     settings = batch_settings(config or {})
-    if pulse is not None and pulse.enabled:
-        for key, value in zip(BATCH_KEYS, settings, strict=True):
-            _number(key, value)
-    names = _open(num_stages, settings)
-    if names and (pulse is None or not pulse.enabled):
-        raise ConfigError(f'{names[0]}: "auto" needs pulse: add a "pulse" block to the config that does not disable it')
-    if pulse is not None and pulse.enabled and pulse.waves == AUTO and plan is None:
+    names = tuple(key for key, value in zip(_KEYS, (num_stages, *settings), strict=True) if value == AUTO)
+    if pulse is None or not pulse.enabled:
+        if names:
+            needs = 'add a "pulse" block to the config that does not disable it'
+            raise ConfigError(f'{names[0]}: "auto" needs pulse: {needs}')
+        return None
+    batch, size, steps = (_number(key, value) for key, value in zip(BATCH_KEYS, settings, strict=True))
+    if pulse.waves == AUTO and plan is None:
         names = (*names, "waves")
-    if not names or pulse is None:
+    if not names:
         return None
     if config is None:
         raise ConfigError(f'{names[0]}: "auto" needs the global batch: pass config= to PipelineModule, with {BATCH}')
     _refuse(names, num_stages, topology, config, pulse)
     given = Constraints(
         pipeline_ranks=_ranks(num_stages, topology, world),
-        microbatch_size=_number(MICROBATCH, settings[1]),
-        microbatches=_number(STEPS, settings[2]),
+        microbatch_size=size,
+        microbatches=steps,
         waves=_waves(pulse),
         zero_stage=_zero_stage(config),
         layout=None if topology is None else layout_of(topology),
         schedule=pulse.schedule,
     )
-    batch = _number(BATCH, settings[0])
     if plan is not None:
         given = _of_plan(given, plan)
     elif names == ("waves",) and given.microbatches is None and None in (batch, given.microbatch_size):
@@ -125,13 +124,9 @@ def trial_config(config: Config) -> dict[str, Any]:
 
 
 def settled(config: dict[str, Any], chosen: tuple[Asked, Choice] | None) -> dict[str, Any]:
-    """A config with numbers in place of "auto".
+    """A config with numbers in place of "auto"; a ConfigError where it asks for something else.
 
-    Args:
-        chosen: what the module asked for and what was chosen; None where its own config had numbers.
-
-    Raises:
-        ConfigError: the config asks for something else.
+    ``chosen``: what the module asked for and what was chosen; None where its own config had numbers.
     """
     brought = batch_settings(config)
     if chosen is None:
@@ -156,23 +151,16 @@ def _batch_text(settings: tuple[Any, ...]) -> str:
     return _list(f"{key} {value!r}" for key, value in zip(BATCH_KEYS, settings, strict=True) if value is not None)
 
 
-def _open(num_stages: Any, settings: tuple[Any, ...]) -> tuple[str, ...]:
-    found = ["num_stages"] if num_stages == AUTO else []
-    return (*found, *(key for key, value in zip(BATCH_KEYS, settings, strict=True) if value == AUTO))
-
-
 def _refuse(names: tuple[str, ...], num_stages: Any, topology: Any, config: Config, pulse: PulseConfig) -> None:
     what = f'{names[0]}: "auto"'
     if num_stages == AUTO and topology is not None:
         raise ConfigError(f"{what} beside topology=, which says the number of ranks; leave one of them out")
-    autotuning = config.get("autotuning")
-    if isinstance(autotuning, Mapping) and autotuning.get("enabled"):
+    if _within(config, "autotuning", "enabled"):
         raise ConfigError(
             f"{what} beside DeepSpeed's autotuning, which would start runs to choose the same; remove "
             'the "autotuning" block, or give numbers'
         )
-    tensor = config.get("tensor_parallel")
-    split = tensor.get("autotp_size", 0) if isinstance(tensor, Mapping) else 0
+    split = _within(config, "tensor_parallel", "autotp_size")
     if (isinstance(split, int) and split > 1) or config.get("sequence_parallel_size", 1) not in (None, 1):
         raise ConfigError(
             f"{what} chooses pipeline and data-parallel ranks only: expected no tensor_parallel.autotp_size and no "
@@ -213,8 +201,7 @@ def _waves(pulse: PulseConfig) -> tuple[int, ...]:
 
 
 def _zero_stage(config: Config) -> int:
-    block = config.get("zero_optimization")
-    stage = block.get("stage", 0) if isinstance(block, Mapping) else 0
+    stage = _within(config, "zero_optimization", "stage")
     found = stage if isinstance(stage, int) else 0  # upstream says what is wrong with it
     check_zero_stage(found)
     return found
@@ -228,20 +215,15 @@ def layout_of(topology: Any) -> Layout:
 
 def _of_plan(given: Constraints, plan: Plan) -> Constraints:
     """The plan's numbers; what the user gave beside it must be the same."""
-    for name in ("pipeline_ranks", "microbatch_size", "microbatches"):
-        mine, planned = getattr(given, name), getattr(plan, name)
+    numbers: dict[str, Any] = {n: getattr(plan, n) for n in ("pipeline_ranks", "microbatch_size", "microbatches")}
+    for name, planned in numbers.items():
+        mine = getattr(given, name)
         if mine not in (None, planned):
             raise ConfigError(
                 f"the plan is for {name} {planned}, the config or num_stages says {mine}; change it to {planned} or "
                 '"auto", or plan anew'
             )
-    return replace(
-        given,
-        pipeline_ranks=plan.pipeline_ranks,
-        microbatch_size=plan.microbatch_size,
-        microbatches=plan.microbatches,
-        layout=plan.layout,
-    )
+    return replace(given, **numbers, layout=plan.layout)
 
 
 def _global_batch(batch: int | None, given: Constraints, world: int) -> tuple[int, str | None]:
@@ -264,20 +246,17 @@ def _check_divides(batch: int, given: Constraints, world: int) -> None:
     if not divisions(batch, given, world):
         near = sorted(range(max(1, batch - _REACH), batch + _REACH), key=lambda other: (abs(other - batch), other))
         would_do = [other for other in near if divisions(other, given, world)][:2]
+        named = {"num_stages": given.pipeline_ranks, MICROBATCH: given.microbatch_size, STEPS: given.microbatches}
+        settled = _list(f"{name} {value}" for name, value in named.items() if value is not None)
         raise ConfigError(
-            f"{BATCH}: {batch} samples are no whole number of microbatches on {world} ranks with {_settled(given)}: "
-            f"expected {MICROBATCH} x {STEPS} x data-parallel pipelines; "
+            f"{BATCH}: {batch} samples are no whole number of microbatches on {world} ranks with "
+            f"{settled or 'any microbatch size'}: expected {MICROBATCH} x {STEPS} x data-parallel pipelines; "
             + (f"{_list(sorted(would_do), ' or ')} would do" if would_do else 'make one of them "auto"')
         )
 
 
 _REACH = 2000
 """Global batches so near are looked at for one that would do."""
-
-
-def _settled(given: Constraints) -> str:
-    named = {"num_stages": given.pipeline_ranks, MICROBATCH: given.microbatch_size, STEPS: given.microbatches}
-    return _list([f"{name} {value}" for name, value in named.items() if value is not None]) or "any microbatch size"
 
 
 def divisions(batch: int, given: Constraints, world: int) -> dict[int, tuple[int, ...]]:

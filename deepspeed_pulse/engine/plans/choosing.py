@@ -9,7 +9,7 @@ from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.plans.asked import Asked, sizes_to_measure
 from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
-from deepspeed_pulse.engine.plans.planning import Planned, decide, job_cluster, open_job, planned_as_decided
+from deepspeed_pulse.engine.plans.planning import Planned, decide, job_cluster, open_job
 from deepspeed_pulse.errors import BatchError, ConfigError
 from deepspeed_pulse.ir.choice import Choice, Decision, Option, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
@@ -35,8 +35,7 @@ class Chosen:
 def choose(request: PlanRequest, asked: Asked) -> Chosen:
     """The best way to run a job within what the user settled; all ranks call it and get the same, or the same error.
 
-    Args:
-        request: the job; its numbers of ranks and microbatches are not read, ``microbatch_size`` is the example's.
+    Numbers of ranks and microbatches of ``request`` are not read, its ``microbatch_size`` is the example's.
     """
     if request.pulse.plan is not None:
         return Chosen(asked=asked, choice=_settled(asked), planned=None)
@@ -106,16 +105,12 @@ def _check_costs(request: PlanRequest, asked: Asked) -> None:
 
 
 def _chosen(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cluster: Cluster, costs: str) -> Chosen:
-    job = open_job(request, profiles, cluster, global_batch=asked.global_batch, world=asked.world, given=asked.given)
-    decision = decide(job, request.pulse, told)
+    job = open_job(request, asked, profiles, cluster)
+    best = decide(job, request.pulse, told)
     sizes = ", ".join(str(profile.microbatch_size) for profile in profiles)
-    return Chosen(
-        asked=asked,
-        choice=decision.choice,
-        planned=planned_as_decided(decision, job, f"{costs}, microbatches of {sizes}"),
-        options=decision.options,
-        reasons=decision.reasons,
-    )
+    profile, costs = job.sizes.at(best.choice.microbatch_size), f"{costs}, microbatches of {sizes}"
+    planned = Planned(plan=best.plan, profile=profile, cluster=cluster, costs=costs)
+    return Chosen(asked=asked, choice=best.choice, planned=planned, options=best.options, reasons=best.reasons)
 
 
 def told(tuning: Tuning) -> Decision:

@@ -13,7 +13,7 @@ from deepspeed.runtime import utils as upstream_utils
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.specs import TiedCall, unwrap
+from deepspeed_pulse.engine.specs import TiedCall, type_name, unwrap
 from deepspeed_pulse.errors import ConfigError, GraphError, PulseError
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
@@ -63,8 +63,8 @@ def known_profile(request: PlanRequest) -> tuple[Profile | None, str]:
     if method != "profile" and isinstance(method, str):
         return _weighted(request, _method_weights(request, method)), f"partition_method {method!r}"
     if request.example is None:
-        counts = [max(count, 1) for count in parameter_counts(request.layers)]
-        return _weighted(request, counts), "parameter counts (give example_batch or a profile for better ones)"
+        weights = _method_weights(request, "parameters")
+        return _weighted(request, weights), "parameter counts (give example_batch or a profile for better ones)"
     return None, "measured on example_batch"
 
 
@@ -76,21 +76,20 @@ def misfits(request: PlanRequest, profile: Profile) -> Iterator[str]:
     here = {(v.name, v.source, target) for v in request.graph.values for target in v.targets}
     found = {(skip.name, skip.source, skip.target) for skip in profile.skips}
     for name, source, target in sorted(here ^ found):
-        who = "the model has" if (name, source, target) in here else "the profile has"
+        who = "model" if (name, source, target) in here else "profile"
         yield (
-            "expected the named values of the model, found another model's: only "
-            f"{who} {name!r} from layer {source} to layer {target}"
+            f"expected the named values of the model, found another model's: only the {who} has {name!r} from layer "
+            f"{source} to layer {target}"
         )
-    for index, (declared, layer, cost) in enumerate(
-        zip(request.graph.layers, request.layers, profile.layers, strict=True)
-    ):
-        if declared.name != cost.name:
-            yield f"expected costs of layer {index} {declared.name!r} as the model has, found {cost.name!r}"
+    for index, (layer, cost) in enumerate(zip(request.layers, profile.layers, strict=True)):
+        name = request.graph.layers[index].name
+        if name != cost.name:
+            yield f"expected costs of layer {index} {name!r} as the model has, found {cost.name!r}"
         sizes = _possible_bytes(layer, profile.dtype)
         if cost.param_bytes not in sizes:
             yield (
-                f"layer {declared.name}: expected {sizes[-1]} bytes of parameters as the model has (frozen ones count "
-                f"less), found {cost.param_bytes}"
+                f"layer {name}: expected {sizes[-1]} bytes of parameters as the model has (frozen ones count less), "
+                f"found {cost.param_bytes}"
             )
 
 
@@ -117,15 +116,11 @@ def _method_weights(request: PlanRequest, method: str) -> list[int]:
         pattern = re.compile(method.split(":", 1)[1], re.IGNORECASE)
         found = [bool(pattern.search(type_name(layer))) for layer in request.layers]
         if not any(found):
-            raise ConfigError(
-                f"partition_method {method!r} matches no layer; layers are of types "
-                f"{', '.join(sorted({type_name(layer) for layer in request.layers}))}"
-            )
+            types = ", ".join(sorted({type_name(layer) for layer in request.layers}))
+            raise ConfigError(f"partition_method {method!r} matches no layer; layers are of types {types}")
         return [1000 if hit else 1 for hit in found]
-    raise ConfigError(
-        "partition_method: expected 'profile', 'uniform', 'parameters', 'type:REGEX' or a list of cuts, "
-        f"found {method!r}"
-    )
+    expected = "'profile', 'uniform', 'parameters', 'type:REGEX' or a list of cuts"
+    raise ConfigError(f"partition_method: expected {expected}, found {method!r}")
 
 
 def upstream_cuts(request: PlanRequest) -> tuple[int, ...] | None:
@@ -136,22 +131,13 @@ def upstream_cuts(request: PlanRequest) -> tuple[int, ...] | None:
     weighed = _method_weights(request, method)  # or says which methods there are
     if method.lower() == "uniform":
         found = upstream_utils.partition_uniform(num_items=len(layers), num_parts=ranks)
-    elif method.lower() == "parameters":
-        trained = [sum(p.numel() for p in parameters_of(layer) if p.requires_grad) for layer in layers]
-        found = upstream_utils.partition_balanced(weights=trained, num_parts=ranks)
     else:
-        of_type = [int(weight > 1) for weight in weighed]
-        found = upstream_utils.partition_balanced(weights=of_type, num_parts=ranks)
+        weights = [int(weight > 1) for weight in weighed]
+        if method.lower() == "parameters":
+            weights = [sum(p.numel() for p in parameters_of(layer) if p.requires_grad) for layer in layers]
+        found = upstream_utils.partition_balanced(weights=weights, num_parts=ranks)
     cuts = tuple(int(cut) for cut in found)
     return cuts if all(a < b for a, b in itertools.pairwise(cuts)) else None
-
-
-def type_name(layer: Any) -> str:
-    """Name of a layer's class or function."""
-    bare = unwrap(layer)
-    if isinstance(bare, upstream.LayerSpec):
-        return str(bare.typename.__name__)
-    return str(getattr(bare, "__name__", type(bare).__name__))
 
 
 def parameter_counts(layers: Sequence[Any]) -> list[int]:
@@ -168,55 +154,51 @@ def parameters_of(layer: Any) -> list[torch.Tensor]:
 def stand_in(layer: Any) -> Any:
     """The module or function of a layer of the list; one to be built is built on the meta device."""
     bare = unwrap(layer)
-    if isinstance(bare, upstream.LayerSpec):
-        try:
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                return bare.build()
-        except PulseError:
-            raise
-        except Exception as problem:  # the layer's own
-            what = f"a layer {type_name(layer)} cannot be built"
-            raise GraphError(f"{what}: {type(problem).__name__}: {problem}") from problem
-    return bare
+    if not isinstance(bare, upstream.LayerSpec):
+        return bare
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return bare.build()
+    except PulseError:
+        raise
+    except Exception as problem:  # the layer's own
+        what = f"a layer {type_name(layer)} cannot be built"
+        raise GraphError(f"{what}: {type(problem).__name__}: {problem}") from problem
 
 
 def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:
     """A profile whose forward times are weights (backward twice as long)."""
     largest = max(weights)
     sizes = [param_bytes(parameters_of(layer)) for layer in request.layers]
+    costs = tuple(
+        LayerCost(
+            name=layer.name,
+            forward_ms=weight / largest,
+            backward_ms=2 * weight / largest,
+            param_bytes=size,
+            activation_bytes=0,
+            output_bytes=0,
+        )
+        for layer, weight, size in zip(request.graph.layers, weights, sizes, strict=True)
+    )
     return Profile(
         name="weights",
         device=NO_DEVICE,
         dtype="float32",
         microbatch_size=request.microbatch_size,
-        layers=tuple(
-            LayerCost(
-                name=layer.name,
-                forward_ms=weight / largest,
-                backward_ms=2 * weight / largest,
-                param_bytes=size,
-                activation_bytes=0,
-                output_bytes=0,
-            )
-            for layer, weight, size in zip(request.graph.layers, weights, sizes, strict=True)
-        ),
+        layers=costs,
         skips=skips_of(request.graph, {}),
     )
 
 
 def skips_of(graph: Graph, value_bytes: dict[str, tuple[int, bool]]) -> tuple[Skip, ...]:
     """Skips of a graph; unknown sizes count one byte, so that collocation still matters."""
-    return tuple(
-        Skip(
-            name=value.name,
-            source=int(value.source or 0),
-            target=target,
-            bytes=value_bytes.get(value.name, (1, True))[0],
-            gradient=value_bytes.get(value.name, (1, True))[1],
-        )
-        for value in graph.values
-        for target in value.targets
-    )
+    found = []
+    for value in graph.values:
+        size, gradient = value_bytes.get(value.name, (1, True))
+        source = int(value.source or 0)
+        found += [Skip(name=value.name, source=source, target=t, bytes=size, gradient=gradient) for t in value.targets]
+    return tuple(found)
 
 
 def built(layer: Any) -> Callable[..., Any]:

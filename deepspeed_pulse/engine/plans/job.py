@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine.collectives import agree, everywhere
 from deepspeed_pulse.engine.data.batches import SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
-from deepspeed_pulse.engine.frozen import DeclaredParts, FrozenSpec
+from deepspeed_pulse.engine.frozen import DeclaredParts
 from deepspeed_pulse.engine.gradients.reduction import reduces_early
 from deepspeed_pulse.engine.gradients.scaling import trained_dtype
 from deepspeed_pulse.engine.observation import figures
@@ -30,7 +30,7 @@ from deepspeed_pulse.engine.plans.planning import Planned, plan_job
 from deepspeed_pulse.engine.recomputing import RecomputeArguments, Recomputing
 from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import graph_of
-from deepspeed_pulse.engine.starting.start import Config, load_config
+from deepspeed_pulse.engine.starting.start import load_config
 from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
@@ -41,7 +41,7 @@ from deepspeed_pulse.runtime.recomputing import Checkpoint
 
 
 class TrainingJob:
-    """A layer list with the arguments and the config that its plan depends on.
+    """A layer list with the arguments and the config that its plan depends on; ``given`` to ``PipelineModule``.
 
     Attributes:
         graph: the layers' declarations.
@@ -56,30 +56,25 @@ class TrainingJob:
         PulseError: the layers, the config, the frozen parts or the example batch are wrong.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Any],
-        *,
-        config: Config | None,
-        input_name: str,
-        frozen: Mapping[str, FrozenSpec] | None,
-        example_batch: Any,
-        partition_method: str | Sequence[int | str] | None,
-        recompute_arguments: RecomputeArguments,
-    ) -> None:
+    def __init__(self, layers: Sequence[Any], given: Mapping[str, Any]) -> None:
         self.layers = layers
         self.graph = graph_of(layers)
-        self.input_name = input_name
-        self.frozen = DeclaredParts(frozen, self.graph, input_name) if frozen else None
+        self.input_name: str = given["input"]
+        frozen, example_batch = given["frozen"], given["example_batch"]
+        self.frozen = DeclaredParts(frozen, self.graph, self.input_name) if frozen else None
         self.entry_rules = rules_of(layers, [value.name for value in self.reading_graph.batch_entries])
-        self.config = load_config(config)
+        self.config = load_config(given["config"])
         self.pulse = self._resolve_pulse()
         self.chosen: Chosen | None = None
         self.recomputing: Recomputing
         self._example = None if example_batch is None else self._split(example_batch)
-        self._partition_method = partition_method
+        self._partition_method: str | Sequence[int | str] | None = given["partition_method"]
         self.keeps_cuts = False
-        self._recompute_arguments = recompute_arguments
+        self._recompute_arguments = RecomputeArguments(
+            interval=given["activation_checkpoint_interval"],
+            function=given["activation_checkpoint_func"],
+            checkpointable=given["checkpointable_layers"],
+        )
         self._layout = Layout.PIPE_MAJOR
 
     @property
@@ -128,53 +123,52 @@ class TrainingJob:
             )
         self._partition_method, self.keeps_cuts = list(cuts), True
 
-    # -- before there are ranks --------------------------------------------------------------
-
     def check(self, num_stages: Any, topology: Any, *, dynamic_shape: bool) -> Any:
-        """The number of pipeline ranks as given here or in the config, or "auto".
+        """The number of pipeline ranks as given here or in the config, or "auto"; before there are ranks.
 
         Raises:
             ConfigError: it is none, or something does not go with pulse or with frozen parts.
         """
         num_stages = num_stages_of(num_stages, self.config)
-        _check_num_stages(num_stages)
-        if self.enabled:
-            self._refuse_unsupported(topology)
-        if self.frozen is not None:
-            self._refuse_with_frozen(num_stages, dynamic_shape)
+        is_number = isinstance(num_stages, int) and not isinstance(num_stages, bool) and num_stages >= 1
+        if not is_number and num_stages not in (None, AUTO):
+            raise ConfigError(
+                f'num_stages: expected the number of pipeline ranks, an integer >= 1 or "auto", found {num_stages!r}'
+            )
+        wrong = [*self._unsupported(topology), *self._against_frozen(num_stages, dynamic_shape)]
+        if wrong:
+            raise ConfigError(wrong[0])
         return num_stages
 
-    def _refuse_unsupported(self, topology: Any) -> None:
-        if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
-            raise ConfigError(
-                "topology: tensor-parallel ('model') dimensions are not supported under pulse; use pipe x data"
-            )
-        if not self.layers:
-            raise ConfigError("layers: expected at least one layer, found none")
-
-    def _refuse_with_frozen(self, num_stages: Any, dynamic_shape: bool) -> None:
+    def _unsupported(self, topology: Any) -> Iterator[str]:
         if not self.enabled:
-            raise ConfigError("frozen: parts run in the idle time of a plan: turn pulse on, or encode in the data")
-        if num_stages == AUTO:
-            raise ConfigError('frozen beside num_stages="auto": expected a number; `ds_pulse plan --frozen` tries one')
-        if dynamic_shape:
-            raise ConfigError("frozen beside dynamic_shape=True: what encoders give must have one shape; leave one out")
-        assert self.pulse is not None
-        if self._example is None and self.pulse.plan is None:
-            raise ConfigError("frozen: pass example_batch=, on which the layers of frozen parts are measured")
+            return
+        if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
+            yield "topology: tensor-parallel ('model') dimensions are not supported under pulse; use pipe x data"
+        if not self.layers:
+            yield "layers: expected at least one layer, found none"
 
-    # -- among the ranks of the job ----------------------------------------------------------
+    def _against_frozen(self, num_stages: Any, dynamic_shape: bool) -> Iterator[str]:
+        if self.frozen is None:
+            return
+        if not self.enabled:
+            yield "frozen: parts run in the idle time of a plan: turn pulse on, or encode in the data"
+        if num_stages == AUTO:
+            yield 'frozen beside num_stages="auto": expected a number; `ds_pulse plan --frozen` tries one'
+        if dynamic_shape:
+            yield "frozen beside dynamic_shape=True: what encoders give must have one shape; leave one out"
+        if self._example is None and (self.pulse is None or self.pulse.plan is None):
+            yield "frozen: pass example_batch=, on which the layers of frozen parts are measured"
 
     def settle(self, num_stages: Any, topology: Any) -> Any:
         """The number of pipeline ranks, everything that is "auto" chosen; all ranks call it and get the same."""
         pulse = self.pulse
         plan: Plan | None = None
-        if pulse is not None and pulse.enabled and pulse.plan is not None:
-            path = pulse.plan
+        path, folder = (pulse.plan, pulse.plan_cache) if pulse is not None and pulse.enabled else (None, None)
+        if path is not None:
             plan = agree(lambda: Plan.load(path), "planning")
             self._layout = plan.layout
-        elif self.enabled and pulse is not None and pulse.plan_cache is not None:
-            folder = pulse.plan_cache
+        elif folder is not None:
             agree(lambda: check_folder(folder), "planning")
         asked = asked_of(num_stages, topology, self.config, pulse, plan=plan, world=dist.get_world_size())
         if self.config is not None and asked is None:
@@ -201,11 +195,7 @@ class TrainingJob:
         return self.chosen.choice.pipeline_ranks
 
     def settled_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """A config, for example what ``deepspeed.initialize`` brings, with numbers in place of "auto".
-
-        Raises:
-            ConfigError: it asks for something else than the config that the job was given.
-        """
+        """As :meth:`PipelineModule.settled_config`."""
         return settled(config, None if self.chosen is None else (self.chosen.asked, self.chosen.choice))
 
     def topology(self, num_stages: Any) -> ProcessTopology | None:
@@ -217,9 +207,7 @@ class TrainingJob:
     def plan(self, grid: Any, topology: ProcessTopology, doing: Callable[[str], None]) -> Planned:
         """The plan and what it was made from; all ranks call it and get the same, or the same error.
 
-        Args:
-            grid, topology: upstream's, of this module.
-            doing: told what comes next.
+        ``grid`` and ``topology`` are upstream's, of this module; ``doing`` is told what comes next.
         """
         request = everywhere(lambda: self._whole_request(grid, topology), "what a plan is made from", RunError)
         chosen = None if self.chosen is None else self.chosen.planned
@@ -229,6 +217,10 @@ class TrainingJob:
             self.frozen.check_planned(planned.plan.fill.parts, planned.costs)
         return planned
 
+    def upstream_checkpoint(self) -> Checkpoint:
+        """What layers that run the upstream way are checkpointed with."""
+        return self._recompute_arguments.of_upstream(relays=self.graph.uses_names, planned=self.enabled)
+
     def recomputed_every(self, interval: int) -> tuple[int, ...]:
         """The layers that an interval applies to."""
         layers = self._recompute_arguments.every(interval, self.layers).layers
@@ -236,12 +228,7 @@ class TrainingJob:
         return layers
 
     def recompute_every(self, interval: int, function: Checkpoint | None) -> None:
-        """What a program asks for after the plan was made.
-
-        Args:
-            interval: layers that keep one input; 0: none is recomputed.
-            function: None: as before.
-        """
+        """What a program asks for after the plan was made; interval 0: nothing recomputed; function None: as before."""
         found = self._recompute_arguments.every(interval, self.layers)
         self.recomputing = replace(found, function=function or self.recomputing.function)
 
@@ -262,6 +249,9 @@ class TrainingJob:
         self.recomputing = self._recompute_arguments.resolve(self.layers, {} if parsed is None else parsed.pipeline)
         device = torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
         example, parts = self._measured_example(device)
+        rules = PLAIN
+        if parsed is not None:
+            rules = Rules(zero_stage=int(parsed.zero_optimization_stage), reduce_early=reduces_early(parsed))
         return PlanRequest(
             graph=self.graph,
             layers=self.layers,
@@ -277,7 +267,7 @@ class TrainingJob:
             frozen=parts,
             has_frozen=self.frozen is not None,
             recompute=self.recomputing.layers,
-            rules=PLAIN if parsed is None else _rules(parsed),
+            rules=rules,
         )
 
     def _measured_example(
@@ -293,19 +283,6 @@ class TrainingJob:
         if self.frozen.makes_input:
             inputs = given.pop(self.input_name)
         return (inputs, {**entries, **given}), parts
-
-
-def _rules(parsed: deepspeed.DeepSpeedConfig) -> Rules:
-    return Rules(zero_stage=int(parsed.zero_optimization_stage), reduce_early=reduces_early(parsed))
-
-
-def _check_num_stages(found: Any) -> None:
-    if found is None or (isinstance(found, str) and found == AUTO):
-        return
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise ConfigError(
-            f'num_stages: expected the number of pipeline ranks, an integer >= 1 or "auto", found {found!r}'
-        )
 
 
 def _parsed(config: dict[str, Any] | None, grid: Any) -> deepspeed.DeepSpeedConfig | None:

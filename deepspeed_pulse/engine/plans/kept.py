@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from deepspeed_pulse.engine.plans.content import job_content
 from deepspeed_pulse.engine.plans.costs import PlanRequest, misfits
@@ -17,6 +18,8 @@ from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.profile import Profile
+
+T = TypeVar("T")
 
 
 def profiles(request: PlanRequest, sizes: Sequence[int]) -> dict[int, Profile]:
@@ -28,39 +31,37 @@ def profiles(request: PlanRequest, sizes: Sequence[int]) -> dict[int, Profile]:
 
 
 def _read_profile(path: Path, request: PlanRequest, size: int) -> Profile | None:
+    def misfit(found: Profile) -> str:
+        differs = f"expected microbatches of {size}, found {found.microbatch_size}"
+        return next(misfits(request, found), "" if found.microbatch_size == size else differs)
+
+    return _usable(path, "profile", Profile.load, misfit)
+
+
+def _usable(path: Path, what: str, load: Callable[[Path], T], misfit: Callable[[T], str]) -> T | None:
+    """What a kept file holds; None, which is said, where it cannot be read or is not this job's."""
     try:
-        profile = Profile.load(path)
+        found = load(path)
     except FileError as problem:
-        reason = str(problem)
+        reason = str(problem).removeprefix(f"{path}: ")
     else:
-        reason = next(misfits(request, profile), "")
-        if not reason and profile.microbatch_size != size:
-            reason = f"expected microbatches of {size}, found {profile.microbatch_size}"
+        reason = misfit(found)
         if not reason:
-            return profile
-    _say_unusable(path, "profile", reason)
+            return found
+    print(f"pulse: the kept {what} {path} is not this job's and is measured anew: {reason}", flush=True)
     return None
 
 
 def keep_profiles(request: PlanRequest, measured: Sequence[Profile]) -> None:
-    """Write profiles for later runs, where the job has a ``plan_cache``.
-
-    Raises:
-        FileError: the folder cannot be written to.
-    """
-    if request.pulse.plan_cache is None:
-        return
-    files = dict(_files(request, [profile.microbatch_size for profile in measured]))
-    for profile in measured:
-        write_whole(files[profile.microbatch_size], profile.to_json())
+    """Write profiles for later runs, where the job has a ``plan_cache``; a FileError where that cannot be written."""
+    if request.pulse.plan_cache is not None:
+        files = dict(_files(request, [profile.microbatch_size for profile in measured]))
+        for profile in measured:
+            write_whole(files[profile.microbatch_size], profile.to_json())
 
 
 def check_folder(plan_cache: str) -> None:
-    """A folder that cannot be written to is refused before hours go into what would be kept there.
-
-    Raises:
-        FileError: it cannot.
-    """
+    """A FileError for a folder that cannot be written to, before hours go into what would be kept there."""
     probe = Path(plan_cache) / ".probe"
     write_whole(probe, "")
     probe.unlink(missing_ok=True)
@@ -68,23 +69,12 @@ def check_folder(plan_cache: str) -> None:
 
 def read_cluster(path: Path, nodes: int, ranks_per_node: int) -> Cluster | None:
     """Kept links of machines of that shape; None where there are no usable ones."""
-    if not path.exists():
-        return None
-    try:
-        cluster = Cluster.load(path)
-    except FileError as problem:
-        reason = str(problem)
-    else:
-        if (cluster.nodes, cluster.ranks_per_node) == (nodes, ranks_per_node):
-            return cluster
-        reason = f"expected {nodes} nodes of {ranks_per_node}, found {cluster.nodes} of {cluster.ranks_per_node}"
-    _say_unusable(path, "cluster", reason)
-    return None
 
+    def misfit(found: Cluster) -> str:
+        differs = f"expected {nodes} nodes of {ranks_per_node}, found {found.nodes} of {found.ranks_per_node}"
+        return "" if (found.nodes, found.ranks_per_node) == (nodes, ranks_per_node) else differs
 
-def _say_unusable(path: Path, what: str, reason: str) -> None:
-    shown = reason.removeprefix(f"{path}: ")
-    print(f"pulse: the kept {what} {path} is not this job's and is measured anew: {shown}", flush=True)
+    return _usable(path, "cluster", Cluster.load, misfit) if path.exists() else None
 
 
 def named_by(content: object) -> str:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -27,7 +27,7 @@ from deepspeed_pulse.engine.specs import TiedCall
 from deepspeed_pulse.errors import BatchError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.profile import Profile
 
-CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 def measure_profiles(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]:
@@ -65,10 +65,8 @@ def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]
     except Exception as met:
         problem = as_pulse_error(met, f"measuring on rank {dist.get_rank()}")
     raise_everywhere(problem, "measuring layer costs")
-    by_rank = [row for row in told_by_all(mine) if row]
     profiles = []
-    for index, size in enumerate(sizes):
-        parts = [row[index] for row in by_rank]
+    for size, *parts in zip(sizes, *(row for row in told_by_all(mine) if row), strict=True):
         if None not in parts:
             profiles.append(_joined(request, size, parts))
         elif dist.get_rank() == 0:
@@ -96,30 +94,27 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
     rank = dist.get_rank()
     if rank >= len(shared):
         return []
-    build = [
-        partial(_built, layer, request.graph.layers[i].name, request.dtype) for i, layer in enumerate(request.layers)
-    ]
-    found = _handed(rank) if rank else None
+    graph, layers, device = request.graph, shared[rank], request.device
+    build = [partial(_built, layer, graph.layers[i].name, request.dtype) for i, layer in enumerate(request.layers)]
+
+    def fitting(run: Callable[[LayerInputs], T], starts: Sequence[LayerInputs | None]) -> list[T | None]:
+        return [_if_it_fits(partial(run, start), sizes) if start else None for start in starts]
+
+    found: list[Any] = [None]
+    if rank:
+        torch.distributed.recv_object_list(found, src=rank - 1)
+    hand_on = partial(torch.distributed.send_object_list, dst=rank + 1) if rank + 1 < len(shared) else None
     try:
-        if isinstance(found, PulseError):
-            raise found
-        starts: list[LayerInputs | None] = _starts(request, sizes) if found is None else found
-        if rank + 1 < len(shared):
-            run = partial(reach, request.graph, build, device=request.device, layers=shared[rank])
-            _hand_on(rank, [_if_it_fits(partial(run, start=start), sizes) if start else None for start in starts])
+        if isinstance(found[0], PulseError):
+            raise found[0]
+        starts: list[LayerInputs | None] = found[0] if rank else _starts(request, sizes)
+        if hand_on is not None:
+            hand_on([fitting(lambda start: reach(graph, build, start, device, layers), starts)])
     except Exception as problem:
-        if rank + 1 < len(shared):
-            told = problem if isinstance(problem, PulseError) else RunError(in_words(problem))
-            _hand_on(rank, told)
+        if hand_on is not None:
+            hand_on([problem if isinstance(problem, PulseError) else RunError(in_words(problem))])
         raise
-    return [
-        _if_it_fits(partial(_measure, request, build, shared[rank], start), sizes) if start else None
-        for start in starts
-    ]
-
-
-def _measure(request: PlanRequest, build: Sequence[Callable[[], Any]], layers: range, start: LayerInputs) -> Measured:
-    return measure_layers(request.graph, build, start.hidden, start.values, request.device, layers=layers)
+    return fitting(lambda s: measure_layers(graph, build, s.hidden, s.values, device, layers=layers), starts)
 
 
 def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | None]:
@@ -129,9 +124,8 @@ def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | No
     entries = {value.name: given[value.name] for value in request.graph.batch_entries}
     starts: list[LayerInputs | None] = []
     for size in sizes:
-        if size == request.microbatch_size:
-            hidden, values = inputs, entries
-        else:
+        hidden, values = inputs, entries
+        if size != request.microbatch_size:
             have = num_samples(inputs)
             if have != request.microbatch_size:
                 raise BatchError(
@@ -145,46 +139,29 @@ def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | No
 
 
 def _built(layer: Any, name: str, dtype: torch.dtype | None) -> Any:
+    """As the engine will cast it; a copy, as a module of the user's own is not this package's to change yet."""
     try:
-        return _cast(built(layer), dtype)
+        function = built(layer)
+        if dtype is None or not isinstance(function, (torch.nn.Module, TiedCall)):
+            return function
+        cast = all(p.dtype == dtype for p in function.parameters() if p.is_floating_point())
+        return function if cast else copy.deepcopy(function).to(dtype)
     except PulseError:
         raise
     except Exception as problem:
         raise RunError(f"layer {name}, while it is built: {type(problem).__name__}: {problem}") from problem
 
 
-def _cast(function: Any, dtype: torch.dtype | None) -> Any:
-    """As the engine will cast it; a copy, as a module of the user's own is not this package's to change yet."""
-    if dtype is None or not isinstance(function, (torch.nn.Module, TiedCall)):
-        return function
-    if all(p.dtype == dtype for p in function.parameters() if p.is_floating_point()):
-        return function
-    return copy.deepcopy(function).to(dtype)
-
-
-def _hand_on(rank: int, item: Any) -> None:
-    torch.distributed.send_object_list([item], dst=rank + 1)
-
-
-def _handed(rank: int) -> Any:
-    found: list[Any] = [None]
-    torch.distributed.recv_object_list(found, src=rank - 1)
-    return found[0]
-
-
-def _if_it_fits(run: Callable[[], Any], sizes: Sequence[int]) -> Any:
+def _if_it_fits(run: Callable[[], T], sizes: Sequence[int]) -> T | None:
     """None where the device's memory is too small and there are other sizes."""
     try:
         return run()
     except RuntimeError as problem:
-        if len(sizes) > 1 and _out_of_memory(problem):
+        # torch-npu has a plain RuntimeError of these words too, by its version
+        too_large = isinstance(problem, torch.OutOfMemoryError) or "NPU out of memory" in str(problem)
+        if len(sizes) > 1 and too_large:
             return None
         raise
-
-
-def _out_of_memory(problem: RuntimeError) -> bool:
-    """torch-npu has a plain RuntimeError of these words too, by its version."""
-    return isinstance(problem, torch.OutOfMemoryError) or "NPU out of memory" in str(problem)
 
 
 @contextmanager

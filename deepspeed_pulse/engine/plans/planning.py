@@ -17,11 +17,12 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.measure.hardware import NO_LIMIT_BYTES
 from deepspeed_pulse.engine.measure.links import MEASURED
+from deepspeed_pulse.engine.plans.asked import Asked
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile, upstream_cuts
 from deepspeed_pulse.engine.plans.machines import machines
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
-from deepspeed_pulse.ir.choice import Constraints, Decision, Tuning
+from deepspeed_pulse.ir.choice import Decision, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.codec import to_data
@@ -35,8 +36,6 @@ from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.cost import StageCosts, default_cluster
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.recompute import recomputed_bytes as planned_replay
-
-GIGABYTE = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +65,16 @@ class Planned:
 
 
 def _links(cluster: Cluster) -> str:
-    kinds = {"inside a node": (cluster.intra_node, cluster.ranks_per_node > 1)}
-    kinds["between nodes"] = (cluster.inter_node, cluster.nodes > 1)
+    inside = ("inside a node", cluster.intra_node, cluster.ranks_per_node > 1)
+    between = ("between nodes", cluster.inter_node, cluster.nodes > 1)
     return ", ".join(
         f"{link.bandwidth_gb_per_s:.3g} GB/s after {link.latency_us:.0f} us {where}"
-        for where, (link, exists) in kinds.items()
+        for where, link, exists in (inside, between)
         if exists
     )
 
 
-def plan_job(request: PlanRequest, doing: Callable[[str], None] = lambda what: None) -> Planned:
+def plan_job(request: PlanRequest, doing: Callable[[str], None]) -> Planned:
     """The plan for a job; all ranks of the world call it and get the same, or the same error.
 
     Layer costs are measured by all ranks, everything else is done by rank 0.
@@ -103,21 +102,17 @@ def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
     """
     if request.pulse.cluster == "auto" and timed and dist.get_world_size() > 1:
         cluster = machines(request.device, plan_cache=request.pulse.plan_cache)
-        given = request.pulse.memory_gb
-        return cluster if given == "auto" else replace(cluster, memory_bytes=int(float(given) * GIGABYTE))
+        given = _given_bytes(request)
+        return cluster if given is None else replace(cluster, memory_bytes=given)
     return agree(lambda: known_cluster(request), "planning")  # type: ignore[no-any-return]
 
 
-def _given(request: PlanRequest) -> Planned:
-    return Planned(plan=_given_plan(request), profile=None, cluster=None, costs=f"plan file {request.pulse.plan}")
+def _given_bytes(request: PlanRequest) -> int | None:
+    return None if request.pulse.memory_gb == "auto" else int(float(request.pulse.memory_gb) * 10**9)
 
 
 def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs: str) -> Planned:
-    """A new plan, or one that was kept.
-
-    Args:
-        costs: how the profile was found.
-    """
+    """A new plan, or one that was kept; ``costs``: how the profile was found."""
     job = Job(
         profile=profile,
         cluster=cluster,
@@ -140,47 +135,25 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
     return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
 
 
-def open_job(
-    request: PlanRequest,
-    profiles: Sequence[Profile],
-    cluster: Cluster,
-    *,
-    global_batch: int,
-    world: int,
-    given: Constraints,
-) -> OpenJob:
+def open_job(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cluster: Cluster) -> OpenJob:
     """What is to be chosen, and from what."""
     recompute = None if isinstance(request.recompute, str) else tuple(request.recompute)
-    return OpenJob(
-        profiles=profiles,
-        cluster=cluster,
-        global_batch=global_batch,
-        world_size=world,
-        given=replace(given, recompute=recompute, reduce_early=request.rules.reduce_early),
-    )
+    given = replace(asked.given, recompute=recompute, reduce_early=request.rules.reduce_early)
+    batch, world = asked.global_batch, asked.world
+    return OpenJob(profiles=profiles, cluster=cluster, global_batch=batch, world_size=world, given=given)
 
 
 def decide(job: OpenJob, pulse: PulseConfig, told: Callable[[Tuning], Decision]) -> Decision:
     """The best way to run a job, searched for ``solver_seconds``; or what an earlier run with this job came to.
 
-    Args:
-        told: what is to be said of a tuning.
+    ``told``: what is to be said of a tuning.
     """
-
-    def decided() -> Decision:
-        return told(tune(job, solver_seconds=pulse.solver_seconds))
-
+    seconds = pulse.solver_seconds
     if pulse.plan_cache is None:
-        return decided()
+        return told(tune(job, solver_seconds=seconds))
     asked = {"global_batch": job.global_batch, "world": job.world, "given": to_data(job.given)}
-    path = file_of(pulse.plan_cache, Decision, job.profiles, job.cluster, solver_seconds=pulse.solver_seconds, **asked)
-    return kept(path, Decision, decided)
-
-
-def planned_as_decided(decision: Decision, job: OpenJob, costs: str) -> Planned:
-    """The best choice, as this job runs it."""
-    profile = job.sizes.at(decision.choice.microbatch_size)
-    return Planned(plan=decision.plan, profile=profile, cluster=job.cluster, costs=costs)
+    path = file_of(pulse.plan_cache, Decision, job.profiles, job.cluster, solver_seconds=seconds, **asked)
+    return kept(path, Decision, lambda: told(tune(job, solver_seconds=seconds)))
 
 
 def recomputing(planned: Planned, plan: Plan, layers: Sequence[int]) -> Plan:
@@ -202,11 +175,7 @@ def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
 
 
 def check_may_differ(planned: Planned, pulse: PulseConfig, microbatches: int) -> None:
-    """A plan that the user gave holds for its own number of microbatches only.
-
-    Raises:
-        ConfigError: it is for another number.
-    """
+    """Raise a ConfigError for a plan that the user gave: it holds for its own number of microbatches only."""
     if planned.profile is None or planned.cluster is None:
         raise ConfigError(
             f"the plan {pulse.plan} is for {planned.plan.microbatches} microbatches, the engine runs {microbatches}: "
@@ -221,19 +190,15 @@ def evaluation_plan(planned: Planned, pulse: PulseConfig, microbatches: int) -> 
     return with_schedule(planned.plan, planner.forward_schedule(planned.plan, microbatches), microbatches)
 
 
-def _given_plan(request: PlanRequest) -> Plan:
+def _given(request: PlanRequest) -> Planned:
     path = str(request.pulse.plan)
     plan = Plan.load(path)
-    expected = {
-        "pipeline_ranks": request.pipeline_ranks,
-        "data_parallel": request.data_parallel,
-        "microbatches": request.microbatches,
-    }
-    for name, value in expected.items():
-        if getattr(plan, name) != value:
+    for name in ("pipeline_ranks", "data_parallel", "microbatches"):
+        expected, found = getattr(request, name), getattr(plan, name)
+        if found != expected:
             raise PlanError(
-                f"{path}: field {name!r}: expected {value} as this job runs, found {getattr(plan, name)}; plan anew "
-                "with ds_pulse plan, or change the job"
+                f"{path}: field {name!r}: expected {expected} as this job runs, found {found}; plan anew with "
+                "ds_pulse plan, or change the job"
             )
     if any(action.op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD) for row in plan.schedule for action in row):
         raise PlanError(f"{path}: the schedule splits backward into I and W, which the engine cannot run yet; use B")
@@ -248,7 +213,8 @@ def _given_plan(request: PlanRequest) -> Plan:
     except PlanError as problem:
         raise PlanError(f'{path}: {problem}\nplan anew with ds_pulse plan, or remove "plan" from the block') from None
     asked = () if isinstance(request.recompute, str) else tuple(request.recompute)
-    return replace(plan, rules=request.rules, recompute=plan.recompute or asked)
+    plan = replace(plan, rules=request.rules, recompute=plan.recompute or asked)
+    return Planned(plan=plan, profile=None, cluster=None, costs=f"plan file {path}")
 
 
 def recomputed_bytes(planned: Planned, interval: int) -> tuple[int, ...]:
@@ -273,17 +239,11 @@ def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:
     return (0, *cuts, len(request.layers))
 
 
-def _memory_bytes(request: PlanRequest) -> int | None:
-    if request.pulse.memory_gb != "auto":
-        return int(float(request.pulse.memory_gb) * GIGABYTE)
-    if request.device.type == "cpu":
-        return None
-    return int(get_accelerator().total_memory())
-
-
 def known_cluster(request: PlanRequest) -> Cluster:
     """What needs no measuring, with the memory that a rank may use, so that another order keeps to it too."""
-    memory = _memory_bytes(request)
+    memory = _given_bytes(request)
+    if memory is None and request.device.type != "cpu":
+        memory = int(get_accelerator().total_memory())
     if request.pulse.cluster == "auto":
         return default_cluster(request.pipeline_ranks * request.data_parallel, memory or NO_LIMIT_BYTES)
     cluster = load_cluster(request.pulse.cluster)
@@ -304,13 +264,7 @@ def planned_timeline(planned: Planned, plan: Plan) -> Timeline | None:
 
 def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Difference | None:
     """Why a measured step took another time, or other memory, than planned; None where nothing was predicted."""
-    if not planned.measured or planned.profile is None or planned.cluster is None:
+    profile, cluster, peaks = planned.profile, planned.cluster, [rank.peak_parts for rank in measured.ranks]
+    if not planned.measured or profile is None or cluster is None:
         return None
-    return explain(
-        plan,
-        planned.profile,
-        planned.cluster,
-        measured.timeline,
-        step_ms=measured.step_ms,
-        peaks=[rank.peak_parts for rank in measured.ranks],
-    )
+    return explain(plan, profile, cluster, measured.timeline, step_ms=measured.step_ms, peaks=peaks)

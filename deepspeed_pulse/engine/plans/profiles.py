@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,18 +45,14 @@ def estimate_profile(workload: Workload, *, tflops: float, watch: Watch | None =
     """
     graph = workload.graph
     split = _split(workload, graph)
-    build = [lambda layer=layer: _on_meta(layer) for layer in workload.layers]
-    counted = count_layers(graph, _watched(build, graph, watch), split.inputs, split.entries)
-
-    def milliseconds(flop: int) -> float:
-        return flop / (tflops * 1e9)
-
+    counted = count_layers(graph, _watched(workload, graph, watch, _on_meta), split.inputs, split.entries)
+    flop_a_ms = tflops * 1e9
     layers = tuple(
         LayerCost(
             name=count.name,
-            forward_ms=milliseconds(count.forward_flop),
-            backward_ms=milliseconds(count.backward_flop),
-            weight_grad_ms=milliseconds(count.weight_grad_flop),
+            forward_ms=count.forward_flop / flop_a_ms,
+            backward_ms=count.backward_flop / flop_a_ms,
+            weight_grad_ms=count.weight_grad_flop / flop_a_ms,
             param_bytes=count.param_bytes,
             activation_bytes=count.activation_bytes,
             output_bytes=count.output_bytes,
@@ -83,15 +79,11 @@ def measure_profile(workload: Workload, *, watch: Watch | None = None) -> Profil
     """
     graph, device = workload.graph, torch.device(get_accelerator().current_device_name())
     split = _split(workload, graph)
-    build = [lambda layer=layer: on_device(layer, device) for layer in workload.layers]
+    build = _watched(workload, graph, watch, partial(on_device, device=device))
+    fill = partial(map_tensors, change=partial(filled, device=device))
     try:
-        measured = measure_layers(
-            graph,
-            _watched(build, graph, watch),
-            map_tensors(split.inputs, lambda tensor: filled(tensor, device)),
-            {name: map_tensors(value, lambda tensor: filled(tensor, device)) for name, value in split.entries.items()},
-            device,
-        )
+        entries = {name: fill(value) for name, value in split.entries.items()}
+        measured = measure_layers(graph, build, fill(split.inputs), entries, device)
     except PulseError:
         raise
     except Exception as problem:  # a layer's own
@@ -121,13 +113,15 @@ def _microbatch_size(workload: Workload, split: SplitBatch) -> int:
     return workload.microbatch_size or int(tensors_in(split.inputs)[0].shape[0])
 
 
-def _watched(build: Sequence[Callable[[], Any]], graph: Graph, watch: Watch | None) -> list[Callable[[], Any]]:
+def _watched(
+    workload: Workload, graph: Graph, watch: Watch | None, build: Callable[[Any], Any]
+) -> list[Callable[[], Any]]:
     def make(index: int) -> Any:
         if watch is not None:
-            watch(graph.layers[index].name, index, len(build))
-        return build[index]()
+            watch(graph.layers[index].name, index, len(workload.layers))
+        return build(workload.layers[index])
 
-    return [partial(make, index) for index in range(len(build))]
+    return [partial(make, index) for index in range(len(workload.layers))]
 
 
 def _on_meta(layer: Any) -> Any:

@@ -16,21 +16,16 @@ from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.relay.forward import explicit_parts
 from deepspeed_pulse.engine.sharing.shared import tie_all_parameters
-from deepspeed_pulse.engine.sharing.unseen import check_builds, check_functions, check_shared
-from deepspeed_pulse.engine.starting.arguments import check_methods
+from deepspeed_pulse.engine.sharing.unseen import check_builds
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
-from deepspeed_pulse.engine.starting.setting_up import join_others, watched_start
+from deepspeed_pulse.engine.starting.setting_up import join_others, refuse_unrunnable, watched_start
 from deepspeed_pulse.errors import PlanError
 
 WHERE = "deepspeed.initialize"
 
 
 def take_late_block(module: Any, config: dict[str, Any]) -> None:
-    """Plan a module that has none, if this config says so; collective in the world.
-
-    Args:
-        module: the ``PipelineModule``, built without a block.
-        config: what ``deepspeed.initialize`` was given.
+    """Plan a module that has none, if this config of ``deepspeed.initialize`` says so; collective in the world.
 
     Raises:
         PulseError: the block is wrong, or asks for what the layers' cuts do not fit; the same on every rank.
@@ -70,10 +65,7 @@ def _check(module: Any) -> None:
     """What a module with a block is held to before it is built."""
     job = module.job
     job.check(module.num_stages, module._topo, dynamic_shape=module.dynamic_shape)
-    if job.enabled:
-        check_methods(type(module))
-    check_functions(job.layers, job.graph, module.loss_fn)
-    check_shared(module.shared, job.graph)
+    refuse_unrunnable(job, type(module), module.shared, module.loss_fn)
     check_builds(module)
 
 

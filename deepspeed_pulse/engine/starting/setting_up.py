@@ -17,7 +17,6 @@ from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
 from deepspeed_pulse.engine.groups import groups_with_timeout
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.plans.job import TrainingJob
-from deepspeed_pulse.engine.recomputing import RecomputeArguments
 from deepspeed_pulse.engine.sharing.shared import SharedWeights
 from deepspeed_pulse.engine.sharing.unseen import check_functions, check_shared
 from deepspeed_pulse.engine.specs import graph_of
@@ -29,9 +28,7 @@ from deepspeed_pulse.errors import ConfigError, PulseError
 WHERE = "PipelineModule()"
 
 
-def set_up(
-    module_class: type, given: Mapping[str, Any], recomputing: RecomputeArguments
-) -> tuple[TrainingJob, SharedWeights, Any, Watchdog | None]:
+def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, SharedWeights, Any, Watchdog | None]:
     """The job, what its layers share, the number of pipeline ranks as given or "auto", and the watchdog.
 
     Every rank of the world comes here, also one that cannot go on. The watchdog is None without pulse.
@@ -45,11 +42,13 @@ def set_up(
     """
     job: TrainingJob | None = None
     problem: PulseError | None = None
-    num_stages, topology = given["num_stages"], given["topology"]
     try:
-        job = _job(given, recomputing)
-        shared = _checked(job, module_class, given["loss_fn"])
-        num_stages = job.check(num_stages, topology, dynamic_shape=given["dynamic_shape"])
+        layers = listed(given["layers"])
+        check_arguments(graph_of(layers), given)
+        job = TrainingJob(layers, given)
+        shared = SharedWeights(layers)
+        refuse_unrunnable(job, module_class, shared, given["loss_fn"])
+        num_stages = job.check(given["num_stages"], given["topology"], dynamic_shape=given["dynamic_shape"])
     except Exception as met:
         problem = as_pulse_error(met, WHERE)
     if problem is not None and not _has_others():
@@ -64,40 +63,21 @@ def set_up(
     return job, shared, num_stages, watchdog
 
 
-def _job(given: Mapping[str, Any], recomputing: RecomputeArguments) -> TrainingJob:
-    layers = listed(given["layers"])
-    check_arguments(graph_of(layers), given)
-    return TrainingJob(
-        layers,
-        config=given["config"],
-        input_name=given["input"],
-        frozen=given["frozen"],
-        example_batch=given["example_batch"],
-        partition_method=given["partition_method"],
-        recompute_arguments=recomputing,
-    )
-
-
-def _checked(job: TrainingJob, module_class: type, loss_fn: Any) -> SharedWeights:
-    """What layers share; what no plan could run is refused."""
-    shared = SharedWeights(job.layers)
+def refuse_unrunnable(job: TrainingJob, module_class: type, shared: SharedWeights, loss_fn: Any) -> None:
+    """What no plan could run."""
     if job.enabled:
         check_methods(module_class)
     if job.pulse is not None:
         check_functions(job.layers, job.graph, loss_fn)
         check_shared(shared, job.graph)
-    return shared
 
 
 def _facts(job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same on all ranks; layers and config are compared by their contents."""
-    topology = given["topology"]
-    compared = {
-        **{name: value for name, value in given.items() if name not in ("layers", "config")},
-        "topology": [getattr(topology, name, None) for name in ("axes", "dims")],
-    }
+    facts = {name: plain(value) for name, value in given.items() if name not in ("layers", "config")}
+    facts["topology"] = [plain(getattr(given["topology"], name, None)) for name in ("axes", "dims")]
     layers = [layer_facts(index, layer) for index, layer in enumerate(job.layers)]
-    return {"layers": layers, **{name: plain(value) for name, value in compared.items()}, **config_facts(job.config)}
+    return {"layers": layers, **facts, **config_facts(job.config)}
 
 
 def _has_others() -> bool:
