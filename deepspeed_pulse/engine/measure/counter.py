@@ -14,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.errors import PulseError, RunError, in_words
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
-from deepspeed_pulse.runtime.stage import SavedBytes
 from deepspeed_pulse.runtime.state import param_bytes
 
 
@@ -23,9 +21,9 @@ from deepspeed_pulse.runtime.state import param_bytes
 class LayerCount:
     """Operations and bytes of one layer for one microbatch.
 
-    A multiplication and its addition are two operations; those of matrix products, convolutions and
-    attention are counted, as ``torch.utils.flop_counter`` does. ``weight_grad_flop`` is the part of
-    ``backward_flop`` without which the gradients of the layer's inputs can be had.
+    A multiplication and its addition are two operations; those of matrix products, convolutions and attention are
+    counted, as ``torch.utils.flop_counter`` does. ``weight_grad_flop`` is the part of ``backward_flop`` without which
+    the gradients of the layer's inputs can be had.
     """
 
     name: str
@@ -50,12 +48,8 @@ class Counted:
 def count_layers(graph: Graph, build: Sequence[Callable[[], Any]], inputs: Any, entries: Mapping[str, Any]) -> Counted:
     """Run every layer forward and backward on the meta device.
 
-    Args:
-        graph: declarations of the layers.
-        build: per layer, makes it, on any device.
-        inputs, entries: the first layer's input and the batch entries; only their shapes matter.
-
-    Raises a :class:`RunError` naming the layer when one depends on the values of its input.
+    ``build`` makes a layer each, on any device; of the first one's ``inputs`` and of the batch ``entries`` only shapes
+    matter. Raises a :class:`RunError` naming the layer when one depends on the values of its input.
     """
     visits = Visits(graph, build, LayerInputs(hidden=inputs, values=dict(entries)), torch.device("meta"))
     try:
@@ -69,14 +63,12 @@ def count_layers(graph: Graph, build: Sequence[Callable[[], Any]], inputs: Any, 
 
 def _count(probe: Probe) -> LayerCount:
     with FusedAttention():
-        with FlopCounterMode(display=False) as forward, SavedBytes(probe.parameters) as saved:
-            run = probe.run()
+        with FlopCounterMode(display=False) as forward:
+            activation_bytes, output_bytes = probe.first_run()
         with FlopCounterMode(display=False) as inputs_only:
             probe.backward(inputs_only=True)
         with FlopCounterMode(display=False) as backward:
             probe.backward()
-    for value in run.stashed.values():
-        saved.add(tensors_in(value))
     return LayerCount(
         name=probe.name,
         forward_flop=forward.get_total_flops(),
@@ -84,8 +76,8 @@ def _count(probe: Probe) -> LayerCount:
         weight_grad_flop=backward.get_total_flops() - inputs_only.get_total_flops(),
         num_params=sum(p.numel() for p in probe.parameters),
         param_bytes=param_bytes(probe.parameters),
-        activation_bytes=saved.bytes,
-        output_bytes=num_bytes(tensors_in(run.output)),
+        activation_bytes=activation_bytes,
+        output_bytes=output_bytes,
     )
 
 
@@ -96,10 +88,8 @@ class FusedAttention(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is functional.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        return function(*args, **kwargs)
+        function = _attention if function is functional.scaled_dot_product_attention else function
+        return function(*args, **kwargs or {})
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:

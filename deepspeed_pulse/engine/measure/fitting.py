@@ -16,16 +16,15 @@ def fit_link(points: Points) -> Link:
     >>> fit_link([(1000, 0.101), (10**6, 1.1)])
     Link(bandwidth_gb_per_s=1.0, latency_us=100.0)
     """
-    weights = [1 / ms**2 for _, ms in points]
-    total = sum(weights)
-    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
-    mean_ms = sum(w * ms for w, (_, ms) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
-    slope = sum(w * (size - mean_size) * (ms - mean_ms) for w, (size, ms) in zip(weights, points, strict=True)) / spread
+    weighed = [(1 / ms**2, size, ms) for size, ms in points]
+    total = sum(w for w, _, _ in weighed)
+    mean_size = sum(w * size for w, size, _ in weighed) / total
+    mean_ms = sum(w * ms for w, _, ms in weighed) / total
+    spread = sum(w * (size - mean_size) ** 2 for w, size, _ in weighed)
+    slope = sum(w * (size - mean_size) * (ms - mean_ms) for w, size, ms in weighed) / spread
     latency_ms = mean_ms - slope * mean_size
     if slope <= 0.0 or latency_ms < 0.0:
         size, ms = points[-1]
         slope, latency_ms = ms / size, points[0][1]
-    return Link(
-        bandwidth_gb_per_s=max(MIN_BANDWIDTH_GB_PER_S, round(1 / slope / 1e6, 6)), latency_us=round(latency_ms * 1e3, 3)
-    )
+    bandwidth = max(MIN_BANDWIDTH_GB_PER_S, round(1 / slope / 1e6, 6))
+    return Link(bandwidth_gb_per_s=bandwidth, latency_us=round(latency_ms * 1e3, 3))

@@ -31,23 +31,18 @@ class Hardware:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of an accelerator or a processor, as far as the system tells."""
-    if device.type == "cpu":
-        return _processor()
-    named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(named(device) if callable(named) else get_accelerator().device_name())
+    """The model of an accelerator or a processor, as far as the system tells.
 
-
-def _processor() -> str:
-    """
-    >>> _processor().startswith("cpu")
+    >>> device_name(torch.device("cpu")).startswith("cpu (")
     True
     """
+    if device.type != "cpu":
+        named = getattr(torch.get_device_module(device), "get_device_name", None)
+        return str(named(device) if callable(named) else get_accelerator().device_name())
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    name = models[0] if models else platform.processor() or platform.machine()
-    return f"cpu ({name})"
+    return f"cpu ({models[0] if models else platform.processor() or platform.machine()})"
 
 
 def hardware_of(device: torch.device) -> Hardware:
@@ -62,10 +57,7 @@ def hardware_of(device: torch.device) -> Hardware:
 
 
 def agreed_hardware(device: torch.device, *, compared: Literal["threads", "memory_bytes"]) -> tuple[Hardware, ...]:
-    """Every rank's, in order; all ranks of the world call it.
-
-    Args:
-        compared: rank 0 says so when ranks differ in it.
+    """Every rank's, in order; all ranks of the world call it. Rank 0 says so when ranks differ in what is ``compared``.
 
     Raises:
         ConfigError: devices differ; the same on every rank.
@@ -94,9 +86,6 @@ def _who_has(found: Sequence[Hardware], what: str) -> str:
         ranks = [index for index, rank in enumerate(found) if getattr(rank, what) == value]
         hosts = list(dict.fromkeys(found[index].host for index in ranks))
         shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        several = "s" if len(hosts) > 1 else ""
-        parts.append(
-            f"{value} on rank{'s' if len(ranks) > 1 else ''} {shown} (host{several} {', '.join(hosts[:4])}"
-            f"{', ...' if len(hosts) > 4 else ''})"
-        )
+        where = f"host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''}"
+        parts.append(f"{value} on rank{'s' if len(ranks) > 1 else ''} {shown} ({where})")
     return ", ".join(parts)

@@ -13,8 +13,6 @@ from deepspeed_pulse.engine.device import DeviceClock, DeviceMemory
 from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
-from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
-from deepspeed_pulse.runtime.stage import SavedBytes
 from deepspeed_pulse.runtime.state import param_bytes
 
 REPEATS = 5
@@ -47,10 +45,8 @@ def measure_layers(
     """Run every layer forward and backward on one batch; medians of a few repeats after a warm-up.
 
     Args:
-        graph: declarations of the layers.
         build: per layer, makes it; a layer is dropped before the next is made.
         inputs, entries: what the first layer to measure finds: its input, and the values that are popped from there on.
-        device: where to measure.
         clock: takes the times; None: the device's.
         layers: indices of those to measure, one after the other; None for all.
     """
@@ -63,7 +59,8 @@ def measure_layers(
 
 
 def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCost:
-    activation_bytes, output_bytes = _warm_up(probe)
+    activation_bytes, output_bytes = probe.first_run()
+    probe.backward()
     workspace_bytes = _workspace_bytes(probe, memory, activation_bytes)
     times = _times(probe, clock)
     both = [forward + backward for forward, backward in times]
@@ -79,17 +76,6 @@ def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCos
         workspace_bytes=workspace_bytes,
         spread=(max(both) - min(both)) / statistics.median(both) if any(both) else 0.0,
     )
-
-
-def _warm_up(probe: Probe) -> tuple[int, int]:
-    """Run once each way; bytes kept for backward, and of the output."""
-    with SavedBytes(probe.parameters) as saved:
-        run = probe.run()
-    for value in run.stashed.values():
-        saved.add(tensors_in(value))
-    output_bytes = num_bytes(tensors_in(run.output))
-    probe.backward()
-    return saved.bytes, output_bytes
 
 
 def _workspace_bytes(probe: Probe, memory: DeviceMemory, activation_bytes: int) -> int:

@@ -36,40 +36,38 @@ _REPEATS = 5
 
 
 def measure_cluster(ranks: Sequence[Hardware], device: torch.device, bucket_bytes: int) -> Cluster:
-    """The machines that this job runs on, with measured links; all ranks of the world call it.
+    """The machines that this job runs on, with measured links; all ranks of the world call it and get the same.
 
     Ranks on one host make a node. Neighbours inside a node, and ranks at the same place of neighbouring nodes, send
     each other messages of several sizes as a pipeline does, all pairs at once, as the pipelines of several replicas do,
     but no rank in two pairs at a time. The medians over the pairs are the links. What a message costs its ends is
     measured by two ranks alone, all-reduces by all of a node and by all of a place in their nodes.
 
-    Args:
-        ranks: of the job, all with the same device.
-        device: of this rank.
-        bucket_bytes: gradients are summed in buckets of so many.
-
-    Returns:
-        The same on every rank; ``memory_bytes`` is the least that a device has.
+    ``ranks`` have the same device all; ``memory_bytes`` is the least that one has. Gradients are summed in buckets of
+    ``bucket_bytes``.
     """
     nodes, per_node = shape_of([rank.host for rank in ranks])
-    measured = told_by_all(list(_exchanges(nodes, per_node, device)))
-    links = [link for told in measured for link in told]
+    links = [link for told in told_by_all(list(_exchanges(nodes, per_node, device))) for link in told]
     pauses_ms = [ms for told in told_by_all(message_pauses_ms(device)) for ms in told]
     overhead_us = round(1e3 * statistics.median(pauses_ms), 3) if pauses_ms else 0.0
     bus = measure_bus(device, nodes, per_node, bucket_bytes)
-    intra, inter = (
-        _median([link for inside, link in links if inside is kind], overhead_us, bus[kind]) if kind in bus else None
-        for kind in (True, False)
-    )
-    some = intra or inter
-    assert some is not None
+    found = {
+        kind: Link(
+            bandwidth_gb_per_s=statistics.median(link.bandwidth_gb_per_s for inside, link in links if inside is kind),
+            latency_us=statistics.median(link.latency_us for inside, link in links if inside is kind),
+            overhead_us=overhead_us,
+            bus_gb_per_s=bus_gb_per_s,
+        )
+        for kind, bus_gb_per_s in bus.items()
+    }
+    some = next(iter(found.values()))
     return Cluster(
         name=MEASURED,
         nodes=nodes,
         ranks_per_node=per_node,
         memory_bytes=min(rank.memory_bytes for rank in ranks),
-        intra_node=intra or some,
-        inter_node=inter or some,
+        intra_node=found.get(True, some),
+        inter_node=found.get(False, some),
     )
 
 
@@ -105,14 +103,14 @@ def rounds(nodes: int, per_node: int) -> Iterator[tuple[bool, list[tuple[int, in
     >>> list(rounds(3, 2))
     [(True, [(0, 1), (2, 3), (4, 5)]), (False, [(0, 2), (1, 3)]), (False, [(2, 4), (3, 5)])]
     """
+    ranks = [range(n * per_node, (n + 1) * per_node) for n in range(nodes)]
     for first in (0, 1):
-        pairs = [(n * per_node + i, n * per_node + i + 1) for n in range(nodes) for i in range(first, per_node - 1, 2)]
+        pairs = [pair for node in ranks for pair in zip(node[first::2], node[first + 1 :: 2], strict=False)]
         if pairs:
             yield True, pairs
     for first in (0, 1):
-        pairs = [
-            (n * per_node + i, (n + 1) * per_node + i) for n in range(first, nodes - 1, 2) for i in range(per_node)
-        ]
+        nodes_apart = zip(ranks[first::2], ranks[first + 1 :: 2], strict=False)
+        pairs = [pair for one, next_one in nodes_apart for pair in zip(one, next_one, strict=True)]
         if pairs:
             yield False, pairs
 
@@ -125,15 +123,6 @@ def _exchanges(nodes: int, per_node: int, device: torch.device) -> Iterator[tupl
                 points = _exchange(pair, device)
                 if points:
                     yield inside, fit_link(points)
-
-
-def _median(links: Sequence[Link], overhead_us: float, bus_gb_per_s: float) -> Link:
-    return Link(
-        bandwidth_gb_per_s=statistics.median(link.bandwidth_gb_per_s for link in links),
-        latency_us=statistics.median(link.latency_us for link in links),
-        overhead_us=overhead_us,
-        bus_gb_per_s=bus_gb_per_s,
-    )
 
 
 def _exchange(pair: tuple[int, int], device: torch.device) -> Points:

@@ -37,10 +37,7 @@ def message_pauses_ms(device: torch.device) -> list[float]:
     """Pauses of this rank between two actions with messages, for each message that leaves or arrives there.
 
     All ranks of the world call it. The first two run a wave; what they do between two actions is to start and to take
-    messages, and what the runtime does itself.
-
-    Returns:
-        Nothing on all other ranks, and where the device works on while the host sends.
+    messages, and what the runtime does itself. Others have none, nor has a device that works on while the host sends.
     """
     if dist.get_world_size() < _RANKS or not runs_at_once(device):
         return []
@@ -50,7 +47,13 @@ def message_pauses_ms(device: torch.device) -> list[float]:
     communicator.open(traffic.channels)
     if dist.get_rank() >= _RANKS:
         return []
-    runtime = _runtime(communicator, device)
+    runtime = RankRuntime(
+        rank=dist.get_rank(),
+        communicator=communicator,
+        device=EngineDevice(device, torch.autograd.backward, lambda loss: loss),
+        finish=lambda output, microbatch: output.mean(),
+        timeout_seconds=CONNECT_SECONDS,
+    )
     layers = {s: BoundLayer(Layer(name=f"layer {s}"), _Idle().to(device)) for s in plan.stages_of(runtime.rank)}
     stages = {s: Stage([layer], ()) for s, layer in layers.items()}
     batches = ListedBatches([(torch.zeros(_HIDDEN, device=device), {})] * _MICROBATCHES)
@@ -72,16 +75,6 @@ def _step(runtime: RankRuntime, part: RankPart, batches: ListedBatches) -> Itera
         messages = len(before.sends) + len(after.receives)
         if messages:
             yield pauses[before.action] / messages
-
-
-def _runtime(communicator: PipelineCommunicator, device: torch.device) -> RankRuntime:
-    return RankRuntime(
-        rank=dist.get_rank(),
-        communicator=communicator,
-        device=EngineDevice(device, torch.autograd.backward, lambda loss: loss),
-        finish=lambda output, microbatch: output.mean(),
-        timeout_seconds=CONNECT_SECONDS,
-    )
 
 
 class _Idle(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import as_payload, map_tensors, num_bytes, tensors_in
-from deepspeed_pulse.runtime.stage import BoundLayer, Stage, module_of, naming, versions_of
+from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage, module_of, naming, versions_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,14 @@ class Probe:
         self._last = Pass(read=read, output=output, stashed=stashed)
         return self._last
 
+    def first_run(self) -> tuple[int, int]:
+        """The same; bytes that are kept for backward, and of the output."""
+        with SavedBytes(self.parameters) as saved:
+            run = self.run()
+        for value in run.stashed.values():
+            saved.add(tensors_in(value))
+        return saved.bytes, num_bytes(tensors_in(run.output))
+
     def backward(self, *, inputs_only: bool = False) -> None:
         """Backward of the last run, from everything the layer gave.
 
@@ -76,12 +85,9 @@ class Probe:
         wanted = [t for t in self._last.read if t.requires_grad]
         if not roots or (inputs_only and not wanted):
             return
-        gradients = [torch.ones_like(t) for t in roots]
+        options: dict[str, Any] = {"inputs": wanted, "retain_graph": True} if inputs_only else {}
         with naming(self._declared):
-            if inputs_only:
-                torch.autograd.backward(roots, gradients, inputs=wanted, retain_graph=True)
-            else:
-                torch.autograd.backward(roots, gradients)
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots], **options)
 
     def forget(self) -> None:
         """Free what the last run gave."""
@@ -110,19 +116,18 @@ class LayerInputs:
 
     def to(self, device: torch.device) -> LayerInputs:
         """The same on another device; leaves stay leaves."""
-        return LayerInputs(
-            hidden=map_tensors(self.hidden, lambda tensor: _moved(tensor, device)),
-            values={
-                name: map_tensors(value, lambda tensor: _moved(tensor, device)) for name, value in self.values.items()
-            },
-        )
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+        values = {name: map_tensors(value, moved) for name, value in self.values.items()}
+        return LayerInputs(hidden=map_tensors(self.hidden, moved), values=values)
 
 
 class Visits:
     """Visits the layers of a graph in order, each with what the ones before it gave.
 
     Args:
-        graph: declarations of the layers.
         build: per layer, makes it; a layer is dropped before the next is made.
         start: what the first visited layer finds: the batch, or what an earlier walk has reached.
         device: where layers run.
@@ -152,21 +157,15 @@ class Visits:
         """A probe for each layer; whoever takes it runs it at least once."""
         for index in self._layers:
             layer = self._build[index]()
-            module = module_of(layer)
-            home, buffers = _visit(module, self._device)
-            probe = self._probe(index, layer)
-            yield probe
-            self.dtype = probe.dtype or self.dtype
-            hidden, stashed = probe.leave()
-            if index + 1 < len(self._graph.layers):
-                hidden = as_payload(hidden, f"layer {self._graph.layers[index].name} returned")
-            self._reach(index, hidden, stashed)
-            if home is not None:
-                assert module is not None
-                module.to(home)
-                for buffer, saved in buffers:
-                    buffer.data = saved.to(home)
-            del layer, module, probe, buffers, hidden, stashed
+            with _on(module_of(layer), self._device):
+                probe = self._probe(index, layer)
+                yield probe
+                self.dtype = probe.dtype or self.dtype
+                hidden, stashed = probe.leave()
+                if index + 1 < len(self._graph.layers):
+                    hidden = as_payload(hidden, f"layer {self._graph.layers[index].name} returned")
+                self._reach(index, hidden, stashed)
+            del layer, probe, hidden, stashed
 
     def _reach(self, index: int, hidden: Any, stashed: Mapping[str, Any]) -> None:
         for name, value in stashed.items():
@@ -197,19 +196,20 @@ def reach(
     return walk.reached.to(torch.device("cpu"))
 
 
-def _visit(module: Any, device: torch.device) -> tuple[torch.device | None, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Move a module to ``device``; where it came from, and copies of its buffers (running statistics)."""
-    if not isinstance(module, torch.nn.Module):
-        return None, []
-    tensors = [*module.parameters(), *module.buffers()]
-    home = tensors[0].device if tensors else device
+@contextmanager
+def _on(module: torch.nn.Module | None, device: torch.device) -> Iterator[None]:
+    """A module on ``device``; it goes back to where it came from, with the buffers (running statistics) it had."""
+    if module is None:
+        yield
+        return
+    home = next((t.device for t in (*module.parameters(), *module.buffers())), device)
     module.to(device)
-    return home, [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    yield
+    module.to(home)
+    for buffer, saved in buffers:
+        buffer.data = saved.to(home)
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)

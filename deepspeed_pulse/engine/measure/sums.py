@@ -29,11 +29,11 @@ def measure_bus(device: torch.device, nodes: int, per_node: int, bucket_bytes: i
     A ring of g ranks carries 2 (g - 1) / g times what is summed over each of its links. Groups of a kind sum at the
     same time, as the replicas of all pipeline ranks do; their median counts. A kind without a group is left out.
     """
-    me, found = dist.get_rank(), {}
+    found = {}
     for inside, groups in rings(nodes, per_node):
-        made = [dist.new_group(ranks) for ranks in groups]
-        (mine,) = (at for at, ranks in enumerate(groups) if me in ranks)
-        link = fit_link(_points(made[mine], len(groups[mine]), device, bucket_bytes))
+        made = [(dist.new_group(ranks), ranks) for ranks in groups]
+        ((group, ranks),) = (one for one in made if dist.get_rank() in one[1])
+        link = fit_link(_points(group, len(ranks), device, bucket_bytes))
         found[inside] = statistics.median(told_by_all(link.bandwidth_gb_per_s))
     return found
 

@@ -27,16 +27,13 @@ SENDING = {Op.FORWARD: PIPE_SEND_OUTPUT_TIMER, Op.BACKWARD: PIPE_SEND_GRAD_TIMER
 
 
 class Breakdown:
-    """The timers of an engine; each method times what runs inside its ``with``.
-
-    Attributes:
-        of_steps: for what the runtime does; None where nothing is to be timed.
-    """
+    """The timers of an engine; each method times what runs inside its ``with``."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._enabled = bool(engine.wall_clock_breakdown())
         self.of_steps = self if self._enabled else None
+        """For what the runtime does; None where nothing is to be timed."""
 
     def receiving(self, step: Step) -> Any:
         return self._timed([RECEIVING[step.action.op]] if step.receives else [])

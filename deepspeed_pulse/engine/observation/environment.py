@@ -12,16 +12,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 PACKAGES = (
-    "torch",
-    "deepspeed",
-    "diffusers",
-    "transformers",
-    "peft",
-    "accelerate",
-    "huggingface_hub",
-    "safetensors",
-    "highspy",
-    "numpy",
+    *("torch", "deepspeed", "diffusers", "transformers", "peft", "accelerate"),
+    *("huggingface_hub", "safetensors", "highspy", "numpy"),
 )
 LIBRARIES = ("nvidia-nccl", "torch-npu", "torch_npu", "oneccl")
 """Prefixes of packages that communicate, where they are installed."""
@@ -34,10 +26,11 @@ def environment() -> Iterator[tuple[str, str]]:
     """(name, what was found) in the order to print."""
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "cores", str(os.cpu_count())
-    for name in (*PACKAGES, *_libraries()):
-        yield name, _version(name)
+    installed = {str(found.metadata["Name"]) for found in metadata.distributions()}
+    for name in (*PACKAGES, *sorted(name for name in installed if name.startswith(LIBRARIES))):
+        yield name, _version(name) or "not installed"
     yield "accelerator", _found(_accelerator)
-    if _is_for_ascend():
+    if "ASCEND_HOME_PATH" in os.environ or _cards() or _minor("torch-npu"):
         yield "ascend", _found(_ascend)
     yield "communication", _found(_backend)
     yield "hook", _found(_hook)
@@ -46,16 +39,11 @@ def environment() -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def _libraries() -> list[str]:
-    names = {str(found.metadata["Name"]) for found in metadata.distributions()}
-    return sorted(name for name in names if name.startswith(LIBRARIES))
-
-
-def _version(name: str) -> str:
+def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def _found(look: Callable[[], str]) -> str:
@@ -73,11 +61,7 @@ def _accelerator() -> str:
     if name == "cpu":
         return "cpu"
     memory = ", ".join(f"{accelerator.total_memory(index) / 1e9:.1f} GB" for index in range(count))
-    return f"{name}, {count} here ({memory}); bf16 {_supports(accelerator.is_bf16_supported())}"
-
-
-def _is_for_ascend() -> bool:
-    return bool("ASCEND_HOME_PATH" in os.environ or _cards() or _minor("torch-npu"))
+    return f"{name}, {count} here ({memory}); bf16 {'' if accelerator.is_bf16_supported() else 'not '}supported"
 
 
 def _ascend() -> str:
@@ -103,14 +87,8 @@ def _cards() -> list[str]:
 
 def _minor(package: str) -> str | None:
     """Of its version, as "2.13"; None where it is not installed."""
-    try:
-        return ".".join(metadata.version(package).split(".")[:2])
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _supports(flag: bool) -> str:
-    return "supported" if flag else "not supported"
+    found = _version(package)
+    return None if found is None else ".".join(found.split(".")[:2])
 
 
 def _backend() -> str:

@@ -13,13 +13,10 @@ from typing import Any
 from deepspeed_pulse.ir.plan import Estimate
 from deepspeed_pulse.ir.run import MeasuredStep, bytes_by_kind
 
-DEFAULT_INTERVAL = 10
-"""Steps between events where ``steps_per_print`` is not set."""
-
 
 def due(engine: Any, step: int) -> bool:
     """True when figures of this step (from 1) are written; the same on every rank."""
-    return bool(engine.monitor.enabled) and step % (engine.steps_per_print() or DEFAULT_INTERVAL) == 0
+    return bool(engine.monitor.enabled) and step % (engine.steps_per_print() or 10) == 0
 
 
 def write(engine: Any, figures: Mapping[str, float]) -> None:

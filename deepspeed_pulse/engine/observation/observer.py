@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +25,6 @@ KEPT_STEPS = 20
 """Measured steps in the trace and the run file; older ones are dropped."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Due:
-    """What a step is measured for."""
-
-    table: bool
-    trace: bool
-    events: bool
-
-    @cached_property
-    def any(self) -> bool:
-        return self.table or self.trace or self.events
-
-
 class Observer:
     """Decides before a training step whether it is measured, alike on all ranks, and reports on it afterwards.
 
@@ -51,7 +36,8 @@ class Observer:
         self._pulse, self._planned = engine.module.pulse, engine.module.planned
         self._plan: Plan = engine.module.plan
         self._num_steps = 0
-        self._due = _Due(table=False, trace=False, events=False)
+        self._due: frozenset[str] = frozenset()
+        """What the step is measured for."""
         self._marks: list[tuple[Any, Any]] = []
         """Of the device at the ends of each step since the last event."""
         self._kept: deque[MeasuredStep] = deque(maxlen=KEPT_STEPS)
@@ -61,11 +47,12 @@ class Observer:
         """Decide whether the coming step is measured."""
         step = self._engine.global_steps + 1
         self._num_steps += 1
-        self._due = _Due(
-            table=self._num_steps == REPORT_STEP,
-            trace=self._pulse.trace is not None and self._is_chosen(step),
-            events=events.due(self._engine, step),
-        )
+        due = {
+            "table": self._num_steps == REPORT_STEP,
+            "trace": self._pulse.trace is not None and self._is_chosen(step),
+            "events": events.due(self._engine, step),
+        }
+        self._due = frozenset(name for name, is_due in due.items() if is_due)
 
     def _is_chosen(self, step: int) -> bool:
         chosen = self._pulse.trace_steps
@@ -76,41 +63,37 @@ class Observer:
     def end_step(self, marks: tuple[Any, Any], plan: Plan) -> None:
         """Report on the step if it was measured; collective in the pipeline then, and the device ends the step first.
 
-        Args:
-            marks: of the device at the ends of ``train_batch``.
-            plan: what was run.
+        ``marks``: of the device at the ends of ``train_batch``; ``plan``: what was run.
         """
         if self._engine.monitor.enabled:
             self._marks.append(marks)
-        if not self._due.any:
+        if not self._due:
             return
         found = self._engine.gather_figures()
         if found is not None and self._engine.global_rank == 0:
             timeline, ranks = found
             step, step_ms = self._engine.global_steps, self._device.mean_ms([marks])
             self._report(plan, MeasuredStep(step=step, step_ms=step_ms, ranks=tuple(ranks), timeline=timeline))
-        if self._due.events:
+        if "events" in self._due:
             self._marks.clear()
 
     def _report(self, plan: Plan, measured: MeasuredStep) -> None:
         if plan is not self._plan:
             self._kept.clear()  # a run file holds steps of one plan
         self._plan = plan
-        if self._due.table or self._due.trace:
+        if self._due & {"table", "trace"}:
             difference = planning.difference(self._planned, plan, measured)
-            if self._due.trace or self._pulse.trace is None:
+            if "trace" in self._due or self._pulse.trace is None:
                 self._kept.append(measured)
                 self._difference = difference
-            if self._due.table and self._planned.measured:
+            if "table" in self._due and self._planned.measured:
                 figures.print_measured(plan, measured, difference)
-        if self._due.trace:
+        if "trace" in self._due:
             figures.write_trace_files(Path(str(self._pulse.trace)), self.run())
-        if self._due.events:
+        if "events" in self._due:
             predicted = plan.estimate if self._planned.measured else None
-            events.write(
-                self._engine,
-                events.figures_of(measured, mean_step_ms=self._device.mean_ms(self._marks), predicted=predicted),
-            )
+            mean_ms = self._device.mean_ms(self._marks)
+            events.write(self._engine, events.figures_of(measured, mean_step_ms=mean_ms, predicted=predicted))
 
     def run(self) -> Run:
         """What is known of this run so far; measured steps on global rank 0 only."""

@@ -13,16 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHERS = frozenset(
-    {
-        "deepspeed",
-        "ds",
-        "torchrun",
-        "accelerate",
-        "deepspeed.launcher.launch",
-        "deepspeed.launcher.runner",
-        "torch.distributed.run",
-        "torch.distributed.launch",
-    }
+    {"deepspeed", "ds", "torchrun", "accelerate", "deepspeed.launcher.launch", "deepspeed.launcher.runner"}
+    | {"torch.distributed.run", "torch.distributed.launch"}
 )
 """Programs and modules (``python -m``) that start ranks and end them."""
 

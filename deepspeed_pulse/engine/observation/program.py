@@ -12,7 +12,6 @@ import re
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import deepspeed
@@ -23,24 +22,9 @@ WRAPPERS = frozenset({"wrapper", "log_wrapper"})
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
-
-def _folder(*names: str) -> str:
-    return os.path.join(*names, "")
-
-
-_TORCH, _DEEPSPEED = (os.path.dirname(str(module.__file__)) for module in (torch, deepspeed))
-_LIBRARIES = (_folder(_TORCH), _folder(_DEEPSPEED))
-_COMMUNICATION = (_folder(_TORCH, "distributed"), _folder(_DEEPSPEED, "comm"))
-_OWN = _folder(str(Path(__file__).parents[2]))
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A function that a thread is in."""
-
-    file: str
-    line: int
-    function: str
+_TORCH, _DEEPSPEED = (os.path.join(os.path.dirname(str(module.__file__)), "") for module in (torch, deepspeed))
+_COMMUNICATION = (os.path.join(_TORCH, "distributed", ""), os.path.join(_DEEPSPEED, "comm", ""))
+_OWN = os.path.join(Path(__file__).parents[2], "")
 
 
 def communication() -> str | None:
@@ -50,18 +34,18 @@ def communication() -> str | None:
         "send, called at loader.py:88"; None where there is none, and for what this package calls.
     """
     called: str | None = None
-    for call in _calls(threading.main_thread().ident or 0):
-        if not call.file.startswith(_LIBRARIES):
-            if called is None or call.file.startswith(_OWN):
+    for file, line, function in _calls(threading.main_thread().ident or 0):
+        if not file.startswith((_TORCH, _DEEPSPEED)):
+            if called is None or file.startswith(_OWN):
                 return None
-            return f"{called}, called at {Path(call.file).name}:{call.line}"
-        if call.file.startswith(_COMMUNICATION) and call.function not in WRAPPERS:
-            called = call.function
+            return f"{called}, called at {Path(file).name}:{line}"
+        if file.startswith(_COMMUNICATION) and function not in WRAPPERS:
+            called = function
     return None
 
 
-def _calls(thread: int) -> Iterator[Call]:
-    """Of a thread, the innermost first."""
+def _calls(thread: int) -> Iterator[tuple[str, str, str]]:
+    """(file, line, function) of a thread's calls, the innermost first."""
     with tempfile.TemporaryFile("w+", errors="replace") as dump:
         faulthandler.dump_traceback(dump, all_threads=True)
         dump.seek(0)
@@ -71,4 +55,4 @@ def _calls(thread: int) -> Iterator[Call]:
             if header is not None:
                 wanted = int(header[1], 16) == thread
             elif wanted and call is not None:
-                yield Call(call[1], int(call[2]), call[3])
+                yield call[1], call[2], call[3]

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,7 @@ class Watchdog:
     (:func:`of_process`), from before the process group is started to the end.
 
     Args:
-        rank: global rank, for the message.
+        rank: global rank.
         timeout_seconds: longest time in one place of a step; longest silence of another rank elsewhere.
         act: what to do when the time is up, for tests; ends the process by default.
         whereabouts: where the other ranks are; None where that is not known.
@@ -63,8 +63,7 @@ class Watchdog:
         whereabouts: Whereabouts | None = None,
     ) -> None:
         self._rank, self.timeout_seconds = rank, timeout_seconds
-        self._act = act or _end_process
-        self._whereabouts = whereabouts
+        self._act, self._whereabouts = act or _end_process, whereabouts
         self._place = Activity(OUTSIDE, inside=False)
         """One value, so that threads never see half of a change."""
         self._thread: threading.Thread | None = None
@@ -78,7 +77,7 @@ class Watchdog:
         """Of a device that the host does not wait for."""
         self.hint = ""
         """What is said to a program whose communication nobody answers."""
-        self.stop_request = StopRequest(self.asked_to_stop)
+        self.stop_request = StopRequest(self._asked_to_stop)
 
     def start(self) -> None:
         """Begin to look, and to tell where this rank is."""
@@ -89,9 +88,7 @@ class Watchdog:
                 self._whereabouts.start(self._described)
 
     def _described(self) -> Activity:
-        found = communication()
-        place = self._waiting_in()
-        return place if found is None else replace(place, communication=found)
+        return replace(self._waiting_in(), communication=communication() or "")
 
     def _waiting_in(self) -> Activity:
         """What the host does; what the device does where the host has left it behind."""
@@ -102,15 +99,12 @@ class Watchdog:
     def join_others(self) -> None:
         """The process group is there: tell the others where this rank is."""
         group = torch.distributed.group.WORLD
-        if group is self._group:
-            return
-        self.end()
-        self._group = group
-        self._whereabouts = of_default_group(
-            self._rank, torch.distributed.get_world_size(), beat_seconds(self.timeout_seconds)
-        )
-        if self._whereabouts is not None:
-            self._whereabouts.start(self._described)
+        if group is not self._group:
+            self.end()
+            self._group = group
+            self._whereabouts = of_default_group(self._rank, beat_seconds(self.timeout_seconds))
+            if self._whereabouts is not None:
+                self._whereabouts.start(self._described)
 
     def meet(self) -> None:
         """All ranks have come: keep who they are."""
@@ -151,25 +145,16 @@ class Watchdog:
         finally:
             self._place = before
 
-    def leave(self) -> None:
-        """Nothing is under way."""
-        self._place = Activity(OUTSIDE, inside=False)
-
-    @contextmanager
-    def watching(self, doing: str, *, meets: bool = False) -> Iterator[None]:
+    def watching(self, doing: str, *, meets: bool = False) -> AbstractContextManager[None]:
         """Watch while inside; :meth:`enter` says what comes next. Where a peer is missing, say where all ranks are.
 
-        Args:
-            meets: it begins by waiting for all ranks.
+        ``meets``: it begins by waiting for all ranks.
         """
-        with self._within(Activity(doing, patience=self.timeout_seconds, meets=meets)):
-            yield
+        return self._within(Activity(doing, patience=self.timeout_seconds, meets=meets))
 
-    @contextmanager
-    def watching_patiently(self, doing: str) -> Iterator[None]:
+    def watching_patiently(self, doing: str) -> AbstractContextManager[None]:
         """The same for what may take long while all ranks live: starting, planning, saving, loading."""
-        with self._within(Activity(doing, patience=max(self.timeout_seconds, START_SECONDS))):
-            yield
+        return self._within(Activity(doing, patience=max(self.timeout_seconds, START_SECONDS)))
 
     @contextmanager
     def _within(self, place: Activity) -> Iterator[None]:
@@ -200,19 +185,16 @@ class Watchdog:
             text = f"rank {self._rank}, in {self._place.doing}: {str(problem).splitlines()[0]}"
         else:
             return problem
-        told = PeerError(f"{text}{self._who_is_gone()}")
+        gone = self._whereabouts.gone_soon(LOST_SECONDS)
+        lost = f"\n{named(gone)} of this machine is gone" if gone else ""
+        told = PeerError(f"{text}{lost}{self._where_all_are()}")
         told.is_told = True
         return told
 
-    def _who_is_gone(self) -> str:
-        assert self._whereabouts is not None
-        gone = self._whereabouts.gone_soon(LOST_SECONDS)
-        lost = f"\n{named(gone)} of this machine is gone" if gone else ""
-        return f"{lost}{self._where_all_are()}"
-
-    def asked_to_stop(self) -> None:
+    def _asked_to_stop(self) -> None:
         """SIGTERM before there is an engine that could save: nothing is lost by ending."""
-        self._end_with(f"rank {self._rank}: SIGTERM in {self._place.doing}: this rank ends", status=143)
+        what = f"rank {self._rank}: SIGTERM in {self._place.doing}: this rank ends"
+        _end_process(f"{what}{self._where_all_are()}", status=143)
 
     def _watch(self) -> None:
         while True:
@@ -233,10 +215,12 @@ class Watchdog:
         seconds = time.monotonic() - place.since
         # Waits inside the runtime raise by themselves; a little later the watchdog makes sure.
         if seconds > min(1.2 * place.patience, place.patience + 10.0) + 1.0:
-            return (
-                f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s, longer than "
-                f"{self._allowed(place)}: a peer is silent or dead"
-            )
+            allowed = f'"timeout_seconds" = {self.timeout_seconds:g}'
+            if place.patience != self.timeout_seconds:
+                allowed = f"{place.patience:g} s, which ranks wait for one another here (or "
+                allowed += '"timeout_seconds" where that is more)'
+            doing = f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s"
+            return f"{doing}, longer than {allowed}: a peer is silent or dead"
         return "" if self._whereabouts is None else self._missing_rank(place, seconds)
 
     def _unanswered(self, place: Activity) -> str:
@@ -248,18 +232,12 @@ class Watchdog:
         seconds, enough = now - self._communicating[1], min(UNANSWERED_SECONDS, self.timeout_seconds / 8)
         if seconds < enough or not self._whereabouts.nobody_answers(enough):
             return ""
-        where = place.doing.rstrip(",")
         what = (
-            f"rank {self._rank}, in {where}, has been in {found}, for {seconds:.0f} s, while all other ranks wait for "
-            f"this one: nobody will answer{self.hint}"
+            f"rank {self._rank}, in {place.doing.rstrip(',')}, has been in {found}, for {seconds:.0f} s, while all "
+            f"other ranks wait for this one: nobody will answer{self.hint}"
         )
         self._whereabouts.tell(replace(place, gave_up=what))
         return what
-
-    def _allowed(self, place: Activity) -> str:
-        if place.patience == self.timeout_seconds:
-            return f'"timeout_seconds" = {self.timeout_seconds:g}'
-        return f'{place.patience:g} s, which ranks wait for one another here (or "timeout_seconds" where that is more)'
 
     def _missing_rank(self, place: Activity, seconds: float) -> str:
         """Another rank that this one must not wait for; empty where there is none."""
@@ -278,18 +256,14 @@ class Watchdog:
             return ""
         self._next_look = time.monotonic() + min(self.timeout_seconds / 4, READ_SECONDS)
         absent = self._whereabouts.absent(self.timeout_seconds)
-        if not absent:
-            return ""
-        return (
+        in_vain = (
             f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s and waits for others in vain, for longer "
             f'than "timeout_seconds" = {self.timeout_seconds:g}: {"; ".join(absent[:4])}'
         )
+        return in_vain if absent else ""
 
     def _where_all_are(self) -> str:
         return "" if self._whereabouts is None else f"\n{self._whereabouts.text(self._place)}"
-
-    def _end_with(self, message: str, status: int) -> None:
-        _end_process(f"{message}{self._where_all_are()}", status)
 
 
 def _is_of_a_connection(problem: Exception) -> bool:
@@ -308,8 +282,8 @@ def _end_process(message: str, status: int = 1) -> None:
 
 def hint(placement: Sequence[int], ranks: Sequence[int]) -> str:
     """For a program that sends data between the ranks that it takes for the first and the last."""
-    first, last = placement[0], placement[-1]
-    if first != last:
+    first = placement[0]
+    if first != placement[-1]:
         return ""
     return (
         f". Under this wave pipeline rank {first} (rank {ranks[first]}) holds the first and the last stage, so "
@@ -327,7 +301,6 @@ def of_process(timeout_seconds: float) -> Watchdog:
     global _found
     if _found is None or _found[0] != os.getpid():  # a child's threads are not the parent's
         _found = os.getpid(), Watchdog(int(os.environ.get("RANK", "0")), timeout_seconds)
-    watchdog = _found[1]
-    watchdog.timeout_seconds = timeout_seconds
-    watchdog.start()
-    return watchdog
+    _found[1].timeout_seconds = timeout_seconds
+    _found[1].start()
+    return _found[1]

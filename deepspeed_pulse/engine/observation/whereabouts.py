@@ -30,35 +30,24 @@ LONGEST_REASON = 200
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank is in.
-
-    Attributes:
-        doing: in words.
-        since: ``time.monotonic``.
-        inside: false where the training script has control.
-        patience: seconds that it may last while all other ranks live.
-        gave_up: why the rank left its last place by an exception; empty where it did not.
-        meets: the rank waits for all others there, so that none can answer anything else.
-        communication: what the training program has called of torch's communication and is in; empty where it is not.
-    """
+    """What a rank is in, in words, and since when (``time.monotonic``)."""
 
     doing: str
     since: float = field(default_factory=time.monotonic)
     inside: bool = True
+    """False where the training script has control."""
     patience: float = float("inf")
+    """Seconds that it may last while all other ranks live."""
     gave_up: str = ""
+    """Why the rank left its last place by an exception; empty where it did not."""
     meets: bool = False
+    """The rank waits for all others there, so that none can answer anything else."""
     communication: str = ""
+    """What the training program has called of torch's communication and is in; empty where it is not."""
 
 
 class Whereabouts:
-    """Lines of all ranks.
-
-    Args:
-        store: shared by the ranks.
-        rank, world_size: global.
-        beat_seconds: time between two lines of a rank.
-    """
+    """Lines of all ranks in a store that they share, one of each rank every ``beat_seconds``."""
 
     def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -133,9 +122,8 @@ class Whereabouts:
         lines = [line for rank, line in self._known.items() if rank != self._rank]
         if len(lines) < self._world_size - 1 or any(line["gave_up"] or line["ended"] for line in lines):
             return False
-        return all(line["waits"] and line["seconds"] > seconds for line in lines) and any(
-            line["meets"] for line in lines
-        )
+        waiting = all(line["waits"] and line["seconds"] > seconds for line in lines)
+        return waiting and any(line["meets"] for line in lines)
 
     def look_anew(self) -> None:
         """Forget how long others, and the store, have been silent."""
@@ -149,9 +137,7 @@ class Whereabouts:
             self._write(store, place)
             self._read(store)
 
-        lines = []
-        if not self._ask(ask):
-            lines.append(_NO_STORE)
+        lines = [] if self._ask(ask) else [_NO_STORE]
         rows = sorted((self._line(rank) for rank in range(self._world_size)), key=lambda row: -row[0])
         more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
         return "\n  ".join(["where the ranks are:", *lines, *(text for _, text in rows[:SHOWN]), *more])
@@ -169,7 +155,7 @@ class Whereabouts:
     def _beat(self, store: Any, place: Callable[[], Activity]) -> None:
         going_on = True
         while going_on and _quietly(lambda: self._write(store, place())):
-            going_on = not self._ended.is_set()
+            going_on = not self._ended.is_set()  # the last line says that this rank has ended
             self._ended.wait(self._beat_seconds)
 
     def _write(self, store: Any, place: Activity) -> None:
@@ -209,10 +195,8 @@ class Whereabouts:
         silent = max(0.0, time.time() - line["at"])
         seconds = line["seconds"] + silent
         if silent > 2.5 * self._beat_seconds + 0.5 and rank != self._rank:
-            return (
-                1e9 + seconds,
-                f"rank {rank}: no sign of life for {silent:.1f} s, stopped or dead; it was in {doing}",
-            )
+            text = f"rank {rank}: no sign of life for {silent:.1f} s, stopped or dead; it was in {doing}"
+            return 1e9 + seconds, text
         return seconds, f"rank {rank}: in {doing} for {seconds:.1f} s"
 
 
@@ -222,15 +206,14 @@ _NO_STORE = (
 )
 
 
-def of_default_group(rank: int, world_size: int, beat_seconds: float) -> Whereabouts | None:
+def of_default_group(rank: int, beat_seconds: float) -> Whereabouts | None:
     """Whereabouts in the default group's store; None for a rank alone, or for backends without a store."""
-    if world_size == 1:
-        return None
+    world_size = torch.distributed.get_world_size()
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
     except (AttributeError, ValueError):  # MPI
         return None
-    return None if store is None else Whereabouts(store, rank, world_size, beat_seconds)
+    return None if store is None or world_size == 1 else Whereabouts(store, rank, world_size, beat_seconds)
 
 
 def _is_gone(line: dict[str, Any]) -> bool:

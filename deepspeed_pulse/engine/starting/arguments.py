@@ -18,11 +18,8 @@ from deepspeed_pulse.ir.graph import Graph
 def listed(layers: Any, where: str = "") -> list[Any]:
     """The layers of a list, a generator or an ``nn.Sequential``, each of a kind that can run.
 
-    Args:
-        where: said before an error.
-
     Raises:
-        ConfigError: it is no list of layers.
+        ConfigError: it is no list of layers; ``where`` is said before.
         GraphError: a layer is none; names its place.
     """
     if isinstance(layers, (str, bytes, Mapping)) or not isinstance(layers, Iterable):
@@ -31,20 +28,15 @@ def listed(layers: Any, where: str = "") -> list[Any]:
         )
     found = list(layers)
     for index, layer in enumerate(found):
-        what = _no_layer(layer)
-        if what:
+        is_class = isinstance(layer, type) and issubclass(layer, torch.nn.Module)
+        if is_class or not (isinstance(layer, (Declared, upstream.LayerSpec)) or callable(layer)):
+            what = shown(layer)
+            if is_class:
+                what = f"the class {layer.__name__} itself (LayerSpec({layer.__name__}, ...) builds one)"
             raise GraphError(
                 f"{where}layer {index}: expected a LayerSpec, spec(...), a module or a function, found {what}"
             )
     return found
-
-
-def _no_layer(layer: Any) -> str:
-    if isinstance(layer, (Declared, upstream.LayerSpec)):
-        return ""
-    if isinstance(layer, type) and issubclass(layer, torch.nn.Module):
-        return f"the class {layer.__name__} itself (LayerSpec({layer.__name__}, ...) builds one)"
-    return "" if callable(layer) else shown(layer)
 
 
 def check_arguments(graph: Graph, arguments: Mapping[str, Any]) -> None:
@@ -67,11 +59,7 @@ def check_arguments(graph: Graph, arguments: Mapping[str, Any]) -> None:
 
 
 def check_methods(found: type) -> None:
-    """Refuse a subclass of ``PipelineModule`` with a ``forward``, which a plan would never call.
-
-    Raises:
-        ConfigError: names the class.
-    """
+    """Raise a ConfigError for a subclass of ``PipelineModule`` with a ``forward``, which a plan would never call."""
     owner = next(owner for owner in found.__mro__ if "forward" in vars(owner))
     if not owner.__module__.startswith("deepspeed_pulse."):
         raise ConfigError(
@@ -85,12 +73,18 @@ def _check_part(name: Any, part: Any) -> None:
         raise ConfigError(
             f"frozen: expected a FrozenSpec under the name that layers pop, found {shown(part)} under {shown(name)}"
         )
-    if not _is_word(part.input):
-        raise ConfigError(f"frozen part {name!r}: input: expected the name of what it reads, found {shown(part.input)}")
-    if part.dtype is not None and not isinstance(part.dtype, torch.dtype):
-        raise ConfigError(f"frozen part {name!r}: dtype: expected a torch.dtype or None, found {shown(part.dtype)}")
-    if part.ranks is not None and not (_is_list(part.ranks) and all(map(_is_count, part.ranks))):
-        raise ConfigError(f"frozen part {name!r}: ranks: expected pipeline ranks or None, found {shown(part.ranks)}")
+    kinds = {
+        "input": (_is_word(part.input), "the name of what it reads"),
+        "dtype": (part.dtype is None or isinstance(part.dtype, torch.dtype), "a torch.dtype or None"),
+        "ranks": (
+            part.ranks is None or (_is_list(part.ranks) and all(map(_is_count, part.ranks))),
+            "pipeline ranks or None",
+        ),
+    }
+    for what, (is_right, expected) in kinds.items():
+        if not is_right:
+            found = shown(getattr(part, what))
+            raise ConfigError(f"frozen part {name!r}: {what}: expected {expected}, found {found}")
     listed(part.layers if _is_list(part.layers) else [part.layers], f"frozen part {name!r}: ")
 
 

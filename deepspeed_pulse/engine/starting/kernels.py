@@ -28,12 +28,9 @@ _ON_HOST = {**dict.fromkeys(_ADAM, "CPUAdamBuilder"), "adagrad": "CPUAdagradBuil
 
 
 def kernel_of(name: str, params: Mapping[str, Any], *, offloads: bool) -> str | None:
-    """Upstream's builder of the kernel that an optimizer needs on a CPU; None where it needs none.
+    """Upstream's builder of the kernel that an optimizer of the config needs on a CPU; None where it needs none.
 
-    Args:
-        name: the config's ``optimizer.type``.
-        params: its ``optimizer.params``.
-        offloads: ZeRO keeps the optimizer's state on the host.
+    ``offloads``: ZeRO keeps the optimizer's state on the host.
     """
     kind = name.lower()
     if kind in _ADAM and params.get(TORCH_ADAM, False):
@@ -44,25 +41,23 @@ def kernel_of(name: str, params: Mapping[str, Any], *, offloads: bool) -> str | 
 def compile_kernel(name: str | None, params: Mapping[str, Any] | None, *, offloads: bool, is_first: bool) -> None:
     """Load the kernel that upstream's optimizer will ask for, compiled if need be; all ranks of the world call it.
 
-    On a CPU only: a kernel of an accelerator is a matter of its installation.
-
-    Args:
-        name, params, offloads: as :func:`kernel_of`; ``name`` is None without an optimizer in the config.
-        is_first: this rank prints.
+    On a CPU only: a kernel of an accelerator is a matter of its installation. ``name`` is None without an optimizer in
+    the config; the first rank prints.
 
     Raises:
         ConfigError: a rank has no such kernel and cannot compile it; the same on every rank.
     """
-    if name is None or get_accelerator().device_name() != "cpu":
-        return
-    kernel = kernel_of(name, params or {}, offloads=offloads)
-    if kernel is None:
+    on_cpu = name is not None and get_accelerator().device_name() == "cpu"
+    kernel = kernel_of(name, params or {}, offloads=offloads) if name is not None and on_cpu else None
+    if name is None or kernel is None:
         return
     builder = get_accelerator().create_op_builder(kernel)
-    if is_first and not _is_there(builder):
+    switch = f'write "{TORCH_ADAM}": true in the optimizer\'s "params", or ' if name.lower() in _ADAM else ""
+    way_out = f"to do without, {switch}pass a torch optimizer to deepspeed.initialize"
+    if is_first and builder.name not in OpBuilder._loaded_ops and not installed_ops.get(builder.name, False):
         print(
             f'pulse: "optimizer" {name!r}: DeepSpeed compiles its CPU kernel {builder.name} now, which takes minutes '
-            f"where it has not been compiled before; {_way_out(name)}",
+            f"where it has not been compiled before; {way_out}",
             flush=True,
         )
 
@@ -72,21 +67,10 @@ def compile_kernel(name: str | None, params: Mapping[str, Any] | None, *, offloa
         except Exception as problem:  # the compiler's, ninja's, or there is no such kernel for a CPU
             raise ConfigError(
                 f'"optimizer" {name!r}: DeepSpeed has no CPU kernel for it here and cannot compile one '
-                f"({in_words(problem)}); {_way_out(name)}"
+                f"({in_words(problem)}); {way_out}"
             ) from problem
 
     everywhere(load, "deepspeed.initialize: loading the optimizer's kernel")
-
-
-def _is_there(builder: OpBuilder) -> bool:
-    return builder.name in OpBuilder._loaded_ops or bool(installed_ops.get(builder.name, False))
-
-
-def _way_out(name: str) -> str:
-    torch_optimizer = "pass a torch optimizer to deepspeed.initialize"
-    if name.lower() not in _ADAM:
-        return f"to do without, {torch_optimizer}"
-    return f'to do without, write "{TORCH_ADAM}": true in the optimizer\'s "params", or {torch_optimizer}'
 
 
 def skip_inference_kernel() -> None:

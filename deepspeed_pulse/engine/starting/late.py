@@ -55,27 +55,28 @@ def _take(module: Any, config: dict[str, Any], watchdog: Watchdog | None) -> Non
     module.job.bring_config(config)
     module.pulse = module.job.pulse
     everywhere(lambda: _check(module), WHERE)
-    _tie(module)
+    # all parameters of a tied module are tied, as if the block had been there when it was built
+    tie_all_parameters(module)
+    module.tied_comms = module._index_tied_modules()
+    module._synchronize_tied_weights()
     if module.pulse_enabled:
+        if not any(p.requires_grad for p in module.parameters()):
+            add_placeholder(module)
         plan_own_cuts(module)
-        _say(module)
+        if module.global_rank == 0:
+            print(
+                'pulse: the "pulse" block came with deepspeed.initialize, after the layers were cut: they run by a '
+                f"plan of these cuts, one stage a rank ({', '.join(map(str, module.parts))}); for a wave give "
+                "PipelineModule the same config (config=)",
+                flush=True,
+            )
 
 
 def _check(module: Any) -> None:
     """What a module with a block is held to before it is built."""
-    job = module.job
-    job.check(module.num_stages, module._topo, dynamic_shape=module.dynamic_shape)
-    refuse_unrunnable(job, type(module), module.shared, module.loss_fn)
+    module.job.check(module.num_stages, module._topo, dynamic_shape=module.dynamic_shape)
+    refuse_unrunnable(module.job, type(module), module.shared, module.loss_fn)
     check_builds(module)
-
-
-def _tie(module: Any) -> None:
-    """All parameters of a tied module are tied, as if the block had been there when it was built."""
-    tie_all_parameters(module)
-    module.tied_comms = module._index_tied_modules()
-    module._synchronize_tied_weights()
-    if module.pulse_enabled and not any(p.requires_grad for p in module.parameters()):
-        add_placeholder(module)
 
 
 def plan_own_cuts(module: Any) -> None:
@@ -93,14 +94,4 @@ def plan_own_cuts(module: Any) -> None:
             f"the plan has cuts {list(module.plan.boundaries)} on ranks {list(module.plan.placement)}, the layers are "
             f'already cut at {cuts}, one stage a rank; leave "plan" out of the block, or pass config= to '
             "PipelineModule and leave its cuts to the plan"
-        )
-
-
-def _say(module: Any) -> None:
-    if module.global_rank == 0:
-        print(
-            'pulse: the "pulse" block came with deepspeed.initialize, after the layers were cut: they run by a plan of '
-            f"these cuts, one stage a rank ({', '.join(map(str, module.parts))}); for a wave give PipelineModule the "
-            "same config (config=)",
-            flush=True,
         )

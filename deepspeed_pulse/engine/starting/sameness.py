@@ -35,17 +35,16 @@ SHOWN = 240
 
 def layer_facts(index: int, layer: Any) -> list[Any]:
     """A layer of the list: its name, class, arguments, named values, parameters and buffers."""
-    declared, bare = describe(index, layer), unwrap(layer)
+    declared = describe(index, layer)
     names = {"stash": list(declared.stash), "pop": list(declared.pop)}
-    return [declared.name, {name: given for name, given in names.items() if given}, plain(bare)]
+    return [declared.name, {name: given for name, given in names.items() if given}, plain(unwrap(layer))]
 
 
 def config_facts(config: Mapping[str, Any] | None) -> Facts:
     """The keys of a DeepSpeed config that ranks must agree on."""
-    found = {
-        f"config: {key}": plain(value) for key, value in (config or {}).items() if key not in {*OF_ONE_RANK, "pulse"}
-    }
-    block = (config or {}).get("pulse")
+    config = config or {}
+    found = {f"config: {key}": plain(value) for key, value in config.items() if key not in {*OF_ONE_RANK, "pulse"}}
+    block = config.get("pulse")
     if isinstance(block, Mapping):
         block = {k: ("a path" if v not in (None, "auto") else v) if k in PATHS else plain(v) for k, v in block.items()}
     return {**found, 'config: "pulse"': block}
@@ -67,15 +66,10 @@ def plain(value: Any) -> Any:
         return _of_torch(value)
     if isinstance(value, partial):
         return [plain(value.func), plain(value.args), plain(value.keywords)]
-    if is_dataclass(value) and not isinstance(value, type) and _is_ours(value):
+    is_ours = type(value).__module__.startswith("deepspeed_pulse.")
+    if is_dataclass(value) and not isinstance(value, type) and is_ours:
         return [_named(value), plain(vars(value))]
-    if isinstance(value, torch.dtype):
-        return str(value)
-    return _named(value)
-
-
-def _is_ours(value: Any) -> bool:
-    return type(value).__module__.startswith("deepspeed_pulse.")
+    return str(value) if isinstance(value, torch.dtype) else _named(value)
 
 
 def _of_torch(value: torch.Tensor | torch.nn.Module | upstream.LayerSpec) -> Any:
@@ -86,17 +80,12 @@ def _of_torch(value: torch.Tensor | torch.nn.Module | upstream.LayerSpec) -> Any
         tied = [plain(getattr(value, name, None)) for name in ("key", "forward_fn", "tied_weight_attr")]
         return [_named(value.typename), plain(value.module_args), plain(value.module_kwargs), tied, modules]
     tensors = (*value.named_parameters(remove_duplicate=False), *value.named_buffers(remove_duplicate=False))
-    return [
-        _named(type(value)),
-        {name: _settings(module) for name, module in value.named_modules()},
-        {name: plain(tensor) for name, tensor in tensors},
-    ]
-
-
-def _settings(module: torch.nn.Module) -> str:
-    """Of torch's own modules also their settings; what others say of themselves may be of one rank."""
-    own = type(module).__module__.startswith("torch.")
-    return f"{_named(type(module))} {module.extra_repr() if own else ''}"
+    kinds = {}
+    for name, module in value.named_modules():
+        # what others say of themselves may be of one rank
+        own = type(module).__module__.startswith("torch.")
+        kinds[name] = f"{_named(type(module))} {module.extra_repr() if own else ''}"
+    return [_named(type(value)), kinds, {name: plain(tensor) for name, tensor in tensors}]
 
 
 def _named(value: Any) -> Any:
@@ -111,21 +100,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _digests(facts: Facts) -> dict[str, str]:
-    return {name: _digest(json.dumps(found, sort_keys=True)) for name, found in facts.items()}
-
-
 def check_same(facts: Facts, where: str) -> None:
-    """Compare with all ranks of the world; collective.
-
-    Args:
-        facts: this rank's.
-        where: what was called with them, for the message.
+    """Compare this rank's with all ranks of the world; collective. ``where``: what was called with them.
 
     Raises:
         GraphError, ConfigError: they differ; the same on every rank, with the first difference.
     """
-    digests = told_by_all(_digests(facts))
+    digests = told_by_all({name: _digest(json.dumps(found, sort_keys=True)) for name, found in facts.items()})
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is None:
         return

@@ -6,7 +6,7 @@ import atexit
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from deepspeed import comm as dist
@@ -31,11 +31,8 @@ WHERE = "PipelineModule()"
 def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, SharedWeights, Any, Watchdog | None]:
     """The job, what its layers share, the number of pipeline ranks as given or "auto", and the watchdog.
 
-    Every rank of the world comes here, also one that cannot go on. The watchdog is None without pulse.
-
-    Args:
-        module_class: the user's, of ``PipelineModule``.
-        given: its arguments.
+    Every rank of the world comes here, also one that cannot go on. The watchdog is None without pulse. ``given``: the
+    arguments of the user's ``module_class``.
 
     Raises:
         PulseError: the first that any rank has met, or what the ranks differ in; the same on every rank.
@@ -51,11 +48,15 @@ def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, S
         num_stages = job.check(given["num_stages"], given["topology"], dynamic_shape=given["dynamic_shape"])
     except Exception as met:
         problem = as_pulse_error(met, WHERE)
-    if problem is not None and not _has_others():
+    alone = dist.get_world_size() == 1 if dist.is_initialized() else os.environ.get("WORLD_SIZE", "1") == "1"
+    if problem is not None and alone:
         raise problem
     pulse = PulseConfig() if job is None else job.pulse
     watchdog = None if pulse is None or not pulse.enabled else of_process(pulse.timeout_seconds)
-    with _first_watched(watchdog):
+    if watchdog is not None:
+        watchdog.stop_request.listen()
+    joining = f"{WHERE}: joining the process group"
+    with nullcontext() if watchdog is None else watchdog.watching_patiently(joining):
         _meet(problem, watchdog, None if pulse is None else pulse.timeout_seconds)
         assert job is not None
         if dist.get_world_size() > 1:
@@ -78,20 +79,6 @@ def _facts(job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
     facts["topology"] = [plain(getattr(given["topology"], name, None)) for name in ("axes", "dims")]
     layers = [layer_facts(index, layer) for index, layer in enumerate(job.layers)]
     return {"layers": layers, **facts, **config_facts(job.config)}
-
-
-def _has_others() -> bool:
-    return dist.get_world_size() > 1 if dist.is_initialized() else os.environ.get("WORLD_SIZE", "1") != "1"
-
-
-@contextmanager
-def _first_watched(watchdog: Watchdog | None) -> Iterator[None]:
-    if watchdog is None:
-        yield
-        return
-    watchdog.stop_request.listen()
-    with watchdog.watching_patiently(f"{WHERE}: joining the process group"):
-        yield
 
 
 def _meet(problem: PulseError | None, watchdog: Watchdog | None, timeout_seconds: float | None) -> None:
@@ -128,6 +115,6 @@ def watched_start(watchdog: Watchdog | None, doing: str) -> Iterator[None]:
     """What comes before the first step: watched, and in groups that do not wait for ever; upstream's way without."""
     if watchdog is None:
         yield
-        return
-    with watchdog.watching_patiently(doing), groups_with_timeout(watchdog.timeout_seconds):
-        yield
+    else:
+        with watchdog.watching_patiently(doing), groups_with_timeout(watchdog.timeout_seconds):
+            yield

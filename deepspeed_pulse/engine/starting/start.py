@@ -26,19 +26,15 @@ def load_config(config: Config | None) -> dict[str, Any] | None:
     """The DeepSpeed config as a dict: given, or named on the command line, or None."""
     if config is None:
         config = _config_on_command_line()
-    if config is None or isinstance(config, dict):
-        return config
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(f"config: expected a DeepSpeed configuration (a dict or a file), found {config!r}")
-    if not Path(config).is_file():
-        raise ConfigError(
-            f"config: expected a DeepSpeed configuration (a dict or a file), found no file {str(config)!r}"
-        )
+    if config is None or isinstance(config, Mapping):
+        return config if config is None or isinstance(config, dict) else dict(config)
+    is_path = isinstance(config, (str, os.PathLike))
+    if not is_path or not Path(config).is_file():
+        found = f"no file {str(config)!r}" if is_path else repr(config)
+        raise ConfigError(f"config: expected a DeepSpeed configuration (a dict or a file), found {found}")
     try:
-        with Path(config).open(encoding="utf-8") as file:
-            found = hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        text = Path(config).read_text(encoding="utf-8")
+        found = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"config: {str(config)!r} is no JSON file: {problem}") from None
     if not isinstance(found, dict):
@@ -58,27 +54,22 @@ def _config_on_command_line() -> str | None:
 def init_distributed(timeout_seconds: float | None) -> None:
     """Start the process group when nobody has; alone on a machine no launcher is needed.
 
-    Args:
-        timeout_seconds: of the ``"pulse"`` block; None without one.
+    ``timeout_seconds``: of the ``"pulse"`` block; None without one.
     """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if "LOCAL_RANK" not in os.environ:
         if not alone or (dist.is_initialized() and dist.get_world_size() > 1):
-            raise ConfigError(
-                "LOCAL_RANK is not set: start the script with the deepspeed launcher (deepspeed train.py) or set "
-                "LOCAL_RANK"
-            )
+            how = "start the script with the deepspeed launcher (deepspeed train.py) or set LOCAL_RANK"
+            raise ConfigError(f"LOCAL_RANK is not set: {how}")
         os.environ["LOCAL_RANK"] = "0"
     if dist.is_initialized():
         return
     if alone and "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    if timeout_seconds is None:
-        deepspeed.init_distributed()
-    else:
-        # Ranks start and plan at different times: a short timeout is for the steps.
-        deepspeed.init_distributed(timeout=start_timeout(timeout_seconds))
+    # Ranks start and plan at different times: a short timeout is for the steps.
+    options = {} if timeout_seconds is None else {"timeout": start_timeout(timeout_seconds)}
+    deepspeed.init_distributed(**options)
     atexit.register(_end_distributed)
 
 

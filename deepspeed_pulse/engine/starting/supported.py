@@ -11,19 +11,16 @@ from deepspeed_pulse.errors import ConfigError
 
 def check_same_block(module: Any, config: Any) -> None:
     """The block that ``deepspeed.initialize`` brings must be the one the module was planned with."""
-    block = config.get("pulse") if isinstance(config, dict) else None
-    brought = parse_pulse(block)
-    if module.job.config is None and brought is None:
-        return
-    if brought != module.pulse:
+
+    def show(pulse: PulseConfig | None) -> str:
+        return "none" if pulse is None else str(pulse.model_dump(exclude_defaults=True) or "defaults")
+
+    brought = parse_pulse(config.get("pulse") if isinstance(config, dict) else None)
+    if brought != module.pulse and not (module.job.config is None and brought is None):
         raise ConfigError(
             'deepspeed.initialize brings another "pulse" block than PipelineModule was planned with: expected '
-            f"{_show(module.pulse)}, found {_show(brought)}; pass config= to PipelineModule, the same as to initialize"
+            f"{show(module.pulse)}, found {show(brought)}; pass config= to PipelineModule, the same as to initialize"
         )
-
-
-def _show(pulse: PulseConfig | None) -> str:
-    return "none" if pulse is None else str(pulse.model_dump(exclude_defaults=True) or "defaults")
 
 
 def check_zero_stage(stage: int) -> None:
@@ -36,11 +33,7 @@ def check_zero_stage(stage: int) -> None:
 
 
 def check_supported(config: Any, module: Any) -> None:
-    """Refuse settings that a plan would not follow.
-
-    Args:
-        config: upstream's, parsed.
-    """
+    """Refuse settings of upstream's parsed config that a plan would not follow."""
     check_zero_stage(int(config.zero_optimization_stage))
     if config.wall_clock_breakdown and config.steps_per_print is None:
         raise ConfigError(
