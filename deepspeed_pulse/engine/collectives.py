@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -68,10 +69,8 @@ def raise_everywhere(problem: Exception | None, what: str, kind: type[PulseError
 
     One that is no PulseError (a loader's own) is told as one of ``kind``, which names ``what`` failed.
     """
-    told = problem
-    if problem is not None and not isinstance(problem, PulseError):
-        told = kind(f"rank {dist.get_rank()}: {what}: {type(problem).__name__}: {problem}")
-    told = next((p for p in told_by_all(told) if p is not None), None)
+    own = None if problem is None else as_pulse_error(problem, f"rank {dist.get_rank()}: {what}", kind)
+    told = next((p for p in told_by_all(own) if p is not None), None)
     if told is not None:
         raise told from (None if problem is told else problem)
 
@@ -90,10 +89,21 @@ def everywhere(act: Callable[[], T], what: str, kind: type[PulseError] = FileErr
     return result
 
 
-def as_pulse_error(problem: Exception, what: str) -> PulseError:
-    """An error that can be told to other ranks; it names ``what`` where it is none of this package's."""
+def as_pulse_error(problem: Exception, what: str, kind: type[PulseError] = RunError) -> PulseError:
+    """An error that can be told to other ranks: of ``kind``, naming ``what``, where it is none of this package's."""
     if isinstance(problem, PulseError):
         return problem
-    told = RunError(f"{what}: {in_words(problem)}")
+    told = kind(f"{what}: {in_words(problem)}")
     told.__cause__ = problem
     return told
+
+
+@contextmanager
+def told_as(kind: type[PulseError], what: str = "") -> Iterator[None]:
+    """What is raised inside and none of this package's, a layer's own, is told as one of ``kind``, behind ``what``."""
+    try:
+        yield
+    except PulseError:
+        raise
+    except Exception as problem:
+        raise kind(f"{what}{in_words(problem)}") from problem

@@ -10,6 +10,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 
+from deepspeed_pulse.engine import schedule
 from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.common import CommonEngine
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
@@ -31,15 +32,6 @@ from deepspeed_pulse.engine.observation.watchdog import Watchdog, hint
 from deepspeed_pulse.engine.orders import Orders
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.replaced import Instructions, replaced_instructions
-from deepspeed_pulse.engine.schedule import (
-    FROM_UPSTREAM,
-    CompleteTiedGrads,
-    FinishStep,
-    PulseSchedule,
-    ReduceStageGrads,
-    RunFrozen,
-    RunStep,
-)
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
 from deepspeed_pulse.engine.starting.kernels import compile_kernel
@@ -157,15 +149,15 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._orders.check_may_run(train_batch_size // (size * replicas))
         super().set_train_batch_size(train_batch_size)
 
-    def _train_schedule(self) -> PulseSchedule:
+    def _train_schedule(self) -> schedule.PulseSchedule:
         return self._schedule(self.micro_batches, "train")
 
-    def _inference_schedule(self, micro_batches: int) -> PulseSchedule:
+    def _inference_schedule(self, micro_batches: int) -> schedule.PulseSchedule:
         return self._schedule(micro_batches, "eval" if self._compute_loss else "forward")
 
-    def _schedule(self, micro_batches: int, mode: str) -> PulseSchedule:
+    def _schedule(self, micro_batches: int, mode: str) -> schedule.PulseSchedule:
         """A step; what the program has put in the place of upstream's instructions runs in it."""
-        found = replaced_instructions(FROM_UPSTREAM)
+        found = replaced_instructions(schedule.FROM_UPSTREAM)
         if found != self._replaced:
             self._replaced = found
             self.__dict__["_INSTRUCTION_MAP"] = {**PulseEngine._INSTRUCTION_MAP, **found}
@@ -322,11 +314,11 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,
-        RunStep: _exec_run_step,
-        RunFrozen: _exec_run_frozen,
-        ReduceStageGrads: _exec_reduce_stage_grads,
-        FinishStep: _exec_finish_step,
-        CompleteTiedGrads: _exec_complete_tied_grads,
+        schedule.RunStep: _exec_run_step,
+        schedule.RunFrozen: _exec_run_frozen,
+        schedule.ReduceStageGrads: _exec_reduce_stage_grads,
+        schedule.FinishStep: _exec_finish_step,
+        schedule.CompleteTiedGrads: _exec_complete_tied_grads,
         ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,
     }

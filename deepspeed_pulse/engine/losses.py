@@ -25,8 +25,7 @@ class Losses:
     def finish(self, output: Any, microbatch: int) -> Any:
         """The loss of a microbatch, from the last layer's output; the output itself where no loss is asked for.
 
-        Raises:
-            ConfigError: in training, it is no scalar or depends on nothing that trains.
+        In training, a ConfigError where it is no scalar or depends on nothing that trains.
         """
         engine, loss_fn = self._engine, self._engine.module.loss_fn
         loss = loss_fn(output, self._labels(microbatch)) if engine._compute_loss and loss_fn is not None else output
@@ -74,8 +73,7 @@ def _check_loss(loss: Any, loss_fn: Any) -> None:
 
 
 def _added(total: Any, loss: Any) -> Any:
-    if isinstance(loss, torch.Tensor):
-        return loss.detach().clone() if total is None else total + loss.detach()
-    if total is None:
-        return [part.detach().clone() for part in loss]
-    return [before + part.detach() for before, part in zip(total, loss, strict=True)]
+    if not isinstance(loss, torch.Tensor):
+        totals = [None] * len(loss) if total is None else total
+        return [_added(before, part) for before, part in zip(totals, loss, strict=True)]
+    return loss.detach().clone() if total is None else total + loss.detach()

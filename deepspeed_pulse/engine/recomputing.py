@@ -49,11 +49,7 @@ class RecomputeArguments:
     """Class names of the layers that may be recomputed; None: all."""
 
     def resolve(self, layers: Sequence[Any], pipeline: Mapping[str, Any]) -> Recomputing:
-        """What these and the config's ``pipeline`` block ask for; the block goes first.
-
-        Raises:
-            ConfigError: no number of layers.
-        """
+        """What these and the config's ``pipeline`` block ask for; the block goes first. A ConfigError where wrong."""
         interval = pipeline.get("activation_checkpoint_interval") or self.interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
             raise ConfigError(f"activation_checkpoint_interval: expected a number of layers >= 0, found {interval!r}")

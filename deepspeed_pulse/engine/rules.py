@@ -50,8 +50,7 @@ class EntryRules:
     def apply(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """The entries with tensors in place of numbers.
 
-        Raises:
-            BatchError: an entry is one that the layers should read and do not, or a number where a tensor is expected.
+        A BatchError for one that the layers should read and do not, or a number where a tensor is expected.
         """
         for name in entries:
             for argument in (name, name.partition(".")[0]):

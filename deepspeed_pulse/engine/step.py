@@ -35,11 +35,7 @@ class Steps:
     reduction: EarlyReduction
 
     def begin(self, micro_batches: int, mode: str) -> PulseSchedule:
-        """Get ready, together with all other ranks; what this rank is to do.
-
-        Args:
-            mode: one of :data:`~deepspeed_pulse.engine.data.reading.MODES`.
-        """
+        """Get ready, together with all other ranks; what this rank is to do. ``mode``: one of ``reading.MODES``."""
         engine, training = self.engine, mode == "train"
         if self.orders.follow_program():
             self.lowering.clear()

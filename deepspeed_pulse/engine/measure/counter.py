@@ -11,8 +11,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepspeed_pulse.engine.collectives import told_as
 from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
-from deepspeed_pulse.errors import PulseError, RunError, in_words
+from deepspeed_pulse.errors import RunError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.state import param_bytes
 
@@ -52,12 +53,8 @@ def count_layers(graph: Graph, build: Sequence[Callable[[], Any]], inputs: Any, 
     matter. Raises a :class:`RunError` naming the layer when one depends on the values of its input.
     """
     visits = Visits(graph, build, LayerInputs(hidden=inputs, values=dict(entries)), torch.device("meta"))
-    try:
+    with told_as(RunError):
         counts = tuple(_count(probe) for probe in visits)
-    except PulseError:
-        raise
-    except Exception as problem:  # a layer's own
-        raise RunError(in_words(problem)) from problem
     return Counted(layers=counts, value_bytes=visits.value_bytes, dtype=visits.dtype or "float32")
 
 

@@ -59,8 +59,7 @@ def hardware_of(device: torch.device) -> Hardware:
 def agreed_hardware(device: torch.device, *, compared: Literal["threads", "memory_bytes"]) -> tuple[Hardware, ...]:
     """Every rank's, in order; all ranks of the world call it. Rank 0 says so when ranks differ in what is ``compared``.
 
-    Raises:
-        ConfigError: devices differ; the same on every rank.
+    Where devices differ, every rank raises the same ConfigError.
     """
     found = tuple(told_by_all(hardware_of(device)))
     if len({rank.device for rank in found}) > 1:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from deepspeed import comm as dist
@@ -145,14 +144,12 @@ def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
         if not bool(go_on):
             break
         message = torch.zeros(size, dtype=torch.uint8, device=device)
-        times = [_round_ms(first, message, send, receive) for _ in range(_REPEATS + 1)][1:]
-        points.append((size, min(times) / 2))  # what made the others longer was not the link
+        times = []
+        for _ in range(_REPEATS + 1):
+            start = time.perf_counter()
+            for act in (send, receive) if first else (receive, send):
+                act(message)
+            get_accelerator().synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+        points.append((size, min(times[1:]) / 2))  # what made the others longer was not the link
     return points if first else []
-
-
-def _round_ms(first: bool, message: torch.Tensor, send: Callable[[Any], None], receive: Callable[[Any], None]) -> float:
-    start = time.perf_counter()
-    for act in (send, receive) if first else (receive, send):
-        act(message)
-    get_accelerator().synchronize()
-    return (time.perf_counter() - start) * 1e3

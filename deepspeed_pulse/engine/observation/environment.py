@@ -28,7 +28,7 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "cores", str(os.cpu_count())
     installed = {str(found.metadata["Name"]) for found in metadata.distributions()}
     for name in (*PACKAGES, *sorted(name for name in installed if name.startswith(LIBRARIES))):
-        yield name, _version(name) or "not installed"
+        yield name, version_of(name) or "not installed"
     yield "accelerator", _found(_accelerator)
     if "ASCEND_HOME_PATH" in os.environ or _cards() or _minor("torch-npu"):
         yield "ascend", _found(_ascend)
@@ -39,7 +39,8 @@ def environment() -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Of an installed package; None where it is not."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -87,7 +88,7 @@ def _cards() -> list[str]:
 
 def _minor(package: str) -> str | None:
     """Of its version, as "2.13"; None where it is not installed."""
-    found = _version(package)
+    found = version_of(package)
     return None if found is None else ".".join(found.split(".")[:2])
 
 

@@ -30,16 +30,16 @@ class Process:
     @classmethod
     def find(cls, number: int) -> Process | None:
         """The process of that number on this machine; None where there is none, or nothing is known."""
-        state = _state(number)
-        return None if state is None else cls(_machine(), number, state[1])
+        fields = _fields(number)
+        return None if fields is None else cls(_machine(), number, fields[_STARTED])
 
     @property
     def is_gone(self) -> bool:
         """True when it has ended for certain; one that waits for its parent to notice (a zombie) has."""
         if not self.machine or self.machine != _machine():
             return False
-        state = _state(self.number)
-        return state is None or state[0] in "ZX" or state[1] != self.started
+        fields = _fields(self.number)
+        return fields is None or fields[_STATE] in "ZX" or fields[_STARTED] != self.started
 
 
 def this_process() -> Process:
@@ -62,14 +62,11 @@ def _machine() -> str:
         return ""
 
 
-def _state(number: int) -> tuple[str, str] | None:
-    """A letter for the process's state, and when it started; None where there is no such process."""
-    fields = _fields(number)
-    return None if fields is None else (fields[0], fields[19])
+_STATE, _PARENT, _STARTED = 0, 1, 19
 
 
 def _fields(number: int) -> list[str] | None:
-    """Of ``/proc/NUMBER/stat``, behind the program's name, which may hold anything."""
+    """Of ``/proc/NUMBER/stat``, behind the program's name, which may hold anything; None without such a process."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -81,7 +78,7 @@ def _ancestors() -> Iterator[int]:
     while number > 1:
         yield number
         fields = _fields(number)
-        number = 0 if fields is None else int(fields[1])
+        number = 0 if fields is None else int(fields[_PARENT])
 
 
 def _is_launcher(number: int) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.starting.start import check_divides
 from deepspeed_pulse.engine.starting.supported import check_zero_stage
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Choice, Constraints
@@ -40,8 +41,7 @@ class Asked:
 def num_stages_of(num_stages: Any, config: Config | None) -> Any:
     """The number of pipeline ranks: the argument, else the config's ``pipeline.stages``; a number settles "auto".
 
-    Raises:
-        ConfigError: both are numbers, and they differ.
+    A ConfigError where both are numbers that differ.
     """
     found = _within(config or {}, "pipeline", "stages")
     if found is None or num_stages == found or (found == AUTO and num_stages is not None):
@@ -76,14 +76,8 @@ def asked_of(
 ) -> Asked | None:
     """What is to be chosen; None where nothing is "auto".
 
-    Args:
-        num_stages: as :func:`num_stages_of` settled it.
-        topology: the user's own, or None.
-        plan: the user's own, which settles all it says.
-        world: ranks of the job.
-
-    Raises:
-        ConfigError: what is given contradicts itself or the job.
+    ``num_stages`` is as :func:`num_stages_of` settled it; ``topology`` and ``plan`` are the user's own, and the plan
+    settles all it says. A ConfigError where what is given contradicts itself or the job.
     """
     settings = batch_settings(config or {})
     names = tuple(key for key, value in zip(_KEYS, (num_stages, *settings), strict=True) if value == AUTO)
@@ -148,7 +142,7 @@ def settled(config: dict[str, Any], chosen: tuple[Asked, Choice] | None) -> dict
 
 
 def _batch_text(settings: tuple[Any, ...]) -> str:
-    return _list(f"{key} {value!r}" for key, value in zip(BATCH_KEYS, settings, strict=True) if value is not None)
+    return ", ".join(f"{key} {value!r}" for key, value in zip(BATCH_KEYS, settings, strict=True) if value is not None)
 
 
 def _refuse(names: tuple[str, ...], num_stages: Any, topology: Any, config: Config, pulse: PulseConfig) -> None:
@@ -186,11 +180,8 @@ def _ranks(num_stages: Any, topology: Any, world: int) -> int | None:
     if topology is not None:
         return int(topology.get_dim("pipe"))
     found = _number("num_stages", num_stages)
-    if found is not None and world % found:
-        raise ConfigError(
-            f"num_stages: expected a divisor of the world size {world} ({_list(_divisors(world))}), found {found}; "
-            f"change num_stages or start a multiple of {found} ranks"
-        )
+    if found is not None:
+        check_divides(world, found)
     return found
 
 
@@ -247,11 +238,11 @@ def _check_divides(batch: int, given: Constraints, world: int) -> None:
         near = sorted(range(max(1, batch - _REACH), batch + _REACH), key=lambda other: (abs(other - batch), other))
         would_do = [other for other in near if divisions(other, given, world)][:2]
         named = {"num_stages": given.pipeline_ranks, MICROBATCH: given.microbatch_size, STEPS: given.microbatches}
-        settled = _list(f"{name} {value}" for name, value in named.items() if value is not None)
+        settled = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
         raise ConfigError(
             f"{BATCH}: {batch} samples are no whole number of microbatches on {world} ranks with "
             f"{settled or 'any microbatch size'}: expected {MICROBATCH} x {STEPS} x data-parallel pipelines; "
-            + (f"{_list(sorted(would_do), ' or ')} would do" if would_do else 'make one of them "auto"')
+            + (f"{' or '.join(map(str, sorted(would_do)))} would do" if would_do else 'make one of them "auto"')
         )
 
 
@@ -296,7 +287,3 @@ def sizes_to_measure(asked: Asked) -> tuple[int, ...]:
 def _divisors(number: int) -> tuple[int, ...]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
-
-
-def _list(items: Iterable[Any], between: str = ", ") -> str:
-    return between.join(str(item) for item in items)

@@ -19,10 +19,9 @@ from deepspeed_pulse.report.chosen import options, rejected
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What was chosen for "auto".
+    """What was chosen for "auto": ``options`` are the choice and its runner-ups, ``reasons`` why others were rejected.
 
-    ``planned`` is None where the user's plan file settles everything; it is planned like any other then. ``options``:
-    the choice and its runner-ups. ``reasons``: why others were rejected.
+    ``planned`` is None where the user's plan file settles everything; it is planned like any other then.
     """
 
     asked: Asked
@@ -37,8 +36,18 @@ def choose(request: PlanRequest, asked: Asked) -> Chosen:
 
     Numbers of ranks and microbatches of ``request`` are not read, its ``microbatch_size`` is the example's.
     """
+    given = asked.given
     if request.pulse.plan is not None:
-        return Chosen(asked=asked, choice=_settled(asked), planned=None)
+        assert given.pipeline_ranks and given.microbatch_size and given.microbatches and given.layout
+        choice = Choice(
+            pipeline_ranks=given.pipeline_ranks,
+            data_parallel=asked.world // given.pipeline_ranks,
+            waves=0,
+            microbatch_size=given.microbatch_size,
+            microbatches=given.microbatches,
+            layout=given.layout,
+        )
+        return Chosen(asked=asked, choice=choice, planned=None)
     _check_costs(request, asked)
     profile, costs = agree(lambda: known_profile(request), "planning")
     profiles = _measured(request, asked) if profile is None else (profile,)
@@ -74,19 +83,6 @@ _WORTH_MEASURING = 0.95
 
 def _sample_ms(profile: Profile) -> float:
     return sum(layer.forward_ms + layer.backward_ms for layer in profile.layers) / profile.microbatch_size
-
-
-def _settled(asked: Asked) -> Choice:
-    given = asked.given
-    assert given.pipeline_ranks and given.microbatch_size and given.microbatches and given.layout
-    return Choice(
-        pipeline_ranks=given.pipeline_ranks,
-        data_parallel=asked.world // given.pipeline_ranks,
-        waves=0,
-        microbatch_size=given.microbatch_size,
-        microbatches=given.microbatches,
-        layout=given.layout,
-    )
 
 
 def _check_costs(request: PlanRequest, asked: Asked) -> None:

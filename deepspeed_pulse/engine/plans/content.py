@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.engine.measure.hardware import device_name
+from deepspeed_pulse.engine.observation.environment import version_of
 from deepspeed_pulse.engine.plans.costs import PlanRequest, stand_in
 from deepspeed_pulse.engine.sharing.closures import is_full
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
@@ -32,7 +32,10 @@ def job_content(request: PlanRequest) -> dict[str, Any]:
     on_cpu = request.device.type == "cpu"
     return {
         "versions": [MEASURING_VERSION, *Profile.FORMATS, *library_versions()],
-        "layers": [[layer.name, layer.stash, layer.pop, code(layer_)] for layer, layer_ in _pairs(request)],
+        "layers": [
+            [declared.name, declared.stash, declared.pop, code(layer)]
+            for declared, layer in zip(request.graph.layers, request.layers, strict=True)
+        ],
         "batch": {name: _plain(value) for name, value in {"": inputs, **entries}.items()},
         "cast": str(request.dtype),
         "microbatch size of the batch": request.microbatch_size,
@@ -46,20 +49,9 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _pairs(request: PlanRequest) -> Any:
-    return zip(request.graph.layers, request.layers, strict=True)
-
-
 def library_versions() -> list[str]:
     """Of the libraries that layers and messages run in."""
-    return [f"{name} {_version(name)}" for name in LIBRARIES]
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
+    return [f"{name} {version_of(name) or 'none'}" for name in LIBRARIES]
 
 
 def code(layer: Any) -> Any:
@@ -69,19 +61,17 @@ def code(layer: Any) -> Any:
     module = found.module if isinstance(found, TiedCall) else found
     if not isinstance(module, torch.nn.Module):
         return _function(module)
-    modules = dict(module.named_modules())
-    kinds: set[Any] = {type(m) for m in modules.values()}
+    modules: dict[str, list[Any]] = {}
+    for name, part in module.named_modules():
+        own = {attribute: _plain(value) for attribute, value in vars(part).items() if attribute not in _OWN_OF_TORCH}
+        modules[name] = [_named(type(part)), part.extra_repr(), own]
+    kinds: set[Any] = {type(part) for part in module.modules()}
     return {
         "forward_fn": None if forward_fn is None else _function(forward_fn),
-        "modules": {name: [_named(type(m)), m.extra_repr(), _settings(m)] for name, m in modules.items()},
+        "modules": modules,
         "parameters": {name: [_plain(p), p.requires_grad] for name, p in module.named_parameters()},
         "sources": {_named(kind): _source(kind) for kind in kinds},
     }
-
-
-def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain attributes of a module's own."""
-    return {name: _plain(value) for name, value in vars(module).items() if name not in _OWN_OF_TORCH}
 
 
 def _function(function: Any) -> Any:

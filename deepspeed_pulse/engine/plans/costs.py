@@ -13,8 +13,9 @@ from deepspeed.runtime import utils as upstream_utils
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.collectives import told_as
 from deepspeed_pulse.engine.specs import TiedCall, type_name, unwrap
-from deepspeed_pulse.errors import ConfigError, GraphError, PulseError
+from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
@@ -156,14 +157,9 @@ def stand_in(layer: Any) -> Any:
     bare = unwrap(layer)
     if not isinstance(bare, upstream.LayerSpec):
         return bare
-    try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return bare.build()
-    except PulseError:
-        raise
-    except Exception as problem:  # the layer's own
-        what = f"a layer {type_name(layer)} cannot be built"
-        raise GraphError(f"{what}: {type(problem).__name__}: {problem}") from problem
+    told = told_as(GraphError, f"a layer {type_name(layer)} cannot be built: ")
+    with told, torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return bare.build()
 
 
 def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:

@@ -44,11 +44,9 @@ class TrainingJob:
     """A layer list with the arguments and the config that its plan depends on; ``given`` to ``PipelineModule``.
 
     Attributes:
-        graph: the layers' declarations.
         entry_rules: what the models that the layers were made of say about the entries of a batch.
         config: DeepSpeed's, with numbers in place of "auto" once settled; None where there is none.
         pulse: its block; None where the layers run as upstream runs them.
-        frozen: encoders that run in idle time; None without.
         chosen: what was chosen for "auto"; None where nothing was.
         recomputing: which layers run again in backward, and how; known once planned.
 
@@ -93,11 +91,9 @@ class TrainingJob:
         return parse_pulse(self.config.get("pulse"))
 
     def _split(self, example_batch: Any) -> SplitBatch:
+        made, rules = self.frozen is not None and self.frozen.makes_input, self.entry_rules
         try:
-            made = self.frozen is not None and self.frozen.makes_input
-            return SplitBatch(
-                example_batch, self.reading_graph, self.input_name, input_made=made, rules=self.entry_rules
-            )
+            return SplitBatch(example_batch, self.reading_graph, self.input_name, input_made=made, rules=rules)
         except BatchError as problem:
             raise BatchError(f"example_batch: {problem}") from None
 
@@ -109,8 +105,7 @@ class TrainingJob:
     def keep_cuts(self, cuts: Sequence[int]) -> None:
         """Plan these inner cuts, one stage a rank, whatever else the block leaves open: the layers are cut already.
 
-        Raises:
-            ConfigError: the block asks for a wave.
+        A ConfigError where the block asks for a wave.
         """
         assert self.pulse is not None
         if self.pulse.placement == "wave" or self.pulse.waves not in (1, AUTO):
@@ -126,8 +121,7 @@ class TrainingJob:
     def check(self, num_stages: Any, topology: Any, *, dynamic_shape: bool) -> Any:
         """The number of pipeline ranks as given here or in the config, or "auto"; before there are ranks.
 
-        Raises:
-            ConfigError: it is none, or something does not go with pulse or with frozen parts.
+        A ConfigError where it is none, or something does not go with pulse or with frozen parts.
         """
         num_stages = num_stages_of(num_stages, self.config)
         is_number = isinstance(num_stages, int) and not isinstance(num_stages, bool) and num_stages >= 1

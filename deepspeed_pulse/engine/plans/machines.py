@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.gradients.reduction import BUCKET_BYTES
-from deepspeed_pulse.engine.measure.hardware import Hardware, agreed_hardware
+from deepspeed_pulse.engine.measure.hardware import agreed_hardware
 from deepspeed_pulse.engine.measure.links import measure_cluster, shape_of, uneven
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.content import library_versions
@@ -19,14 +18,9 @@ from deepspeed_pulse.ir.fields import write_whole
 
 
 def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
-    """The machines that this job runs on; all ranks of the world call it.
+    """The machines that this job runs on; all ranks of the world call it. Links are kept by content in ``plan_cache``.
 
-    Args:
-        device: of this rank.
-        plan_cache: folder in which links are kept by content; None: measured every time.
-
-    Raises:
-        ConfigError: ranks have different devices.
+    A ConfigError where ranks have different devices.
     """
     ranks = agreed_hardware(device, compared="memory_bytes")
     hosts = [rank.host for rank in ranks]
@@ -35,16 +29,13 @@ def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
         print(f"pulse: {uneven(hosts)}", flush=True)
     if plan_cache is None:
         return measure_cluster(ranks, device, BUCKET_BYTES)
-    path = Path(plan_cache) / f"cluster-{_key(ranks, device)}.json"
+    described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
+    backend = str(torch.distributed.get_backend())
+    content = [described, backend, device.type, *Link.__dataclass_fields__, *library_versions()]
+    path = Path(plan_cache) / f"cluster-{kept.named_by(content)}.json"
     found = agree(lambda: kept.read_cluster(path, nodes, per_node), "reading kept links")
     if found is not None:
         return found  # type: ignore[no-any-return]
     cluster = measure_cluster(ranks, device, BUCKET_BYTES)
     agree(lambda: write_whole(path, cluster.to_json()), "keeping links")
     return cluster
-
-
-def _key(ranks: Sequence[Hardware], device: torch.device) -> str:
-    backend = str(torch.distributed.get_backend())
-    described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
-    return kept.named_by([described, backend, device.type, *Link.__dataclass_fields__, *library_versions()])

@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.collectives import agree, as_pulse_error, raise_everywhere, told_by_all
+from deepspeed_pulse.engine.collectives import agree, as_pulse_error, raise_everywhere, told_as, told_by_all
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware, device_name
 from deepspeed_pulse.engine.measure.layers import Measured, measure_layers
@@ -31,20 +31,12 @@ T = TypeVar("T")
 
 
 def measure_profiles(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]:
-    """Layer costs on the example batch, a profile for each microbatch size; all ranks of the world call it.
+    """Layer costs on the example batch, a profile for each microbatch size, in their order.
 
-    Kept profiles are used where ``plan_cache`` has them. A size at which a layer does not fit the device's memory is
-    left out where there are others, and said.
-
-    Args:
-        request: the job; ``microbatch_size`` is that of its example batch.
-        sizes: microbatch sizes, none twice. Other sizes than the example's repeat its samples or take the first ones.
-
-    Returns:
-        The same on every rank, in the order of ``sizes``.
-
-    Raises:
-        PulseError: the first error that any rank met, the same on every rank.
+    All ranks of the world call it; the first error that any met is raised by all. Kept profiles are used where
+    ``plan_cache`` has them. Other sizes than the example's (the request's) repeat its samples or take the first ones;
+    none stands there twice. A size at which a layer does not fit the device's memory is left out where there are
+    others, and said.
     """
     found: dict[int, Profile] = agree(lambda: kept.profiles(request, sizes), "reading kept profiles")
     missing = [size for size in sizes if size not in found]
@@ -140,16 +132,12 @@ def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | No
 
 def _built(layer: Any, name: str, dtype: torch.dtype | None) -> Any:
     """As the engine will cast it; a copy, as a module of the user's own is not this package's to change yet."""
-    try:
+    with told_as(RunError, f"layer {name}, while it is built: "):
         function = built(layer)
         if dtype is None or not isinstance(function, (torch.nn.Module, TiedCall)):
             return function
         cast = all(p.dtype == dtype for p in function.parameters() if p.is_floating_point())
         return function if cast else copy.deepcopy(function).to(dtype)
-    except PulseError:
-        raise
-    except Exception as problem:
-        raise RunError(f"layer {name}, while it is built: {type(problem).__name__}: {problem}") from problem
 
 
 def _if_it_fits(run: Callable[[], T], sizes: Sequence[int]) -> T | None:

@@ -15,12 +15,7 @@ _OF_THE_PLAN = ("placement", "waves", "schedule", "profile", "cluster", "memory_
 
 
 def pinned(config: Mapping[str, Any], chosen: Chosen, plan_path: str) -> dict[str, Any]:
-    """A run's config with the numbers that were chosen, the plan, and a note on the choice.
-
-    Args:
-        config: with batch settings that are settled already.
-        plan_path: where the plan will lie.
-    """
+    """A run's config, batch settings settled, with the numbers that were chosen, the plan's path, and the choice."""
     block, pipeline = config.get("pulse"), config.get("pipeline")
     kept = {k: v for k, v in block.items() if k not in _OF_THE_PLAN} if isinstance(block, Mapping) else {}
     return {

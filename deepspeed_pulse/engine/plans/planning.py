@@ -77,10 +77,7 @@ def _links(cluster: Cluster) -> str:
 def plan_job(request: PlanRequest, doing: Callable[[str], None]) -> Planned:
     """The plan for a job; all ranks of the world call it and get the same, or the same error.
 
-    Layer costs are measured by all ranks, everything else is done by rank 0.
-
-    Args:
-        doing: told what comes next.
+    Layer costs are measured by all ranks, everything else is done by rank 0. ``doing`` is told what comes next.
     """
     if request.pulse.plan is not None:
         return agree(lambda: _given(request), "planning")  # type: ignore[no-any-return]
@@ -97,8 +94,7 @@ def plan_job(request: PlanRequest, doing: Callable[[str], None]) -> Planned:
 def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
     """The machines of a job, with the memory that a rank may use; all ranks of the world call it.
 
-    Args:
-        timed: layer costs are times; only then links are worth measuring.
+    Links are worth measuring only where layer costs are times (``timed``).
     """
     if request.pulse.cluster == "auto" and timed and dist.get_world_size() > 1:
         cluster = machines(request.device, plan_cache=request.pulse.plan_cache)
@@ -158,10 +154,8 @@ def decide(job: OpenJob, pulse: PulseConfig, told: Callable[[Tuning], Decision])
 
 def recomputing(planned: Planned, plan: Plan, layers: Sequence[int]) -> Plan:
     """A plan of the same cuts and order that recomputes these layers in backward, predicted anew."""
-    found = replace(plan, recompute=tuple(layers), estimate=None)
-    if planned.profile is None or planned.cluster is None:
-        return found
-    return replace(found, estimate=estimate(found, planned.profile, planned.cluster))
+    found, profile, cluster = replace(plan, recompute=tuple(layers), estimate=None), planned.profile, planned.cluster
+    return found if profile is None or cluster is None else replace(found, estimate=estimate(found, profile, cluster))
 
 
 def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
@@ -169,9 +163,8 @@ def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     check_may_differ(planned, pulse, microbatches)
     assert planned.profile is not None and planned.cluster is not None
     job = Job.of(planned.plan, planned.profile, planned.cluster, microbatches=microbatches)
-    return planner.reorder(
-        planned.plan, job, SearchOptions(schedule=pulse.schedule, solver_seconds=pulse.solver_seconds)
-    )
+    options = SearchOptions(schedule=pulse.schedule, solver_seconds=pulse.solver_seconds)
+    return planner.reorder(planned.plan, job, options)
 
 
 def check_may_differ(planned: Planned, pulse: PulseConfig, microbatches: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.collectives import told_as
 from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
 from deepspeed_pulse.engine.measure.counter import LayerCount, count_layers
 from deepspeed_pulse.engine.measure.hardware import device_name
@@ -18,7 +19,7 @@ from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.plans.costs import built, skips_of
 from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import TiedCall, Workload
-from deepspeed_pulse.errors import BatchError, ConfigError, PulseError, RunError, in_words
+from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
@@ -81,13 +82,9 @@ def measure_profile(workload: Workload, *, watch: Watch | None = None) -> Profil
     split = _split(workload, graph)
     build = _watched(workload, graph, watch, partial(on_device, device=device))
     fill = partial(map_tensors, change=partial(filled, device=device))
-    try:
+    with told_as(RunError):
         entries = {name: fill(value) for name, value in split.entries.items()}
         measured = measure_layers(graph, build, fill(split.inputs), entries, device)
-    except PulseError:
-        raise
-    except Exception as problem:  # a layer's own
-        raise RunError(in_words(problem)) from problem
     return Profile(
         name=workload.name,
         device=device_name(device),

@@ -18,9 +18,7 @@ from deepspeed_pulse.ir.graph import Graph
 def listed(layers: Any, where: str = "") -> list[Any]:
     """The layers of a list, a generator or an ``nn.Sequential``, each of a kind that can run.
 
-    Raises:
-        ConfigError: it is no list of layers; ``where`` is said before.
-        GraphError: a layer is none; names its place.
+    A ConfigError where it is no list of layers, a GraphError with its place for what is no layer, behind ``where``.
     """
     if isinstance(layers, (str, bytes, Mapping)) or not isinstance(layers, Iterable):
         raise ConfigError(

@@ -42,10 +42,7 @@ def compile_kernel(name: str | None, params: Mapping[str, Any] | None, *, offloa
     """Load the kernel that upstream's optimizer will ask for, compiled if need be; all ranks of the world call it.
 
     On a CPU only: a kernel of an accelerator is a matter of its installation. ``name`` is None without an optimizer in
-    the config; the first rank prints.
-
-    Raises:
-        ConfigError: a rank has no such kernel and cannot compile it; the same on every rank.
+    the config; the first rank prints. Where a rank has no such kernel and cannot compile it, all raise the ConfigError.
     """
     on_cpu = name is not None and get_accelerator().device_name() == "cpu"
     kernel = kernel_of(name, params or {}, offloads=offloads) if name is not None and on_cpu else None

@@ -27,8 +27,7 @@ WHERE = "deepspeed.initialize"
 def take_late_block(module: Any, config: dict[str, Any]) -> None:
     """Plan a module that has none, if this config of ``deepspeed.initialize`` says so; collective in the world.
 
-    Raises:
-        PulseError: the block is wrong, or asks for what the layers' cuts do not fit; the same on every rank.
+    A block that is wrong, or asks for what the layers' cuts do not fit, is every rank's PulseError.
     """
     if dist.get_world_size() > 1:
         check_same(config_facts({"pulse": config.get("pulse")}), WHERE)
@@ -82,8 +81,7 @@ def _check(module: Any) -> None:
 def plan_own_cuts(module: Any) -> None:
     """Plan the cuts that a module has: a subclass made them, or they were made before a block was known.
 
-    Raises:
-        PulseError: they cannot be planned, or the block asks for others.
+    A PulseError where they cannot be planned, or the block asks for others.
     """
     cuts = explicit_parts(module.graph, list(module.parts)[1:-1], module.num_stages)
     module.job.keep_cuts(cuts[1:-1])

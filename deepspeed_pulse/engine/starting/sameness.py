@@ -103,8 +103,7 @@ def _digest(text: str) -> str:
 def check_same(facts: Facts, where: str) -> None:
     """Compare this rank's with all ranks of the world; collective. ``where``: what was called with them.
 
-    Raises:
-        GraphError, ConfigError: they differ; the same on every rank, with the first difference.
+    The first difference is every rank's GraphError (of layers) or ConfigError.
     """
     digests = told_by_all({name: _digest(json.dumps(found, sort_keys=True)) for name, found in facts.items()})
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)

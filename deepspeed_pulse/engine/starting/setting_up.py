@@ -31,11 +31,8 @@ WHERE = "PipelineModule()"
 def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, SharedWeights, Any, Watchdog | None]:
     """The job, what its layers share, the number of pipeline ranks as given or "auto", and the watchdog.
 
-    Every rank of the world comes here, also one that cannot go on. The watchdog is None without pulse. ``given``: the
-    arguments of the user's ``module_class``.
-
-    Raises:
-        PulseError: the first that any rank has met, or what the ranks differ in; the same on every rank.
+    Every rank of the world comes here, also one that cannot go on: the first PulseError that any has met, or what they
+    differ in, is every rank's. The watchdog is None without pulse. ``given``: the arguments of the ``module_class``.
     """
     job: TrainingJob | None = None
     problem: PulseError | None = None

@@ -99,7 +99,13 @@ def check_world(num_stages: Any, topology: Any) -> None:
             )
     elif num_stages is None:
         raise ConfigError("num_stages: expected the number of pipeline ranks (or topology=), found neither")
-    elif isinstance(num_stages, int) and num_stages > 0 and world % num_stages:
+    elif isinstance(num_stages, int) and num_stages > 0:
+        check_divides(world, num_stages)
+
+
+def check_divides(world: int, num_stages: int) -> None:
+    """Refuse a number of pipeline ranks that does not divide the job's."""
+    if world % num_stages:
         divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise ConfigError(
             f"num_stages: expected a divisor of the world size {world} ({divisors}), found {num_stages}; change "

@@ -12,17 +12,17 @@ NAMES = {
     "deepspeed": "DeepSpeedConfig PipelineEngine __version__ init_distributed initialize",
     "deepspeed.accelerator": "get_accelerator",
     "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": """
-        Event communication_backend_name create_op_builder current_device_name device_count device_name
-        get_rng_state is_bf16_supported is_fp16_supported is_pinned pin_memory set_device set_rng_state synchronize
-        total_memory use_host_timers
+        Event communication_backend_name create_op_builder current_device_name device_count device_name get_rng_state
+        is_bf16_supported is_fp16_supported is_pinned pin_memory set_device set_rng_state synchronize total_memory
+        use_host_timers
     """,
     "deepspeed.checkpoint.constants": """
         BASE_OPTIMIZER_STATE LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SLICE_MAPPINGS
         SINGLE_PARTITION_OF_FP32_GROUPS
     """,
     "deepspeed.comm": """
-        ReduceOp all_gather all_reduce barrier broadcast broadcast_object_list get_rank get_world_size
-        is_initialized new_group recv send
+        ReduceOp all_gather all_reduce barrier broadcast broadcast_object_list get_rank get_world_size is_initialized
+        new_group recv send
     """,
     "deepspeed.comm.ReduceOp": "MAX",
     "deepspeed.comm.comm": "cdb irecv isend timed_op",
@@ -38,16 +38,15 @@ NAMES = {
     "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": """
         _hp_grad _hp_mapping _hp_optimizer_states_linked _link_all_hp_params _param_slice_mappings bf16_groups
-        clear_lp_grads fp32_groups_flat_partition fp32_groups_gradients fp32_groups_has_gradients
-        get_grads_for_norm optimizer param_groups scale_if_loss state
+        clear_lp_grads fp32_groups_flat_partition fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm
+        optimizer param_groups scale_if_loss state
     """,
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": "TorchCheckpointEngine",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",
     "deepspeed.runtime.config": "DtypeEnum",
     "deepspeed.runtime.config.DeepSpeedConfig": """
         bfloat16_config float16_config grad_accum_dtype gradient_accumulation_steps pipeline steps_per_print
-        torch_autocast_enabled train_micro_batch_size_per_gpu wall_clock_breakdown zero_config
-        zero_optimization_stage
+        torch_autocast_enabled train_micro_batch_size_per_gpu wall_clock_breakdown zero_config zero_optimization_stage
     """,
     "deepspeed.runtime.config_utils": "dict_raise_error_on_duplicate_keys",
     "deepspeed.runtime.engine": "DeepSpeedEngine",
@@ -55,8 +54,7 @@ NAMES = {
     "deepspeed.runtime.engine.EngineTimers": "backward_reduce_timers forward_timers",
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": """
-        dynamic_loss_scale fp16_groups fp32_groups_flat loss_scale loss_scale_config optimizer param_groups
-        state
+        dynamic_loss_scale fp16_groups fp32_groups_flat loss_scale loss_scale_config optimizer param_groups state
     """,
     "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": "dynamic",
@@ -75,18 +73,17 @@ NAMES = {
         _exec_backward_pass _exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule
         _exec_send_activations _exec_send_grads _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name
         _get_zero_ckpt_name _get_zero_param_shapes _global_grad_norm _inference_schedule _loss_stage_global_rank
-        _next_batch _reduce_outputs _running_engine_backward _save_checkpoint _save_zero_checkpoint
-        _take_model_step _train_schedule basic_optimizer bfloat16_enabled buffered_allreduce_fallback
-        checkpoint_engine clip_fp32_gradients communication_data_type config data_iterator device dp_world_size
-        engine_timers eval_batch eval_return_logits fp16_enabled fwd_outputs global_rank global_samples
-        global_steps gradient_accumulation_steps gradient_average gradient_clipping gradient_predivide_factor
-        grid has_moe_layers is_first_stage is_last_stage load_checkpoint load_module_state_dict
-        load_universal_checkpoint local_rank loss micro_batches monitor mp_world_size mpu num_stages optimizer
-        optimizer_name optimizer_params outputs param_names pipe_buffers pipeline_enable_backward_allreduce
-        postscale_gradients reset_activation_shape save_checkpoint save_zero_checkpoint set_dataiterator
-        set_dataloader set_train_batch_size stage_id steps_per_print timers total_additional_losses total_loss
-        train_batch train_micro_batch_size_per_gpu training_dataloader use_node_local_storage
-        using_bf16_optimizer wall_clock_breakdown zero_optimization zero_optimization_stage
+        _next_batch _reduce_outputs _running_engine_backward _save_checkpoint _save_zero_checkpoint _take_model_step
+        _train_schedule basic_optimizer bfloat16_enabled buffered_allreduce_fallback checkpoint_engine
+        clip_fp32_gradients communication_data_type config data_iterator device dp_world_size engine_timers eval_batch
+        eval_return_logits fp16_enabled fwd_outputs global_rank global_samples global_steps gradient_accumulation_steps
+        gradient_average gradient_clipping gradient_predivide_factor grid has_moe_layers is_first_stage is_last_stage
+        load_checkpoint load_module_state_dict load_universal_checkpoint local_rank loss micro_batches monitor
+        mp_world_size mpu num_stages optimizer optimizer_name optimizer_params outputs param_names pipe_buffers
+        pipeline_enable_backward_allreduce postscale_gradients reset_activation_shape save_checkpoint
+        save_zero_checkpoint set_dataiterator set_dataloader set_train_batch_size stage_id steps_per_print timers
+        total_additional_losses total_loss train_batch train_micro_batch_size_per_gpu training_dataloader
+        use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_optimization zero_optimization_stage
         zero_use_cpu_optimizer
     """,
     "deepspeed.runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
@@ -94,23 +91,21 @@ NAMES = {
     "deepspeed.runtime.pipe.module.PipelineModule": """
         _build _count_layer_params _grid _index_tied_modules _layer_specs _local_start _local_stop _num_layers
         _partition_layers _set_bounds _synchronize_tied_weights _topo activation_checkpoint_func
-        activation_checkpoint_interval base_seed ckpt_layer_path ckpt_layer_path_list ds_pipe_replicated
-        dynamic_shape forward forward_funcs get_additional_losses get_tied_weights_and_groups global_rank
-        local_rank loss_fn micro_offset mpu num_stages parts seed_fn seed_layers stage_id stage_owner tied_comms
-        tied_modules tied_weight_attrs
+        activation_checkpoint_interval base_seed ckpt_layer_path ckpt_layer_path_list ds_pipe_replicated dynamic_shape
+        forward forward_funcs get_additional_losses get_tied_weights_and_groups global_rank local_rank loss_fn
+        micro_offset mpu num_stages parts seed_fn seed_layers stage_id stage_owner tied_comms tied_modules
+        tied_weight_attrs
     """,
     "deepspeed.runtime.pipe.module.TiedLayerSpec": "build forward_fn key typename",
     "deepspeed.runtime.pipe.module.ds_utils": "set_random_seed",
     "deepspeed.runtime.pipe.schedule": """
-        BackwardPass OptimizerStep PipeInstruction ReduceGrads ReduceTiedGrads SendActivation SendGrad
-        TrainSchedule
+        BackwardPass OptimizerStep PipeInstruction ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule
     """,
     "deepspeed.runtime.pipe.schedule.TrainSchedule": "num_pipe_buffers steps",
     "deepspeed.runtime.pipe.topology": "ProcessTopology",
     "deepspeed.runtime.pipe.topology.PipelineParallelGrid": """
-        data_parallel_id data_parallel_size get_data_parallel_group get_model_parallel_rank
-        get_pipe_parallel_group get_slice_parallel_world_size pp_group stage_to_global
-        topology
+        data_parallel_id data_parallel_size get_data_parallel_group get_model_parallel_rank get_pipe_parallel_group
+        get_slice_parallel_world_size pp_group stage_to_global topology
     """,
     "deepspeed.runtime.pipe.topology.ProcessTopology": "get_axis_comm_lists get_axis_names get_dim world_size",
     "deepspeed.runtime.precision_config.DeepSpeedBF16Config": "enabled",
@@ -118,8 +113,8 @@ NAMES = {
     "deepspeed.runtime.utils": "partition_balanced partition_uniform",
     "deepspeed.runtime.zero.config": "ZeroStageEnum",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
-        _hp_mapping _hp_optimizer_states_linked _link_all_hp_params _param_slice_mappings bit16_groups
-        loss_scale loss_scaler optimizer param_groups scale_if_loss single_partition_of_fp32_groups state
+        _hp_mapping _hp_optimizer_states_linked _link_all_hp_params _param_slice_mappings bit16_groups loss_scale
+        loss_scaler optimizer param_groups scale_if_loss single_partition_of_fp32_groups state
     """,
     "deepspeed.utils": "safe_get_full_fp32_param",
     "deepspeed.utils.tensor_fragment": "fragment_address",
