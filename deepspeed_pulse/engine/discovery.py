@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.measure.probe import moved
 from deepspeed_pulse.engine.plans.measuring import same_random_numbers
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import PulseError, RunError, add_note, in_words
@@ -17,9 +18,10 @@ from deepspeed_pulse.ir.effects import Effects, joined
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.runtime.discovery import Reach, begin, discover
-from deepspeed_pulse.runtime.payload import map_tensors
 from deepspeed_pulse.runtime.protocols import Batches
 from deepspeed_pulse.runtime.stage import BoundLayer
+
+CPU = torch.device("cpu")
 
 
 @dataclass(kw_only=True)
@@ -47,8 +49,7 @@ class Discovery:
     def run(self, batches: Batches) -> tuple[Effects, ...]:
         """The effects of all layers, the same on every rank; every rank of the world calls it.
 
-        Raises:
-            PulseError: what any rank met, on every rank. A layer's own exception keeps its class where it was raised.
+        What any rank met is every rank's PulseError. A layer's own exception keeps its class where it was raised.
         """
         with same_random_numbers(self.seat.device):
             self._guarded(lambda: self._begin(batches), "the first microbatch")
@@ -109,8 +110,8 @@ class Discovery:
         values, hidden = {}, None
         if self._told is None:
             # not the labels, which no layer reads
-            values = {name: map_tensors(self._values[name], _on_host) for name in names if name in self._values}
-            hidden = (map_tensors(self._hidden, _on_host), self._reach) if with_hidden else None
+            values = {name: moved(self._values[name], CPU) for name in names if name in self._values}
+            hidden = (moved(self._hidden, CPU), self._reach) if with_hidden else None
         item = [(self._told, values, hidden)]
         torch.distributed.send_object_list(item, dst=self.seat.ranks[target], group=self.seat.group)
 
@@ -119,13 +120,6 @@ class Discovery:
         torch.distributed.recv_object_list(found, src=self.seat.ranks[source], group=self.seat.group)
         told, values, hidden = found[0]
         self._told = self._told or told
-        self._values.update({name: map_tensors(value, self._here) for name, value in values.items()})
+        self._values.update({name: moved(value, self.seat.device) for name, value in values.items()})
         if hidden is not None:
-            self._hidden, self._reach = map_tensors(hidden[0], self._here), hidden[1]
-
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.seat.device).requires_grad_(tensor.requires_grad)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+            self._hidden, self._reach = moved(hidden[0], self.seat.device), hidden[1]

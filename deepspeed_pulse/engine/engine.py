@@ -23,7 +23,6 @@ from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_repl
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.losses import Losses
-from deepspeed_pulse.engine.lowering import Lowering
 from deepspeed_pulse.engine.observation import figures, notes
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
 from deepspeed_pulse.engine.observation.observer import Observer
@@ -38,7 +37,7 @@ from deepspeed_pulse.engine.starting.kernels import compile_kernel
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
 from deepspeed_pulse.engine.starting.setting_up import watched_start
 from deepspeed_pulse.engine.starting.supported import check_same_block, check_supported
-from deepspeed_pulse.engine.step import Steps
+from deepspeed_pulse.engine.step import Lowering, Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE, RankFigures

@@ -45,8 +45,7 @@ class FrozenSpec:
 class DeclaredParts:
     """The frozen parts of a module, checked against its layers.
 
-    Raises:
-        GraphError: a part that nobody reads, that needs itself, stashes, or has a trainable parameter; by name.
+    A GraphError names a part that nobody reads, that needs itself, stashes, or has a trainable parameter.
     """
 
     def __init__(self, specs: Mapping[str, FrozenSpec], graph: Graph, input_name: str) -> None:
@@ -82,10 +81,10 @@ class DeclaredParts:
     def _reading_graph(self, graph: Graph, input_name: str) -> Graph:
         """The model's graph behind a layer for each part: its batch entries are what the data must have."""
         parts = [Layer(name=f"(frozen) {name}", stash=(name,), pop=self._reads(name)) for name in self.names]
-        first, *rest = graph.layers
+        layers = list(graph.layers)
         if self.makes_input:
-            first = replace(first, pop=(input_name, *first.pop))
-        return Graph(layers=(*parts, first, *rest))
+            layers[0] = replace(layers[0], pop=(input_name, *layers[0].pop))
+        return Graph(layers=(*parts, *layers))
 
     def build(self, names: Sequence[str], device: torch.device) -> dict[str, FrozenLayers]:
         """All parts; the layers of those in ``names`` on a device, in evaluation mode, the others without functions."""

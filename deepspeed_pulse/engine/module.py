@@ -229,23 +229,21 @@ class PipelineModule(upstream.PipelineModule):
         return super()._index_tied_modules()
 
     def _build_layers(self) -> None:
-        if not self.pulse_enabled:
+        if self.plan is None:
             self._local_layers = list(range(self._local_start, self._local_stop))
             super()._build()
-            adopt_tied_calls(self.forward_funcs, self.tied_modules)
-            if self.pulse is not None:
-                tie_all_parameters(self)
-                check_builds(self)
-            return
-        assert self.plan is not None
-        for stage in self.plan.stages_of(self.stage_id):
-            self._set_bounds(start=self.plan.boundaries[stage], stop=self.plan.boundaries[stage + 1])
-            build_tied(self, range(self._local_start, self._local_stop))
-            super()._build()
-        self._set_bounds(start=0, stop=len(self.forward_funcs))
+        else:
+            for stage in self.plan.stages_of(self.stage_id):
+                self._set_bounds(start=self.plan.boundaries[stage], stop=self.plan.boundaries[stage + 1])
+                build_tied(self, range(self._local_start, self._local_stop))
+                super()._build()
+            self._set_bounds(start=0, stop=len(self.forward_funcs))
         adopt_tied_calls(self.forward_funcs, self.tied_modules)
-        check_builds(self)
-        if not any(p.requires_grad for p in self.parameters()):
+        if self.pulse is not None:
+            if self.plan is None:
+                tie_all_parameters(self)
+            check_builds(self)
+        if self.plan is not None and not any(p.requires_grad for p in self.parameters()):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
             add_placeholder(self)
 

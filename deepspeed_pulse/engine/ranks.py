@@ -48,11 +48,8 @@ class Ranks:
     ) -> torch.Tensor | None:
         """A tensor of pipeline rank ``owner``, on the CPU of global rank 0; None on the others.
 
-        It travels as bytes: backends differ in the dtypes they know.
-
-        Args:
-            tensor: on the owner in the first pipeline, that tensor; ignored on other ranks.
-            shape, dtype: of the tensor, known to all.
+        It travels as bytes: backends differ in the dtypes they know. ``tensor`` is that of the owner in the first
+        pipeline, ignored on other ranks; ``shape`` and ``dtype`` are known to all.
         """
         grid = self._module._grid
         me, source, target = dist.get_rank(), grid.pp_group[owner], grid.pp_group[0]

@@ -31,8 +31,7 @@ def clipping_is_replaced() -> bool:
 def replaced_instructions(runs: Collection[type] | None = None) -> Instructions:
     """The functions that a program has assigned into ``PipelineEngine._INSTRUCTION_MAP``.
 
-    Raises:
-        ConfigError: one that would never run: it is none of upstream's that the engine's schedules have (None: all).
+    A ConfigError for one that would never run: none of upstream's that the engine's schedules have (None: all).
     """
     known = PipelineEngine._INSTRUCTION_MAP.items()
     found = {kind: function for kind, function in known if not _is_upstreams(function, PipelineEngine)}

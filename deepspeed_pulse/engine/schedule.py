@@ -36,10 +36,8 @@ class ReduceStageGrads(upstream.PipeInstruction):
 class PulseSchedule(upstream.TrainSchedule):
     """The steps of one rank (its row of the program), then reduction and optimizer step when training.
 
-    Args:
-        training: False for a forward-only program.
-        reduce_early: a stage's gradients are reduced from its last backward on, not all at the end.
-        frozen_at: positions before which there is frozen work.
+    ``reduce_early``: a stage's gradients are reduced from its last backward on, not all at the end. ``frozen_at``:
+    positions before which there is frozen work.
     """
 
     def __init__(

@@ -115,9 +115,7 @@ def describe(index: int, layer: Any) -> Layer:
     given = layer.name if isinstance(layer, Declared) else getattr(layer, "layer_name", None)
     named = None if isinstance(layer, torch.nn.Module) else layer
     return Layer(
-        name=given or f"{index}.{type_name(layer)}",
-        stash=getattr(named, "stash", ()),
-        pop=getattr(named, "pop", ()),
+        name=given or f"{index}.{type_name(layer)}", stash=getattr(named, "stash", ()), pop=getattr(named, "pop", ())
     )
 
 

@@ -49,16 +49,19 @@ class _Filled(LayerSpec):
 
 
 def step_times(job: Workload, config: dict[str, Any], *, pipeline_ranks: int, steps: int) -> list[float]:
-    """ms of each step, the slowest rank's. Collective.
+    """ms of each step, the slowest rank's, with DeepSpeed's settings and a plan in ``config``. Collective.
 
-    Args:
-        job: layers and batch, on the meta device or not; the loss is the mean of the squared output.
-        config: DeepSpeed's settings with a plan.
+    Layers and batch may be on the meta device; the loss is the mean of the squared output.
     """
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     settings = {**SETTINGS, **config}
     layers = [_Filled(i, layer) if _is_meta(layer) else layer for i, layer in enumerate(job.layers)]
-    module = PipelineModule(layers=layers, num_stages=pipeline_ranks, loss_fn=_mean_square, config=settings)
+    module = PipelineModule(
+        layers=layers,
+        num_stages=pipeline_ranks,
+        loss_fn=lambda output, _: torch.stack([t.float().square().mean() for t in tensors_in(output)]).sum(),
+        config=settings,
+    )
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=settings)
     data = itertools.repeat((_with_numbers(job.batch[0]), torch.zeros(1)))  # the loss does not read labels
     found = []
@@ -77,10 +80,6 @@ def step_times(job: Workload, config: dict[str, Any], *, pipeline_ranks: int, st
 def _is_meta(layer: Any) -> bool:
     module = unwrap(layer)
     return isinstance(module, nn.Module) and any(p.is_meta for p in module.parameters())
-
-
-def _mean_square(output: Any, _: Any) -> torch.Tensor:
-    return torch.stack([tensor.float().square().mean() for tensor in tensors_in(output)]).sum()
 
 
 def _with_numbers(value: Any) -> Any:

@@ -44,11 +44,8 @@ def measure_layers(
 ) -> Measured:
     """Run every layer forward and backward on one batch; medians of a few repeats after a warm-up.
 
-    Args:
-        build: per layer, makes it; a layer is dropped before the next is made.
-        inputs, entries: what the first layer to measure finds: its input, and the values that are popped from there on.
-        clock: takes the times; None: the device's.
-        layers: indices of those to measure, one after the other; None for all.
+    ``build`` and ``layers`` as of :class:`Visits`. ``inputs`` and ``entries`` are what the first layer to measure
+    finds: its input, and the values that are popped from there on. ``clock`` takes the times; None: the device's.
     """
     visits = Visits(graph, build, LayerInputs(hidden=inputs, values=dict(entries)), device, layers)
     # The random state is put back: measuring must not change the run that follows.

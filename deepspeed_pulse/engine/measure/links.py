@@ -46,7 +46,13 @@ def measure_cluster(ranks: Sequence[Hardware], device: torch.device, bucket_byte
     ``bucket_bytes``.
     """
     nodes, per_node = shape_of([rank.host for rank in ranks])
-    links = [link for told in told_by_all(list(_exchanges(nodes, per_node, device))) for link in told]
+    mine = [
+        (inside, fit_link(points))
+        for inside, pairs in rounds(nodes, per_node)
+        for pair in pairs
+        if dist.get_rank() in pair and (points := _exchange(pair, device))
+    ]
+    links = [link for told in told_by_all(mine) for link in told]
     pauses_ms = [ms for told in told_by_all(message_pauses_ms(device)) for ms in told]
     overhead_us = round(1e3 * statistics.median(pauses_ms), 3) if pauses_ms else 0.0
     bus = measure_bus(device, nodes, per_node, bucket_bytes)
@@ -112,16 +118,6 @@ def rounds(nodes: int, per_node: int) -> Iterator[tuple[bool, list[tuple[int, in
         pairs = [pair for one, next_one in nodes_apart for pair in zip(one, next_one, strict=True)]
         if pairs:
             yield False, pairs
-
-
-def _exchanges(nodes: int, per_node: int, device: torch.device) -> Iterator[tuple[bool, Link]]:
-    """(whether inside nodes, link) of the pairs of which this rank is the first."""
-    for inside, pairs in rounds(nodes, per_node):
-        for pair in pairs:
-            if dist.get_rank() in pair:
-                points = _exchange(pair, device)
-                if points:
-                    yield inside, fit_link(points)
 
 
 def _exchange(pair: tuple[int, int], device: torch.device) -> Points:

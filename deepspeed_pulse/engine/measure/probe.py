@@ -115,23 +115,22 @@ class LayerInputs:
     values: dict[str, Any]
 
     def to(self, device: torch.device) -> LayerInputs:
-        """The same on another device; leaves stay leaves."""
+        """The same on another device."""
+        values = {name: moved(value, device) for name, value in self.values.items()}
+        return LayerInputs(hidden=moved(self.hidden, device), values=values)
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
-        values = {name: map_tensors(value, moved) for name, value in self.values.items()}
-        return LayerInputs(hidden=map_tensors(self.hidden, moved), values=values)
+def moved(value: Any, device: torch.device) -> Any:
+    """A value on another device, cut off from what made it; leaves stay leaves."""
+    return map_tensors(value, lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad))
 
 
 class Visits:
     """Visits the layers of a graph in order, each with what the ones before it gave.
 
-    Args:
-        build: per layer, makes it; a layer is dropped before the next is made.
-        start: what the first visited layer finds: the batch, or what an earlier walk has reached.
-        device: where layers run.
-        layers: indices of those to visit, one after the other; None for all.
+    ``build``: per layer, makes it; a layer is dropped before the next is made. ``start``: what the first visited layer
+    finds: the batch, or what an earlier walk has reached. ``layers``: indices of those to visit, one after the other;
+    None for all.
     """
 
     def __init__(

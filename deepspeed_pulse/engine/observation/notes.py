@@ -22,17 +22,11 @@ def _notes(engine: Any) -> Iterator[str]:
     absent = None if recomputing is None else recomputing.note(module.layer_list)
     if absent is not None:
         yield absent
-    if module.pulse is not None and _clips_in_full_precision(engine) and not clipping_is_replaced():
+    full_precision = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
+    clips = engine.num_stages > 1 and engine.gradient_clipping() > 0 and full_precision
+    if module.pulse is not None and clips and not clipping_is_replaced():
         yield (
             f"gradient_clipping {engine.gradient_clipping():g}: gradients are clipped by the norm over all pipeline "
             f"ranks; DeepSpeed {deepspeed.__version__} by itself would take, without fp16, bf16 and ZeRO, the norm of "
             "the first rank's parameters, so its losses differ where gradients are clipped"
         )
-
-
-def _clips_in_full_precision(engine: Any) -> bool:
-    return bool(
-        engine.num_stages > 1
-        and engine.gradient_clipping() > 0
-        and not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
-    )

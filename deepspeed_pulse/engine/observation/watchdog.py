@@ -48,11 +48,9 @@ class Watchdog:
     status 1 after the message, and the launcher ends the other ranks. There is one watchdog a process
     (:func:`of_process`), from before the process group is started to the end.
 
-    Args:
-        rank: global rank.
-        timeout_seconds: longest time in one place of a step; longest silence of another rank elsewhere.
-        act: what to do when the time is up, for tests; ends the process by default.
-        whereabouts: where the other ranks are; None where that is not known.
+    ``rank`` is global. ``timeout_seconds``: longest time in one place of a step; longest silence of another rank
+    elsewhere. ``act``: what to do when the time is up, for tests; ends the process by default. ``whereabouts``: where
+    the other ranks are; None where that is not known.
     """
 
     def __init__(

@@ -66,13 +66,7 @@ def batch_settings(config: Config) -> tuple[Any, ...]:
 
 
 def asked_of(
-    num_stages: Any,
-    topology: Any,
-    config: Config | None,
-    pulse: PulseConfig | None,
-    *,
-    plan: Plan | None,
-    world: int,
+    num_stages: Any, topology: Any, config: Config | None, pulse: PulseConfig | None, *, plan: Plan | None, world: int
 ) -> Asked | None:
     """What is to be chosen; None where nothing is "auto".
 
@@ -94,11 +88,12 @@ def asked_of(
     if config is None:
         raise ConfigError(f'{names[0]}: "auto" needs the global batch: pass config= to PipelineModule, with {BATCH}')
     _refuse(names, num_stages, topology, config, pulse)
+    waves = (1, 2) if pulse.waves == AUTO else (int(pulse.waves),)
     given = Constraints(
         pipeline_ranks=_ranks(num_stages, topology, world),
         microbatch_size=size,
         microbatches=steps,
-        waves=_waves(pulse),
+        waves={"auto": (0, *waves), "wave": waves, "linear": (0,)}[pulse.placement],  # 0: linear placement
         zero_stage=_zero_stage(config),
         layout=None if topology is None else layout_of(topology),
         schedule=pulse.schedule,
@@ -185,17 +180,9 @@ def _ranks(num_stages: Any, topology: Any, world: int) -> int | None:
     return found
 
 
-def _waves(pulse: PulseConfig) -> tuple[int, ...]:
-    """0 stands for linear placement."""
-    waves = (1, 2) if pulse.waves == AUTO else (int(pulse.waves),)
-    return {"auto": (0, *waves), "wave": waves, "linear": (0,)}[pulse.placement]
-
-
 def _zero_stage(config: Config) -> int:
     stage = _within(config, "zero_optimization", "stage")
-    found = stage if isinstance(stage, int) else 0  # upstream says what is wrong with it
-    check_zero_stage(found)
-    return found
+    return check_zero_stage(stage if isinstance(stage, int) else 0)  # upstream says what is wrong with another
 
 
 def layout_of(topology: Any) -> Layout:

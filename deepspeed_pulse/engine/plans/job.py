@@ -43,15 +43,14 @@ from deepspeed_pulse.runtime.recomputing import Checkpoint
 class TrainingJob:
     """A layer list with the arguments and the config that its plan depends on; ``given`` to ``PipelineModule``.
 
+    A PulseError where the layers, the config, the frozen parts or the example batch are wrong.
+
     Attributes:
         entry_rules: what the models that the layers were made of say about the entries of a batch.
         config: DeepSpeed's, with numbers in place of "auto" once settled; None where there is none.
         pulse: its block; None where the layers run as upstream runs them.
         chosen: what was chosen for "auto"; None where nothing was.
         recomputing: which layers run again in backward, and how; known once planned.
-
-    Raises:
-        PulseError: the layers, the config, the frozen parts or the example batch are wrong.
     """
 
     def __init__(self, layers: Sequence[Any], given: Mapping[str, Any]) -> None:

@@ -26,26 +26,30 @@ def profiles(request: PlanRequest, sizes: Sequence[int]) -> dict[int, Profile]:
     """By microbatch size, the usable kept profiles that there are for a job."""
     if request.pulse.plan_cache is None:
         return {}
-    found = {size: _read_profile(path, request, size) for size, path in _files(request, sizes) if path.exists()}
-    return {size: profile for size, profile in found.items() if profile is not None}
+    kept = {}
+    for size, path in _files(request, sizes):
+
+        def problems(found: Profile, size: int = size) -> Iterator[str]:
+            yield from misfits(request, found)
+            if found.microbatch_size != size:
+                yield f"expected microbatches of {size}, found {found.microbatch_size}"
+
+        profile = _usable(path, "profile", Profile.load, problems)
+        if profile is not None:
+            kept[size] = profile
+    return kept
 
 
-def _read_profile(path: Path, request: PlanRequest, size: int) -> Profile | None:
-    def misfit(found: Profile) -> str:
-        differs = f"expected microbatches of {size}, found {found.microbatch_size}"
-        return next(misfits(request, found), "" if found.microbatch_size == size else differs)
-
-    return _usable(path, "profile", Profile.load, misfit)
-
-
-def _usable(path: Path, what: str, load: Callable[[Path], T], misfit: Callable[[T], str]) -> T | None:
-    """What a kept file holds; None, which is said, where it cannot be read or is not this job's."""
+def _usable(path: Path, what: str, load: Callable[[Path], T], problems: Callable[[T], Iterator[str]]) -> T | None:
+    """What a kept file holds, if there is one; None, which is said, where it cannot be read or is not this job's."""
+    if not path.exists():
+        return None
     try:
         found = load(path)
     except FileError as problem:
         reason = str(problem).removeprefix(f"{path}: ")
     else:
-        reason = misfit(found)
+        reason = next(problems(found), "")
         if not reason:
             return found
     print(f"pulse: the kept {what} {path} is not this job's and is measured anew: {reason}", flush=True)
@@ -70,11 +74,11 @@ def check_folder(plan_cache: str) -> None:
 def read_cluster(path: Path, nodes: int, ranks_per_node: int) -> Cluster | None:
     """Kept links of machines of that shape; None where there are no usable ones."""
 
-    def misfit(found: Cluster) -> str:
-        differs = f"expected {nodes} nodes of {ranks_per_node}, found {found.nodes} of {found.ranks_per_node}"
-        return "" if (found.nodes, found.ranks_per_node) == (nodes, ranks_per_node) else differs
+    def problems(found: Cluster) -> Iterator[str]:
+        if (found.nodes, found.ranks_per_node) != (nodes, ranks_per_node):
+            yield f"expected {nodes} nodes of {ranks_per_node}, found {found.nodes} of {found.ranks_per_node}"
 
-    return _usable(path, "cluster", Cluster.load, misfit) if path.exists() else None
+    return _usable(path, "cluster", Cluster.load, problems)
 
 
 def named_by(content: object) -> str:

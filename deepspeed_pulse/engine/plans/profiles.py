@@ -106,7 +106,6 @@ def _split(workload: Workload, graph: Graph) -> SplitBatch:
 
 
 def _microbatch_size(workload: Workload, split: SplitBatch) -> int:
-    """What was asked for, else the leading size of the first layer's input."""
     return workload.microbatch_size or int(tensors_in(split.inputs)[0].shape[0])
 
 

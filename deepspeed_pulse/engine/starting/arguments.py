@@ -38,17 +38,11 @@ def listed(layers: Any, where: str = "") -> list[Any]:
 
 
 def check_arguments(graph: Graph, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of another kind than ``PipelineModule`` takes.
+    """Refuse arguments of another kind than ``PipelineModule`` takes, and with a GraphError a cut at no layer.
 
-    Raises:
-        ConfigError: names the argument, what was expected and what was found.
-        GraphError: a cut at a layer that does not exist.
+    A ConfigError names the argument, what was expected and what was found.
     """
-    for name, (is_right, expected) in _KINDS.items():
-        value = arguments[name]
-        left_out = value is None and name not in _NEEDED
-        if not left_out and not is_right(value):
-            raise ConfigError(f"{name}: expected {expected}, found {shown(value)}")
+    _check_kinds(_KINDS, arguments)
     for name, part in (arguments["frozen"] or {}).items():
         _check_part(name, part)
     method = arguments["partition_method"]
@@ -66,23 +60,20 @@ def check_methods(found: type) -> None:
         )
 
 
+def _check_kinds(kinds: Kinds, given: Mapping[str, Any], where: str = "") -> None:
+    for name, (is_right, expected) in kinds.items():
+        value = given[name]
+        left_out = value is None and name not in _NEEDED
+        if not left_out and not is_right(value):
+            raise ConfigError(f"{where}{name}: expected {expected}, found {shown(value)}")
+
+
 def _check_part(name: Any, part: Any) -> None:
     if not _is_word(name) or not isinstance(part, FrozenSpec):
         raise ConfigError(
             f"frozen: expected a FrozenSpec under the name that layers pop, found {shown(part)} under {shown(name)}"
         )
-    kinds = {
-        "input": (_is_word(part.input), "the name of what it reads"),
-        "dtype": (part.dtype is None or isinstance(part.dtype, torch.dtype), "a torch.dtype or None"),
-        "ranks": (
-            part.ranks is None or (_is_list(part.ranks) and all(map(_is_count, part.ranks))),
-            "pipeline ranks or None",
-        ),
-    }
-    for what, (is_right, expected) in kinds.items():
-        if not is_right:
-            found = shown(getattr(part, what))
-            raise ConfigError(f"frozen part {name!r}: {what}: expected {expected}, found {found}")
+    _check_kinds(_KINDS_OF_A_PART, vars(part), f"frozen part {name!r}: ")
     listed(part.layers if _is_list(part.layers) else [part.layers], f"frozen part {name!r}: ")
 
 
@@ -131,7 +122,10 @@ def _is_topology(value: Any) -> bool:
 _NEEDED = ("base_seed", "input")
 """Arguments that None does not leave out."""
 
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""Per argument, whether a value is right, and what is expected."""
+
+_KINDS: Kinds = {
     "topology": (_is_topology, "a ProcessTopology of DeepSpeed"),
     "loss_fn": (callable, "a function of the model's output and the labels"),
     "seed_layers": (lambda value: isinstance(value, int), "True or False"),
@@ -143,11 +137,13 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "activation_checkpoint_interval": (_is_count, "a number of layers >= 0"),
     "activation_checkpoint_func": (callable, "a checkpoint function"),
-    "checkpointable_layers": (
-        lambda value: isinstance(value, list) and all(map(_is_word, value)),
-        "a list of class names",
-    ),
+    "checkpointable_layers": (lambda x: isinstance(x, list) and all(map(_is_word, x)), "a list of class names"),
     "dynamic_shape": (lambda value: isinstance(value, int), "True or False"),
     "input": (_is_word, "the name of the first layer's input"),
     "frozen": (lambda value: isinstance(value, Mapping), "FrozenSpecs by the name that layers pop"),
+}
+_KINDS_OF_A_PART: Kinds = {
+    "input": (_is_word, "the name of what it reads"),
+    "dtype": (lambda value: isinstance(value, torch.dtype), "a torch.dtype or None"),
+    "ranks": (lambda value: _is_list(value) and all(map(_is_count, value)), "pipeline ranks or None"),
 }

@@ -23,13 +23,14 @@ def check_same_block(module: Any, config: Any) -> None:
         )
 
 
-def check_zero_stage(stage: int) -> None:
-    """Refuse ZeRO stages that cut gradients or weights."""
+def check_zero_stage(stage: int) -> int:
+    """Refuse ZeRO stages that cut gradients or weights; else the stage."""
     if stage >= 2:
         raise ConfigError(
             f"zero_optimization.stage: expected 0 or 1, found {stage}: ZeRO-2 and ZeRO-3 cut gradients and weights "
             "after every backward, while a pipeline accumulates gradients over its microbatches; use stage 1"
         )
+    return stage
 
 
 def check_supported(config: Any, module: Any) -> None:
