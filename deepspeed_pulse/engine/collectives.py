@@ -15,44 +15,39 @@ from deepspeed_pulse.errors import BatchError, FileError, PulseError, RunError, 
 T = TypeVar("T")
 
 
-def agree(make: Callable[[], Any], what: str) -> Any:
-    """Run ``make`` on rank 0; every rank gets its result, or raises the same error, which names ``what``."""
-    return _decided(
-        make if dist.get_rank() == 0 else None,
-        # a layer's own, met while it is built or measured
-        lambda problem: RunError(f"{what} on rank 0: {type(problem).__name__}: {problem}"),
-        src=0,
-    )
+def agree(make: Callable[[], T], what: str) -> T:
+    """Run ``make`` on rank 0; every rank gets its result, or raises the same error, which names ``what``.
+
+    One that is none of this package's, a layer's own, met while it is built or measured, is told as a RunError.
+    """
+    return _decided(make, RunError, f"{what} on rank 0", decider=0)
 
 
-def decided_in_pipeline(make: Callable[[], Any], decider: int, seat: Seat) -> Any:
-    """What ``make`` returns on pipeline rank ``decider``, on all ranks of the pipeline; or its error, on all."""
+def decided_in_pipeline(make: Callable[[], T], decider: int, seat: Seat) -> T:
+    """What ``make`` returns on pipeline rank ``decider``, on all ranks of the pipeline; or its error, on all.
 
-    return _decided(
-        make if seat.rank == decider else None,
-        # whatever a loader raises
-        lambda problem: BatchError(f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}"),
-        src=seat.ranks[decider],
-        group=seat.group,
-    )
+    One that is none of this package's, whatever a loader raises, is told as a BatchError.
+    """
+    source = seat.ranks[decider]
+    return _decided(make, BatchError, f"rank {source}", decider=source, group=seat.group)
 
 
-def _decided(make: Callable[[], Any] | None, as_told: Callable[[Exception], Exception], **spread: Any) -> Any:
-    """``spread``: from whom, and to which group."""
+def _decided(make: Callable[[], T], kind: type[PulseError], where: str, *, decider: int, group: Any = None) -> T:
     outcome: list[Any] = [None]
     cause: Exception | None = None
-    if make is not None:
+    if dist.get_rank() == decider:
         try:
             outcome = [make()]
         except (PulseError, StopIteration) as problem:
             outcome = [problem]
         except Exception as problem:
-            cause, outcome = problem, [as_told(problem)]
-    if dist.get_world_size(spread.get("group")) > 1:
-        dist.broadcast_object_list(outcome, **spread)
+            cause, outcome = problem, [kind(f"{where}: {type(problem).__name__}: {problem}")]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(outcome, src=decider, group=group)
     if isinstance(outcome[0], Exception):
         raise outcome[0] from cause
-    return outcome[0]
+    found: T = outcome[0]
+    return found
 
 
 def told_by_all(item: Any, group: Any = None) -> list[Any]:

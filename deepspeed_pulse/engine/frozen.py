@@ -57,18 +57,19 @@ class DeclaredParts:
         one_or_more = {name: given.layers for name, given in specs.items()}
         self._layers = {name: list(x) if isinstance(x, (list, tuple)) else [x] for name, x in one_or_more.items()}
         self._graphs = {name: _graph_of(name, layers) for name, layers in self._layers.items()}
-        self._targets = {name: _targets(graph, name, input_name) for name in specs}
+        popped = {name: [pop for layer in own.layers for pop in layer.pop] for name, own in self._graphs.items()}
+        self._reads = {name: tuple(dict.fromkeys((specs[name].input, *more))) for name, more in popped.items()}
+        """Everything a part reads, its input first."""
+        self._needs = {name: tuple(r for r in reads if r in specs) for name, reads in self._reads.items()}
+        self._targets = {
+            name: tuple(
+                i for i, layer in enumerate(graph.layers) if name in layer.pop or (i == 0 and name == input_name)
+            )
+            for name in specs
+        }
         _refuse_trainable(self._layers)
         self.names = self._order()
         self.reading_graph = self._reading_graph(graph, input_name)
-
-    def _reads(self, name: str) -> tuple[str, ...]:
-        """Everything a part reads, its input first."""
-        popped = (pop for layer in self._graphs[name].layers for pop in layer.pop)
-        return tuple(dict.fromkeys((self._specs[name].input, *popped)))
-
-    def _needs(self, name: str) -> tuple[str, ...]:
-        return tuple(read for read in self._reads(name) if read in self._specs)
 
     def _order(self) -> tuple[str, ...]:
         """Names, what a part needs before it."""
@@ -80,7 +81,7 @@ class DeclaredParts:
 
     def _reading_graph(self, graph: Graph, input_name: str) -> Graph:
         """The model's graph behind a layer for each part: its batch entries are what the data must have."""
-        parts = [Layer(name=f"(frozen) {name}", stash=(name,), pop=self._reads(name)) for name in self.names]
+        parts = [Layer(name=f"(frozen) {name}", stash=(name,), pop=self._reads[name]) for name in self.names]
         layers = list(graph.layers)
         if self.makes_input:
             layers[0] = replace(layers[0], pop=(input_name, *layers[0].pop))
@@ -122,11 +123,11 @@ class DeclaredParts:
         """As a plan has it, with these costs."""
         ranks = self._specs[name].ranks
         ranks = None if ranks is None else tuple(ranks)
-        return FrozenPart(name=name, layers=layers, needs=self._needs(name), targets=self._targets[name], ranks=ranks)
+        return FrozenPart(name=name, layers=layers, needs=self._needs[name], targets=self._targets[name], ranks=ranks)
 
     def check_planned(self, parts: Sequence[FrozenPart], where: str) -> None:
         """Raise a ConfigError for a plan's parts with other names, numbers of layers, or readers than these."""
-        mine = {name: (len(self._layers[name]), self._needs(name), self._targets[name]) for name in self.names}
+        mine = {name: (len(self._layers[name]), self._needs[name], self._targets[name]) for name in self.names}
         found = {part.name: (len(part.layers), part.needs, part.targets) for part in parts}
         for name in (*mine, *found):
             if mine.get(name) != found.get(name):
@@ -173,11 +174,6 @@ def _graph_of(name: str, layers: Sequence[Any]) -> Graph:
                 "layer's output: hand on a tuple, or make another part"
             )
     return Graph(layers=described)
-
-
-def _targets(graph: Graph, name: str, input_name: str) -> tuple[int, ...]:
-    readers = [index for index, layer in enumerate(graph.layers) if name in layer.pop]
-    return tuple(sorted({0, *readers} if name == input_name else readers))
 
 
 def _refuse_trainable(parts: Mapping[str, Sequence[Any]]) -> None:

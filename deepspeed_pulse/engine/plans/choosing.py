@@ -52,7 +52,7 @@ def choose(request: PlanRequest, asked: Asked) -> Chosen:
     profile, costs = agree(lambda: known_profile(request), "planning")
     profiles = _measured(request, asked) if profile is None else (profile,)
     cluster = job_cluster(request, timed=True)
-    return agree(lambda: _chosen(request, asked, profiles, cluster, costs), "choosing")  # type: ignore[no-any-return]
+    return agree(lambda: _chosen(request, asked, profiles, cluster, costs), "choosing")
 
 
 def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:

@@ -80,7 +80,7 @@ def plan_job(request: PlanRequest, doing: Callable[[str], None]) -> Planned:
     Layer costs are measured by all ranks, everything else is done by rank 0. ``doing`` is told what comes next.
     """
     if request.pulse.plan is not None:
-        return agree(lambda: _given(request), "planning")  # type: ignore[no-any-return]
+        return agree(lambda: _given(request), "planning")
     profile, costs = agree(lambda: known_profile(request), "planning")
     if profile is None:
         doing("PipelineModule(): measuring layer costs")
@@ -88,7 +88,7 @@ def plan_job(request: PlanRequest, doing: Callable[[str], None]) -> Planned:
     doing("PipelineModule(): measuring links")
     cluster = job_cluster(request, timed=profile.device != NO_DEVICE)
     doing("PipelineModule(): planning on rank 0")
-    return agree(lambda: make_planned(request, profile, cluster, costs), "planning")  # type: ignore[no-any-return]
+    return agree(lambda: make_planned(request, profile, cluster, costs), "planning")
 
 
 def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
@@ -100,7 +100,7 @@ def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
         cluster = machines(request.device, plan_cache=request.pulse.plan_cache)
         given = _given_bytes(request)
         return cluster if given is None else replace(cluster, memory_bytes=given)
-    return agree(lambda: known_cluster(request), "planning")  # type: ignore[no-any-return]
+    return agree(lambda: known_cluster(request), "planning")
 
 
 def _given_bytes(request: PlanRequest) -> int | None:
