@@ -51,7 +51,6 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     _started = False
     """False while upstream's ``__init__`` runs: there "first" and "last" mean the topology."""
-
     _compute_loss = True
     """Upstream sets it in every ``train_batch`` and ``eval_batch``."""
 

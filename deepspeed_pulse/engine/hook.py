@@ -1,11 +1,10 @@
 """The one hook in DeepSpeed: which engine is built for our ``PipelineModule``, and from which config.
 
 ``deepspeed.initialize`` builds ``PipelineEngine(...)`` for every ``PipelineModule``. The hook is a
-``PipelineEngine.__new__`` that makes an instance of the module's own engine class instead (a
-subclass, so Python then runs that class's ``__init__``). ``PipelineEngine`` stays a class, and any
-other module gets the engine it always got. ``DeepSpeedConfig`` likewise: before it is parsed for a module of
-ours, "auto" is replaced by what the module has chosen. An upstream that asks the module itself (see
-``patches/``) needs no hook.
+``PipelineEngine.__new__`` that makes an instance of the module's own engine class instead (a subclass, so Python then
+runs that class's ``__init__``). ``PipelineEngine`` stays a class, and any other module gets the engine it always got.
+``DeepSpeedConfig`` likewise: before it is parsed for a module of ours, "auto" is replaced by what the module has
+chosen. An upstream that asks the module itself (see ``patches/``) needs no hook.
 
 Any other engine would run a planned module's layers in another order, so the base of all engines refuses it
 (:func:`guard`): a subclass of ``PipelineEngine``, a plugin whose ``__new__`` came later, a plain ``DeepSpeedEngine``.

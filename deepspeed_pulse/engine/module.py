@@ -72,7 +72,6 @@ class PipelineModule(upstream.PipelineModule):
 
     unusable: str | None = None
     """Why weights and optimizer state do not belong together."""
-
     synchronizes_tied_weights = True
     """False while a checkpoint's layers are loaded: ranks meet over tied weights when all have theirs."""
 

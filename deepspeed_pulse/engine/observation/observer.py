@@ -61,9 +61,9 @@ class Observer:
         return step % chosen == 0 if isinstance(chosen, int) else step in chosen
 
     def end_step(self, marks: tuple[Any, Any], plan: Plan) -> None:
-        """Report on the step if it was measured; collective in the pipeline then, and the device ends the step first.
+        """Report on the step of that plan if it was measured; collective then, and the device ends the step first.
 
-        ``marks``: of the device at the ends of ``train_batch``; ``plan``: what was run.
+        ``marks``: of the device at the ends of ``train_batch``.
         """
         if self._engine.monitor.enabled:
             self._marks.append(marks)

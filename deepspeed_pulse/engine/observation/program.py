@@ -30,8 +30,7 @@ _OWN = os.path.join(Path(__file__).parents[2], "")
 def communication() -> str | None:
     """The collective, or the send or receive, that the main thread is in and the program itself has called.
 
-    Returns:
-        "send, called at loader.py:88"; None where there is none, and for what this package calls.
+    "send, called at loader.py:88"; None where there is none, and for what this package calls.
     """
     called: str | None = None
     for file, line, function in _calls(threading.main_thread().ident or 0):

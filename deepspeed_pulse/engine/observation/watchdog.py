@@ -144,10 +144,7 @@ class Watchdog:
             self._place = before
 
     def watching(self, doing: str, *, meets: bool = False) -> AbstractContextManager[None]:
-        """Watch while inside; :meth:`enter` says what comes next. Where a peer is missing, say where all ranks are.
-
-        ``meets``: it begins by waiting for all ranks.
-        """
+        """Watch while inside, where a missing peer's error says where all are; ``meets``: first it waits for all."""
         return self._within(Activity(doing, patience=self.timeout_seconds, meets=meets))
 
     def watching_patiently(self, doing: str) -> AbstractContextManager[None]:

@@ -56,10 +56,7 @@ def choose(request: PlanRequest, asked: Asked) -> Chosen:
 
 
 def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:
-    """The smaller microbatch sizes, then two at a time as long as the larger one is worth it.
-
-    A larger one that does not fit the device's memory ends it, too.
-    """
+    """The smaller microbatch sizes, then two at a time as long as the larger one is worth it, and fits the memory."""
     sizes = sizes_to_measure(asked)
     if asked.given.sets_microbatches:
         return measure_profiles(request, sizes)

@@ -140,10 +140,7 @@ def open_job(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cl
 
 
 def decide(job: OpenJob, pulse: PulseConfig, told: Callable[[Tuning], Decision]) -> Decision:
-    """The best way to run a job, searched for ``solver_seconds``; or what an earlier run with this job came to.
-
-    ``told``: what is to be said of a tuning.
-    """
+    """What is ``told`` of the best way to run a job, searched for ``solver_seconds``, or was of an earlier run."""
     seconds = pulse.solver_seconds
     if pulse.plan_cache is None:
         return told(tune(job, solver_seconds=seconds))

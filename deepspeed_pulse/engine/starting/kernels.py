@@ -73,9 +73,9 @@ def compile_kernel(name: str | None, params: Mapping[str, Any] | None, *, offloa
 def skip_inference_kernel() -> None:
     """Keep upstream from compiling its CPU kernel for inference all-reduce, which training never uses.
 
-    ``deepspeed.init_distributed`` does it, which a script may call before it makes a module: called on import.
-    Compiling needs a compiler and minutes, a process killed meanwhile leaves a lock file behind that
-    every later start waits for, for ever, and every rank of every run leaves 69 MB in shared memory.
+    ``deepspeed.init_distributed`` does it, which a script may call before it makes a module: called on import. It needs
+    a compiler and minutes, a process killed meanwhile leaves a lock file behind that every later start waits for, for
+    ever, and every rank of every run leaves 69 MB in shared memory.
     """
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

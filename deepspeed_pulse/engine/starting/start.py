@@ -79,11 +79,8 @@ def has_failed() -> bool:
 
 
 def _end_distributed() -> None:
-    """End what :func:`init_distributed` started, unless the run failed.
-
-    Threads of a process group that is still there while the interpreter goes down can abort the
-    process; after a failure peers are gone and waiting for them would hang.
-    """
+    # Threads of a group that is still there while the interpreter goes down can abort the process; after a failure
+    # peers are gone and waiting for them would hang.
     if torch.distributed.is_initialized() and not has_failed():
         torch.distributed.destroy_process_group()
 
