@@ -89,12 +89,13 @@ def asked_of(
         raise ConfigError(f'{names[0]}: "auto" needs the global batch: pass config= to PipelineModule, with {BATCH}')
     _refuse(names, num_stages, topology, config, pulse)
     waves = (1, 2) if pulse.waves == AUTO else (int(pulse.waves),)
+    stage = _within(config, "zero_optimization", "stage")
     given = Constraints(
         pipeline_ranks=_ranks(num_stages, topology, world),
         microbatch_size=size,
         microbatches=steps,
         waves={"auto": (0, *waves), "wave": waves, "linear": (0,)}[pulse.placement],  # 0: linear placement
-        zero_stage=_zero_stage(config),
+        zero_stage=check_zero_stage(stage if isinstance(stage, int) else 0),  # upstream says what is wrong with another
         layout=None if topology is None else layout_of(topology),
         schedule=pulse.schedule,
     )
@@ -178,11 +179,6 @@ def _ranks(num_stages: Any, topology: Any, world: int) -> int | None:
     if found is not None:
         check_divides(world, found)
     return found
-
-
-def _zero_stage(config: Config) -> int:
-    stage = _within(config, "zero_optimization", "stage")
-    return check_zero_stage(stage if isinstance(stage, int) else 0)  # upstream says what is wrong with another
 
 
 def layout_of(topology: Any) -> Layout:

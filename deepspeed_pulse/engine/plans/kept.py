@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,18 +27,17 @@ def profiles(request: PlanRequest, sizes: Sequence[int]) -> dict[int, Profile]:
     """By microbatch size, the usable kept profiles that there are for a job."""
     if request.pulse.plan_cache is None:
         return {}
-    kept = {}
-    for size, path in _files(request, sizes):
+    found = {
+        size: _usable(path, "profile", Profile.load, partial(_problems, request, size))
+        for size, path in _files(request, sizes)
+    }
+    return {size: profile for size, profile in found.items() if profile is not None}
 
-        def problems(found: Profile, size: int = size) -> Iterator[str]:
-            yield from misfits(request, found)
-            if found.microbatch_size != size:
-                yield f"expected microbatches of {size}, found {found.microbatch_size}"
 
-        profile = _usable(path, "profile", Profile.load, problems)
-        if profile is not None:
-            kept[size] = profile
-    return kept
+def _problems(request: PlanRequest, size: int, found: Profile) -> Iterator[str]:
+    yield from misfits(request, found)
+    if found.microbatch_size != size:
+        yield f"expected microbatches of {size}, found {found.microbatch_size}"
 
 
 def _usable(path: Path, what: str, load: Callable[[Path], T], problems: Callable[[T], Iterator[str]]) -> T | None:

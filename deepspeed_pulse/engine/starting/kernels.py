@@ -44,9 +44,10 @@ def compile_kernel(name: str | None, params: Mapping[str, Any] | None, *, offloa
     On a CPU only: a kernel of an accelerator is a matter of its installation. ``name`` is None without an optimizer in
     the config; the first rank prints. Where a rank has no such kernel and cannot compile it, all raise the ConfigError.
     """
-    on_cpu = name is not None and get_accelerator().device_name() == "cpu"
-    kernel = kernel_of(name, params or {}, offloads=offloads) if name is not None and on_cpu else None
-    if name is None or kernel is None:
+    if name is None or get_accelerator().device_name() != "cpu":
+        return
+    kernel = kernel_of(name, params or {}, offloads=offloads)
+    if kernel is None:
         return
     builder = get_accelerator().create_op_builder(kernel)
     switch = f'write "{TORCH_ADAM}": true in the optimizer\'s "params", or ' if name.lower() in _ADAM else ""

@@ -26,8 +26,10 @@ def load_config(config: Config | None) -> dict[str, Any] | None:
     """The DeepSpeed config as a dict: given, or named on the command line, or None."""
     if config is None:
         config = _config_on_command_line()
-    if config is None or isinstance(config, Mapping):
-        return config if config is None or isinstance(config, dict) else dict(config)
+    if config is None or isinstance(config, dict):
+        return config
+    if isinstance(config, Mapping):
+        return dict(config)
     is_path = isinstance(config, (str, os.PathLike))
     if not is_path or not Path(config).is_file():
         found = f"no file {str(config)!r}" if is_path else repr(config)
