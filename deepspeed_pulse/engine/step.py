@@ -20,8 +20,7 @@ from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.effects import Effects, with_versions
-from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.routes import make_routes
+from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
 from deepspeed_pulse.runtime.usage import Usage
 
