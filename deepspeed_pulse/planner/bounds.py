@@ -15,7 +15,7 @@ import heapq
 from collections import defaultdict
 from itertools import count
 
-from deepspeed_pulse.ir.dependencies import Key
+from deepspeed_pulse.ir.dependencies import Key, key_of
 from deepspeed_pulse.ir.program import Message
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner.links import Port
@@ -27,18 +27,19 @@ class CriticalPaths:
 
     def __init__(self, problem: Problem, *, split: bool = False) -> None:
         self.problem = problem
-        self.actions = _one_microbatch(problem.num_stages, split)
+        stages, back = range(problem.num_stages), Op.INPUT_GRAD if split else Op.BACKWARD
+        self.actions = [Action(s, Op.FORWARD, 0) for s in stages] + [Action(s, back, 0) for s in reversed(stages)]
+        self.actions += [Action(s, Op.WEIGHT_GRAD, 0) for s in stages if split]
         self.delays = _message_delays(problem, self.actions)
+        self._edges = {key_of(a): self._incoming(a) for a in self.actions}
+        self._duration = duration = {key_of(a): problem.duration_ms(a) for a in self.actions}
         self.head_ms: dict[Key, float] = {}
-        self.tail_ms: dict[Key, float] = dict.fromkeys((problem.key(a) for a in self.actions), 0.0)
-        self._edges = {problem.key(a): self._incoming(a) for a in self.actions}
-        duration = {problem.key(a): problem.duration_ms(a) for a in self.actions}
+        self.tail_ms: dict[Key, float] = dict.fromkeys(self._edges, 0.0)
         for key, edges in self._edges.items():
             self.head_ms[key] = max((self.head_ms[k] + duration[k] + delay for k, delay in edges), default=0.0)
         for key, edges in reversed(self._edges.items()):
             for before, delay in edges:
                 self.tail_ms[before] = max(self.tail_ms[before], delay + duration[key] + self.tail_ms[key])
-        self._duration = duration
 
     def heads_of(self, microbatches: int) -> dict[Key, list[float]]:
         """``head_ms`` of every microbatch, those of a stage one after the other."""
@@ -65,19 +66,12 @@ class CriticalPaths:
 
     def _incoming(self, action: Action) -> list[tuple[Key, float]]:
         """What the action waits for, with the ms from there to arrival (0 on its own rank)."""
-        kind = self.problem.key(action)[1]
+        kind = key_of(action)[1]
         delay: dict[Key, float] = dict.fromkeys(self.problem.needs(action), 0.0)
         for message in self.problem.step(action).receives:
             key = (message.source_stage, kind, 0)
             delay[key] = max(delay[key], self.delays[message])
         return list(delay.items())
-
-
-def _one_microbatch(num_stages: int, split: bool) -> list[Action]:
-    stages = range(num_stages)
-    back = Op.INPUT_GRAD if split else Op.BACKWARD
-    actions = [Action(s, Op.FORWARD, 0) for s in stages] + [Action(s, back, 0) for s in reversed(stages)]
-    return actions + [Action(s, Op.WEIGHT_GRAD, 0) for s in stages if split]
 
 
 def _message_delays(problem: Problem, actions: list[Action]) -> dict[Message, float]:
@@ -86,9 +80,9 @@ def _message_delays(problem: Problem, actions: list[Action]) -> dict[Message, fl
     for action in actions:
         queued: dict[Port, float] = defaultdict(float)
         for message in problem.step(action).sends:
-            port, delay = problem.port_of(message), problem.delay(message)
-            queued[port] += delay.transfer_ms
-            delays[message] = queued[port] + delay.latency_ms
+            port, (transfer_ms, latency_ms) = problem.port_of(message), problem.delay(message)
+            queued[port] += transfer_ms
+            delays[message] = queued[port] + latency_ms
     return delays
 
 
@@ -108,7 +102,7 @@ def _rank_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     heads, tails = paths.heads_of(microbatches), paths.tails_of(microbatches)
     jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(problem.num_ranks)]
     for action in paths.actions:
-        key, duration = problem.key(action), problem.duration_ms(action)
+        key, duration = key_of(action), problem.duration_ms(action)
         row = jobs[problem.placement[action.stage]]
         row += [(head, tail, duration) for head, tail in zip(heads[key], tails[key], strict=True)]
     return [preemptive_ms(row) for row in jobs]
@@ -143,14 +137,14 @@ def _port_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     first: dict[Port, float] = {}
     last: dict[Port, float] = {}
     for action in paths.actions:
-        key = problem.key(action)
+        key = key_of(action)
         end = paths.head_ms[key] + problem.duration_ms(action)
         for message in problem.step(action).sends:
-            port, delay = problem.port_of(message), problem.delay(message)
+            port, (transfer_ms, latency_ms) = problem.port_of(message), problem.delay(message)
             target = (message.target_stage, key[1], 0)
             consumer = problem.duration_ms(Action(message.target_stage, action.op, 0))
-            after = delay.latency_ms + consumer + paths.tail_ms[target]
-            work[port] += delay.transfer_ms
+            after = latency_ms + consumer + paths.tail_ms[target]
+            work[port] += transfer_ms
             first[port] = min(first.get(port, end), end)
             last[port] = min(last.get(port, after), after)
     return [first[port] + microbatches * work[port] + last[port] for port in work]

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.dependencies import Key, key_of, needs
-from deepspeed_pulse.ir.placement import Placement
+from deepspeed_pulse.ir.dependencies import Key, needs
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import Profile, Skip
+from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
-from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
 from deepspeed_pulse.planner.links import Links, Port
 from deepspeed_pulse.planner.recompute import recomputed_bytes, with_recompute
-
-
-@dataclass(frozen=True, slots=True)
-class Delay:
-    """Of one message: ms it occupies its directed link, and the latency after that."""
-
-    transfer_ms: float
-    latency_ms: float
 
 
 class Problem:
@@ -32,43 +21,27 @@ class Problem:
 
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
         _check_fit(plan, profile)
-        self.plan, self.profile, self.cluster = plan, profile, cluster
+        self.plan, self.profile, self.cluster, self.rules = plan, profile, cluster, plan.rules
+        self.placement, self.num_ranks, self.num_stages = plan.placement, plan.pipeline_ranks, plan.num_stages
         self.links = Links(cluster, plan.grid)
         self._replayed = {split: recomputed_bytes(profile, plan, split=split) for split in (False, True)}
-        self._values: dict[str, Skip] = {}
-        for skip in profile.skips:
-            self._values.setdefault(skip.name, skip)
+        self._values = {skip.name: skip for skip in reversed(profile.skips)}
         self._lowering = Lowering(plan)
         self._steps: dict[Action, Step] = {}
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
         self.bounds_ms: dict[tuple[int, bool], float] = {}
         """Lower bounds found so far, by number of microbatches and whether backward is split."""
-        layers = StageCosts.of(with_recompute(profile, plan.recompute), plan.boundaries)
-        self.costs = layers.with_overheads(*(self._overheads_ms(op) for op in (Op.FORWARD, Op.BACKWARD)))
+        layers = with_recompute(profile, plan.recompute)
+        overheads = [
+            [self.overhead_ms(Action(stage, op, 0)) for stage in range(plan.num_stages)]
+            for op in (Op.FORWARD, Op.BACKWARD)
+        ]
+        self.costs = StageCosts.of(layers, plan.boundaries).with_overheads(*overheads)
         """Of layers, and of their messages what these cost the rank."""
 
     def with_plan(self, plan: Plan) -> Problem:
         """Another plan with the same costs."""
         return Problem(plan, self.profile, self.cluster)
-
-    @property
-    def rules(self) -> Rules:
-        return self.plan.rules
-
-    @property
-    def num_ranks(self) -> int:
-        return self.plan.pipeline_ranks
-
-    @property
-    def num_stages(self) -> int:
-        return self.plan.num_stages
-
-    @property
-    def placement(self) -> Placement:
-        return self.plan.placement
-
-    def _overheads_ms(self, op: Op) -> tuple[float, ...]:
-        return tuple(self.overhead_ms(Action(stage, op, 0)) for stage in range(self.num_stages))
 
     def overhead_ms(self, action: Action) -> float:
         """What the messages of an action keep its rank from other work, both that it sends and that it takes."""
@@ -94,9 +67,10 @@ class Problem:
         """Directed pair of pipeline ranks that a message crosses."""
         return self.placement[message.source_stage], self.placement[message.target_stage]
 
-    def delay(self, message: Message) -> Delay:
+    def delay(self, message: Message) -> tuple[float, float]:
+        """ms that a message occupies its directed link, and the latency after that."""
         found = self._link(message)
-        return Delay(found.transfer_ms(self.num_bytes(message)), found.latency_ms)
+        return found.transfer_ms(self.num_bytes(message)), found.latency_ms
 
     def port_of(self, message: Message) -> Port:
         return self.links.port(*self.link_of(message))
@@ -113,10 +87,9 @@ class Problem:
         return found
 
     def _sent(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        return tuple(m for m in messages if m.direction is Direction.FORWARD or self._returns_gradient(m.name))
-
-    def _returns_gradient(self, name: str) -> bool:
-        return name == HIDDEN or self._values[name].gradient
+        return tuple(
+            m for m in messages if m.direction is Direction.FORWARD or m.name == HIDDEN or self._values[m.name].gradient
+        )
 
     def lower(self, schedule: Schedule) -> Program:
         """Steps of every rank."""
@@ -125,9 +98,6 @@ class Problem:
     def needs(self, action: Action) -> tuple[Key, ...]:
         """Keys of the actions that must have run before this one."""
         return needs(self.step(action), self.placement)
-
-    def key(self, action: Action) -> Key:
-        return key_of(action)
 
     def recomputed_bytes(self, stage: int, *, split: bool = False) -> int:
         """What a stage's backward holds of recomputed layers at a time."""

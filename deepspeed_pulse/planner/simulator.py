@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.dependencies import Item, Result, ordered, result_of, results_needed
-from deepspeed_pulse.ir.fill import Fill, FrozenRun, FrozenWork, HandOver
+from deepspeed_pulse.ir.fill import FrozenRun, FrozenWork, HandOver
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.program import Message, Step
@@ -46,21 +46,16 @@ def estimate(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     return summarize(problem, run(problem, plan.schedule))
 
 
-def run(
-    problem: Problem,
-    schedule: Schedule,
-    *,
-    durations: Mapping[Action, float] | None = None,
-) -> Timeline:
+def run(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, float] | None = None) -> Timeline:
     """Simulate an order on a problem, whatever schedule its plan has.
 
-    Args:
-        durations: ms of every action, where they are not the profile's.
+    ``durations``: ms of every action, where they are not the profile's.
     """
     clock = _Clock(problem, schedule, durations)
     for rank, item in ordered(problem.lower(schedule), problem.placement, problem.plan.fill):
         clock.run(rank, item)
-    clock.reduce_rest()
+    for rank, stage in clock.unreduced:
+        clock.reduce(rank, stage, clock.rank_free[rank])
     found = Timeline(
         num_ranks=problem.num_ranks,
         spans=tuple(clock.spans),
@@ -83,81 +78,64 @@ class _Clock:
         self.frozen: list[Span[FrozenRun]] = []
         self.carried: list[Transfer[HandOver]] = []
         self.reductions: list[Reduction] = []
-        self._rank_free = [0.0] * problem.num_ranks
+        self.rank_free = [0.0] * problem.num_ranks
         self._ports = Ports(problem.links)
         self._arrived: dict[Message, float] = {}
         self._ready: dict[Result, float] = {}
         """When frozen results are on a rank."""
-        self._backwards = _count_backwards(schedule) if problem.plan.data_parallel > 1 else {}
-        """Per stage, how many are still to come."""
-        self._unreduced: list[tuple[int, int]] = []
+        self._backwards: Counter[int] = Counter()
+        """Per stage, how many are still to come; empty without data-parallel peers."""
+        if problem.plan.data_parallel > 1:
+            self._backwards.update(a.stage for row in schedule for a in row if a.op is not Op.FORWARD)
+        self.unreduced: list[tuple[int, int]] = []
         """(rank, stage) whose gradients are there and wait for the rank's last action."""
 
     def run(self, rank: int, item: Item) -> None:
         if isinstance(item, Step):
             self._compute(rank, item)
-        elif isinstance(item, FrozenRun):
-            self._run_frozen(rank, item)
         else:
-            self._hand_over(rank, item)
+            self._run_frozen(rank, item)
 
     def _compute(self, rank: int, step: Step) -> None:
-        start = self._rank_free[rank]
-        for message in step.receives:
-            start = max(start, self._arrived[message])
-        end = start + self._duration_ms(step.action)
-        self._rank_free[rank] = end
+        start = max([self.rank_free[rank], *(self._arrived[message] for message in step.receives)])
+        end = self.rank_free[rank] = start + self._duration_ms(step.action)
         self.spans.append(Span(rank=rank, work=step.action, start_ms=start, end_ms=end))
         for message in step.sends:
-            self._send(message, end)
+            size = self.problem.num_bytes(message)
+            self.transfers.append(self._sent(message, *self.problem.link_of(message), size, end))
+            self._arrived[message] = self.transfers[-1].arrive_ms
         if self._backwards and step.action.op is not Op.FORWARD:
             self._count_down(rank, step.action.stage, end)
 
-    def _run_frozen(self, rank: int, run: FrozenRun) -> None:
-        start = self._frozen_ready(rank, run)
-        end = self._rank_free[rank] = start + self._fill.duration_ms(run)
-        self._ready[result_of(rank, run)] = end
-        self.frozen.append(Span(rank=rank, work=run, start_ms=start, end_ms=end))
+    def _run_frozen(self, rank: int, work: FrozenWork) -> None:
+        """It starts when the rank is free and holds what the work reads; hand-overs occupy links as messages do."""
+        fill = self.problem.plan.fill
+        assert fill is not None
+        start = max([self.rank_free[rank], *(self._ready[result] for result in results_needed(rank, work, fill))])
+        if isinstance(work, HandOver):
+            self.carried.append(self._sent(work, rank, work.target_rank, fill.num_bytes(work), start))
+            end = self.carried[-1].arrive_ms
+        else:
+            end = self.rank_free[rank] = start + fill.duration_ms(work)
+            self.frozen.append(Span(rank=rank, work=work, start_ms=start, end_ms=end))
+        self._ready[result_of(rank, work)] = end
 
-    def _hand_over(self, rank: int, work: HandOver) -> None:
-        """It leaves when the rank comes to it, and occupies the link as messages do."""
-        size = self._fill.num_bytes(work)
-        leave, arrive = self._ports.send(rank, work.target_rank, size, self._frozen_ready(rank, work))
-        self._ready[result_of(rank, work)] = arrive
-        self.carried.append(_transfer(work, rank, work.target_rank, leave, arrive, size))
-
-    def _frozen_ready(self, rank: int, work: FrozenWork) -> float:
-        """The rank is free and holds what the work reads."""
-        needed = (self._ready[result] for result in results_needed(rank, work, self._fill))
-        return max([self._rank_free[rank], *needed])
-
-    @property
-    def _fill(self) -> Fill:
-        assert self.problem.plan.fill is not None
-        return self.problem.plan.fill
-
-    def _send(self, message: Message, ready: float) -> None:
-        source, target = self.problem.link_of(message)
-        size = self.problem.num_bytes(message)
+    def _sent(self, message: Sent, source: int, target: int, size: int, ready: float) -> Transfer[Sent]:
         leave, arrive = self._ports.send(source, target, size, ready)
-        self._arrived[message] = arrive
-        self.transfers.append(_transfer(message, source, target, leave, arrive, size))
+        return Transfer(
+            message=message, source_rank=source, target_rank=target, leave_ms=leave, arrive_ms=arrive, num_bytes=size
+        )
 
     def _count_down(self, rank: int, stage: int, end: float) -> None:
         """A backward is done: behind a stage's last one come its gradients, now or when the rank has nothing to do."""
         self._backwards[stage] -= 1
         if not self._backwards[stage]:
             if self.problem.rules.reduce_early:
-                self._reduce(rank, stage, end)
+                self.reduce(rank, stage, end)
             else:
-                self._unreduced.append((rank, stage))
+                self.unreduced.append((rank, stage))
 
-    def reduce_rest(self) -> None:
-        """What was not reduced early; after all else."""
-        for rank, stage in self._unreduced:
-            self._reduce(rank, stage, self._rank_free[rank])
-
-    def _reduce(self, rank: int, stage: int, ready: float) -> None:
+    def reduce(self, rank: int, stage: int, ready: float) -> None:
         """With a sharded optimizer, gradients that are not summed early are only scattered: half of an all-reduce."""
         problem = self.problem
         share = 0.5 if problem.rules.shards_optimizer and not problem.rules.reduce_early else 1.0
@@ -165,60 +143,28 @@ class _Clock:
         self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
 
 
-def _transfer(
-    message: Sent, source: int, target: int, leave_ms: float, arrive_ms: float, num_bytes: int
-) -> Transfer[Sent]:
-    return Transfer(
-        message=message,
-        source_rank=source,
-        target_rank=target,
-        leave_ms=leave_ms,
-        arrive_ms=arrive_ms,
-        num_bytes=num_bytes,
-    )
-
-
-def _count_backwards(schedule: Schedule) -> Counter[int]:
-    return Counter(action.stage for row in schedule for action in row if action.op is not Op.FORWARD)
-
-
 def summarize(problem: Problem, timeline: Timeline) -> Estimate:
     """The figures of a simulated step."""
-    plan = problem.plan
-    makespan = timeline.makespan_ms
+    plan, makespan = problem.plan, timeline.makespan_ms
     microbatches = 1 + max(span.work.microbatch for span in timeline.spans)
     split = any(span.work.op is Op.WEIGHT_GRAD for span in timeline.spans)
-    bound = max(lower_bound_ms(problem, microbatches, split=split), _even_share_ms(timeline))
+    bound = lower_bound_ms(problem, microbatches, split=split)
+    if timeline.frozen:  # no order is then shorter than all work divided by the ranks
+        bound = max(bound, sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks)
+    gap = makespan / bound - 1.0 if bound > 0 else 0.0
+    sent = [(t.message, t.num_bytes) for t in timeline.transfers] + [(c.message, c.num_bytes) for c in timeline.carried]
     step_ms = max(makespan, _reduction_end_ms(problem, timeline))
     samples = plan.microbatch_size * microbatches * plan.data_parallel
     return Estimate(
         makespan_ms=makespan,
         step_ms=step_ms,
         lower_bound_ms=bound,
-        gap=_gap(makespan, bound),
+        gap=0.0 if abs(gap) < 1e-12 else gap,
         bubble_ratio=timeline.bubble_ratio,
         peak_bytes=peak_bytes(problem, timeline),
-        p2p_bytes_per_microbatch=_sent_bytes(timeline),
+        p2p_bytes_per_microbatch=sum(size for m, size in sent if m.microbatch == 0),
         samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
     )
-
-
-def _even_share_ms(timeline: Timeline) -> float:
-    """With frozen work no order is shorter than all work divided by the ranks; 0 without."""
-    if not timeline.frozen:
-        return 0.0
-    return sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks
-
-
-def _sent_bytes(timeline: Timeline) -> int:
-    """For the first microbatch, frozen results included."""
-    messages = sum(t.num_bytes for t in timeline.transfers if t.message.microbatch == 0)
-    return messages + sum(c.num_bytes for c in timeline.carried if c.message.microbatch == 0)
-
-
-def _gap(makespan: float, bound: float) -> float:
-    gap = makespan / bound - 1.0 if bound > 0 else 0.0
-    return 0.0 if abs(gap) < 1e-12 else gap
 
 
 def peak_bytes(problem: Problem, timeline: Timeline) -> tuple[int, ...]:

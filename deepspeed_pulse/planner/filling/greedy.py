@@ -48,8 +48,8 @@ def latest_starts(problem: Problem, end_ms: float) -> dict[Action, float]:
             ends.append(latest[following[action]])
         for message in step.sends:
             target = Action(message.target_stage, action.op, action.microbatch)
-            delay = problem.delay(message)
-            ends.append(latest[target] - delay.transfer_ms - delay.latency_ms)
+            transfer_ms, latency_ms = problem.delay(message)
+            ends.append(latest[target] - transfer_ms - latency_ms)
         latest[action] = min(ends) - problem.duration_ms(action)
     return latest
 

@@ -84,7 +84,7 @@ def _busy(problem: Problem, timeline: Timeline, fill: Fill) -> Mapping[Port, lis
     found: dict[Port, list[tuple[float, float]]] = defaultdict(list)
     for t in timeline.transfers:
         port = problem.port_of(t.message)
-        found[port].append((t.leave_ms, t.leave_ms + problem.delay(t.message).transfer_ms))
+        found[port].append((t.leave_ms, t.leave_ms + problem.delay(t.message)[0]))
     for r in timeline.reductions:
         found[problem.links.sums_port(r.rank)].append((r.start_ms, r.end_ms))
     for c in timeline.carried:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.dependencies import Key, local_dependents
+from deepspeed_pulse.ir.dependencies import Key, key_of, local_dependents
 from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Op, Schedule
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.problem import Problem
@@ -62,12 +62,11 @@ def list_schedule(
     best = [board.candidate(rank) for rank in range(problem.num_ranks)]
     rows: list[list[Action]] = [[] for _ in best]
     while True:
-        start, rank = min((choice.start_ms, r) if choice else (float("inf"), r) for r, choice in enumerate(best))
-        chosen = best[rank]
-        if chosen is None:
+        start, rank, action = min(best, key=lambda choice: choice[:2])
+        if action is None:
             break
-        rows[rank].append(chosen.action)
-        for touched in board.commit(rank, chosen.action, start):
+        rows[rank].append(action)
+        for touched in board.commit(rank, action, start):
             best[touched] = board.candidate(touched)
     if sum(map(len, rows)) < (3 if split else 2) * problem.num_stages * microbatches:
         assert order is not None
@@ -75,28 +74,16 @@ def list_schedule(
     return tuple(tuple(row) for row in rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    action: Action
-    start_ms: float
-
-
 class _Board:
     """What has run, what has arrived and what each rank could run next."""
 
     def __init__(
-        self,
-        problem: Problem,
-        microbatches: int,
-        prefer: Prefer,
-        cap: Cap | None,
-        split: bool,
-        order: Schedule | None,
+        self, problem: Problem, microbatches: int, prefer: Prefer, cap: Cap | None, split: bool, order: Schedule | None
     ) -> None:
         self._problem, self._microbatches = problem, microbatches
         self._prefer, self._cap, self._order = prefer, cap, order
         self._ops = SPLIT if split else WHOLE
-        self._next = {(stage, op): 0 for stage in range(problem.num_stages) for op in self._ops}
+        self._next: dict[tuple[int, Op], int] = defaultdict(int)
         self._first = [problem.plan.stages_of(rank)[0] for rank in range(problem.num_ranks)]
         self._position = [0] * problem.num_ranks
         self._rank_free = [0.0] * problem.num_ranks
@@ -108,18 +95,12 @@ class _Board:
         if cap and order:
             self._reserve = cap.weights
 
-    def candidate(self, rank: int) -> _Choice | None:
-        """The rank's best next action, with its earliest start; None when nothing can run yet."""
-        best: tuple[float, int, int] | None = None
-        choice: _Choice | None = None
-        for action in self._open(rank):
-            if not self._can_run(rank, action):
-                continue
-            start = max(self._rank_free[rank], self._ready[self._problem.key(action)])
-            key = (start, self._preference(rank, action), -action.stage)
-            if best is None or key < best:
-                best, choice = key, _Choice(action, start)
-        return choice
+    def candidate(self, rank: int) -> tuple[float, int, Action | None]:
+        """Earliest start, rank and the rank's best next action; never and None when nothing can run yet."""
+        free = self._rank_free[rank]
+        able = ((max(free, self._ready[key_of(a)]), a) for a in self._open(rank) if self._can_run(rank, a))
+        best = min(able, key=lambda c: (c[0], self._preference(rank, c[1]), -c[1].stage), default=None)
+        return (best[0], rank, best[1]) if best else (float("inf"), rank, None)
 
     def _open(self, rank: int) -> list[Action]:
         """The next action of every stage and op; with a given order its next one, and the next ``W`` of each stage."""
@@ -148,16 +129,16 @@ class _Board:
             return self._cap is None or (
                 self._live[rank] + self._reserve[action.stage] <= self._cap.limits[rank] * (1 + _SLACK) + _SLACK
             )
-        return self._prefer is not Prefer.ALL_FORWARDS or self._forwards_done(rank)
+        stages = self._problem.plan.stages_of(rank)
+        return self._prefer is not Prefer.ALL_FORWARDS or all(
+            self._next[stage, Op.FORWARD] == self._microbatches for stage in stages
+        )
 
     def _waits(self, action: Action) -> bool:
-        key = self._problem.key(action)
+        key = key_of(action)
         if key not in self._missing:
             self._missing[key] = len(self._problem.needs(action))
         return self._missing[key] > 0
-
-    def _forwards_done(self, rank: int) -> bool:
-        return all(self._next[s, Op.FORWARD] == self._microbatches for s in self._problem.plan.stages_of(rank))
 
     def commit(self, rank: int, action: Action, start: float) -> set[int]:
         """Run the action; returns the ranks whose choices may have changed."""
@@ -180,7 +161,7 @@ class _Board:
             target = Action(message.target_stage, action.op, action.microbatch)
             _, arrivals[target] = self._ports.send(*problem.link_of(message), problem.num_bytes(message), end)
         for target, time in arrivals.items():
-            key = problem.key(target)
+            key = key_of(target)
             self._waits(target)
             self._missing[key] -= 1
             self._ready[key] = max(self._ready[key], time)

@@ -46,7 +46,6 @@ class Net:
         self.num_actions = len(self.actions)
         self.duration = [problem.duration_ms(a) for a in self.actions]
         self.machine = [problem.placement[a.stage] for a in self.actions]
-        self.num_machines = problem.num_ranks
         self.column = [node // microbatches for node in range(self.num_actions)]
         """Nodes of one stage and op stay in order."""
         self.finish = [0.0] * self.num_actions
@@ -69,35 +68,28 @@ class Net:
                     continue
                 gap = delay.get((source.stage, source.op, action.stage), 0.0)
                 self._arc(self.index[source], node, gap)
-        if self.queues:
-            for node in range(self.num_actions):
-                self._messages(node)
+        machines: dict[Port, int] = {}
+        for node in range(self.num_actions if self.queues else 0):
+            self._messages(node, machines)
 
     def _arc(self, source: int, target: int, gap: float) -> None:
         self.after[source].append((target, gap))
         self.before[target].append((source, gap))
 
-    def _messages(self, node: int) -> None:
+    def _messages(self, node: int, machines: dict[Port, int]) -> None:
         action = self.actions[node]
         for message in self.problem.step(action).sends:
-            port, delay = self.problem.port_of(message), self.problem.delay(message)
+            port, (transfer_ms, latency_ms) = self.problem.port_of(message), self.problem.delay(message)
             sent = len(self.duration)
-            self.duration.append(delay.transfer_ms)
-            self.machine.append(self._port_machine(port))
+            self.duration.append(transfer_ms)
+            self.machine.append(machines.setdefault(port, self.problem.num_ranks + len(machines)))
             self.column.append(-1)
             self.finish.append(0.0)
             self.before.append([])
             self.after.append([])
             self._arc(node, sent, 0.0)
-            self._arc(sent, self.index[Action(message.target_stage, action.op, action.microbatch)], delay.latency_ms)
+            self._arc(sent, self.index[Action(message.target_stage, action.op, action.microbatch)], latency_ms)
             self.message_nodes.setdefault(node, []).append(sent)
-
-    def _port_machine(self, port: Port) -> int:
-        known: dict[Port, int] = self.__dict__.setdefault("_ports", {})
-        if port not in known:
-            known[port] = self.num_machines
-            self.num_machines += 1
-        return known[port]
 
     def rows(self, schedule: Schedule) -> Rows:
         return [[self.index[action] for action in row] for row in schedule]
@@ -171,7 +163,7 @@ def _may_queue(problem: Problem, actions: list[Action]) -> bool:
     for action in (a for a in actions if a.microbatch == 0):
         used: dict[Port, float] = defaultdict(float)
         for message in problem.step(action).sends:
-            used[problem.port_of(message)] += problem.delay(message).transfer_ms
+            used[problem.port_of(message)] += problem.delay(message)[0]
         for port, transfer in used.items():
             sent[port].append((transfer, problem.duration_ms(action)))
     return any(max(t for t, _ in row) > min(d for _, d in row) for row in sent.values())
