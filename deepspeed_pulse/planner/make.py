@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deepspeed_pulse.errors import ConfigError, InfeasibleError
+from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.codec import to_data
 from deepspeed_pulse.ir.placement import Placement
@@ -17,11 +19,12 @@ from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.making.best import best_plan
 from deepspeed_pulse.planner.making.maker import Maker
-from deepspeed_pulse.planner.making.placements import placements
+from deepspeed_pulse.planner.partition.cuts import require_layers
 from deepspeed_pulse.planner.recompute import recomputed_layers
-from deepspeed_pulse.planner.schedules.heuristics import forward_only
+from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize
 
+_PLACEMENTS = ("auto", "wave", "linear")
 MOST_STAGES = 10_000
 MOST_FORWARDS = 500_000
 """Stages times microbatches of an order that is made in minutes and a few GB."""
@@ -70,7 +73,7 @@ def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple
     )
     _check_cluster(job.cluster, job.pipeline_ranks * job.data_parallel)
     _check_stages(job.profile, job.pipeline_ranks, options.waves)
-    places = placements(job, options)
+    places = _placements(job, options)
     _check_forwards(max(map(len, places)), job.microbatches)
     maker = Maker(
         job=job,
@@ -135,3 +138,48 @@ def _check_cluster(cluster: Cluster, num_ranks: int) -> None:
             f"pipeline ranks x data-parallel = {num_ranks} ranks, the cluster {cluster.name!r} has {cluster.num_ranks} "
             f"({cluster.nodes} nodes of {cluster.ranks_per_node}); use fewer ranks or another cluster file"
         )
+
+
+def _placements(job: Job, options: SearchOptions) -> list[Placement]:
+    """What to try, the preferred first. Raises when nothing can work."""
+    profile, ranks, waves = job.profile, job.pipeline_ranks, options.waves
+    placement, schedule = options.placement, options.schedule
+    if placement not in _PLACEMENTS:
+        expected = ", ".join(_PLACEMENTS)
+        raise ConfigError(
+            f"placement: expected one of {expected}, found {placement!r}{did_you_mean(placement, _PLACEMENTS)}"
+        )
+    wave, linear = Placement.wave(ranks, waves), Placement.linear(ranks)
+    places = {"wave": [wave], "linear": [linear], "auto": [wave, linear]}[placement]
+    if placement == "auto" and schedule == "interleaved":
+        places = [Placement.loop(ranks, 2 * waves)]
+    if options.boundaries is not None:
+        places = _that_fit_boundaries(profile, places, options.boundaries)
+    if placement == "auto":
+        places = _that_fit_schedule(places, schedule)
+        enough = [place for place in places if profile.num_layers >= len(place)]
+        places = enough or places[-1:]
+    for place in places:
+        require_layers(profile, place)
+        generators_for(schedule, place, split=options.split_backward)
+    return places
+
+
+def _that_fit_schedule(places: list[Placement], schedule: str) -> list[Placement]:
+    if schedule not in GENERATORS:
+        return places
+    return [place for place in places if GENERATORS[schedule].fits(place)] or places
+
+
+def _that_fit_boundaries(profile: Profile, places: list[Placement], boundaries: Sequence[int]) -> list[Placement]:
+    cuts = list(boundaries)
+    if not cuts or cuts[0] != 0 or cuts[-1] != profile.num_layers or any(a >= b for a, b in itertools.pairwise(cuts)):
+        raise ConfigError(
+            f"boundaries: expected strictly increasing layer indices from 0 to the layer count {profile.num_layers}, "
+            f"found {cuts}"
+        )
+    fitting = [place for place in places if len(place) == len(cuts) - 1]
+    if not fitting:
+        expected = " or ".join(f"{len(place) - 1} ({place.name} placement)" for place in places)
+        raise ConfigError(f"boundaries: expected {expected} inner cuts, found {len(cuts) - 2}: {cuts[1:-1]}")
+    return fitting

@@ -13,7 +13,7 @@ from deepspeed_pulse.ir.schedule import backward, forward
 from deepspeed_pulse.planner import Job, SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import gpipe
-from deepspeed_pulse.planner.search.exact import Solved, whole_model
+from deepspeed_pulse.planner.search.order_model import Solved, whole_model
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import run
 

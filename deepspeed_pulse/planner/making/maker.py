@@ -12,8 +12,8 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
+from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.partition.cuts import partition
-from deepspeed_pulse.planner.partition.views import other_views
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.routes import named_values
@@ -24,6 +24,9 @@ _WORTH_CHANGING = 0.95
 """Of the step with the partitioner's own cuts, what others may take at most: a simulation does not count everything."""
 _HIDDEN = 1.02
 """Step over makespan up to which gradients count as reduced behind other work."""
+
+_SHARES = (0.5, 1.0)
+"""Of the time to reduce a layer's gradients, what counts as work of its backward where cuts weigh that."""
 
 
 class TooSlow(InfeasibleError):
@@ -97,7 +100,7 @@ class Maker:
         estimated = own.estimate
         hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
         weighed = self.job.data_parallel > 1 and not hidden
-        views = other_views(self.job, skipless=self._may_part(own), weighed=weighed)
+        views = _other_views(self.job, skipless=self._may_part(own), weighed=weighed)
         plans = {plan.boundaries: plan for plan in (self.cut(own.placement, view) for view in views)}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
 
@@ -148,3 +151,26 @@ class Maker:
 def step_ms(plan: Plan) -> float:
     assert plan.estimate is not None
     return plan.estimate.step_ms
+
+
+def _other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:
+    """Views of a job's profile that bring other cuts than the profile itself.
+
+    Args:
+        skipless: also a balance of time and hidden states alone, which fast links want; skips go where that sends them.
+        weighed: also, of all views, cuts that weigh what each rank has to reduce over its data-parallel peers.
+    """
+    views = [job.profile]
+    if skipless:
+        views.append(replace(job.profile, skips=()))
+    if weighed:
+        views += [_with_reduction(view, job, share) for view in views for share in _SHARES]
+    return views[1:]
+
+
+def _with_reduction(profile: Profile, job: Job, share: float) -> Profile:
+    links = Links(job.cluster, job.grid)
+    group, slowest = job.data_parallel, max(links.of_peers(rank).bus_ms(10**9) for rank in range(job.pipeline_ranks))
+    ms_per_byte = share * 2 * (group - 1) / group * slowest / 1e9 / job.microbatches
+    layers = (replace(x, backward_ms=x.backward_ms + ms_per_byte * x.param_bytes) for x in profile.layers)
+    return replace(profile, layers=tuple(layers))

@@ -14,6 +14,8 @@ from deepspeed_pulse.planner.partition.space import CutSpace, Stage, slack
 class ConsecutiveCuts(CutSpace[int]):
     """Ways to cut for linear placement."""
 
+    origin, dimensions = 0, 1
+
     def __init__(self, weights: CutCosts, in_flight: tuple[int, ...], *, most_ms: float = float("inf")) -> None:
         super().__init__(weights, in_flight, len(weights.placement), most_ms)
 
@@ -26,30 +28,21 @@ class ConsecutiveCuts(CutSpace[int]):
     def _window(self, state: int) -> slice:
         return slice(min(int(self._first[state]), state), state)
 
-    def _blank(self) -> Floats:
-        return np.full(self.num_layers + 1, np.inf)
-
-    def _origin(self) -> int:
-        return 0
-
     def _before(self, state: int, flat: int) -> int:
-        return min(int(self._first[state]), state) + flat
+        return int(self._window(state).start) + flat
 
     def stages(self, k: int, before: int, state: int) -> tuple[Stage, ...]:
         return ((k - 1, (before, state)),)
 
-    def work(self, k: int, state: int) -> Floats:
+    def _work_ms(self, state: int) -> Floats:
         prefix = self.weights.work_ms
         return np.asarray(prefix[state] - prefix[self._window(state)])
 
-    def load_ms(self, k: int, state: int) -> Floats:
-        load = self.work(k, state)
-        if k > 1:
-            load = np.maximum(load, self.weights.cut_bytes[self._window(state)] * self.weights.ms_per_byte(k - 1))
-        return load
+    def _hidden(self, state: int) -> Floats:
+        return np.asarray(self.weights.cut_bytes[self._window(state)])
 
     def stage_ms(self, k: int, state: int) -> Floats:
-        return self.work(k, state)
+        return self._work_ms(state)
 
     def memory(self, k: int, state: int) -> Floats:
         window, state_bytes, kept = self._window(state), self.weights.state, self.weights.activations
@@ -60,7 +53,7 @@ class ConsecutiveCuts(CutSpace[int]):
     def crossing_bytes(self, k: int, state: int) -> Floats:
         window = self._window(state)
         first = np.arange(window.start, window.stop)
-        total = 2.0 * self.weights.cut_bytes[window] if k > 1 else np.zeros(len(first))
+        total = 2.0 * self._hidden(state) if k > 1 else np.zeros(len(first))
         for value in self.weights.values:
             reads = np.logical_or.reduce([(first <= t) & (t < state) for t in value.targets])
             held = (first <= value.source) & (value.source < state)

@@ -27,6 +27,7 @@ from deepspeed_pulse.planner.partition.lexicographic import Cuts, MakeSpace, Sol
 from deepspeed_pulse.planner.partition.nested import NestedCuts
 
 Values = tuple[Value, ...]
+Key = Callable[[Cuts], tuple[bool, Score]]
 
 COLLOCATION_WORTH = 1.4
 """Load that may be paid for keeping every pair on its rank; U-Nets with coarse layers pay up to 1.32."""
@@ -35,6 +36,7 @@ _ENUMERABLE = 7000
 """C(15, 7) = 6435: all cuts of 16 layers are tried one by one."""
 _EVALUATIONS = 10_000
 """Cuts that local search looks at."""
+_SHIFTS = (-3, -2, -1, 1, 2, 3)
 _MOST_LAYERS = 100
 """Of models whose cuts are all looked at: for the smallest fullest rank, and for the best load when some values cannot
 be kept together. Beyond, the ideal load stands for the best one."""
@@ -61,7 +63,7 @@ def best_partition(weights: CutCosts, *, microbatches: int, tolerance: float = 0
     """
     require_layers(weights.profile, weights.placement)
     found: Solution | None = None
-    for depth in (in_flight(weights.placement, microbatches), _once(weights)):
+    for depth in (in_flight(weights.placement, microbatches), (1,) * len(weights.placement)):
         found = _best(weights, depth, tolerance)
         if found and found.score.excess_bytes <= 0:
             return found
@@ -85,23 +87,16 @@ def explicit_cuts(profile: Profile, cuts: Sequence[str]) -> Cuts:
     Raises:
         ConfigError: no layer, or more than one, has such a name.
     """
-    names = [layer.name for layer in profile.layers]
-    return (0, *(_layer_index(names, cut.strip()) for cut in cuts), len(names))
-
-
-def _layer_index(names: list[str], cut: str) -> int:
-    if cut not in names and cut.isascii() and cut.isdigit() and len(cut) < 10:
-        return int(cut)
-    if names.count(cut) != 1:
-        raise ConfigError(
-            f"cuts: expected layer indices or names, found {cut!r}, which names {names.count(cut)} layers"
-            f"{did_you_mean(cut, names)}"
-        )
-    return names.index(cut)
-
-
-def _once(weights: CutCosts) -> Cuts:
-    return (1,) * len(weights.placement)
+    names, found = [layer.name for layer in profile.layers], [0]
+    for cut in map(str.strip, cuts):
+        is_index = cut not in names and cut.isascii() and cut.isdigit() and len(cut) < 10
+        if not is_index and names.count(cut) != 1:
+            raise ConfigError(
+                f"cuts: expected layer indices or names, found {cut!r}, which names {names.count(cut)} layers"
+                f"{did_you_mean(cut, names)}"
+            )
+        found.append(int(cut) if is_index else names.index(cut))
+    return (*found, len(names))
 
 
 def _best(weights: CutCosts, depth: Cuts, tolerance: float) -> Solution | None:
@@ -209,7 +204,7 @@ def _searched(weights: CutCosts, depth: Cuts, found: Solution | None, *, clean: 
     def key(cuts: Cuts) -> tuple[bool, Score]:
         return clean and weights.parts(cuts), weights.score(cuts, depth)
 
-    cuts = _kicked(_Descent(key), cuts)
+    cuts = _kicked(key, cuts)
     if clean and weights.parts(cuts):
         return None
     bound = found.bound_ms if found else weights.ideal_ms
@@ -229,7 +224,7 @@ def _start(weights: CutCosts, depth: Cuts, *, clean: bool) -> Cuts:
 
 def _least_memory(weights: CutCosts) -> Solution:
     """Cuts with the smallest fullest rank, one microbatch in flight."""
-    depth = _once(weights)
+    depth = (1,) * len(weights.placement)
     make = _space(weights, depth, clean=False) if weights.num_layers <= _MOST_LAYERS else None
     if make is None:
         found = _listed(weights, depth, 0.0, None, clean=False)
@@ -242,49 +237,37 @@ def _least_memory(weights: CutCosts) -> Solution:
     return Solution(cuts=cuts, score=weights.score(cuts, depth), bound_ms=weights.ideal_ms, exact=False)
 
 
-class _Descent:
+def _descent(key: Key, cuts: Cuts) -> tuple[tuple[bool, Score], Cuts, int]:
     """Moves single cuts and mirrored pairs of cuts while the key falls; counts the cuts it looks at."""
-
-    def __init__(self, key: Callable[[Cuts], tuple[bool, Score]]) -> None:
-        self.key, self.evaluations = key, 0
-
-    def __call__(self, cuts: Cuts) -> tuple[tuple[bool, Score], Cuts]:
-        best = self.key(cuts)
-        improved = True
-        while improved:
-            improved = False
-            for moved in _moves(cuts):
-                self.evaluations += 1
-                value = self.key(moved)
-                if value < best:
-                    cuts, best, improved = moved, value, True
-                    break
-        return best, cuts
+    best, evaluations, moves = key(cuts), 0, _moves(cuts)
+    while moved := next(moves, None):
+        evaluations += 1
+        if (value := key(moved)) < best:
+            cuts, best, moves = moved, value, _moves(moved)
+    return best, cuts, evaluations
 
 
-def _kicked(descend: _Descent, cuts: Cuts) -> Cuts:
+def _kicked(key: Key, cuts: Cuts) -> Cuts:
     """Descents from the best cuts so far with a few of them moved, the same every time."""
     rng = random.Random(0)
-    best, cuts = descend(cuts)
-    while descend.evaluations < _EVALUATIONS:
+    best, cuts, evaluations = _descent(key, cuts)
+    while evaluations < _EVALUATIONS:
         at = rng.sample(range(1, len(cuts) - 1), min(3, len(cuts) - 2))
-        for start in _shifted(cuts, {i: rng.choice((-3, -2, -1, 1, 2, 3)) for i in at}):
-            value, found = descend(start)
+        for start in _shifted(cuts, {i: rng.choice(_SHIFTS) for i in at}):
+            value, found, more = _descent(key, start)
+            evaluations += more
             if value < best:
                 best, cuts = value, found
-        descend.evaluations += 1
+        evaluations += 1
     return cuts
 
 
 def _moves(cuts: Cuts) -> Iterator[Cuts]:
     last = len(cuts) - 1
-    shifts = (-3, -2, -1, 1, 2, 3)
-    for at in range(1, last):
-        for shift in shifts:
-            yield from _shifted(cuts, {at: shift})
-    for at in range(1, (last + 1) // 2):
-        for shift, other in itertools.product(shifts, repeat=2):
-            yield from _shifted(cuts, {at: shift, last - at: other})
+    for at, shift in itertools.product(range(1, last), _SHIFTS):
+        yield from _shifted(cuts, {at: shift})
+    for at, shift, other in itertools.product(range(1, (last + 1) // 2), _SHIFTS, _SHIFTS):
+        yield from _shifted(cuts, {at: shift, last - at: other})
 
 
 def _shifted(cuts: Cuts, shifts: dict[int, int]) -> Iterator[Cuts]:

@@ -70,24 +70,20 @@ def solve(make: MakeSpace, weights: CutCosts, depth: Cuts, tolerance: float, mos
         return None
     cuts, bound = start
     score = weights.score(cuts, depth)
-    if score.load_ms <= slack(bound * (1 + tolerance)) and _reached(make, weights, depth, tolerance, most, bound):
+    exact = score.load_ms <= slack(bound * (1 + tolerance))
+    if exact and tolerance:  # which is a share of the load with values' links: cuts must have the bound with them too
+        plain = relaxed(make, weights, most=most)
+        exact = plain is not None and weights.score(plain[0], depth).load_ms <= slack(bound)
+    if exact:
         return Solution(cuts=cuts, score=score, bound_ms=bound, exact=True)
     return _Search(make, weights, depth, tolerance).run(cuts, bound)
-
-
-def _reached(make: MakeSpace, weights: CutCosts, depth: Cuts, tolerance: float, most: float, bound: float) -> bool:
-    """Whether cuts have the load without values' links with them too: what a tolerance is a share of."""
-    if not tolerance:
-        return True
-    plain = relaxed(make, weights, most=most)
-    return plain is not None and weights.score(plain[0], depth).load_ms <= slack(bound)
 
 
 def _smallest(make: MakeSpace, weights: CutCosts, most: float) -> Space | None:
     """The space with the least compute per rank that holds the best load."""
     for factor in _WINDOWS:
         space = make(min(most, weights.ideal_ms * factor))
-        if space.num_states > MAX_STATES:
+        if sum(map(len, space.states)) > MAX_STATES:
             raise TooLarge
         _within_memory(space)
         load = space.solve(space.load_ms, total=False)
@@ -107,13 +103,11 @@ def _within_memory(space: Space) -> Space:
 
 def _keys(space: Space, load: float, tolerance: float) -> Cuts:
     """The keys after the load, in the space's own terms."""
-    if tolerance:
-        space.limit(space.load_ms, load * (1 + tolerance))
-        space.solve(space.crossing_bytes, total=True)
-        return space.trace()
-    space.drop_states(load)
-    space.limit(space.load_ms, load)
-    space.limit(space.stage_ms, space.solve(space.stage_ms, total=False))
+    if not tolerance:
+        space.drop_states(load)
+    space.limit(space.load_ms, load * (1 + tolerance))
+    if not tolerance:
+        space.limit(space.stage_ms, space.solve(space.stage_ms, total=False))
     space.solve(space.crossing_bytes, total=True)
     return space.trace()
 
@@ -160,14 +154,12 @@ class _Search:
         if link > slack(self._load) or (self._load == _ANY and self._worse(link)):
             return
         if k == 0:
-            self._offer(boundaries(stages))
+            cuts = boundaries(stages)
+            score = self.weights.score(cuts, self.depth)
+            if score.load_ms <= slack(self._load) and not self._worse(self._key(score)):
+                self.best, self.score = cuts, score
             return
         for value, before in self._space_now.before(k, state):
             if self._worse(value) or self.nodes <= 0:
                 return
             self._visit(k - 1, value, before, [*stages, *self._space_now.stages(k, before, state)])
-
-    def _offer(self, cuts: Cuts) -> None:
-        score = self.weights.score(cuts, self.depth)
-        if score.load_ms <= slack(self._load) and not self._worse(self._key(score)):
-            self.best, self.score = cuts, score

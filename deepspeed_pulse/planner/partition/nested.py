@@ -24,6 +24,8 @@ State = tuple[int, int]
 class NestedCuts(CutSpace[State]):
     """Ways to cut for a V; only clean ones if ``clean``."""
 
+    dimensions = 2
+
     def __init__(
         self, weights: CutCosts, in_flight: tuple[int, ...], *, clean: bool, most_ms: float = float("inf")
     ) -> None:
@@ -32,6 +34,7 @@ class NestedCuts(CutSpace[State]):
         self._lone = [value for value in partable if len(value.targets) == 1]
         self._both, self._targets = _skip_sums(weights.num_layers, self._lone)
         self._clean = _crossing(weights) == 0 if clean else np.ones((weights.num_layers + 1,) * 2, dtype=bool)
+        self.origin = (0, weights.num_layers)
         super().__init__(weights, in_flight, len(weights.placement) // 2, most_ms)
 
     def _states_after(self, k: int) -> list[State]:
@@ -48,17 +51,9 @@ class NestedCuts(CutSpace[State]):
             fits = (i == 0) & (j == n)
         return [(int(a), int(b)) for a, b in zip(*np.nonzero(fits), strict=True)]
 
-    def _rows_and_columns(self, state: State) -> tuple[slice, slice]:
+    def _window(self, state: State) -> tuple[slice, slice]:
         i, j = state
         return slice(min(int(self._first[i]), i), i), slice(j + 1, int(self._last[j]) + 1)
-
-    _window = _rows_and_columns
-
-    def _blank(self) -> Floats:
-        return np.full((self.num_layers + 1,) * 2, np.inf)
-
-    def _origin(self) -> State:
-        return (0, self.num_layers)
 
     def _before(self, state: State, flat: int) -> State:
         rows, columns = self._window(state)
@@ -73,15 +68,9 @@ class NestedCuts(CutSpace[State]):
         (i, j), (rows, columns) = state, self._window(state)
         return (prefix[i] - prefix[rows])[:, None], (prefix[columns] - prefix[j])[None, :]
 
-    def work(self, k: int, state: State) -> Floats:
+    def _work_ms(self, state: State) -> Floats:
         down, up = self._pair(self.weights.work_ms, state)
         return down + up
-
-    def load_ms(self, k: int, state: State) -> Floats:
-        load = self.work(k, state)
-        if k > 1:
-            load = np.maximum(load, self._hidden(state) * self.weights.ms_per_byte(k - 1))
-        return load
 
     def _hidden(self, state: State) -> Floats:
         """Bytes of each directed link to the rank outside: a hidden state and the other cut's gradient."""

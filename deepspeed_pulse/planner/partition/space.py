@@ -33,12 +33,17 @@ def slack(most: float) -> float:
 
 
 class CutSpace(abc.ABC, Generic[S]):
-    """Edges into a state come as one array over all states before it."""
+    """Edges into a state come as one array over all states before it.
+
+    ``origin``: no rank holds anything yet; ``dimensions``: of an array over states.
+    """
+
+    origin: S
+    dimensions: int
 
     def __init__(self, weights: CutCosts, in_flight: tuple[int, ...], num_ranks: int, most_ms: float) -> None:
         self.weights, self.in_flight, self.num_ranks, self.most_ms = weights, in_flight, num_ranks, most_ms
-        self.num_layers = weights.num_layers
-        work = weights.work_ms
+        self.num_layers, work = weights.num_layers, weights.work_ms
         self._first = np.searchsorted(work, work - slack(most_ms), side="left")
         """Per end of a stage, its smallest first layer within ``most_ms``."""
         self._last = np.searchsorted(work, work + slack(most_ms), side="right") - 1
@@ -54,14 +59,6 @@ class CutSpace(abc.ABC, Generic[S]):
         """Index of all states before this one, in an array over states."""
 
     @abc.abstractmethod
-    def _blank(self) -> Floats:
-        """Infinity for every state."""
-
-    @abc.abstractmethod
-    def _origin(self) -> S:
-        """No rank holds anything yet."""
-
-    @abc.abstractmethod
     def _before(self, state: S, flat: int) -> S:
         """State behind a position of the window, flattened."""
 
@@ -70,12 +67,17 @@ class CutSpace(abc.ABC, Generic[S]):
         """What rank k-1 holds."""
 
     @abc.abstractmethod
-    def work(self, k: int, state: S) -> Floats:
-        """Compute of the rank, ms."""
+    def _work_ms(self, state: S) -> Floats:
+        """Compute of the rank."""
 
     @abc.abstractmethod
+    def _hidden(self, state: S) -> Floats:
+        """Bytes of each directed link to the rank before: hidden states, one way."""
+
     def load_ms(self, k: int, state: S) -> Floats:
         """Largest of the rank's compute and its links' hidden states; named values not counted."""
+        load = self._work_ms(state)
+        return np.maximum(load, self._hidden(state) * self.weights.ms_per_byte(k - 1)) if k > 1 else load
 
     @abc.abstractmethod
     def stage_ms(self, k: int, state: S) -> Floats: ...
@@ -88,15 +90,12 @@ class CutSpace(abc.ABC, Generic[S]):
     def crossing_bytes(self, k: int, state: S) -> Floats:
         """Of hidden states and values that come to the rank, and their gradients."""
 
-    @property
-    def num_states(self) -> int:
-        return sum(map(len, self.states))
-
     def solve(self, cost: Callable[[int, S], Floats], *, total: bool) -> float:
         """Best value of a key (its sum over ranks when ``total``, else its maximum) on the edges left, or inf."""
         self._cost, self._total = cost, total
-        self.best: list[Any] = [self._blank() for _ in range(self.num_ranks + 1)]
-        self.best[0][self._origin()] = 0.0
+        shape = (self.num_layers + 1,) * self.dimensions
+        self.best: list[Any] = [np.full(shape, np.inf) for _ in range(self.num_ranks + 1)]
+        self.best[0][self.origin] = 0.0
         for k in range(1, self.num_ranks + 1):
             for state in self.states[k]:
                 reach = self._reach(k, state)
@@ -117,16 +116,13 @@ class CutSpace(abc.ABC, Generic[S]):
         """Drop the edges on which a key exceeds ``most``."""
         for k in range(1, self.num_ranks + 1):
             for state in self.states[k]:
-                self._keep(k, state, cost(k, state) <= slack(most))
+                mask = cost(k, state) <= slack(most)
+                self.masks[k, state] = self.masks.get((k, state), mask) & mask
 
     def drop_states(self, most: float) -> None:
         """After ``solve`` of a maximum: drop states that cost more to reach."""
         for k, states in enumerate(self.states):
             self.states[k] = [state for state in states if self.best[k][state] <= slack(most)]
-
-    def _keep(self, k: int, state: S, mask: Bools) -> None:
-        old = self.masks.get((k, state))
-        self.masks[k, state] = mask if old is None else old & mask
 
     def before(self, k: int, state: S) -> list[tuple[float, S]]:
         """States before this one by the last key's best value through them, best first."""

@@ -21,8 +21,8 @@ from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.schedules.unroll import unrolled
-from deepspeed_pulse.planner.search.exact import count_pairs, solve_order
 from deepspeed_pulse.planner.search.improve import Improver, split_backwards
+from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
 from deepspeed_pulse.planner.simulator import rank_state_bytes, run, summarize
 
 MAX_BINARIES = 300

@@ -7,10 +7,21 @@ chooses cuts, order and what is recomputed. All choices train the same batch, so
 
 from __future__ import annotations
 
-from deepspeed_pulse.ir.choice import Tuning
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deepspeed_pulse.errors import ConfigError, InfeasibleError
+from deepspeed_pulse.ir.choice import Choice, Trial, Tuning, Verdict
+from deepspeed_pulse.ir.layout import Layout
+from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
-from deepspeed_pulse.planner.tuning.remedies import nothing_fits
 from deepspeed_pulse.planner.tuning.tuner import Progress, Tuner, rank_of
+
+_MARGINS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+"""Times what an error asks for, as memory that may do where nothing fits."""
+_MOST_TIMES = 64
+"""So many times the world size are tried."""
 
 
 def tune(
@@ -30,8 +41,114 @@ def tune(
     tuner = Tuner(job)
     trials = tuner.run(exhaustive=exhaustive, progress=progress)
     if not any(trial.plan for trial in trials):
-        raise nothing_fits(tuner, trials)
+        raise _nothing_fits(tuner, trials)
     trials = tuner.searched(sorted(trials, key=rank_of), solver_seconds)
     sizes = {trial.choice.microbatch_size for trial in trials}
     profiles = {size: job.sizes.at(size) for size in sizes}
     return Tuning(trials=tuple(trials), memory_bytes=job.limit_bytes, profiles=profiles)
+
+
+def _nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
+    """Says the smallest memory found that would do, and the smallest multiple of the world size."""
+    limited = [trial for trial in trials if trial.verdict is Verdict.MEMORY]
+    if not limited:
+        reasons = sorted({f"{trial.verdict.value}: {trial.reason}" for trial in trials})
+        return InfeasibleError(
+            f"no way to run {tuner.job.global_batch} samples a step on {tuner.job.world} ranks; "
+            f"{'; '.join(reasons[:3])}; use another global batch, fewer ranks or finer layers"
+        )
+    memory, ranks = _memory_that_would_do(tuner, limited), _ranks_that_would_do(tuner)
+    ways = [
+        f"{gigabytes(memory, enough=True)} GB a rank would do" if memory else "",
+        f"{ranks} ranks would do" if ranks else "",
+    ]
+    return InfeasibleError(
+        f"nothing fits {gigabytes(tuner.job.limit_bytes, enough=True)} GB a rank on {tuner.job.world} ranks"
+        f"{_means(tuner)}: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}"
+        f"{_hint(tuner)}",
+        needed_bytes=memory,
+    )
+
+
+def _means(tuner: Tuner) -> str:
+    """By what memory was saved, as far as that was open."""
+    means = ["layers recomputed"] if tuner.given.recompute is None else []
+    means += ["the optimizer shared"] if tuner.given.zero_stage != 0 else []
+    return f", {' and '.join(means)}" if means else ""
+
+
+def _hint(tuner: Tuner) -> str:
+    if tuner.given.zero_stage != 0 or tuner.job.world == 1:
+        return ""
+    return "; zero_optimization.stage 1 would share the optimizer's state among replicas"
+
+
+def _memory_that_would_do(tuner: Tuner, limited: Sequence[Trial]) -> int | None:
+    """The smallest that a choice was planned with, those that need least first."""
+    best: int | None = None
+    for choice in sorted(
+        (trial.choice for trial in limited if _is_frugal(tuner, trial.choice)), key=tuner.least_state_bytes
+    ):
+        if best is not None and tuner.least_state_bytes(choice) >= best:
+            break
+        found = _least_memory(tuner, choice)
+        if found is not None and (best is None or found < best):
+            best = found
+    return best
+
+
+def _is_frugal(tuner: Tuner, choice: Choice) -> bool:
+    """Nothing that only takes memory: the smallest microbatches, the optimizer shared, one wave at most."""
+    given = tuner.given
+    small = choice.microbatch_size == tuner.sizes.smallest.microbatch_size or given.sets_microbatches
+    shared = choice.zero_stage == 1 or choice.data_parallel == 1 or given.zero_stage is not None
+    plain = choice.layout is Layout.PIPE_MAJOR or given.layout is not None
+    return small and shared and plain and choice.waves <= max(1, min(given.waves))
+
+
+def _least_memory(tuner: Tuner, choice: Choice) -> int | None:
+    """With everything recomputed; planned again with it, as other limits lead to other cuts."""
+    try:
+        tuner.frugal(choice, memory_bytes=1)
+    except InfeasibleError as problem:
+        if problem.needed_bytes is None:
+            return None
+        for margin in _MARGINS:
+            memory = math.ceil(problem.needed_bytes * margin / 1e6) * 10**6
+            if _fits(tuner, choice, memory):
+                return memory
+    return None
+
+
+def _fits(tuner: Tuner, choice: Choice, memory_bytes: int) -> bool:
+    try:
+        tuner.frugal(choice, memory_bytes=memory_bytes)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _ranks_that_would_do(tuner: Tuner) -> int | None:
+    """The smallest power of two times the world size on which a choice fits."""
+    times = 2
+    while times <= _MOST_TIMES:
+        world = tuner.job.world * times
+        nodes = max(tuner.job.cluster.nodes, -(-world // tuner.job.cluster.ranks_per_node))
+        cluster = replace(tuner.job.cluster, nodes=nodes)
+        if _anything_fits(Tuner(replace(tuner.job, cluster=cluster, world_size=world))):
+            return world
+        times *= 2
+    return None
+
+
+def _anything_fits(tuner: Tuner) -> bool:
+    try:
+        families = list(tuner.families())
+    except ConfigError:
+        return False
+    for choice in (replace(family, zero_stage=max(tuner.zero_stages(family))) for family in families):
+        many = len(choice.placement) > tuner.sizes.smallest.num_layers
+        hopeless = many or tuner.least_state_bytes(choice) > tuner.job.limit_bytes
+        if _is_frugal(tuner, choice) and not hopeless and _fits(tuner, choice, tuner.job.limit_bytes):
+            return True
+    return False
