@@ -52,10 +52,6 @@ class StageCosts:
             backward_ms=tuple(a + b for a, b in zip(self.backward_ms, backward_ms, strict=True)),
         )
 
-    @property
-    def num_stages(self) -> int:
-        return len(self.forward_ms)
-
     def work_ms(self, stage: int) -> float:
         """Forward and backward of one microbatch."""
         return self.forward_ms[stage] + self.backward_ms[stage]

@@ -50,7 +50,10 @@ def explain(
     with_pauses = run(problem, plan.schedule, durations=paused).makespan_ms
     planned_step = planned if plan.estimate is None else plan.estimate.step_ms
     layers_ms = {action: problem.duration_ms(action) - overheads[action] for action in durations}
-    stage = _most_exceeding(durations, layers_ms)
+    beyond: dict[int, float] = defaultdict(float)
+    for action, ms in durations.items():
+        beyond[action.stage] += ms - layers_ms[action]
+    stage = max(beyond, key=lambda stage: (abs(beyond[stage]), -stage))  # whose actions differ most from the profile
     return Difference(
         planned_ms=planned_step,
         measured_ms=step_ms,
@@ -71,14 +74,6 @@ def _memory(problem: Problem, planned: Timeline, peaks: Sequence[Mapping[str, in
         RankMemory(planned={"state": rank_state_bytes(problem, rank), **parts}, measured=peaks[rank])
         for rank, parts in enumerate(parts_at_peak(problem, planned))
     )
-
-
-def _most_exceeding(measured: Mapping[Action, float], planned: Mapping[Action, float]) -> int:
-    """The stage whose actions took longest beyond the profile, all microbatches together."""
-    beyond: dict[int, float] = defaultdict(float)
-    for action, ms in measured.items():
-        beyond[action.stage] += ms - planned[action]
-    return max(beyond, key=lambda stage: (abs(beyond[stage]), -stage))
 
 
 def _per_microbatch(plan: Plan, stage: int, durations: Mapping[Action, float]) -> float:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.planner.cost import weight_grad_ms
 
 CHOICES = ("none", "all", "auto")
 
@@ -52,20 +53,14 @@ def with_recompute(profile: Profile, layers: Collection[int]) -> Profile:
     if not layers:
         return profile
     kept = _kept_bytes(profile)
-    return replace(
-        profile,
-        layers=tuple(
-            _recomputed(layer, kept[index]) if index in layers else layer for index, layer in enumerate(profile.layers)
-        ),
-    )
+    changed = (_recomputed(x, kept[index]) if index in layers else x for index, x in enumerate(profile.layers))
+    return replace(profile, layers=tuple(changed))
 
 
 def _recomputed(layer: LayerCost, kept: int) -> LayerCost:
-    # Half of the backward where the profile does not say: of the backward alone, not of the forward in it.
-    weight = layer.backward_ms / 2 if layer.weight_grad_ms is None else layer.weight_grad_ms
-    return replace(
-        layer, backward_ms=layer.backward_ms + layer.forward_ms, weight_grad_ms=weight, activation_bytes=kept
-    )
+    weight = weight_grad_ms(layer)  # of the backward alone, not of the forward in it
+    backward = layer.backward_ms + layer.forward_ms
+    return replace(layer, backward_ms=backward, weight_grad_ms=weight, activation_bytes=kept)
 
 
 def _kept_bytes(profile: Profile) -> list[int]:
@@ -86,8 +81,7 @@ def recomputed_bytes(profile: Profile, plan: Plan, *, split: bool = False, inter
     found = []
     for stage in range(plan.num_stages):
         layers = [i for i in plan.stage_layers(stage) if i in chosen]
-        size = [profile.layers[i].activation_bytes for i in layers]
-        runs = [sum(size[a:b]) for a, b in _runs(layers, interval)]
+        runs = [sum(profile.layers[i].activation_bytes for i in layers[a:b]) for a, b in _runs(layers, interval)]
         found.append(sum(runs) if split else max(runs, default=0))
     return tuple(found)
 

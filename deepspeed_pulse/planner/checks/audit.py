@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.plan import Estimate, Plan
@@ -29,7 +29,7 @@ class Audit:
 
     problems: tuple[str, ...]
     rows: tuple[str, ...] = ()
-    estimate: Estimate | None = field(default=None)
+    estimate: Estimate | None = None
 
 
 def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
@@ -45,10 +45,12 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
     problem = Problem(plan, profile, cluster)
     timeline = run(problem, plan.schedule)
     estimate = summarize(problem, timeline)
-    peaks = _peaks(timeline, estimate, cluster.memory_bytes)
-    lines = tuple(peak.describe(plan, timeline, cluster.memory_bytes) for peak in peaks.values())
-    rows = marked_rows(plan, {rank: peak.positions(plan, timeline) for rank, peak in peaks.items()})
-    return Audit(problems=about_files + lines, rows=tuple(rows), estimate=estimate)
+    problems, positions = list(about_files), dict[int, set[int]]()
+    for rank, peak in enumerate(estimate.peak_bytes):
+        if peak > cluster.memory_bytes:
+            line, positions[rank] = _too_full(plan, timeline, rank, peak, cluster.memory_bytes)
+            problems.append(line)
+    return Audit(problems=tuple(problems), rows=tuple(marked_rows(plan, positions)), estimate=estimate)
 
 
 def _files(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
@@ -71,33 +73,12 @@ def _files(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
         )
 
 
-@dataclass(frozen=True)
-class _Peak:
-    """The fullest moment of a rank that does not fit."""
-
-    rank: int
-    peak_bytes: int
-    at_ms: float
-
-    def positions(self, plan: Plan, timeline: Timeline) -> set[int]:
-        """The rank's action that runs then, or the last one before it."""
-        started = [i for i, s in enumerate(timeline.spans_of(self.rank)) if s.start_ms <= self.at_ms]
-        return {started[-1]} if started else set()
-
-    def describe(self, plan: Plan, timeline: Timeline, limit: int) -> str:
-        at = self.positions(plan, timeline)
-        action = f", at {plan.schedule[self.rank][min(at)]}" if at else ""
-        return (
-            f"memory of rank {self.rank}: needs {self.peak_bytes / _GB:.3f} GB at {self.at_ms:.4g} ms{action}; the "
-            f"cluster's memory_bytes allows {limit / _GB:.3f} GB"
-        )
-
-
-def _peaks(timeline: Timeline, estimate: Estimate, limit: int) -> Mapping[int, _Peak]:
-    found = {}
-    for rank, peak in enumerate(estimate.peak_bytes):
-        if peak > limit:
-            curve = timeline.memory[rank]
-            at = max(curve, key=lambda point: point[1])[0] if curve else 0.0
-            found[rank] = _Peak(rank, peak, at)
-    return found
+def _too_full(plan: Plan, timeline: Timeline, rank: int, peak: int, limit: int) -> tuple[str, set[int]]:
+    """A line about a rank that does not fit; and its action that runs when most is live, or the last one before."""
+    at_ms = max(timeline.memory[rank], key=lambda point: point[1], default=(0.0, 0))[0]
+    started = [i for i, span in enumerate(timeline.spans_of(rank)) if span.start_ms <= at_ms]
+    action = f", at {plan.schedule[rank][started[-1]]}" if started else ""
+    return (
+        f"memory of rank {rank}: needs {peak / _GB:.3f} GB at {at_ms:.4g} ms{action}; the "
+        f"cluster's memory_bytes allows {limit / _GB:.3f} GB"
+    ), set(started[-1:])

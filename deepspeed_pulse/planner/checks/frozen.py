@@ -20,10 +20,7 @@ def fill_problems(plan: Plan) -> list[str]:
     fill = plan.fill
     if fill is None:
         return []
-    found = [*_parts(plan, fill), *_places(plan, fill)]
-    if found:
-        return found
-    found = [*_cover(plan, fill), *_results(plan, fill)]
+    found = [*_parts(plan, fill), *_places(plan, fill)] or [*_cover(plan, fill), *_results(plan, fill)]
     if found:
         return found
     _, stuck = walk(lower(plan), plan.placement, fill)

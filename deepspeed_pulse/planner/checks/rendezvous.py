@@ -22,7 +22,6 @@ from deepspeed_pulse.ir.channels import Traffic
 from deepspeed_pulse.ir.dependencies import Key, key_of, local_needs
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel, Message
-from deepspeed_pulse.ir.schedule import Action
 
 Place = tuple["_Stream", int]
 
@@ -41,10 +40,9 @@ class _Stream:
     def moved(self, k: int) -> bool:
         return k < min(self.sent, self.posted)
 
-    def post(self, *, ahead: bool, wanted: int = -1) -> None:
-        """Ahead, as the slots allow; else up to the message that is wanted."""
-        most = self.consumed + self.slots if ahead else wanted + 1
-        self.posted = max(self.posted, min(most, len(self.messages)))
+    def post_ahead(self) -> None:
+        """As the slots allow."""
+        self.posted = max(self.posted, min(self.consumed + self.slots, len(self.messages)))
 
 
 @dataclass
@@ -67,13 +65,11 @@ class _Model:
 
     def __init__(self, plan: Plan, traffic: Traffic, *, ahead: bool) -> None:
         self.plan, self.traffic, self.ahead = plan, traffic, ahead
-        streams = [_Stream(c, messages, traffic.slots[c]) for c, messages in traffic.channels.items()]
-        self.place: dict[Message, Place] = {m: (s, k) for s in streams for k, m in enumerate(s.messages)}
-        self.streams = streams
+        self.streams = [_Stream(c, messages, traffic.slots[c]) for c, messages in traffic.channels.items()]
+        self.place: dict[Message, Place] = {m: (s, k) for s in self.streams for k, m in enumerate(s.messages)}
         self.ranks = [_Rank() for _ in traffic.program]
-        for stream in streams:
-            if ahead:
-                stream.post(ahead=True)
+        for stream in self.streams if ahead else ():
+            stream.post_ahead()
 
     def run(self) -> Iterator[str]:
         """Let every rank go as far as it can until none can; yield what is left."""
@@ -105,12 +101,12 @@ class _Model:
     def _consume(self, message: Message) -> bool:
         stream, k = self.place[message]
         if not self.ahead:
-            stream.post(ahead=False, wanted=k)
+            stream.posted = max(stream.posted, k + 1)
         if not stream.moved(k):
             return False
         stream.consumed += 1
         if self.ahead:
-            stream.post(ahead=True)
+            stream.post_ahead()
         return True
 
     def _waits(self, rank: int) -> bool:
@@ -127,13 +123,12 @@ class _Model:
     def _describe(self, rank: int) -> str:
         at = self.ranks[rank]
         step = self.traffic.program[rank][at.position]
-        action: Action = step.action
         if at.consumed < len(step.receives):
             stream, k = self.place[step.receives[at.consumed]]
             why = "was not sent" if k >= stream.sent else f"has no receive: {stream.slots} slots hold later messages"
-            return f"rank {rank} is stuck at {action}: {_name(stream, k)} {why}"
+            return f"rank {rank} is stuck at {step.action}: {_name(stream, k)} {why}"
         held = [_name(*self.place[m]) for m in self._released(rank) if not self.place[m][0].moved(self.place[m][1])]
-        return f"rank {rank} is stuck at {action}: " + (
+        return f"rank {rank} is stuck at {step.action}: " + (
             f"{' and '.join(held)} was never taken" if held else "an action it needs on its own rank comes later"
         )
 

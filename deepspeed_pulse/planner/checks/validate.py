@@ -27,7 +27,8 @@ def violations(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> 
         return found
     found += _routes(plan, values)
     found += [line for lines, _ in _schedule_problems(plan).values() for line in lines]
-    found += _deadlock(plan)
+    _, stuck = walk(lower(plan), plan.placement)
+    found += [f"deadlock: {entry}" for entry in stuck]
     return found or fill_problems(plan) or rendezvous_problems(plan, make_traffic(plan))
 
 
@@ -37,10 +38,9 @@ def check(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> None:
     In the rows ``>>2F0<<`` marks an action at fault.
     """
     found = violations(plan, num_layers=num_layers, values=values)
-    if not found:
-        return
-    text = "the plan cannot run:\n  " + "\n  ".join(found)
-    raise PlanError("\n".join([text, *marked_rows(plan)]))
+    if found:
+        text = "the plan cannot run:\n  " + "\n  ".join(found)
+        raise PlanError("\n".join([text, *marked_rows(plan)]))
 
 
 def marked_rows(plan: Plan, also: Mapping[int, set[int]] | None = None) -> list[str]:
@@ -91,12 +91,8 @@ def _shape(plan: Plan, num_layers: int) -> Iterator[str]:
 
 def _schedule_problems(plan: Plan) -> dict[int, tuple[list[str], list[int]]]:
     """Per rank at fault: lines, and positions in its row."""
-    problems: dict[int, tuple[list[str], list[int]]] = {}
-    for rank in range(plan.pipeline_ranks):
-        lines, marked = _Row(plan, rank).problems()
-        if lines:
-            problems[rank] = (lines, marked)
-    return problems
+    found = {rank: _Row(plan, rank).problems() for rank in range(plan.pipeline_ranks)}
+    return {rank: (lines, marked) for rank, (lines, marked) in found.items() if lines}
 
 
 class _Row:
@@ -108,12 +104,12 @@ class _Row:
 
     def problems(self) -> tuple[list[str], list[int]]:
         lines, marked = [], []
-        for found in (self._strange(), self._twice(), self._missing(), self._too_early(), self._unordered()):
-            for kind, (texts, positions) in _grouped(found).items():
-                shown = ", ".join(texts[:_SHOWN])
+        for found in map(list, (self._strange(), self._twice(), self._missing(), self._too_early(), self._unordered())):
+            for kind in dict.fromkeys(kind for kind, _, _ in found):
+                texts = [text for this, text, _ in found if this == kind]
                 more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-                lines.append(f"schedule of rank {self.rank}: {kind} {shown}{more}")
-                marked += positions
+                lines.append(f"schedule of rank {self.rank}: {kind} {', '.join(texts[:_SHOWN])}{more}")
+            marked += [position for _, _, position in found if position is not None]
         return lines, marked
 
     def _strange(self) -> Iterator[tuple[str, str, int | None]]:
@@ -160,16 +156,6 @@ class _Row:
             if earlier is not None and earlier.microbatch > a.microbatch:
                 yield "microbatches are not in order within a stage:", f"{earlier} before {a}", i
             last[a.stage, a.op] = a
-
-
-def _grouped(found: Iterator[tuple[str, str, int | None]]) -> dict[str, tuple[list[str], list[int]]]:
-    groups: dict[str, tuple[list[str], list[int]]] = {}
-    for kind, text, position in found:
-        texts, positions = groups.setdefault(kind, ([], []))
-        texts.append(text)
-        if position is not None:
-            positions.append(position)
-    return groups
 
 
 def _routes(plan: Plan, values: Sequence[NamedValue]) -> Iterator[str]:
@@ -227,9 +213,3 @@ class _Travel:
         if there in arrived:
             yield f"{hop} visits rank {there} a second time; it holds the value already"
         arrived.setdefault(there, end)
-
-
-def _deadlock(plan: Plan) -> Iterator[str]:
-    _, stuck = walk(lower(plan), plan.placement)
-    for entry in stuck:
-        yield f"deadlock: {entry}"

@@ -116,9 +116,8 @@ class _Ways:
     def _assigned(self, greedy: FillResult, seconds: float) -> Iterator[FillResult]:
         """What HiGHS makes of the gaps that the actions leave, with their times without and with greedy's work."""
         least = min(layer.forward_ms for part in self._parts for layer in part.layers)
-        filled = replace(self._problem.plan, fill=greedy.fill)
         upper_ms = greedy.estimate.makespan_ms
-        for plan in (self._problem.plan, filled):
+        for plan in (self._problem.plan, replace(self._problem.plan, fill=greedy.fill)):
             gaps = gaps_of(self._problem, simulate(plan, self._problem.profile, self._problem.cluster), least)
             program = Assignment(self._problem, self._parts, self._allowed, gaps, upper_ms)
             if seconds <= 0 or program.num_columns > MOST_COLUMNS:

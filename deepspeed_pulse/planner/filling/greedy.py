@@ -139,11 +139,13 @@ class Filler:
 
     def _go_on(self, rank: int, now: float) -> None:
         step = self._next_step(rank)
-        arrival = _NEVER if step is None else self._arrival(step)
-        if step is not None and arrival <= now + _EPSILON_MS:
-            self._run_step(rank, step, now)
-            return
-        limit = _NEVER if step is None else self.latest[step.action]
+        arrival = limit = _NEVER
+        if step is not None:
+            arrival = max((self._arrived.get(message, _NEVER) for message in step.receives), default=0.0)
+            limit = self.latest[step.action]
+            if arrival <= now + _EPSILON_MS:
+                self._run_step(rank, step, now)
+                return
         chosen = self._choose(rank, now, limit - now)
         if chosen is not None:
             self._run_layers(rank, chosen, now, arrival, limit)
@@ -156,9 +158,6 @@ class Filler:
     def _next_step(self, rank: int) -> Step | None:
         row, at = self._rows[rank], self._position[rank]
         return row[at] if at < len(row) else None
-
-    def _arrival(self, step: Step) -> float:
-        return max((self._arrived.get(message, _NEVER) for message in step.receives), default=0.0)
 
     def _run_step(self, rank: int, step: Step, now: float) -> None:
         self._position[rank] += 1
@@ -193,12 +192,8 @@ class Filler:
         return chosen
 
     def _value(self, rank: int, chain: Chain, count: int) -> float:
-        here = chain.ends_ms[-1] if chain.rank in (None, rank) else 0.0
-        return (
-            self.preference.fit * chain.length_ms(count)
-            + self.preference.left * chain.left_ms
-            + self.preference.here * here
-        )
+        taste, here = self.preference, chain.ends_ms[-1] if chain.rank in (None, rank) else 0.0
+        return taste.fit * chain.length_ms(count) + taste.left * chain.left_ms + taste.here * here
 
     def _on(self, rank: int, chain: Chain) -> float:
         """When everything that the chain's next layer reads is on a rank."""

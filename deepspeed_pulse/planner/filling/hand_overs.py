@@ -19,11 +19,8 @@ def with_hand_overs(problem: Problem, parts: Sequence[FrozenPart], runs: Runs, s
     at_once, later = _needed(problem, parts, runs)
     rows = []
     for rank, row in enumerate(runs):
-        found: list[Filling] = []
-        for filling in row:
-            found.append(filling)
-            found += [Filling(filling.position, work) for work in at_once.get((rank, filling.work), ())]
-        rows.append(tuple(found))
+        works = [(f.position, work) for f in row for work in (f.work, *at_once.get((rank, f.work), ()))]
+        rows.append(tuple(Filling(position, work) for position, work in works))
     fill = Fill(parts=tuple(parts), rows=tuple(rows), solver=solver)
     return _while_links_idle(problem, fill, later) if later else fill
 
@@ -47,9 +44,7 @@ def _needed(
         m, end = work.microbatch, work.end
         whole = end == len(by_name[work.part].layers)
         now = wanted[work.part, m] if whole else {begins[work.part, m, end]}
-        hand_overs = [HandOver(work.part, end, m, target) for target in sorted(now - {rank})]
-        if hand_overs:
-            at_once[rank, work] = hand_overs
+        at_once[rank, work] = [HandOver(work.part, end, m, target) for target in sorted(now - {rank})]
         if whole:
             later += [(rank, HandOver(work.part, end, m, to)) for to in sorted(readers[work.part] - now - {rank})]
     return at_once, later

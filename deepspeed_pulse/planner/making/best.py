@@ -30,7 +30,9 @@ def best_plan(maker: Maker, places: Sequence[Placement]) -> Plan:
         except InfeasibleError as reason:
             problems.append(reason)
         else:
-            found.append(_without_spare(plan, maker))
+            # Only what this order needs; the longest forwards are dropped first.
+            longest_first = sorted(plan.recompute, key=lambda i: -maker.job.profile.layers[i].forward_ms)
+            found.append(_dropped(plan, maker, longest_first))
     if not found:
         raise _joined(problems, f"{problems[0]}; recomputing layers in backward does not help enough")
     lean = min(found, key=lambda plan: (step_ms(plan), len(plan.recompute)))
@@ -49,11 +51,6 @@ def _fits_freely(maker: Maker, places: Sequence[Placement]) -> bool:
         return False
     assert estimated is not None
     return max(estimated.peak_bytes) <= maker.job.limit_bytes
-
-
-def _without_spare(plan: Plan, maker: Maker) -> Plan:
-    """Recompute only what this order needs; the longest forwards are dropped first."""
-    return _dropped(plan, maker, sorted(plan.recompute, key=lambda i: -maker.job.profile.layers[i].forward_ms))
 
 
 def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:

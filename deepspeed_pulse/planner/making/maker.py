@@ -111,23 +111,22 @@ class Maker:
     def order(self, plan: Plan) -> Plan:
         """The plan with the best order of its cuts, and frozen work in the time that leaves idle."""
         if not self.job.frozen:
-            return self._ordered(plan, self.job)
+            return synthesize(plan, self.job, self.options, self.progress)
         plan = replace(plan, fill=None)
         try:
-            return self._filled(self._ordered(plan, self.job))
+            return self._filled(plan, self.job.memory_bytes)
         except InfeasibleError as reason:
             if reason.needed_bytes is None:
                 raise
             spare = self.job.limit_bytes - (reason.needed_bytes - self.job.limit_bytes)
             if spare <= 0:
                 raise
-        return self._filled(self._ordered(plan, replace(self.job, memory_bytes=spare)))
+        return self._filled(plan, spare)
 
-    def _filled(self, plan: Plan) -> Plan:
-        return fill_plan(plan, self.job, solver_seconds=self.options.solver_seconds / 2)
-
-    def _ordered(self, plan: Plan, job: Job) -> Plan:
-        return synthesize(plan, job, self.options, self.progress)
+    def _filled(self, plan: Plan, memory_bytes: int | None) -> Plan:
+        """Ordered within that much memory, then filled."""
+        ordered = synthesize(plan, replace(self.job, memory_bytes=memory_bytes), self.options, self.progress)
+        return fill_plan(ordered, self.job, solver_seconds=self.options.solver_seconds / 2)
 
     def cut(self, placement: Placement, view: Profile) -> Plan:
         """Without an order; cut as a view of the profile asks for."""

@@ -80,8 +80,9 @@ class CutCosts:
         lone = [value for value in self.values if len(value.targets) == 1]
         self.paired = _nested(_over_the_turn(lone, self.work_ms))
         """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
-        self.travelling = tuple(value for value in self.values if value not in self.paired)
-        self._slow = _slowness(job)
+        links, ranks = Links(job.cluster, job.grid), range(job.pipeline_ranks)
+        self._slow = np.array([[links.between(a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
+        """ms a byte, per directed pair of ranks."""
 
     def without_memory(self) -> CutCosts:
         """The same, with no memory limit."""
@@ -93,7 +94,6 @@ class CutCosts:
         """The same with other paired values."""
         other = copy.copy(self)
         other.paired = tuple(values)
-        other.travelling = tuple(value for value in self.values if value not in other.paired)
         return other
 
     def ms_per_byte(self, stage: int) -> float:
@@ -108,10 +108,8 @@ class CutCosts:
 
     def parts(self, boundaries: Sequence[int]) -> bool:
         """Does any paired value change ranks?"""
-        return any(self._rank(boundaries, v.source) != self._rank(boundaries, v.targets[0]) for v in self.paired)
-
-    def _rank(self, boundaries: Sequence[int], layer: int) -> int:
-        return self.placement[stage_of(boundaries, layer)]
+        ends = ([stage_of(boundaries, layer) for layer in (v.source, v.targets[0])] for v in self.paired)
+        return any(self.placement[a] != self.placement[b] for a, b in ends)
 
     def score(self, boundaries: Sequence[int], in_flight: Sequence[int]) -> Score:
         """The true score of cuts, any placement."""
@@ -226,12 +224,6 @@ def _nested(pairs: Sequence[Value]) -> tuple[Value, ...]:
         chosen.append(inwards[at])
         at = around[at]
     return tuple(value for value in pairs if value in chosen)
-
-
-def _slowness(job: Job) -> Floats:
-    """ms a byte, per directed pair of ranks."""
-    links, ranks = Links(job.cluster, job.grid), range(job.pipeline_ranks)
-    return np.array([[links.between(a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
 
 
 def in_flight(placement: Placement, microbatches: int) -> tuple[int, ...]:

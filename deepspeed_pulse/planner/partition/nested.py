@@ -29,7 +29,7 @@ class NestedCuts(CutSpace[State]):
     def __init__(
         self, weights: CutCosts, in_flight: tuple[int, ...], *, clean: bool, most_ms: float = float("inf")
     ) -> None:
-        partable = weights.travelling if clean else weights.values
+        partable = [value for value in weights.values if not clean or value not in weights.paired]
         self._several = [value for value in partable if len(value.targets) > 1]
         self._lone = [value for value in partable if len(value.targets) == 1]
         self._both, self._targets = _skip_sums(weights.num_layers, self._lone)
@@ -75,8 +75,7 @@ class NestedCuts(CutSpace[State]):
     def _hidden(self, state: State) -> Floats:
         """Bytes of each directed link to the rank outside: a hidden state and the other cut's gradient."""
         rows, columns = self._window(state)
-        hidden: Floats = self.weights.cut_bytes[rows, None] + self.weights.cut_bytes[None, columns]
-        return hidden
+        return np.asarray(self.weights.cut_bytes[rows, None] + self.weights.cut_bytes[None, columns])
 
     def stage_ms(self, k: int, state: State) -> Floats:
         down, up = self._pair(self.weights.work_ms, state)
@@ -96,8 +95,7 @@ class NestedCuts(CutSpace[State]):
         inner = both[i, i] - both[rows, i] - both[i, rows] + own[rows]
         outer = own[columns] - both[j, columns] - both[columns, j] + both[j, j]
         across = both[i, columns][None, :] - both[rows, columns] - both[i, j] + both[rows, j][:, None]
-        lost: Floats = arriving - inner[:, None] - outer[None, :] - across
-        return lost
+        return np.asarray(arriving - inner[:, None] - outer[None, :] - across)
 
     def crossing_bytes(self, k: int, state: State) -> Floats:
         (i, j), (rows, columns) = state, self._window(state)

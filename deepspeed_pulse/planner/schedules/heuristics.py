@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import Kind, Placement
-from deepspeed_pulse.ir.schedule import Action, Schedule, backward, forward
+from deepspeed_pulse.ir.schedule import Schedule, backward, forward
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules import templates
 from deepspeed_pulse.planner.schedules.listing import Cap, Prefer, list_schedule
@@ -70,21 +70,15 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
 
     Every action follows what it waits for in this one global order, so no rank can deadlock.
     """
-    order = sorted(
-        (Action(stage, forward(0, 0).op, m) for stage in range(len(placement)) for m in range(microbatches)),
-        key=lambda action: (action.stage + action.microbatch, -action.stage),
-    )
-    ranks = placement.num_ranks
-    return tuple(tuple(a for a in order if placement[a.stage] == rank) for rank in range(ranks))
+    every = (forward(stage, m) for stage in range(len(placement)) for m in range(microbatches))
+    order = sorted(every, key=lambda action: (action.stage + action.microbatch, -action.stage))
+    return tuple(tuple(a for a in order if placement[a.stage] == rank) for rank in range(placement.num_ranks))
 
 
 def count_cap(problem: Problem, half_stages: int) -> Cap:
     """At most so many (stage, microbatch) pairs in flight on a rank."""
-    return Cap(
-        weights=(1.0,) * problem.num_stages,
-        limits=(float(half_stages),) * problem.num_ranks,
-        unit="stages in flight",
-    )
+    weights, limits = (1.0,) * problem.num_stages, (float(half_stages),) * problem.num_ranks
+    return Cap(weights=weights, limits=limits, unit="stages in flight")
 
 
 def byte_cap(problem: Problem, limits: tuple[float, ...]) -> Cap:
@@ -109,7 +103,7 @@ class Generator:
 
 
 def _gpipe_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
-    yield lambda: list_schedule(problem, problem.plan.microbatches, prefer=Prefer.ALL_FORWARDS, split=split)
+    yield _listed(problem, Prefer.ALL_FORWARDS, None, split=split)
 
 
 def _1f1b_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
@@ -158,16 +152,11 @@ def _wave_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
     counts = sorted({max(held, problem.num_ranks * held * n // 8) for n in eighths})
     limits = [count_cap(problem, count) for count in counts if count < microbatches * held]
     for cap in (*limits, *caps):
-        for prefer in _preferences(cap, huge=forwards > _HUGE):
+        several = [Prefer.BACKWARD, Prefer.FORWARD, *([] if cap else [Prefer.FIRST_HOME])]
+        for prefer in several if forwards <= _HUGE else several[:1] if cap else several[1:]:
             yield _listed(problem, prefer, cap)
             if split:
                 yield _listed(problem, prefer, cap, split=True)
-
-
-def _preferences(cap: Cap | None, *, huge: bool) -> tuple[Prefer, ...]:
-    if cap is None:
-        return (Prefer.FORWARD, Prefer.FIRST_HOME) if huge else (Prefer.BACKWARD, Prefer.FORWARD, Prefer.FIRST_HOME)
-    return (Prefer.BACKWARD,) if huge else (Prefer.BACKWARD, Prefer.FORWARD)
 
 
 def frugal_orders(problem: Problem, cap: Cap, split: bool) -> list[Schedule]:
@@ -212,20 +201,15 @@ def generators_for(schedule: str, placement: Placement, *, split: bool = False) 
         ConfigError: the name is not available or does not fit; lists those that do.
     """
     fitting = {name: g for name, g in GENERATORS.items() if g.fits(placement) and (split or not g.needs_split)}
+    place = f"placement {placement.name} of {placement.num_ranks} ranks"
     if schedule == "auto":
         return fitting
     if schedule not in GENERATORS:
         raise ConfigError(
             f"schedule {schedule!r} is not available{did_you_mean(schedule, GENERATORS)}; "
-            f'available: "auto", {", ".join(GENERATORS)}; those that fit {_name(placement)}: {", ".join(fitting)}'
+            f'available: "auto", {", ".join(GENERATORS)}; those that fit {place}: {", ".join(fitting)}'
         )
     if schedule not in fitting:
         needs = " without split backward" if GENERATORS[schedule].fits(placement) else ""
-        raise ConfigError(
-            f"schedule {schedule!r} does not fit {_name(placement)}{needs}; those that do: {', '.join(fitting)}"
-        )
+        raise ConfigError(f"schedule {schedule!r} does not fit {place}{needs}; those that do: {', '.join(fitting)}")
     return {schedule: GENERATORS[schedule]}
-
-
-def _name(placement: Placement) -> str:
-    return f"placement {placement.name} of {placement.num_ranks} ranks"

@@ -128,12 +128,8 @@ class Block:
         times = self._times(ranks)
         rows = []
         for rank in range(ranks):
-            row = [
-                (time + 6 * m, Action(stage, op, m))
-                for (stage, op), time in times[rank].items()
-                for m in range(microbatches)
-            ]
-            rows.append(tuple(action for _, action in sorted(row, key=lambda entry: entry[0])))
+            every = (Action(stage, op, m) for stage, op in times[rank] for m in range(microbatches))
+            rows.append(tuple(sorted(every, key=lambda a: times[rank][a.stage, a.op] + 6 * a.microbatch)))
         return tuple(rows)
 
     def _times(self, ranks: int) -> list[dict[tuple[int, Op], int]]:

@@ -57,7 +57,10 @@ class Improver:
     def improve(self, starts: Sequence[Schedule]) -> None:
         """Short searches from every start, longer ones from the better half, and so on to the best one."""
         count = _STARTS if len(self.net.duration) <= _LARGE else 1
-        searches = [self._search(number, start) for number, start in enumerate(starts[:count])]
+        searches = [
+            Search(self.net, self.cap, self.net.rows(start), seed=self.seed * 1000 + n, target_ms=self.target_ms)
+            for n, start in enumerate(starts[:count])
+        ]
         patience = 1
         while searches and not self._over:
             last = len(searches) == 1
@@ -72,18 +75,12 @@ class Improver:
 
     def shortest(self, orders: Sequence[Schedule]) -> Schedule | None:
         """The order with the shortest longest path of those that do not deadlock."""
-        best: tuple[float, Schedule] | None = None
+        spans: dict[Schedule, float] = {}
         for order in orders:
             rows = self.net.rows(order)
             if time.monotonic() < self.deadline and self.net.chained(rows) is not None:
-                span = Paths(self.net, rows).span
-                if best is None or span < best[0]:
-                    best = (span, order)
-        return best[1] if best else None
-
-    def _search(self, number: int, start: Schedule) -> Search:
-        seed = self.seed * 1000 + number
-        return Search(self.net, self.cap, self.net.rows(start), seed=seed, target_ms=self.target_ms)
+                spans[order] = Paths(self.net, rows).span
+        return min(spans, key=lambda order: spans[order], default=None)
 
     def _exhaust(self, search: Search, patience: int) -> None:
         size = len(self.net.duration)
@@ -102,12 +99,10 @@ class Improver:
         """HiGHS on one window after the other; what it improves is searched again."""
         improved = not self.net.queues and len(self.net.duration) <= _LARGE
         while improved and not self._over:
-            improved = sum(self._reorder(search, number) for number in range(self._count_windows(search))) > 0
+            count = len(windows(Paths(self.net, search.best_rows)))
+            improved = sum(self._reorder(search, number) for number in range(count)) > 0
             if improved:
                 self._exhaust(search, _PATIENCE)
-
-    def _count_windows(self, search: Search) -> int:
-        return len(windows(Paths(self.net, search.best_rows)))
 
     def _reorder(self, search: Search, number: int) -> bool:
         spans = windows(Paths(self.net, search.best_rows))

@@ -141,12 +141,8 @@ class Solved:
 
 def count_pairs(problem: Problem, microbatches: int) -> int:
     """Binaries of the model before time windows remove some."""
-    per_rank = (len(problem.plan.stages_of(rank)) for rank in range(problem.num_ranks))
-    open_pairs = 0
-    for held in per_rank:
-        actions = 2 * held * microbatches
-        open_pairs += math.comb(actions, 2) - 2 * held * math.comb(microbatches, 2)
-    return open_pairs
+    columns = [2 * len(problem.plan.stages_of(rank)) for rank in range(problem.num_ranks)]
+    return sum(math.comb(n * microbatches, 2) - n * math.comb(microbatches, 2) for n in columns)
 
 
 def whole_model(problem: Problem, upper_ms: float) -> OrderModel:

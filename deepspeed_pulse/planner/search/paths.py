@@ -26,11 +26,7 @@ class Paths:
         self.net = net
         self.rows = [row[:] for row in rows]
         self.position = [-1] * len(net.duration)
-        self.load()
-
-    def load(self) -> None:
-        """All anew from the rows."""
-        found = self.net.chained(self.rows)
+        found = net.chained(self.rows)
         assert found is not None, "the order deadlocks"
         self._load(*found)
 
@@ -79,13 +75,18 @@ class Paths:
         row = self.rows[move.rank]
         node, other = row[move.source], row[move.target]
         low, high = sorted((self.place[node], self.place[other]))
-        later = self._later(node, other, low, high) if move.source < move.target else None
-        window = later if later is not None else self._earlier(node, other, low, high)
-        if not window:
+        window = self.order[low : high + 1]
+        if move.source < move.target:  # node and what depends on it after other
+            kept, moved = _parted(window, node, self.net.before, self.previous, self.following[node])
+            window = [*kept, *moved]
+        else:  # node and what it depends on before other
+            kept, moved = _parted(window[::-1], node, self.net.after, self.following, self.previous[node])
+            window = [*kept, *moved][::-1]
+        if other in moved:
             return False
         self.order[low : high + 1] = window
-        for at, moved in enumerate(window, low):
-            self.place[moved] = at
+        for at, shifted in enumerate(window, low):
+            self.place[shifted] = at
         self._shift(move)
         self._forward(low)
         self._backward(high + 1)
@@ -100,18 +101,6 @@ class Paths:
             return False
         self._load(*found)
         return True
-
-    def _later(self, node: int, last: int, low: int, high: int) -> list[int]:
-        """The topological window with ``node`` and what depends on it after ``last``; empty when ``last`` does."""
-        window = self.order[low : high + 1]
-        kept, moved = _parted(window, node, self.net.before, self.previous, self.following[node])
-        return [] if last in moved else [*kept, *moved]
-
-    def _earlier(self, node: int, first: int, low: int, high: int) -> list[int]:
-        """The window with ``node`` and what it depends on before ``first``; empty when it depends on ``first``."""
-        window = self.order[low : high + 1][::-1]
-        kept, moved = _parted(window, node, self.net.after, self.following, self.previous[node])
-        return [] if first in moved else [*kept, *moved][::-1]
 
     def _shift(self, move: Move) -> None:
         row = self.rows[move.rank]

@@ -62,14 +62,13 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
         ConfigError: the schedule is not available or does not fit the placement; lists those that do.
         InfeasibleError: no order fits the memory; says how much would be needed.
     """
-    schedule, solver_seconds, seed = options.schedule, options.solver_seconds, options.seed
-    deadline = time.monotonic() + solver_seconds
+    seed, deadline = options.seed, time.monotonic() + options.solver_seconds
     bare = replace(plan, schedule=((),) * plan.pipeline_ranks)
     problem = Problem(bare, job.profile, job.cluster)
     pool = _Pool(problem, job.limit_bytes, options.split_backward, progress)
-    pool.generate(schedule)
+    pool.generate(options.schedule)
     start: Candidate | None = None
-    if schedule == "auto" and solver_seconds > 0 and not pool.proven:
+    if options.schedule == "auto" and options.solver_seconds > 0 and not pool.proven:
         start = pool.best
         _solve_exactly(pool, seed, deadline)
         _improve(pool, seed, deadline)
@@ -82,11 +81,7 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
         generator_step_ms=start.estimate.step_ms if start else None,
     )
     return replace(
-        plan,
-        schedule=best.schedule,
-        estimate=best.estimate,
-        solver=solver,
-        profile_fingerprint=job.profile.fingerprint,
+        plan, schedule=best.schedule, estimate=best.estimate, solver=solver, profile_fingerprint=job.profile.fingerprint
     )
 
 
@@ -122,11 +117,8 @@ class _Pool:
         for candidate in _candidates(self.problem, schedule, self.caps, self.split):
             peak = max(candidate.estimate.peak_bytes)
             smallest = peak if smallest is None else min(smallest, peak)
-            if peak > self.memory_bytes:
-                self.fits_all = False
-                continue
-            self._keep(candidate)
-            if self.proven:
+            self.fits_all = self._keep(candidate) and self.fits_all
+            if self.fitting and self.proven:
                 return
         if not self.fitting:
             raise _too_little_memory(self.problem, self.memory_bytes, smallest)
@@ -146,15 +138,15 @@ class _Pool:
             candidate = _simulated(self.problem, name, schedule)
         except PulseError:  # rounding of a solver's starts can part an order from its precedence
             return False
+        return self._keep(candidate)
+
+    def _keep(self, candidate: Candidate) -> bool:
         if max(candidate.estimate.peak_bytes) > self.memory_bytes:
             return False
-        self._keep(candidate)
-        return True
-
-    def _keep(self, candidate: Candidate) -> None:
         self.fitting.append(candidate)
         if self.progress is not None:
             self.progress(self.best.estimate.makespan_ms, self.bound_ms)
+        return True
 
 
 def _improve(pool: _Pool, seed: int, deadline: float) -> None:
@@ -185,15 +177,14 @@ def _improver(pool: _Pool, seed: int, deadline: float) -> Improver:
 
 def _from_few(pool: _Pool, microbatches: int, seed: int, deadline: float) -> list[Schedule]:
     """Orders unrolled from the best one found for few microbatches."""
-    plan = replace(pool.problem.plan, microbatches=microbatches)
     problem = pool.problem
-    small = _Pool(problem.with_plan(plan), pool.memory_bytes, pool.split)
+    few = problem.with_plan(replace(problem.plan, microbatches=microbatches))
+    small = _Pool(few, pool.memory_bytes, pool.split)
     small.generate("auto")
     if not small.proven:
         _improver(small, seed, deadline).improve(small.starts())
-    best = small.best
-    starts = {span.work: span.start_ms for span in best.timeline.spans}
-    return unrolled(best.schedule, starts, pool.problem.plan.microbatches)
+    starts = {span.work: span.start_ms for span in small.best.timeline.spans}
+    return unrolled(small.best.schedule, starts, problem.plan.microbatches)
 
 
 def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
@@ -228,25 +219,17 @@ def _candidates(problem: Problem, schedule: str, caps: tuple[Cap | None, ...], s
 
 def _caps(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     """None where everything fits; else what state leaves for activations, and less: hidden states come on top."""
-    single = _one_microbatch(problem)
-    room = [memory_bytes - _always(problem, rank) for rank in range(problem.num_ranks)]
+    ranks, stages_of = range(problem.num_ranks), problem.plan.stages_of
+    weights = byte_cap(problem, ()).weights
+    single = tuple(sum(weights[stage] for stage in stages_of(rank)) for rank in ranks)
+    """Bytes that one microbatch in flight keeps on each rank."""
+    backward = [problem.recomputed_bytes(s) + problem.costs.workspace_bytes[s] for s in range(problem.num_stages)]
+    always = [rank_state_bytes(problem, rank) + max(backward[stage] for stage in stages_of(rank)) for rank in ranks]
+    room = [memory_bytes - held for held in always]
     if all(problem.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):
         return (None,)
     limits = [tuple(max(0.0, share * free) for free in room) for share in (1.0, 0.9, 0.75)]
     return tuple(byte_cap(problem, limit) for limit in (*limits, single))
-
-
-def _always(problem: Problem, rank: int) -> int:
-    """State, and what the largest backward recomputes and works with."""
-    stages = problem.plan.stages_of(rank)
-    backward = max(problem.recomputed_bytes(stage) + problem.costs.workspace_bytes[stage] for stage in stages)
-    return rank_state_bytes(problem, rank) + backward
-
-
-def _one_microbatch(problem: Problem) -> tuple[float, ...]:
-    """Bytes that one microbatch in flight keeps on each rank."""
-    weights = byte_cap(problem, (0.0,) * problem.num_ranks).weights
-    return tuple(sum(weights[s] for s in problem.plan.stages_of(rank)) for rank in range(problem.num_ranks))
 
 
 def _simulated(problem: Problem, name: str, schedule: Schedule) -> Candidate:

@@ -20,18 +20,12 @@ _EPSILON = 1e-9
 class Search:
     """A tabu search that keeps its state between calls of :meth:`run`."""
 
-    def __init__(
-        self,
-        net: Net,
-        cap: Cap | None,
-        rows: Rows,
-        *,
-        seed: int,
-        target_ms: float,
-    ) -> None:
+    def __init__(self, net: Net, cap: Cap | None, rows: Rows, *, seed: int, target_ms: float) -> None:
         self.net, self.target_ms = net, target_ms
         self.random = random.Random(seed)
-        self.change = _stash_changes(net, cap)
+        sign = {Op.FORWARD: 1.0, net.ops[-1]: -1.0}
+        self.change = [sign.get(a.op, 0.0) * cap.weights[a.stage] if cap else 0.0 for a in net.actions]
+        """What a node adds to its rank's stash (at its start) or takes from it (at its end)."""
         self.limits = list(cap.limits) if cap else [float("inf")] * net.problem.num_ranks
         self.capped = cap is not None
         self.step = 0
@@ -122,14 +116,10 @@ class Search:
         moves = []
         for rank, first, last in self._blocks():
             wanted = {(first, first + 1), (last, last - 1)}
-            for at in range(max(first, last - 12), last):
-                wanted.add((at, last))
-            for at in range(first + 1, min(last, first + 12) + 1):
-                wanted.add((at, first))
-            for at in range(first + 1, min(last, first + 6)):
-                wanted.add((first, at))
-            for at in range(max(first, last - 6) + 1, last):
-                wanted.add((last, at))
+            wanted |= {(at, last) for at in range(max(first, last - 12), last)}
+            wanted |= {(at, first) for at in range(first + 1, min(last, first + 12) + 1)}
+            wanted |= {(first, at) for at in range(first + 1, min(last, first + 6))}
+            wanted |= {(last, at) for at in range(max(first, last - 6) + 1, last)}
             moves += [Move(rank, a, b) for a, b in sorted(wanted) if self._allowed(rank, a, b)]
         return moves
 
@@ -137,8 +127,7 @@ class Search:
         """Column order, no cycle, and the stash within its limit."""
         row, column = self.rows[rank], self.net.column
         low, high = min(source, target), max(source, target)
-        node = row[source]
-        mine = column[node]
+        node, mine = row[source], column[row[source]]
         for at in range(low, high + 1):
             if at != source and column[row[at]] == mine:
                 return False
@@ -212,11 +201,9 @@ class Search:
             return False
         until = self.step + self.random.randint(10, 20) + len(row) // 16
         if move.source < move.target:
-            for at in range(move.source, move.target):
-                self.tabu[node, row[at]] = until
+            self.tabu.update({(node, row[at]): until for at in range(move.source, move.target)})
         else:
-            for at in range(move.target + 1, move.source + 1):
-                self.tabu[row[at], node] = until
+            self.tabu.update({(row[at], node): until for at in range(move.target + 1, move.source + 1)})
         return True
 
     def _shake(self, count: int) -> None:
@@ -231,12 +218,3 @@ class Search:
         row = self.rows[rank]
         found = [Move(rank, at, at + 1) for at in range(len(row) - 1)]
         return [move for move in found if self._allowed(rank, move.source, move.target)]
-
-
-def _stash_changes(net: Net, cap: Cap | None) -> list[float]:
-    """What a node adds to its rank's stash (at its start) or takes from it (at its end)."""
-    if cap is None:
-        return [0.0] * net.num_actions
-    release = net.ops[-1]
-    sign = {Op.FORWARD: 1.0, release: -1.0}
-    return [sign.get(a.op, 0.0) * cap.weights[a.stage] for a in net.actions]

@@ -20,7 +20,7 @@ from deepspeed_pulse.planner.tuning.tuner import Progress, Tuner, rank_of
 
 _MARGINS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 """Times what an error asks for, as memory that may do where nothing fits."""
-_MOST_TIMES = 64
+_TIMES = (2, 4, 8, 16, 32, 64)
 """So many times the world size are tried."""
 
 
@@ -62,39 +62,27 @@ def _nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
         f"{gigabytes(memory, enough=True)} GB a rank would do" if memory else "",
         f"{ranks} ranks would do" if ranks else "",
     ]
+    means = ["layers recomputed"] if tuner.given.recompute is None else []
+    means += ["the optimizer shared"] if tuner.given.zero_stage != 0 else []
+    saved = f", {' and '.join(means)}" if means else ""
+    hint = "; zero_optimization.stage 1 would share the optimizer's state among replicas"
     return InfeasibleError(
         f"nothing fits {gigabytes(tuner.job.limit_bytes, enough=True)} GB a rank on {tuner.job.world} ranks"
-        f"{_means(tuner)}: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}"
-        f"{_hint(tuner)}",
+        f"{saved}: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}"
+        f"{hint if tuner.given.zero_stage == 0 and tuner.job.world > 1 else ''}",
         needed_bytes=memory,
     )
 
 
-def _means(tuner: Tuner) -> str:
-    """By what memory was saved, as far as that was open."""
-    means = ["layers recomputed"] if tuner.given.recompute is None else []
-    means += ["the optimizer shared"] if tuner.given.zero_stage != 0 else []
-    return f", {' and '.join(means)}" if means else ""
-
-
-def _hint(tuner: Tuner) -> str:
-    if tuner.given.zero_stage != 0 or tuner.job.world == 1:
-        return ""
-    return "; zero_optimization.stage 1 would share the optimizer's state among replicas"
-
-
 def _memory_that_would_do(tuner: Tuner, limited: Sequence[Trial]) -> int | None:
     """The smallest that a choice was planned with, those that need least first."""
-    best: int | None = None
-    for choice in sorted(
-        (trial.choice for trial in limited if _is_frugal(tuner, trial.choice)), key=tuner.least_state_bytes
-    ):
-        if best is not None and tuner.least_state_bytes(choice) >= best:
+    best = math.inf
+    frugal = (trial.choice for trial in limited if _is_frugal(tuner, trial.choice))
+    for choice in sorted(frugal, key=tuner.least_state_bytes):
+        if tuner.least_state_bytes(choice) >= best:
             break
-        found = _least_memory(tuner, choice)
-        if found is not None and (best is None or found < best):
-            best = found
-    return best
+        best = min(best, _least_memory(tuner, choice))
+    return None if math.isinf(best) else int(best)
 
 
 def _is_frugal(tuner: Tuner, choice: Choice) -> bool:
@@ -106,18 +94,18 @@ def _is_frugal(tuner: Tuner, choice: Choice) -> bool:
     return small and shared and plain and choice.waves <= max(1, min(given.waves))
 
 
-def _least_memory(tuner: Tuner, choice: Choice) -> int | None:
-    """With everything recomputed; planned again with it, as other limits lead to other cuts."""
+def _least_memory(tuner: Tuner, choice: Choice) -> float:
+    """With everything recomputed; planned again with it, as other limits lead to other cuts. Infinite: none found."""
     try:
         tuner.frugal(choice, memory_bytes=1)
     except InfeasibleError as problem:
         if problem.needed_bytes is None:
-            return None
+            return math.inf
         for margin in _MARGINS:
             memory = math.ceil(problem.needed_bytes * margin / 1e6) * 10**6
             if _fits(tuner, choice, memory):
                 return memory
-    return None
+    return math.inf
 
 
 def _fits(tuner: Tuner, choice: Choice, memory_bytes: int) -> bool:
@@ -130,14 +118,12 @@ def _fits(tuner: Tuner, choice: Choice, memory_bytes: int) -> bool:
 
 def _ranks_that_would_do(tuner: Tuner) -> int | None:
     """The smallest power of two times the world size on which a choice fits."""
-    times = 2
-    while times <= _MOST_TIMES:
+    for times in _TIMES:
         world = tuner.job.world * times
         nodes = max(tuner.job.cluster.nodes, -(-world // tuner.job.cluster.ranks_per_node))
         cluster = replace(tuner.job.cluster, nodes=nodes)
         if _anything_fits(Tuner(replace(tuner.job, cluster=cluster, world_size=world))):
             return world
-        times *= 2
     return None
 
 

@@ -16,7 +16,7 @@ from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.cost import state_bytes
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
-from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job, SearchOptions
+from deepspeed_pulse.planner.job import UNLIMITED_BYTES, SearchOptions
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan
 from deepspeed_pulse.planner.making.maker import TooSlow
@@ -38,6 +38,8 @@ _CONTENDERS = 3
 _SHARED = 1 / 3
 """Of the time to search, what they share; the rest is for the one that is best then."""
 
+_NO_GAIN = "fits with ZeRO stage 0, which gathers no weights at the end of a step"
+
 _WORTH_HIDING = 0.05
 """Of a step: what one rank gains by several stages must exceed what their actions cost beyond the plan."""
 
@@ -54,7 +56,7 @@ class Tuner:
     def run(self, *, exhaustive: bool, progress: Progress | None) -> list[Trial]:
         """Every choice tried, those with the shortest bound first."""
         self._kept = math.inf if exhaustive else _EXACT
-        families = sorted(self.families(), key=self._promise)
+        families = sorted(self.families(), key=lambda family: (self._ideal_ms(family), family.pipeline_ranks))
         trials: list[Trial] = []
         for done, family in enumerate(families):
             trials += self._family(family)
@@ -69,8 +71,8 @@ class Tuner:
         Raises:
             ConfigError: there are none.
         """
-        found = 0
-        for ranks in _divisors(self.job.world):
+        found = False
+        for ranks in (n for n in range(1, self.job.world + 1) if self.job.world % n == 0):
             group = self.job.world // ranks
             for size in self._sizes(ranks, group):
                 for waves, layout in itertools.product(self._waves(ranks), self._layouts(ranks)):
@@ -82,8 +84,13 @@ class Tuner:
                         microbatches=self.job.global_batch // (group * size),
                         layout=layout,
                     )
-                    if ranks > 1 or waves == self._waves(ranks)[0] or self._worth_hiding(choice):
-                        found += 1
+                    # One rank has several stages only to reduce later ones' gradients while it works on the earlier.
+                    if (
+                        ranks > 1
+                        or waves == self._waves(ranks)[0]
+                        or self._reduction_ms(choice) > _WORTH_HIDING * self._ideal_ms(choice)
+                    ):
+                        found = True
                         yield choice
         if not found:
             raise self._nothing_divides()
@@ -95,26 +102,18 @@ class Tuner:
         return tuple(size for size in self.given.sizes_of(share, self.sizes.up_to(share)) if self.sizes.has(size))
 
     def _waves(self, ranks: int) -> tuple[int, ...]:
-        return tuple(waves for waves in self.given.waves if self._has_schedule(ranks, waves))
-
-    def _worth_hiding(self, choice: Choice) -> bool:
-        """One rank has several stages only to reduce the later ones' gradients while it works on the earlier."""
-        return self._reduction_ms(choice) > _WORTH_HIDING * self._ideal_ms(choice)
-
-    def _has_schedule(self, ranks: int, waves: int) -> bool:
-        places = Placement.wave(ranks, waves) if waves else Placement.linear(ranks)
-        return self.given.schedule == "auto" or GENERATORS[self.given.schedule].fits(places)
+        if self.given.schedule == "auto":
+            return self.given.waves
+        fits = GENERATORS[self.given.schedule].fits
+        return tuple(w for w in self.given.waves if fits(Placement.wave(ranks, w) if w else Placement.linear(ranks)))
 
     def _layouts(self, ranks: int) -> tuple[Layout, ...]:
         """One where both are the same."""
         if self.given.layout is not None:
             return (self.given.layout,)
-        same = ranks in (1, self.job.world) or self.job.world <= self.job.cluster.ranks_per_node
-        return (
-            (Layout.PIPE_MAJOR,)
-            if same or self.job.cluster.intra_node == self.job.cluster.inter_node
-            else tuple(Layout)
-        )
+        cluster, world = self.job.cluster, self.job.world
+        same = ranks in (1, world) or world <= cluster.ranks_per_node or cluster.intra_node == cluster.inter_node
+        return (Layout.PIPE_MAJOR,) if same else tuple(Layout)
 
     def _nothing_divides(self) -> ConfigError:
         smallest = self.sizes.smallest.microbatch_size
@@ -125,9 +124,6 @@ class Tuner:
             f"ranks: expected a multiple of (data-parallel pipelines x microbatch size), the smallest profile is for "
             f"microbatches of {smallest}; use {near}, or profile a smaller microbatch"
         )
-
-    def _promise(self, family: Choice) -> tuple[float, int]:
-        return self._ideal_ms(family), family.pipeline_ranks
 
     def _ideal_ms(self, choice: Choice) -> float:
         profile = self.sizes.at(choice.microbatch_size)
@@ -164,10 +160,11 @@ class Tuner:
                 return
         unbound = False
         for choice in stages:
-            trial = _no_gain(choice) if unbound else self._unbound(choice, free)
-            unbound = unbound or trial is not None
-            if trial is None:
-                trial = self._within_memory(choice, free)
+            trial = None if unbound else self._unbound(choice, free)
+            if unbound:
+                trial = Trial(choice=choice, verdict=Verdict.NO_GAIN, reason=_NO_GAIN)
+            unbound = trial is not None
+            trial = trial or self._within_memory(choice, free)
             if trial.plan is not None:
                 self._steps.append(_figures(trial.plan).step_ms)
             yield trial
@@ -209,7 +206,8 @@ class Tuner:
             job = replace(job, recompute="none")
         if one and key not in self._cuts:
             self._cuts[key] = cuts(job, self._options(family))
-        plan = self._planned(family, job, self._cuts.get(key) if one or self.sizes.in_proportion else None)
+        known = self._cuts.get(key) if one or self.sizes.in_proportion else None
+        plan = make_plan(job, self._options(family, known))
         self._cuts[key] = plan.boundaries
         return plan
 
@@ -218,10 +216,7 @@ class Tuner:
         job = replace(self.job.chosen(choice), memory_bytes=memory_bytes)
         if job.recompute == "auto":
             job = replace(job, recompute=sorted(cheapest_first(job.profile)))
-        return self._planned(choice, job)
-
-    def _planned(self, choice: Choice, job: Job, boundaries: tuple[int, ...] | None = None) -> Plan:
-        return make_plan(job, self._options(choice, boundaries))
+        return make_plan(job, self._options(choice))
 
     def _options(self, choice: Choice, boundaries: tuple[int, ...] | None = None) -> SearchOptions:
         return SearchOptions(
@@ -251,7 +246,7 @@ class Tuner:
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
         cuts = None if free is None or choice.waves <= 1 else free.boundaries
         try:
-            return _success(choice, self._planned(choice, self.job.chosen(choice), cuts))
+            return _success(choice, make_plan(self.job.chosen(choice), self._options(choice, cuts)))
         except TooSlow as slow:
             return self._too_slow(choice, slow.bound_ms)
         except InfeasibleError as problem:
@@ -269,9 +264,8 @@ class Tuner:
     def least_state_bytes(self, choice: Choice) -> int:
         """No cuts have less on their fullest rank: state in equal parts."""
         profile, shards = self.sizes.at(choice.microbatch_size), choice.data_parallel if choice.zero_stage else 1
-        whole = sum(state_bytes(profile, layer.param_bytes, shards=shards) for layer in profile.layers)
-        largest = max(state_bytes(profile, layer.param_bytes, shards=shards) for layer in profile.layers)
-        return max(-(-whole // choice.pipeline_ranks), largest)
+        sizes = [state_bytes(profile, layer.param_bytes, shards=shards) for layer in profile.layers]
+        return max(-(-sum(sizes) // choice.pipeline_ranks), *sizes)
 
     # -- the best ----------------------------------------------------------------------------
 
@@ -295,13 +289,11 @@ class Tuner:
         choice, job = trial.choice, self.job.chosen(trial.choice)
         options = SearchOptions(schedule=self.given.schedule, solver_seconds=seconds)
         plan = synthesize(replace(trial.planned, fill=None), job, options)
-        if not job.frozen:
-            return min(trial, _success(choice, plan), key=rank_of)
         try:
-            filled = fill_plan(plan, job, solver_seconds=seconds)
+            plan = fill_plan(plan, job, solver_seconds=seconds) if job.frozen else plan
         except InfeasibleError:  # a better order may keep more activations, and leave no room
             return trial
-        return min(trial, _success(choice, filled), key=rank_of)
+        return min(trial, _success(choice, plan), key=rank_of)
 
 
 def rank_of(trial: Trial) -> tuple[bool, float, int, int, int]:
@@ -326,15 +318,6 @@ def _success(choice: Choice, plan: Plan) -> Trial:
     )
 
 
-def _no_gain(choice: Choice) -> Trial:
-    reason = "fits with ZeRO stage 0, which gathers no weights at the end of a step"
-    return Trial(choice=choice, verdict=Verdict.NO_GAIN, reason=reason)
-
-
 def _figures(plan: Plan) -> Estimate:
     assert plan.estimate is not None
     return plan.estimate
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
