@@ -45,12 +45,10 @@ class CriticalPaths:
         """``head_ms`` of every microbatch, those of a stage one after the other."""
         heads: dict[Key, list[float]] = {}
         for key, edges in self._edges.items():
-            row, free = [], 0.0
+            row, free = heads.setdefault(key, []), 0.0
             for m in range(microbatches):
-                start = max([free] + [heads[k][m] + self._duration[k] + delay for k, delay in edges])
-                row.append(start)
-                free = start + self._duration[key]
-            heads[key] = row
+                row.append(max([free] + [heads[k][m] + self._duration[k] + delay for k, delay in edges]))
+                free = row[-1] + self._duration[key]
         return heads
 
     def tails_of(self, microbatches: int) -> dict[Key, list[float]]:

@@ -24,7 +24,6 @@ from deepspeed_pulse.planner.recompute import recomputed_layers
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for
 from deepspeed_pulse.planner.search.synthesize import synthesize
 
-_PLACEMENTS = ("auto", "wave", "linear")
 MOST_STAGES = 10_000
 MOST_FORWARDS = 500_000
 """Stages times microbatches of an order that is made in minutes and a few GB."""
@@ -50,7 +49,12 @@ def make_plan(
     maker, places = _maker(job, options, progress)
     if plan_cache is None or options.solver_seconds <= 0:
         return best_plan(maker, places)
-    return kept(_file(plan_cache, maker, places), Plan, lambda: best_plan(maker, places))
+    # The file is named by everything that the plan depends on.
+    known, settings = vars(maker.job).copy(), vars(maker.options)
+    profile, cluster = known.pop("profile"), known.pop("cluster")
+    known |= {"rules": to_data(job.rules), "frozen": [to_data(part) for part in job.frozen]}
+    file = file_of(plan_cache, Plan, [profile], cluster, places=places, **known, **settings)
+    return kept(file, Plan, lambda: best_plan(maker, places))
 
 
 def cuts(job: Job, options: SearchOptions) -> tuple[int, ...]:
@@ -65,14 +69,10 @@ def cuts(job: Job, options: SearchOptions) -> tuple[int, ...]:
 
 def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple[Maker, list[Placement]]:
     """What makes the plan, and the placements that it tries."""
-    _check_counts(
-        pipeline_ranks=job.pipeline_ranks,
-        microbatches=job.microbatches,
-        data_parallel=job.data_parallel,
-        waves=options.waves,
-    )
-    _check_cluster(job.cluster, job.pipeline_ranks * job.data_parallel)
-    _check_stages(job.profile, job.pipeline_ranks, options.waves)
+    ranks, waves = job.pipeline_ranks, options.waves
+    _check_counts(pipeline_ranks=ranks, microbatches=job.microbatches, data_parallel=job.data_parallel, waves=waves)
+    _check_cluster(job.cluster, ranks * job.data_parallel)
+    _check_stages(job.profile, ranks, waves)
     places = _placements(job, options)
     _check_forwards(max(map(len, places)), job.microbatches)
     maker = Maker(
@@ -82,14 +82,6 @@ def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple
         progress=progress,
     )
     return maker, places
-
-
-def _file(folder: str | Path, maker: Maker, places: list[Placement]) -> Path:
-    """Where the plan is kept: named by everything that it depends on."""
-    job, options = vars(maker.job).copy(), vars(maker.options)
-    profile, cluster = job.pop("profile"), job.pop("cluster")
-    job |= {"rules": to_data(maker.job.rules), "frozen": [to_data(part) for part in maker.job.frozen]}
-    return file_of(folder, Plan, [profile], cluster, places=places, **job, **options)
 
 
 def reorder(plan: Plan, job: Job, options: SearchOptions = DEFAULTS) -> Plan:
@@ -144,31 +136,26 @@ def _placements(job: Job, options: SearchOptions) -> list[Placement]:
     """What to try, the preferred first. Raises when nothing can work."""
     profile, ranks, waves = job.profile, job.pipeline_ranks, options.waves
     placement, schedule = options.placement, options.schedule
-    if placement not in _PLACEMENTS:
-        expected = ", ".join(_PLACEMENTS)
-        raise ConfigError(
-            f"placement: expected one of {expected}, found {placement!r}{did_you_mean(placement, _PLACEMENTS)}"
-        )
     wave, linear = Placement.wave(ranks, waves), Placement.linear(ranks)
-    places = {"wave": [wave], "linear": [linear], "auto": [wave, linear]}[placement]
+    known = {"auto": [wave, linear], "wave": [wave], "linear": [linear]}
+    if placement not in known:
+        raise ConfigError(
+            f"placement: expected one of {', '.join(known)}, found {placement!r}{did_you_mean(placement, known)}"
+        )
+    places = known[placement]
     if placement == "auto" and schedule == "interleaved":
         places = [Placement.loop(ranks, 2 * waves)]
     if options.boundaries is not None:
         places = _that_fit_boundaries(profile, places, options.boundaries)
     if placement == "auto":
-        places = _that_fit_schedule(places, schedule)
+        if schedule in GENERATORS:
+            places = [place for place in places if GENERATORS[schedule].fits(place)] or places
         enough = [place for place in places if profile.num_layers >= len(place)]
         places = enough or places[-1:]
     for place in places:
         require_layers(profile, place)
         generators_for(schedule, place, split=options.split_backward)
     return places
-
-
-def _that_fit_schedule(places: list[Placement], schedule: str) -> list[Placement]:
-    if schedule not in GENERATORS:
-        return places
-    return [place for place in places if GENERATORS[schedule].fits(place)] or places
 
 
 def _that_fit_boundaries(profile: Profile, places: list[Placement], boundaries: Sequence[int]) -> list[Placement]:

@@ -18,7 +18,6 @@ from deepspeed_pulse.planner.problem import Problem
 
 MOST_COLUMNS = 8000
 """Larger programs are not tried: few improve within seconds."""
-
 _VISIT_COST = 1e-4
 """Of a microbatch's stay in a gap, as a share of all frozen work: among equals, the fewest messages."""
 
@@ -97,11 +96,9 @@ class Assignment:
         yield from self._pool()
         for part in self.parts:
             mine = [(g, len(p.layers)) for g, p in self.places if p.name == part.name]
-            for terms in (
-                [(self.into[g, part.name, 0], 1.0) for g, _ in mine],
-                [(self.out[g, part.name, last], 1.0) for g, last in mine],
-            ):
-                yield terms, self.microbatches, self.microbatches
+            entered = [(self.into[g, part.name, 0], 1.0) for g, _ in mine]
+            left = [(self.out[g, part.name, last], 1.0) for g, last in mine]
+            yield from ((terms, self.microbatches, self.microbatches) for terms in (entered, left))
 
     def _kept(self) -> Iterator[tuple[list[Term], float, float]]:
         """Who enters before a layer or ran the one before runs it, or leaves: into + runs' = runs + out."""
@@ -141,18 +138,19 @@ class Assignment:
                     yield [*entered, *self._left(other, len(other.layers), gap)], 0.0, None
 
     def _left(self, part: FrozenPart, done: int, at: Gap) -> list[Term]:
-        size = part.layers[done - 1].output_bytes
+        mine = ((h, self.gaps[h]) for h, p in self.places if p.name == part.name)
         return [
-            (self.out[h, p.name, done], 1.0)
-            for h, p in self.places
-            if p.name == part.name and self._arrives(self.gaps[h], at, size) <= at.start_ms + 1e-9
+            (self.out[h, part.name, done], 1.0)
+            for h, gap in mine
+            if self._there_in_time(gap.rank, gap.end_ms, part, done, at)
         ]
 
-    def _arrives(self, source: Gap, target: Gap, size: int) -> float:
-        if source.rank == target.rank:
-            return source.end_ms
-        way = self.problem.links.between(source.rank, target.rank)
-        return source.end_ms + way.transfer_ms(size) + way.latency_ms
+    def _there_in_time(self, rank: int, ready_ms: float, part: FrozenPart, done: int, gap: Gap) -> bool:
+        """What the first ``done`` layers gave on a rank (-1: nothing is needed) is on the gap's when that begins."""
+        if rank not in (-1, gap.rank):
+            way = self.problem.links.between(rank, gap.rank)
+            ready_ms = ready_ms + way.transfer_ms(part.layers[done - 1].output_bytes) + way.latency_ms
+        return ready_ms <= gap.start_ms + 1e-9
 
     def _runs(self, values: Sequence[int]) -> Runs | None:
         """Counts as runs of microbatches: of those that are there, the first."""
@@ -187,19 +185,11 @@ class Assignment:
         self, there: Mapping[tuple[str, int], list[tuple[int, int, float]]], part: FrozenPart, done: int, gap: Gap
     ) -> tuple[int, int, float] | None:
         """Here already before elsewhere, then the first microbatch; only ones whose needs are met."""
-        by_name = {other.name: other for other in self.parts}
-        fit = [item for item in there[part.name, done] if self._is_there(item, part, done, gap)]
-        for name in part.needs if not done else ():
-            other = by_name[name]
-            ends = there[name, len(other.layers)]
-            ready = {item[0] for item in ends if self._is_there(item, other, len(other.layers), gap)}
+        fit = [item for item in there[part.name, done] if self._there_in_time(*item[1:], part, done, gap)]
+        for other in self.parts:
+            if done or other.name not in part.needs:
+                continue
+            ends, last = there[other.name, len(other.layers)], len(other.layers)
+            ready = {item[0] for item in ends if self._there_in_time(*item[1:], other, last, gap)}
             fit = [item for item in fit if item[0] in ready]
         return min(fit, key=lambda item: (item[1] != gap.rank, item[0]), default=None)
-
-    def _is_there(self, item: tuple[int, int, float], part: FrozenPart, done: int, gap: Gap) -> bool:
-        _, rank, ready = item
-        if rank in (-1, gap.rank):
-            return ready <= gap.start_ms + 1e-9
-        way = self.problem.links.between(rank, gap.rank)
-        size = part.layers[done - 1].output_bytes
-        return ready + way.transfer_ms(size) + way.latency_ms <= gap.start_ms + 1e-9

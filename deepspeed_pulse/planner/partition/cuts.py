@@ -31,7 +31,6 @@ Key = Callable[[Cuts], tuple[bool, Score]]
 
 COLLOCATION_WORTH = 1.4
 """Load that may be paid for keeping every pair on its rank; U-Nets with coarse layers pay up to 1.32."""
-
 _ENUMERABLE = 7000
 """C(15, 7) = 6435: all cuts of 16 layers are tried one by one."""
 _EVALUATIONS = 10_000

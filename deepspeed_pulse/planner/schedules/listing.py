@@ -91,9 +91,8 @@ class _Board:
         self._live = [0.0] * problem.num_ranks
         self._ready: dict[Key, float] = defaultdict(float)
         self._missing: dict[Key, int] = {}
-        self._reserve = _reserves(problem.placement, cap) if cap else ()
-        if cap and order:
-            self._reserve = cap.weights
+        reserve = _reserves(problem.placement, cap) if cap else ()
+        self._reserve = cap.weights if cap and order else reserve
 
     def candidate(self, rank: int) -> tuple[float, int, Action | None]:
         """Earliest start, rank and the rank's best next action; never and None when nothing can run yet."""
@@ -142,8 +141,7 @@ class _Board:
 
     def commit(self, rank: int, action: Action, start: float) -> set[int]:
         """Run the action; returns the ranks whose choices may have changed."""
-        end = start + self._problem.duration_ms(action)
-        self._rank_free[rank] = end
+        end = self._rank_free[rank] = start + self._problem.duration_ms(action)
         self._next[action.stage, action.op] += 1
         if action.op is not Op.WEIGHT_GRAD:
             self._position[rank] += 1

@@ -7,6 +7,7 @@ are the simulator's, but that gradients do not hold up messages; its score still
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
@@ -64,10 +65,8 @@ class Net:
         for node, action in enumerate(self.actions):
             for stage, kind, m in self.problem.needs(action):
                 source = Action(stage, Op.FORWARD if kind == "F" else back, m)
-                if self.queues and self.problem.placement[stage] != self.problem.placement[action.stage]:
-                    continue
-                gap = delay.get((source.stage, source.op, action.stage), 0.0)
-                self._arc(self.index[source], node, gap)
+                if not self.queues or self.problem.placement[stage] == self.problem.placement[action.stage]:
+                    self._arc(self.index[source], node, delay.get((stage, source.op, action.stage), 0.0))
         machines: dict[Port, int] = {}
         for node in range(self.num_actions if self.queues else 0):
             self._messages(node, machines)
@@ -101,14 +100,9 @@ class Net:
         """Per node, what runs before and after it on its machine (-1: nothing); and open predecessors."""
         size = len(self.duration)
         previous, following = [-1] * size, [-1] * size
-        chains = rows if not self.queues else [*rows, *self._message_rows(rows)]
-        for row in chains:
-            last = -1
-            for node in row:
-                if last >= 0:
-                    following[last] = node
-                    previous[node] = last
-                last = node
+        for row in [*rows, *self._message_rows(rows)] if self.queues else rows:
+            for last, node in pairwise(row):
+                following[last], previous[node] = node, last
         missing = [len(arcs) for arcs in self.before]
         for node, other in enumerate(previous):
             if other >= 0:

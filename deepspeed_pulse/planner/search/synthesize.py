@@ -27,10 +27,8 @@ from deepspeed_pulse.planner.simulator import rank_state_bytes, run, summarize
 
 MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""
-
 _FEW = 3
 """Microbatches per rank of the problem whose order is unrolled for many: start, end and a steady state between."""
-
 _PROVEN = 1e-9
 _SOLVER_TOLERANCE = 1e-6
 """HiGHS's feasibility tolerance: its bound may be that much too low or too high."""
@@ -125,7 +123,7 @@ class _Pool:
 
     def starts(self) -> list[Schedule]:
         """Where searches start: the best orders, and in between frugal ones, which have room to move under a cap."""
-        found = [candidate.schedule for candidate in sorted(self.fitting, key=lambda candidate: candidate.rank)]
+        found = [candidate.schedule for candidate in sorted(self.fitting, key=lambda found: found.rank)]
         if self.caps[0] is None or not found:
             return found
         frugal = frugal_orders(self.problem, self.caps[0], self.split)

@@ -26,15 +26,11 @@ class Sizes:
         for other in profiles[1:]:
             _check_same_model(profiles[0], other)
         self._given = {profile.microbatch_size: profile for profile in profiles}
-        self._measured = len(self._given)
+        self.in_proportion = len(profiles) == 1
+        """All costs are one profile's, times a number."""
         if len(self._given) < len(profiles):
             found = ", ".join(str(profile.microbatch_size) for profile in profiles)
             raise ConfigError(f"profiles: expected one for each microbatch size, found sizes {found}")
-
-    @property
-    def in_proportion(self) -> bool:
-        """All costs are one profile's, times a number."""
-        return self._measured == 1
 
     @property
     def smallest(self) -> Profile:
@@ -42,7 +38,7 @@ class Sizes:
 
     def up_to(self, most: int) -> tuple[int, ...]:
         """Microbatch sizes to try: those given, or one and its doubles."""
-        if self._measured > 1:
+        if not self.in_proportion:
             return tuple(size for size in sorted(self._given) if size <= most)
         first = self.smallest.microbatch_size
         return tuple(first << n for n in range((most // first).bit_length()))
@@ -53,10 +49,9 @@ class Sizes:
 
     def at(self, size: int) -> Profile:
         """The profile for a microbatch size that there is (:meth:`has`); a scaled one says so as its device."""
-        found = self._given.get(size)
-        if found is None:
-            found = self._given[size] = scaled(self.smallest, size)
-        return found
+        if size not in self._given:
+            self._given[size] = scaled(self.smallest, size)
+        return self._given[size]
 
 
 def scaled(profile: Profile, size: int) -> Profile:
@@ -85,8 +80,9 @@ def _scaled(layer: LayerCost, times: int) -> LayerCost:
 
 
 def _check_same_model(first: Profile, other: Profile) -> None:
-    for what in ("dtype", "number of layers", "layers' parameters", "named values"):
-        here, there = _facts(first)[what], _facts(other)[what]
+    theirs = _facts(other)
+    for what, here in _facts(first).items():
+        there = theirs[what]
         if here != there:
             shown = f": {here} and {there}" if len(f"{here}{there}") < 80 else ""
             raise ConfigError(
