@@ -64,13 +64,9 @@ def weight_grad_ms(layer: LayerCost) -> float:
 
 def default_cluster(num_ranks: int, memory_bytes: int) -> Cluster:
     """One node with nominal links, for ``"cluster": "auto"``; ``memory_bytes`` is a rank's."""
+    link = NOMINAL_LINK
     return Cluster(
-        name="nominal",
-        nodes=1,
-        ranks_per_node=num_ranks,
-        memory_bytes=memory_bytes,
-        intra_node=NOMINAL_LINK,
-        inter_node=NOMINAL_LINK,
+        name="nominal", nodes=1, ranks_per_node=num_ranks, memory_bytes=memory_bytes, intra_node=link, inter_node=link
     )
 
 

@@ -38,8 +38,7 @@ def make_plan(
 ) -> Plan:
     """Cuts, order, routes and estimate for a model on ``pipeline_ranks`` x ``data_parallel`` ranks of a cluster.
 
-    Args:
-        plan_cache: folder in which plans that took time to solve are kept by content.
+    ``plan_cache``: folder in which plans that took time to solve are kept by content.
 
     Raises:
         ConfigError: the job or an option is unusable.

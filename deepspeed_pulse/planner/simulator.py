@@ -186,8 +186,7 @@ def _reduction_end_ms(problem: Problem, timeline: Timeline) -> float:
 
     With a sharded optimizer the rank's weights are gathered after its step, half of an all-reduce.
     """
-    ends: dict[int, float] = defaultdict(float)
-    gather: dict[int, float] = defaultdict(float)
+    ends, gather = defaultdict[int, float](float), defaultdict[int, float](float)
     for reduction in timeline.reductions:
         ends[reduction.rank] = max(ends[reduction.rank], reduction.end_ms)
         if problem.rules.shards_optimizer:

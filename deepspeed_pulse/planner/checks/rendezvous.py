@@ -112,13 +112,13 @@ class _Model:
     def _waits(self, rank: int) -> bool:
         """For a release, or for an action of its own that comes later."""
         at = self.ranks[rank]
-        if any(not stream.moved(k) for stream, k in map(self.place.__getitem__, self._released(rank))):
-            return True
         action = self.traffic.program[rank][at.position].action
-        return any(need not in at.done for need in local_needs(action, self.plan.placement))
+        return bool(self._held(rank)) or any(n not in at.done for n in local_needs(action, self.plan.placement))
 
-    def _released(self, rank: int) -> tuple[Message, ...]:
-        return self.traffic.releases[rank][self.ranks[rank].position]
+    def _held(self, rank: int) -> list[Place]:
+        """Sends of the rank that must have moved before its action, and have not."""
+        released = self.traffic.releases[rank][self.ranks[rank].position]
+        return [(stream, k) for stream, k in map(self.place.__getitem__, released) if not stream.moved(k)]
 
     def _describe(self, rank: int) -> str:
         at = self.ranks[rank]
@@ -127,7 +127,7 @@ class _Model:
             stream, k = self.place[step.receives[at.consumed]]
             why = "was not sent" if k >= stream.sent else f"has no receive: {stream.slots} slots hold later messages"
             return f"rank {rank} is stuck at {step.action}: {_name(stream, k)} {why}"
-        held = [_name(*self.place[m]) for m in self._released(rank) if not self.place[m][0].moved(self.place[m][1])]
+        held = [_name(stream, k) for stream, k in self._held(rank)]
         return f"rank {rank} is stuck at {step.action}: " + (
             f"{' and '.join(held)} was never taken" if held else "an action it needs on its own rank comes later"
         )

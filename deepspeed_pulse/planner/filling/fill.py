@@ -48,8 +48,7 @@ class FillResult:
 def fill_plan(plan: Plan, job: Job, *, solver_seconds: float = 10.0) -> Plan:
     """The plan with the job's frozen work for the next step's batch in its idle time.
 
-    Args:
-        solver_seconds: time for HiGHS, where the problem is small enough for it; 0: less of the greedy, nothing else.
+    ``solver_seconds``: for HiGHS, where the problem is small enough for it; 0: less of the greedy, nothing else.
 
     Raises:
         PlanError: the parts do not fit the model.

@@ -99,10 +99,8 @@ class Preference:
 class Filler:
     """One pass over time.
 
-    Args:
-        parts: in an order in which they can run.
-        allowed: per part, the ranks that may run it.
-        latest: per action, when it must have started.
+    ``parts`` come in an order in which they can run; ``allowed``: per part, the ranks that may run it; ``latest``: per
+    action, when it must have started.
     """
 
     problem: Problem
@@ -138,7 +136,8 @@ class Filler:
         return tuple(tuple(row) for row in self._runs)
 
     def _go_on(self, rank: int, now: float) -> None:
-        step = self._next_step(rank)
+        row, at = self._rows[rank], self._position[rank]
+        step = row[at] if at < len(row) else None
         arrival = limit = _NEVER
         if step is not None:
             arrival = max((self._arrived.get(message, _NEVER) for message in step.receives), default=0.0)
@@ -154,10 +153,6 @@ class Filler:
 
     def _wake(self, time: float, rank: int) -> None:
         heapq.heappush(self._events, (time, rank))
-
-    def _next_step(self, rank: int) -> Step | None:
-        row, at = self._rows[rank], self._position[rank]
-        return row[at] if at < len(row) else None
 
     def _run_step(self, rank: int, step: Step, now: float) -> None:
         self._position[rank] += 1

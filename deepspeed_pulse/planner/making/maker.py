@@ -155,9 +155,8 @@ def step_ms(plan: Plan) -> float:
 def _other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:
     """Views of a job's profile that bring other cuts than the profile itself.
 
-    Args:
-        skipless: also a balance of time and hidden states alone, which fast links want; skips go where that sends them.
-        weighed: also, of all views, cuts that weigh what each rank has to reduce over its data-parallel peers.
+    ``skipless``: also a balance of time and hidden states alone, which fast links want; skips go where that sends them.
+    ``weighed``: also, of all views, cuts that weigh what each rank has to reduce over its data-parallel peers.
     """
     views = [job.profile]
     if skipless:

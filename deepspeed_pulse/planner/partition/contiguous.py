@@ -35,8 +35,7 @@ class ConsecutiveCuts(CutSpace[int]):
         return ((k - 1, (before, state)),)
 
     def _work_ms(self, state: int) -> Floats:
-        prefix = self.weights.work_ms
-        return np.asarray(prefix[state] - prefix[self._window(state)])
+        return np.asarray(self.weights.work_ms[state] - self.weights.work_ms[self._window(state)])
 
     def _hidden(self, state: int) -> Floats:
         return np.asarray(self.weights.cut_bytes[self._window(state)])

@@ -81,6 +81,8 @@ class CutCosts:
         self.paired = _nested(_over_the_turn(lone, self.work_ms))
         """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
         links, ranks = Links(job.cluster, job.grid), range(job.pipeline_ranks)
+        self.clean = False
+        """Whether only cuts that part none of these count."""
         self._slow = np.array([[links.between(a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
         """ms a byte, per directed pair of ranks."""
 
@@ -91,9 +93,9 @@ class CutCosts:
         return free
 
     def binding(self, values: Sequence[Value]) -> CutCosts:
-        """The same with other paired values."""
+        """The same with other paired values, which no cuts may part."""
         other = copy.copy(self)
-        other.paired = tuple(values)
+        other.paired, other.clean = tuple(values), True
         return other
 
     def ms_per_byte(self, stage: int) -> float:

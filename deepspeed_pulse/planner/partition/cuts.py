@@ -54,8 +54,7 @@ def best_partition(weights: CutCosts, *, microbatches: int, tolerance: float = 0
     flight, the cuts allow for one microbatch; when not even that, they have the smallest fullest rank (whether a
     schedule fits is for the simulator to say).
 
-    Args:
-        tolerance: bytes come before the largest stage among cuts whose load is at most this share above the best.
+    ``tolerance``: bytes come before the largest stage among cuts whose load is at most this share above the best.
 
     Raises:
         InfeasibleError: fewer layers than stages; says how many are needed.
@@ -101,16 +100,15 @@ def explicit_cuts(profile: Profile, cuts: Sequence[str]) -> Cuts:
 def _best(weights: CutCosts, depth: Cuts, tolerance: float) -> Solution | None:
     """The best cuts within memory; None (or cuts above the limit) when there are none."""
     if not (weights.collocates and weights.paired):
-        return _solved(weights, depth, tolerance, clean=False)
-    clean = _together(weights, weights.paired, depth, tolerance, COLLOCATION_WORTH * weights.ideal_ms)
-    if clean:
-        return clean
+        return _solved(weights, depth, tolerance)
+    most = COLLOCATION_WORTH * weights.ideal_ms
+    kept = _together(weights, weights.paired, depth, tolerance, most)
     heaviest = tuple(sorted(weights.paired, key=lambda value: (-value.both_ways, value.source, value.targets)))
-    if weights.num_layers > _MOST_LAYERS:
-        kept = _collocate(weights, (), heaviest, depth, tolerance, COLLOCATION_WORTH * weights.ideal_ms)[1]
-        if kept:
-            return kept
-    free = _solved(weights, depth, tolerance, clean=False)
+    if not kept and weights.num_layers > _MOST_LAYERS:
+        kept = _collocate(weights, (), heaviest, depth, tolerance, most)[1]
+    if kept:
+        return kept
+    free = _solved(weights, depth, tolerance)
     if free is None or free.score.excess_bytes > 0:
         return free
     most = COLLOCATION_WORTH * free.score.load_ms
@@ -119,7 +117,7 @@ def _best(weights: CutCosts, depth: Cuts, tolerance: float) -> Solution | None:
 
 def _together(weights: CutCosts, values: Values, depth: Cuts, tolerance: float, most: float) -> Solution | None:
     """The best cuts that part none of some values, if their load is at most ``most`` and memory allows them."""
-    found = _solved(weights.binding(values), depth, tolerance, clean=True, most=most)
+    found = _solved(weights.binding(values), depth, tolerance, most=most)
     return found if found and found.score.excess_bytes <= 0 and found.score.load_ms <= most else None
 
 
@@ -138,36 +136,29 @@ def _collocate(
     return kept, second or first
 
 
-def _solved(
-    weights: CutCosts, depth: Cuts, tolerance: float, *, clean: bool, most: float = math.inf
-) -> Solution | None:
-    """The best cuts of all, or (``clean``) of those that part no pair; may be None if their load is above ``most``."""
-    make, found = _space(weights, depth, clean=clean), None
-    if make is not None:
-        try:
-            found = solve(make, weights, depth, tolerance, most)
-        except TooLarge:
-            make = None
-    if make is not None and (found is None or found.exact):
-        return found
-    return _listed(weights, depth, tolerance, found, clean=clean)
+def _solved(weights: CutCosts, depth: Cuts, tolerance: float, most: float = math.inf) -> Solution | None:
+    """The best cuts, of clean ones where those are asked for; may be None if their load is above ``most``."""
+    make, found = _space(weights, depth), None
+    with contextlib.suppress(TooLarge):
+        found = solve(make, weights, depth, tolerance, most) if make else None
+        if make and (found is None or found.exact):
+            return found
+    return _listed(weights, depth, tolerance, found)
 
 
-def _listed(
-    weights: CutCosts, depth: Cuts, tolerance: float, found: Solution | None, *, clean: bool
-) -> Solution | None:
+def _listed(weights: CutCosts, depth: Cuts, tolerance: float, found: Solution | None) -> Solution | None:
     """From all cuts where they are few, else by local search."""
     if math.comb(weights.num_layers - 1, len(weights.placement) - 1) <= _ENUMERABLE:
-        return _enumerated(weights, depth, tolerance, clean=clean)
-    return _searched(weights, depth, found, clean=clean)
+        return _enumerated(weights, depth, tolerance)
+    return _searched(weights, depth, found)
 
 
-def _space(weights: CutCosts, depth: Cuts, *, clean: bool) -> MakeSpace | None:
+def _space(weights: CutCosts, depth: Cuts) -> MakeSpace | None:
     """Of the placements that have one."""
     if weights.placement.kind is Kind.LINEAR:
         return lambda most_ms: ConsecutiveCuts(weights, depth, most_ms=most_ms)
     if weights.placement.is_v:
-        return lambda most_ms: NestedCuts(weights, depth, clean=clean, most_ms=most_ms)
+        return lambda most_ms: NestedCuts(weights, depth, most_ms=most_ms)
     return None
 
 
@@ -177,10 +168,10 @@ def every_cuts(num_layers: int, num_stages: int) -> Iterator[Cuts]:
         yield (0, *inner, num_layers)
 
 
-def _enumerated(weights: CutCosts, depth: Cuts, tolerance: float, *, clean: bool) -> Solution | None:
+def _enumerated(weights: CutCosts, depth: Cuts, tolerance: float) -> Solution | None:
     """All cuts, one by one."""
     every = every_cuts(weights.num_layers, len(weights.placement))
-    scored = [(weights.score(cuts, depth), cuts) for cuts in every if not (clean and weights.parts(cuts))]
+    scored = [(weights.score(cuts, depth), cuts) for cuts in every if not (weights.clean and weights.parts(cuts))]
     if not scored:
         return None
     least = min(scored)[0]
@@ -196,26 +187,26 @@ def preference(score: Score, least: Score, tolerance: float) -> tuple[float, ...
     return (score.excess_bytes, within, score.bytes)
 
 
-def _searched(weights: CutCosts, depth: Cuts, found: Solution | None, *, clean: bool) -> Solution | None:
+def _searched(weights: CutCosts, depth: Cuts, found: Solution | None) -> Solution | None:
     """Local search from what is known, or from nested or balanced cuts without regard to memory."""
-    cuts = found.cuts if found else _start(weights, depth, clean=clean)
+    cuts = found.cuts if found else _start(weights, depth)
 
     def key(cuts: Cuts) -> tuple[bool, Score]:
-        return clean and weights.parts(cuts), weights.score(cuts, depth)
+        return weights.clean and weights.parts(cuts), weights.score(cuts, depth)
 
     cuts = _kicked(key, cuts)
-    if clean and weights.parts(cuts):
+    if weights.clean and weights.parts(cuts):
         return None
     bound = found.bound_ms if found else weights.ideal_ms
     return Solution(cuts=cuts, score=weights.score(cuts, depth), bound_ms=bound, exact=False)
 
 
-def _start(weights: CutCosts, depth: Cuts, *, clean: bool) -> Cuts:
+def _start(weights: CutCosts, depth: Cuts) -> Cuts:
     free = weights.without_memory()
     found = None
     if weights.collocates:
         with contextlib.suppress(TooLarge):
-            found = relaxed(lambda most_ms: NestedCuts(free, depth, clean=clean, most_ms=most_ms), free)
+            found = relaxed(lambda most_ms: NestedCuts(free, depth, most_ms=most_ms), free)
     found = found or relaxed(lambda most_ms: ConsecutiveCuts(free, depth, most_ms=most_ms), free)
     assert found is not None
     return found[0]
@@ -224,9 +215,9 @@ def _start(weights: CutCosts, depth: Cuts, *, clean: bool) -> Cuts:
 def _least_memory(weights: CutCosts) -> Solution:
     """Cuts with the smallest fullest rank, one microbatch in flight."""
     depth = (1,) * len(weights.placement)
-    make = _space(weights, depth, clean=False) if weights.num_layers <= _MOST_LAYERS else None
+    make = _space(weights, depth) if weights.num_layers <= _MOST_LAYERS else None
     if make is None:
-        found = _listed(weights, depth, 0.0, None, clean=False)
+        found = _listed(weights, depth, 0.0, None)
         assert found is not None
         return found
     space = make(math.inf)

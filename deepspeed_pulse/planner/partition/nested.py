@@ -22,18 +22,16 @@ State = tuple[int, int]
 
 
 class NestedCuts(CutSpace[State]):
-    """Ways to cut for a V; only clean ones if ``clean``."""
+    """Ways to cut for a V; only clean ones if ``weights.clean``."""
 
     dimensions = 2
 
-    def __init__(
-        self, weights: CutCosts, in_flight: tuple[int, ...], *, clean: bool, most_ms: float = float("inf")
-    ) -> None:
-        partable = [value for value in weights.values if not clean or value not in weights.paired]
+    def __init__(self, weights: CutCosts, in_flight: tuple[int, ...], *, most_ms: float = float("inf")) -> None:
+        partable = [value for value in weights.values if not weights.clean or value not in weights.paired]
         self._several = [value for value in partable if len(value.targets) > 1]
         self._lone = [value for value in partable if len(value.targets) == 1]
         self._both, self._targets = _skip_sums(weights.num_layers, self._lone)
-        self._clean = _crossing(weights) == 0 if clean else np.ones((weights.num_layers + 1,) * 2, dtype=bool)
+        self._clean = _crossing(weights) == 0
         self.origin = (0, weights.num_layers)
         super().__init__(weights, in_flight, len(weights.placement) // 2, most_ms)
 
@@ -117,10 +115,10 @@ class NestedCuts(CutSpace[State]):
 
 
 def _crossing(weights: CutCosts) -> npt.NDArray[np.int64]:
-    """Per (i, j): number of values with one consumer and exactly one end in [i, j)."""
+    """Per (i, j): number of values with exactly one end in [i, j) that no cuts may part."""
     count = np.zeros((weights.num_layers + 1,) * 2, dtype=np.int64)
     i, j = np.indices(count.shape)
-    for value in weights.paired:
+    for value in weights.paired if weights.clean else ():
         source, target = value.source, value.targets[0]
         count += ((i <= source) & (source < j)) ^ ((i <= target) & (target < j))
     return count

@@ -33,11 +33,7 @@ _TIGHTER = 0.98
 
 @dataclass(kw_only=True)
 class Improver:
-    """Searches orders of one problem.
-
-    Args:
-        keep: told the best order of a round; says whether it counts (its memory fits).
-    """
+    """Searches orders of one problem. ``keep``: told a round's best order; says whether it counts (its memory fits)."""
 
     problem: Problem
     split: bool

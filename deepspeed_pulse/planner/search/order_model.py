@@ -112,9 +112,7 @@ class OrderModel:
     def program(self, starts: Mapping[int, float], more: Iterable[Row] = (), **options: float) -> Mip:
         """From known starts (ms): columns are the nodes' starts in order, then pairs and the makespan.
 
-        Args:
-            more: further rows.
-            options: HiGHS's own.
+        ``more``: further rows; ``options``: HiGHS's own.
         """
         program = Mip(**options)
         column: dict[object, int] = {}

@@ -305,13 +305,8 @@ def rank_of(trial: Trial) -> tuple[bool, float, int, int, int]:
 
 def _success(choice: Choice, plan: Plan) -> Trial:
     figures = _figures(plan)
-    return Trial(
-        choice=choice,
-        verdict=Verdict.PLANNED,
-        plan=plan,
-        samples_per_second=figures.samples_per_second,
-        needed_bytes=max(figures.peak_bytes),
-    )
+    speed, needed = figures.samples_per_second, max(figures.peak_bytes)
+    return Trial(choice=choice, verdict=Verdict.PLANNED, plan=plan, samples_per_second=speed, needed_bytes=needed)
 
 
 def _figures(plan: Plan) -> Estimate:
