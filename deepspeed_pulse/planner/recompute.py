@@ -38,10 +38,8 @@ def _index(names: list[str], layer: int | str) -> int:
     if isinstance(layer, str) and layer not in names and layer.isascii() and layer.isdigit():
         layer = int(layer)
     if isinstance(layer, str):
-        if names.count(layer) != 1:
-            raise ConfigError(
-                f"recompute: {names.count(layer)} layers are called {layer!r}{did_you_mean(layer, names)}"
-            )
+        if (count := names.count(layer)) != 1:
+            raise ConfigError(f"recompute: {count} layers are called {layer!r}{did_you_mean(layer, names)}")
         return names.index(layer)
     if not 0 <= layer < len(names):
         raise ConfigError(f"recompute: expected layer indices 0..{len(names) - 1}, found {layer}")
@@ -65,10 +63,9 @@ def _recomputed(layer: LayerCost, kept: int) -> LayerCost:
 
 def _kept_bytes(profile: Profile) -> list[int]:
     """Per layer, its input (unknown and left out for the first) and what it stashes."""
-    stashed: dict[str, tuple[int, int]] = {skip.name: (skip.source, skip.bytes) for skip in profile.skips}
     kept = [0, *(layer.output_bytes for layer in profile.layers[:-1])]
-    for source, size in stashed.values():
-        kept[source] += size
+    for skip in {skip.name: skip for skip in profile.skips}.values():
+        kept[skip.source] += skip.bytes
     return kept
 
 

@@ -61,10 +61,8 @@ def _files(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
             f"{profile.name!r} has {profile.fingerprint}"
         )
     if plan.microbatch_size != profile.microbatch_size:
-        yield (
-            f"microbatch_size: the plan has {plan.microbatch_size}, the profile was taken with "
-            f"{profile.microbatch_size}"
-        )
+        taken = profile.microbatch_size
+        yield f"microbatch_size: the plan has {plan.microbatch_size}, the profile was taken with {taken}"
     needed = plan.pipeline_ranks * plan.data_parallel
     if needed > cluster.num_ranks:
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -70,15 +71,14 @@ def _cover(plan: Plan, fill: Fill) -> Iterator[str]:
         for layer in range(work.first, work.end)
     )
     for part in fill.parts:
-        times = {
-            (m, layer): runs[part.name, m, layer] for m in range(plan.microbatches) for layer in range(len(part.layers))
-        }
-        never = [f"[{layer}]@{m}" for (m, layer), count in times.items() if not count]
-        twice = [f"[{layer}]@{m}" for (m, layer), count in times.items() if count > 1]
-        for kind, places in (("never runs", never), ("runs more than once", twice)):
-            if places:
-                more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
-                yield f"fill: part {part.name!r}: {kind}: layer {', '.join(places[:_SHOWN])}{more}"
+        places = itertools.product(range(plan.microbatches), range(len(part.layers)))
+        times = [(f"[{layer}]@{m}", runs[part.name, m, layer]) for m, layer in places]
+        never = [place for place, count in times if not count]
+        twice = [place for place, count in times if count > 1]
+        for kind, found in (("never runs", never), ("runs more than once", twice)):
+            if found:
+                more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+                yield f"fill: part {part.name!r}: {kind}: layer {', '.join(found[:_SHOWN])}{more}"
 
 
 def _results(plan: Plan, fill: Fill) -> Iterator[str]:

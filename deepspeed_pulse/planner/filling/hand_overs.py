@@ -58,10 +58,8 @@ def _while_links_idle(problem: Problem, fill: Fill, later: Sequence[tuple[int, H
     made = {(s.work.part, s.work.end, s.work.microbatch): s.end_ms for s in timeline.frozen}
     free = [_free_times(problem, timeline, rank, fill) for rank in range(timeline.num_ranks)]
     for rank, work in sorted(later, key=lambda item: made[item[1].part, item[1].done, item[1].microbatch]):
-        pair = (rank, work.target_rank)
-        transfer_ms = problem.links.between(*pair).transfer_ms(fill.num_bytes(work))
-        port = problem.links.port(*pair)
-        ready = made[work.part, work.done, work.microbatch]
+        transfer_ms = problem.links.between(rank, work.target_rank).transfer_ms(fill.num_bytes(work))
+        port, ready = problem.links.port(rank, work.target_rank), made[work.part, work.done, work.microbatch]
         last = len(free[rank]) - 1
         for position, time in enumerate(free[rank]):
             if time < ready - 1e-9:
@@ -83,9 +81,9 @@ def _busy(problem: Problem, timeline: Timeline, fill: Fill) -> Mapping[Port, lis
     for r in timeline.reductions:
         found[problem.links.sums_port(r.rank)].append((r.start_ms, r.end_ms))
     for c in timeline.carried:
-        pair = (c.source_rank, c.target_rank)
-        way = problem.links.between(*pair)
-        found[problem.links.port(*pair)].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
+        way = problem.links.between(c.source_rank, c.target_rank)
+        port = problem.links.port(c.source_rank, c.target_rank)
+        found[port].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
     return found
 
 

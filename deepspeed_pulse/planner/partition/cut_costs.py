@@ -139,9 +139,8 @@ class CutCosts:
         """
         busy: dict[Pair, float] = {}
         known = dict(stages)
-        home: dict[int, int] = {}
-        for stage, (first, end) in known.items():
-            home.update(dict.fromkeys(range(first, end), stage))
+        home = {layer: stage for stage, (first, end) in known.items() for layer in range(first, end)}
+        for stage, (first, _) in known.items():
             if stage and stage - 1 in known:
                 self._add(busy, stage - 1, stage, self.cut_bytes[first], True)
         whole = len(known) == len(self.placement)

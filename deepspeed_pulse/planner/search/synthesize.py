@@ -197,9 +197,8 @@ def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
     if solved is None:
         return
     pool.offer("highs", solved.schedule)
-    bound = min(solved.bound_ms, makespan)
-    if bound > pool.bound_ms:
-        pool.bound_ms, pool.solver_bound = bound, True
+    if min(solved.bound_ms, makespan) > pool.bound_ms:
+        pool.bound_ms, pool.solver_bound = min(solved.bound_ms, makespan), True
 
 
 def _candidates(problem: Problem, schedule: str, caps: tuple[Cap | None, ...], split: bool) -> Iterator[Candidate]:
@@ -236,11 +235,11 @@ def _simulated(problem: Problem, name: str, schedule: Schedule) -> Candidate:
 
 
 def _too_little_memory(problem: Problem, memory_bytes: int, smallest: int | None) -> InfeasibleError:
-    states = [rank_state_bytes(problem, rank) for rank in range(problem.num_ranks)]
+    state = max(rank_state_bytes(problem, rank) for rank in range(problem.num_ranks))
     needed = f"{gigabytes(smallest, enough=True)} GB" if smallest is not None else "more"
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "
-        f"fullest rank, of which weights, gradients and optimizer state are up to {max(states) / 1e9:.3f} GB; use more "
+        f"fullest rank, of which weights, gradients and optimizer state are up to {state / 1e9:.3f} GB; use more "
         "pipeline ranks, a smaller microbatch, recompute layers in backward, or raise the memory limit",
         needed_bytes=smallest,
     )

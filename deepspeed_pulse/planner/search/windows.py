@@ -63,8 +63,7 @@ def windows(paths: Paths) -> list[list[int]]:
     starts = sorted(range(paths.net.num_actions), key=lambda node: (paths.start(node), node))
     found, first = [], 0
     while first < len(starts):
-        size, ranks = 0, [0] * paths.net.problem.num_ranks
-        pairs = 0
+        size, pairs, ranks = 0, 0, [0] * paths.net.problem.num_ranks
         for node in starts[first:]:
             pairs += ranks[paths.net.machine[node]]
             ranks[paths.net.machine[node]] += 1

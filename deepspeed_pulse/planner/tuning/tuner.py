@@ -174,11 +174,12 @@ class Tuner:
     def _excluded(self, family: Choice) -> Trial | None:
         """What needs no plan to be excluded."""
         stages, layers = len(family.placement), self.sizes.smallest.num_layers
+        forwards = stages * family.microbatches
         if layers < stages:
             reason = f"{stages} stages, the model has {layers} layers"
             return Trial(choice=family, verdict=Verdict.LAYERS, reason=reason)
-        if stages * family.microbatches > MOST_FORWARDS:
-            reason = f"{stages * family.microbatches} forwards a step; at most {MOST_FORWARDS} are planned"
+        if forwards > MOST_FORWARDS:
+            reason = f"{forwards} forwards a step; at most {MOST_FORWARDS} are planned"
             return Trial(choice=family, verdict=Verdict.SIZE, reason=reason)
         bound_ms = self._ideal_ms(family)
         return self._too_slow(family, bound_ms) if bound_ms > self._within_ms else None
