@@ -66,8 +66,7 @@ class Lowering:
             traffic=traffic,
             usage=usage,
             stages=bound_stages(module, usage, graph, effects),
-            recomputed_bytes=planning.recomputed_bytes(module.planned, module.job.recomputing.interval),
-            workspace_bytes=planning.workspace_bytes(module.planned),
+            held=planning.held(module.planned, module.job.recomputing.interval),
         )
 
     def knows_effects(self, *, training: bool) -> bool:

@@ -43,6 +43,14 @@ class LayerCost:
             raise fields.error("weight_grad_ms", f"at most backward_ms = {self.backward_ms:g}")
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a stage's backward holds while it runs, in bytes: of layers that run again, and to work with."""
+
+    recomputed: int = 0
+    workspace: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Skip:
     """One producer-consumer pair of a named value; several consumers share the ``name``."""

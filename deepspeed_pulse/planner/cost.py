@@ -18,8 +18,7 @@ class StageCosts:
     """Per stage and microbatch: times in ms, sizes in bytes.
 
     ``weight_grad_ms`` is the part of ``backward_ms`` that a ``W`` action does (half of it where the profile
-    does not say); ``output_bytes`` is the hidden state that leaves the stage's last layer; ``workspace_bytes`` is
-    held while one of its actions runs.
+    does not say); ``output_bytes`` is the hidden state that leaves the stage's last layer.
     """
 
     forward_ms: tuple[float, ...]
@@ -28,7 +27,6 @@ class StageCosts:
     param_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
-    workspace_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, profile: Profile, boundaries: Sequence[int]) -> StageCosts:
@@ -41,7 +39,6 @@ class StageCosts:
             param_bytes=tuple(sum(x.param_bytes for x in stage) for stage in stages),
             activation_bytes=tuple(sum(x.activation_bytes for x in stage) for stage in stages),
             output_bytes=tuple(stage[-1].output_bytes if stage else 0 for stage in stages),
-            workspace_bytes=tuple(max((x.workspace_bytes for x in stage), default=0) for stage in stages),
         )
 
     def with_overheads(self, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> StageCosts:

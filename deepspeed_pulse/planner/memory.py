@@ -54,12 +54,12 @@ def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str,
     life = _Life(problem, timeline.spans)
     for span in timeline.spans:
         stage, m, start = span.work.stage, span.work.microbatch, span.start_ms
-        yield span.rank, "workspace", (start, span.end_ms, problem.costs.workspace_bytes[stage])
+        held = problem.held_in_backward(stage, split=span.work.op is Op.INPUT_GRAD)
+        yield span.rank, "workspace", (start, span.end_ms, held.workspace)
         if span.work.op is Op.FORWARD:
             yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage])
         elif span.work.op is not Op.WEIGHT_GRAD:
-            replayed = problem.recomputed_bytes(stage, split=span.work.op is Op.INPUT_GRAD)
-            yield span.rank, "recomputed", (start, life.end(stage, m), replayed)
+            yield span.rank, "recomputed", (start, life.end(stage, m), held.recomputed)
     posted = _posted_ms(problem, timeline, life)
     for transfer in timeline.transfers:
         until = life.received_until(transfer)

@@ -8,12 +8,12 @@ from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.dependencies import Key, needs
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.profile import Held, Profile
 from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
 from deepspeed_pulse.planner.links import Links, Port
-from deepspeed_pulse.planner.recompute import recomputed_bytes, with_recompute
+from deepspeed_pulse.planner.recompute import held_in_backward, with_recompute
 
 
 class Problem:
@@ -24,7 +24,7 @@ class Problem:
         self.plan, self.profile, self.cluster, self.rules = plan, profile, cluster, plan.rules
         self.placement, self.num_ranks, self.num_stages = plan.placement, plan.pipeline_ranks, plan.num_stages
         self.links = Links(cluster, plan.grid)
-        self._replayed = {split: recomputed_bytes(profile, plan, split=split) for split in (False, True)}
+        self._held = {split: held_in_backward(profile, plan, split=split) for split in (False, True)}
         self._values = {skip.name: skip for skip in reversed(profile.skips)}
         self._lowering = Lowering(plan)
         self._steps: dict[Action, Step] = {}
@@ -99,9 +99,9 @@ class Problem:
         """Keys of the actions that must have run before this one."""
         return needs(self.step(action), self.placement)
 
-    def recomputed_bytes(self, stage: int, *, split: bool = False) -> int:
-        """What a stage's backward holds of recomputed layers at a time."""
-        return self._replayed[split][stage]
+    def held_in_backward(self, stage: int, *, split: bool = False) -> Held:
+        """What a stage's backward holds while it runs."""
+        return self._held[split][stage]
 
     def received_bytes(self, stage: int) -> int:
         """Named values of one microbatch that a route brings to this stage's rank at this stage."""

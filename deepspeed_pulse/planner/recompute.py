@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.ir.profile import Held, LayerCost, Profile
 from deepspeed_pulse.planner.cost import weight_grad_ms
 
 CHOICES = ("none", "all", "auto")
@@ -69,17 +69,23 @@ def _kept_bytes(profile: Profile) -> list[int]:
     return kept
 
 
-def recomputed_bytes(profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1) -> tuple[int, ...]:
-    """Per stage, what its backward holds of recomputed layers at a time.
+def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1) -> tuple[Held, ...]:
+    """Per stage, when it holds most: one run of ``interval`` recomputed layers after another, or a layer that is kept.
 
-    The activations of one run of ``interval`` layers after another; with ``split`` the weight half needs them all.
+    With ``split`` the weight half needs the activations of all runs.
     """
-    chosen = set(plan.recompute)
     found = []
     for stage in range(plan.num_stages):
-        layers = [i for i in plan.stage_layers(stage) if i in chosen]
-        runs = [sum(profile.layers[i].activation_bytes for i in layers[a:b]) for a, b in _runs(layers, interval)]
-        found.append(sum(runs) if split else max(runs, default=0))
+        layers = {i: profile.layers[i] for i in plan.stage_layers(stage)}
+        again = [i for i in layers if i in plan.recompute]
+        runs = [[layers[i] for i in again[a:b]] for a, b in _runs(again, interval)]
+        held = [Held(sum(x.activation_bytes for x in run), max(x.workspace_bytes for x in run)) for run in runs]
+        workspace = max((layer.workspace_bytes for layer in layers.values()), default=0)
+        if split:
+            found.append(Held(sum(run.recomputed for run in held), workspace))
+        else:
+            kept = max((layer.workspace_bytes for i, layer in layers.items() if i not in plan.recompute), default=0)
+            found.append(max([*held, Held(0, kept)], key=lambda one: one.recomputed + one.workspace))
     return tuple(found)
 
 

@@ -17,6 +17,7 @@ from deepspeed_pulse.errors import PulseError, add_note
 from deepspeed_pulse.ir.channels import Traffic
 from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Held
 from deepspeed_pulse.ir.program import HIDDEN, Message, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op
 from deepspeed_pulse.runtime.owning import copied, released
@@ -42,16 +43,14 @@ class RankPart:
         traffic: the plan's messages.
         usage: named values on this rank.
         stages: of this rank, by index.
-        recomputed_bytes: per stage of the plan, what its backward holds of layers that run again; empty: not known.
-        workspace_bytes: per stage of the plan, what its layers work with while they run; empty: not known.
+        held: per stage of the plan, what its backward holds while it runs; empty: not known.
     """
 
     plan: Plan
     traffic: Traffic
     usage: Usage
     stages: Mapping[int, Stage]
-    recomputed_bytes: Sequence[int] = ()
-    workspace_bytes: Sequence[int] = ()
+    held: Sequence[Held] = ()
 
 
 @dataclass
@@ -138,7 +137,7 @@ class RankRuntime:
         plan, traffic = part.plan, part.traffic
         self._plan, self._batches, self._training, self._usage = plan, batches, training, part.usage
         self._stages, self._first_number, self._number = part.stages, first_number, number
-        self._recomputed_bytes, self._workspace_bytes = part.recomputed_bytes, part.workspace_bytes
+        self._held = part.held or [Held()] * plan.num_stages
         self._releases = traffic.releases[self.rank]
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
@@ -274,7 +273,7 @@ class RankRuntime:
                 exported={name: roots_of(tensors_of(value)) for name, value in exported.items()},
                 loss=loss,
             )
-            self._count("activations", self._shapes[m].activation_bytes[stage], self._workspace(stage))
+            self._count("activations", self._shapes[m].activation_bytes[stage], self._held[stage].workspace)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -290,11 +289,11 @@ class RankRuntime:
             _pair(forward.outputs, received, roots, gradients)
         for name, exported in forward.exported.items():
             _pair(exported, self._values.gradients(name, m), roots, gradients)
-        recomputed = self._recomputed_bytes[stage] if self._recomputed_bytes else 0
-        self._count("recomputed", recomputed, self._workspace(stage))
+        held = self._held[stage]
+        self._count("recomputed", held.recomputed, held.workspace)
         if roots:
             self._device.backward(roots, gradients)
-        self._count("recomputed", -recomputed)
+        self._count("recomputed", -held.recomputed)
         if stage > 0:
             self._hidden_grads[stage, m] = [gradient_of(leaf) for leaf in forward.inputs]
         self._count("activations", -self._shapes[m].activation_bytes[stage])
@@ -341,9 +340,6 @@ class RankRuntime:
             self._values.drop(name, m)
 
     # -- bookkeeping -------------------------------------------------------------------------
-
-    def _workspace(self, stage: int) -> int:
-        return self._workspace_bytes[stage] if self._workspace_bytes else 0
 
     def _count(self, part: str, change: int, workspace: int = 0) -> None:
         """Bytes that come or go; ``workspace`` is there in that moment."""

@@ -27,15 +27,15 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.codec import to_data
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.profile import Held, Profile
 from deepspeed_pulse.ir.run import Difference, MeasuredStep
 from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate, simulate, tune
 from deepspeed_pulse.planner.cache import file_of, kept
-from deepspeed_pulse.planner.cost import StageCosts, default_cluster
+from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
-from deepspeed_pulse.planner.recompute import recomputed_bytes as planned_replay
+from deepspeed_pulse.planner.recompute import held_in_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,18 +207,11 @@ def _given(request: PlanRequest) -> Planned:
     return Planned(plan=plan, profile=None, cluster=None, costs=f"plan file {path}")
 
 
-def recomputed_bytes(planned: Planned, interval: int) -> tuple[int, ...]:
-    """Per stage, what its backward holds of recomputed layers, as profiled; nothing where no profile is known."""
+def held(planned: Planned, interval: int) -> tuple[Held, ...]:
+    """Per stage, what its backward holds while it runs, as profiled; nothing where no profile is known."""
     if planned.profile is None:
         return ()
-    return planned_replay(planned.profile, planned.plan, interval=max(1, interval))
-
-
-def workspace_bytes(planned: Planned) -> tuple[int, ...]:
-    """Per stage, what one of its actions works with, as profiled; nothing where no profile is known."""
-    if planned.profile is None:
-        return ()
-    return StageCosts.of(planned.profile, planned.plan.boundaries).workspace_bytes
+    return held_in_backward(planned.profile, planned.plan, interval=max(1, interval))
 
 
 def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:

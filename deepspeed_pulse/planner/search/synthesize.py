@@ -220,7 +220,8 @@ def _caps(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     weights = byte_cap(problem, ()).weights
     single = tuple(sum(weights[stage] for stage in stages_of(rank)) for rank in ranks)
     """Bytes that one microbatch in flight keeps on each rank."""
-    backward = [problem.recomputed_bytes(s) + problem.costs.workspace_bytes[s] for s in range(problem.num_stages)]
+    held = map(problem.held_in_backward, range(problem.num_stages))
+    backward = [one.recomputed + one.workspace for one in held]
     always = [rank_state_bytes(problem, rank) + max(backward[stage] for stage in stages_of(rank)) for rank in ranks]
     room = [memory_bytes - held for held in always]
     if all(problem.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):
