@@ -15,6 +15,7 @@ from deepspeed_pulse.models.adapters import without_wrapper
 from deepspeed_pulse.models.bypassed import check_bypassed
 from deepspeed_pulse.models.entries import NOT_ENTRIES, set_entry_rules
 from deepspeed_pulse.models.switches import check_switches
+from deepspeed_pulse.models.units import Origin, check_cover
 
 Granularity = Literal["block", "fine"]
 
@@ -36,7 +37,11 @@ FAMILIES = {
     "UniDiffuserModel": "transformers.unidiffuser",
     "WanTransformer3DModel": "transformers.wan",
 }
-"""Class of the model to the module of this package whose ``to_layers`` takes it and whose ``example`` feeds it."""
+"""Class of the model to the module of this package that knows it.
+
+Its ``to_layers(model, origin, *, fine, ...)`` gives the layers (``fine``: ``granularity="fine"``; the rest are optional
+batch entries), its ``TAKES_APART`` names the classes that they stand in for, its ``example`` makes a batch.
+"""
 
 
 def class_of(config: Mapping[str, Any], where: str) -> Any:
@@ -103,7 +108,9 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
     kind, family = found
     _check_names(kind.__name__, family.to_layers, what_the_batch_has)
     check_switches(model)
-    layers: list[Declared] = family.to_layers(model, granularity=granularity, **what_the_batch_has)
+    origin = Origin.of(model)
+    layers: list[Declared] = list(family.to_layers(model, origin, fine=granularity == "fine", **what_the_batch_has))
+    check_cover(layers, origin)
     check_bypassed(model, layers, family.TAKES_APART)
     set_entry_rules(model, kind, layers, family.to_layers)
     return layers
@@ -118,7 +125,7 @@ def family_of(model: nn.Module) -> tuple[type[nn.Module], Any] | None:
 
 
 def _check_names(kind: str, take: Callable[..., Any], given: dict[str, Any]) -> None:
-    known = [name for name in inspect.signature(take).parameters if name not in ("model", "granularity")]
+    known = [name for name in inspect.signature(take).parameters if name not in ("model", "origin", "fine")]
     for name in given:
         if name not in known:
             hint = f": {NOT_ENTRIES[name]}" if name in NOT_ENTRIES else did_you_mean(name, known)

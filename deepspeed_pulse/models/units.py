@@ -8,14 +8,16 @@ units together are the state dict of the model, which is what :mod:`.weights.exp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_pulse.engine.rules import EntryRules
+from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.models.adapters import base_keys, peft_configs
 
@@ -58,15 +60,19 @@ class Origin:
 class Unit(nn.Module):
     """A layer whose children are submodules or parameters of ``model``, each under its path in the model.
 
-    ``PARTS``: the paths of a kind of layer that always has the same.
+    ``PARTS``: the paths of a kind of layer that always has the same, but for those in ``OPTIONAL`` that a model lacks.
     """
 
     PARTS: tuple[str, ...] = ()
+    OPTIONAL: Collection[str] = ()
+    keywords: tuple[str, ...] = ()
+    skip = False
 
     def __init__(self, model: nn.Module, origin: Origin, *paths: str) -> None:
         super().__init__()
         self.origin = origin
-        self.paths = paths or self.PARTS
+        lacking = {name for name in self.OPTIONAL if getattr(model, name, None) is None}
+        self.paths = paths or tuple(path for path in self.PARTS if path not in lacking)
         self.entry_rules: EntryRules | None = None
         for path in self.paths:
             _register(self, path, _part_of(model, path))
@@ -76,10 +82,16 @@ class Unit(nn.Module):
         def __getattr__(self, name: str) -> Any: ...  # modules of diffusers are not typed
 
     def part(self, path: str | None = None) -> Any:
-        """The submodule at ``path``; without one, the only submodule the unit was made of."""
-        if path is None:
-            (path,) = self.paths
-        return self.get_submodule(path)
+        """The submodule at ``path``; without one, the first that the unit was made of."""
+        return self.get_submodule(path or self.paths[0])
+
+    def given(self, popped: tuple[Any, ...]) -> dict[str, Any]:
+        """The popped values under the keywords they were declared with."""
+        return dict(zip(self.keywords, popped, strict=True))
+
+    def leave(self, hidden: Tensor) -> Any:
+        """The output, and once more when a later layer pops it as its skip."""
+        return (hidden, hidden) if self.skip else hidden
 
     @property
     def peft_config(self) -> Mapping[str, Any]:
@@ -88,6 +100,55 @@ class Unit(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(self.paths)
+
+
+class Whole(Unit):
+    """One submodule, called as the model calls it, with popped values by keyword."""
+
+    def forward(self, hidden: Tensor, *popped: Any) -> Any:
+        return self.leave(self.part()(hidden, **self.given(popped)))
+
+
+class Piece(Unit):
+    """Those ``CHILDREN`` of one block of the model that it has, and parts from elsewhere at their paths."""
+
+    CHILDREN: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module, origin: Origin, at: str, *elsewhere: str) -> None:
+        block = model.get_submodule(at)
+        present = (f"{at}.{child}" for child in self.CHILDREN if getattr(block, child, None) is not None)
+        super().__init__(model, origin, *present, *elsewhere)
+        self.at = at
+
+    @property
+    def block(self) -> Any:
+        """Holds the children under the names they have in the block."""
+        return self.get_submodule(self.at)
+
+
+def declare(
+    unit: Unit,
+    *,
+    pop: Mapping[str, str] = MappingProxyType({}),
+    skip: str | None = None,
+    stash: tuple[str, ...] = (),
+    name: str = "",
+) -> Declared:
+    """Declare a unit's names.
+
+    Args:
+        pop: keyword of the unit to the name of the value that it is given.
+        skip: the name under which the unit's output is stashed.
+        stash: other names that it stashes.
+    """
+    unit.keywords, unit.skip = tuple(pop), skip is not None
+    stash = (*((skip,) if skip else ()), *stash)
+    return spec(unit, stash=stash, pop=tuple(pop.values()), name=name or unit.paths[0])
+
+
+def same(*names: str) -> dict[str, str]:
+    """Values whose keyword is their name."""
+    return {name: name for name in names}
 
 
 def unit_of(layer: Any) -> Unit | None:
@@ -113,16 +174,10 @@ def origin_of(layer_list: Iterable[Any], what: str, model_class: type[nn.Module]
     raise ConfigError(f"{what} writes one model; the layers were made of {kinds}, and {asked}; pass model_class=")
 
 
-def whole(origin: Origin, layers: Iterable[Any]) -> list[Any]:
-    """A model's declared layers as a list; they hold all of it, see :func:`check_cover`."""
-    found = list(layers)
-    check_cover((declared.layer for declared in found), origin)
-    return found
-
-
-def check_cover(units: Iterable[Unit], origin: Origin) -> None:
-    """Every entry of the model's state dict belongs to exactly one unit; else a :class:`GraphError`."""
-    held = Counter(key for unit in units for key in unit.state_dict())
+def check_cover(layers: Iterable[Declared], origin: Origin) -> None:
+    """Every entry of the model's state dict belongs to exactly one of its layers; else a :class:`GraphError`."""
+    units: list[Any] = [declared.layer for declared in layers]
+    held = Counter(key for unit in units if unit.origin is origin for key in unit.state_dict())
     problems = [f"{key} belongs to {held[key]} layers, expected one" for key in origin.state_keys if held[key] != 1]
     if problems:
         raise GraphError(
@@ -135,6 +190,14 @@ def refuse(model: nn.Module, problems: Iterable[str]) -> None:
     """Raise a :class:`GraphError` that lists all problems, if there are any."""
     if found := list(problems):
         raise GraphError(f"this {type(model).__name__} cannot become a layer list:\n  " + "\n  ".join(found))
+
+
+def foreign(model: nn.Module, paths: Iterable[str], kinds: tuple[type[nn.Module], ...]) -> Iterator[str]:
+    """Lines about submodules that are none of ``kinds``: they may read or return something else."""
+    for path in paths:
+        module = model.get_submodule(path)
+        if not isinstance(module, kinds):
+            yield f"{path} is a {type(module).__name__}, supported: {', '.join(kind.__name__ for kind in kinds)}"
 
 
 def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:

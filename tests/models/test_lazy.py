@@ -154,7 +154,7 @@ def test_the_list_is_that_of_to_layers(saved):
     lazy, eager = from_pretrained(saved), to_layers(small_unet())
     assert [describe(i, x) for i, x in enumerate(lazy)] == [describe(i, x) for i, x in enumerate(eager)]
     assert [x.typename for x in lazy] == [type(x.layer) for x in eager]
-    assert repr(lazy[1]) == "Resnet(down_blocks.0.resnets.0)"
+    assert repr(lazy[1]) == "Part(down_blocks.0.resnets.0)"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])

@@ -20,17 +20,8 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import JointBlock, Streams
-from deepspeed_pulse.models.transformers.units import (
-    Piece,
-    TokenUnit,
-    classes_beside,
-    declare,
-    foreign,
-    numbered,
-    patches_value,
-    same,
-)
-from deepspeed_pulse.models.units import Origin, refuse, whole
+from deepspeed_pulse.models.transformers.units import PatchUnit, classes_beside, numbered
+from deepspeed_pulse.models.units import Origin, Piece, declare, foreign, refuse, same
 
 ROTARY = "image_rotary_emb"
 BLOCKS = classes_beside(CogVideoXTransformer3DModel, "CogVideoXBlock")
@@ -38,9 +29,9 @@ TAKES_APART = (CogVideoXTransformer3DModel, *BLOCKS)
 
 
 def to_layers(
-    model: CogVideoXTransformer3DModel, *, granularity: str = "block", image_rotary_emb: bool | None = None
-) -> list[Declared]:
-    """The layer list of a CogVideoX transformer; its modules and weights are the model's own, not copies.
+    model: CogVideoXTransformer3DModel, origin: Origin, *, fine: bool, image_rotary_emb: bool | None = None
+) -> Iterator[Declared]:
+    """The layers of a CogVideoX transformer.
 
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
     ``encoder_hidden_states``; ``ofs`` when the config has ``ofs_embed_dim``; ``image_rotary_emb``, the pair
@@ -48,25 +39,18 @@ def to_layers(
 
     With ``granularity="fine"`` the attention of a block is one layer and its feed-forward another.
     """
-    refuse(model, foreign(model, numbered(model, "transformer_blocks"), BLOCKS))
-    rotary = model.config.use_rotary_positional_embeddings if image_rotary_emb is None else image_rotary_emb
-    origin = Origin.of(model)
-    return whole(origin, _layers(model, origin, fine=granularity == "fine", rotary=(ROTARY,) if rotary else ()))
-
-
-def _layers(
-    model: CogVideoXTransformer3DModel, origin: Origin, *, fine: bool, rotary: tuple[str, ...]
-) -> Iterator[Declared]:
+    paths = numbered(model, "transformer_blocks")
+    refuse(model, foreign(model, paths, BLOCKS))
     offset = ("ofs",) if model.ofs_embedding is not None else ()
     pop = same("timestep", "encoder_hidden_states", *offset)
     yield declare(Stem(model, origin), pop=pop, stash=("patches", "temb"))
-    paths = numbered(model, "transformer_blocks")
-    pop = same("temb", *rotary)
+    rotary = model.config.use_rotary_positional_embeddings if image_rotary_emb is None else image_rotary_emb
+    pop = same("temb", *((ROTARY,) if rotary else ()))
     for path in paths:
         last = path == paths[-1]
         if fine:
-            yield declare(Attention(model, origin, path, "norm1", "attn1"), pop=pop, name=f"{path}.attn")
-            feed_forward = FeedForward(model, origin, path, "norm2", "ff")
+            yield declare(Attention(model, origin, path), pop=pop, name=f"{path}.attn")
+            feed_forward = FeedForward(model, origin, path)
             feed_forward.last = last
             yield declare(feed_forward, pop=same("temb"), name=f"{path}.ff")
         else:
@@ -74,15 +58,11 @@ def _layers(
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
 
 
-class Stem(TokenUnit):
+class Stem(PatchUnit):
     """The embedding of time and offset, and text and patches with their positions."""
 
-    PARTS = ("time_proj", "time_embedding", "patch_embed", "embedding_dropout")
-
-    def __init__(self, model: CogVideoXTransformer3DModel, origin: Origin) -> None:
-        offset = ("ofs_proj", "ofs_embedding") if model.ofs_embedding is not None else ()
-        super().__init__(model, origin, *self.PARTS, *offset)
-        self.patch_size = _patch_size(model)
+    OPTIONAL = ("ofs_proj", "ofs_embedding")
+    PARTS = ("time_proj", "time_embedding", "patch_embed", "embedding_dropout", *OPTIONAL)
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         given = self.given(popped)
@@ -92,12 +72,14 @@ class Stem(TokenUnit):
         text = given["encoder_hidden_states"]
         joined = self.embedding_dropout(self.patch_embed(text, hidden))
         frames, _, height, width = hidden.shape[1:]
-        patches = patches_value(hidden, (frames, height, width), self.patch_size)
-        return (joined[:, text.shape[1] :], joined[:, : text.shape[1]]), patches, temb
+        streams = joined[:, text.shape[1] :], joined[:, : text.shape[1]]
+        return streams, self.patches(hidden, frames, height, width), temb
 
 
 class Attention(Piece):
     """The attention of one block."""
+
+    CHILDREN = ("norm1", "attn1")
 
     def forward(self, streams: tuple[Tensor, Tensor], *popped: Any) -> tuple[Tensor, Tensor]:
         hidden, text = streams
@@ -112,6 +94,7 @@ class Attention(Piece):
 class FeedForward(Piece):
     """The feed-forward of one block, over text and patches together."""
 
+    CHILDREN = ("norm2", "ff")
     last = False
 
     def forward(self, streams: tuple[Tensor, Tensor], temb: Tensor) -> Streams:
@@ -122,22 +105,15 @@ class FeedForward(Piece):
         return hidden if self.last else (hidden, text + text_gate * output[:, : text.shape[1]])
 
 
-class Head(TokenUnit):
+class Head(PatchUnit):
     """Norms, projection, and patches back to a video ``(batch, frames, channels, height, width)``."""
 
-    def __init__(self, model: CogVideoXTransformer3DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "norm_final", "norm_out", "proj_out")
-        self.patch_size = _patch_size(model)
+    PARTS = ("norm_final", "norm_out", "proj_out")
 
     def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Any:
         tokens = self.proj_out(self.norm_out(self.norm_final(hidden), temb=temb))
-        grid = tokens.unflatten(1, patches.shape).unflatten(-1, (-1, *self.patch_size))
+        grid = tokens.unflatten(1, patches.shape).unflatten(-1, (-1, *self.patch))
         return grid.permute(0, 1, 5, 4, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(1, 2)
-
-
-def _patch_size(model: CogVideoXTransformer3DModel) -> tuple[int, int, int]:
-    """Frames, height, width; 1.0 has no patches over frames."""
-    return (model.config.patch_size_t or 1, model.config.patch_size, model.config.patch_size)
 
 
 def example(shapes: Shapes) -> dict[str, Any]:

@@ -19,24 +19,9 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.joint_blocks import (
-    JointAttention,
-    JointBlock,
-    JointFeedForward,
-    JointUnit,
-    joint_halves,
-)
-from deepspeed_pulse.models.transformers.units import (
-    Remembered,
-    Sharing,
-    TokenUnit,
-    classes_beside,
-    declare,
-    foreign,
-    numbered,
-    same,
-)
-from deepspeed_pulse.models.units import Origin, refuse, whole
+from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, joint_halves
+from deepspeed_pulse.models.transformers.units import Remembered, Sharing, classes_beside, numbered
+from deepspeed_pulse.models.units import Origin, Unit, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(FluxTransformer2DModel, "FluxTransformerBlock")
 SINGLE_BLOCKS = classes_beside(FluxTransformer2DModel, "FluxSingleTransformerBlock")
@@ -44,8 +29,8 @@ TAKES_APART = (FluxTransformer2DModel, *BLOCKS)
 T5_TOKENS = 512
 
 
-def to_layers(model: FluxTransformer2DModel, *, granularity: str = "block") -> list[Declared]:
-    """The layer list of a Flux transformer; its modules and weights are the model's own, not copies.
+def to_layers(model: FluxTransformer2DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
+    """The layers of a Flux transformer.
 
     The first layer's input is ``hidden_states``, packed latents. Batch entries that the layers pop: ``timestep``
     (divided by 1000, as the model takes it), ``encoder_hidden_states``, ``pooled_projections``, ``txt_ids``,
@@ -54,36 +39,24 @@ def to_layers(model: FluxTransformer2DModel, *, granularity: str = "block") -> l
     With ``granularity="fine"`` the attention of a block of two streams is one layer and its feed-forwards
     another. The blocks of one stream stay whole: they compute both at once and project them together.
     """
-    refuse(model, _problems(model))
-    origin = Origin.of(model)
-    return whole(origin, _layers(model, origin, fine=granularity == "fine"))
-
-
-def _layers(model: FluxTransformer2DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
+    double, single = numbered(model, "transformer_blocks"), numbered(model, "single_transformer_blocks")
+    refuse(model, [*foreign(model, double, BLOCKS), *foreign(model, single, SINGLE_BLOCKS)])
     guidance = ("guidance",) if model.config.guidance_embeds else ()
     entries = ("timestep", "encoder_hidden_states", "pooled_projections", *guidance)
     yield declare(Stem(model, origin), pop=same(*entries), stash=("temb",))
-    table = Remembered()
-    pop = same("temb", "txt_ids", "img_ids")
-    paths = [*numbered(model, "transformer_blocks"), *numbered(model, "single_transformer_blocks")]
-    for path in paths:
-        last = path == paths[-1]
-        if fine and not path.startswith("single"):
+    table, pop = Remembered(), same("temb", "txt_ids", "img_ids")
+    for path in (*double, *single):
+        last = path == [*double, *single][-1]
+        if fine and path in double:
             attention = Attention(model, origin, path, "pos_embed").sharing(table)
-            feed_forward = JointFeedForward(model, origin, path, last=last, clips_half=True)
-            yield from joint_halves(attention, feed_forward, pop=pop)
+            yield from joint_halves(model, attention, pop=pop, last=last, clips_half=True)
         else:
             block = Block(model, origin, path, "pos_embed", text_first=True, last=last).sharing(table)
             yield declare(block, pop=pop)
     yield declare(Head(model, origin), pop=same("temb"), name="proj_out")
 
 
-def _problems(model: FluxTransformer2DModel) -> Iterator[str]:
-    yield from foreign(model, numbered(model, "transformer_blocks"), BLOCKS)
-    yield from foreign(model, numbered(model, "single_transformer_blocks"), SINGLE_BLOCKS)
-
-
-class Stem(TokenUnit):
+class Stem(Unit):
     """The projected latents and text, and the embedding of time, guidance and pooled text."""
 
     PARTS = ("x_embedder", "time_text_embed", "context_embedder")
@@ -96,11 +69,11 @@ class Stem(TokenUnit):
         return (hidden, self.context_embedder(given["encoder_hidden_states"])), temb
 
 
-class _Placed(JointUnit, Sharing):
+class _Placed(Sharing):
     """A layer that knows where text and patches are."""
 
-    def inputs(self, popped: tuple[Any, ...]) -> dict[str, Any]:
-        given = self.given(popped)
+    def given(self, popped: tuple[Any, ...]) -> dict[str, Any]:
+        given = super().given(popped)
         ids = given.pop("txt_ids"), given.pop("img_ids")
         given["image_rotary_emb"] = self.shared.get(lambda: self._angles(*ids), *ids)
         return given
@@ -118,7 +91,7 @@ class Attention(_Placed, JointAttention):
     """The attention of a block of two streams."""
 
 
-class Head(TokenUnit):
+class Head(Unit):
     """Norm and projection to packed latents."""
 
     PARTS = ("norm_out", "proj_out")

@@ -25,28 +25,18 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import (
-    PictureHead,
-    Piece,
-    TokenUnit,
-    Whole,
-    classes_beside,
-    declare,
-    foreign,
-    numbered,
-    patches_value,
-    same,
-)
-from deepspeed_pulse.models.units import Origin, refuse, whole
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, numbered
+from deepspeed_pulse.models.units import Origin, Piece, Whole, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(HunyuanDiT2DModel, "HunyuanDiTBlock")
 TAKES_APART = (HunyuanDiT2DModel, *BLOCKS)
-ATTENTIONS = ("skip_norm", "skip_linear", "norm1", "attn1", "norm2", "attn2")
 TEXT = ("encoder_hidden_states", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
 
 
-def to_layers(model: HunyuanDiT2DModel, *, granularity: str = "block", image_rotary_emb: bool = True) -> list[Declared]:
-    """The layer list of a HunyuanDiT; its modules and weights are the model's own, not copies.
+def to_layers(
+    model: HunyuanDiT2DModel, origin: Origin, *, fine: bool, image_rotary_emb: bool = True
+) -> Iterator[Declared]:
+    """The layers of a HunyuanDiT.
 
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep`` (of a
     floating type), ``encoder_hidden_states``, ``text_embedding_mask``, ``encoder_hidden_states_t5``,
@@ -56,41 +46,34 @@ def to_layers(model: HunyuanDiT2DModel, *, granularity: str = "block", image_rot
 
     With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
     """
-    refuse(model, foreign(model, numbered(model, "blocks"), BLOCKS))
-    origin = Origin.of(model)
-    return whole(origin, _layers(model, origin, fine=granularity == "fine", rotary=image_rotary_emb))
-
-
-def _layers(model: HunyuanDiT2DModel, origin: Origin, *, fine: bool, rotary: bool) -> Iterator[Declared]:
+    paths = numbered(model, "blocks")
+    refuse(model, foreign(model, paths, BLOCKS))
     sized = ("image_meta_size", "style") if model.config.use_style_cond_and_image_meta_size else ()
     yield declare(Stem(model, origin), stash=("patches", "temb", "text_states"), pop=same("timestep", *TEXT, *sized))
-    num_blocks = len(model.blocks)
-    for index in range(num_blocks):
-        path = f"blocks.{index}"
+    for index, path in enumerate(paths):
         pop = {"temb": "temb", "encoder_hidden_states": "text_states"}
-        pop |= same("image_rotary_emb") if rotary else {}
-        pop |= {"skip": f"skip{num_blocks - 1 - index}"} if index > num_blocks // 2 else {}
-        skip = f"skip{index}" if index < num_blocks // 2 - 1 else None
+        pop |= same("image_rotary_emb") if image_rotary_emb else {}
+        pop |= {"skip": f"skip{len(paths) - 1 - index}"} if index > len(paths) // 2 else {}
+        skip = f"skip{index}" if index < len(paths) // 2 - 1 else None
         if fine:
-            yield declare(Attentions(model, origin, path, *ATTENTIONS), pop=pop, name=f"{path}.attn")
-            yield declare(FeedForward(model, origin, path, "norm3", "ff"), skip=skip, name=f"{path}.ff")
+            yield declare(Attentions(model, origin, path), pop=pop, name=f"{path}.attn")
+            yield declare(FeedForward(model, origin, path), skip=skip, name=f"{path}.ff")
         else:
             yield declare(Whole(model, origin, path), pop=pop, skip=skip)
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
 
 
-class Stem(TokenUnit):
+class Stem(PatchUnit):
     """Patches, the embedding of time, pooled text, size and style, and the projected text."""
 
     PARTS = ("pos_embed", "time_extra_emb", "text_embedder", "text_embedding_padding")
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, ...]:
         given = self.given(popped)
-        patches = patches_value(hidden, hidden.shape[-2:], (self.pos_embed.patch_size,) * 2)
         timestep, t5 = given["timestep"], given["encoder_hidden_states_t5"]
         sizes = given.get("image_meta_size"), given.get("style")
         temb = self.time_extra_emb(timestep, t5, *sizes, hidden_dtype=timestep.dtype)
-        return self.pos_embed(hidden), patches, temb, self._text(given)
+        return self.pos_embed(hidden), self.patches(hidden, *hidden.shape[-2:]), temb, self._text(given)
 
     def _text(self, given: dict[str, Tensor]) -> Tensor:
         t5 = given["encoder_hidden_states_t5"]
@@ -102,6 +85,8 @@ class Stem(TokenUnit):
 
 class Attentions(Piece):
     """The first part of a block: long skip, attention among the patches, attention to the text."""
+
+    CHILDREN = ("skip_norm", "skip_linear", "norm1", "attn1", "norm2", "attn2")
 
     def forward(self, hidden: Tensor, *popped: Any) -> Tensor:
         block, given = self.block, self.given(popped)
@@ -115,11 +100,13 @@ class Attentions(Piece):
 class FeedForward(Piece):
     """The second part of a block."""
 
+    CHILDREN = ("norm3", "ff")
+
     def forward(self, hidden: Tensor) -> Any:
         return self.leave(hidden + self.block.ff(self.block.norm3(hidden)))
 
 
-class Head(PictureHead):
+class Head(PatchHead):
     """The norm takes the embedding in float32."""
 
     def tokens(self, hidden: Tensor, temb: Tensor) -> Tensor:

@@ -19,26 +19,17 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.joint_blocks import (
-    JointAttention,
-    JointBlock,
-    JointFeedForward,
-    JointUnit,
-    joint_halves,
-)
+from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, joint_halves
 from deepspeed_pulse.models.transformers.units import (
+    PatchHead,
+    PatchUnit,
     Remembered,
     Sharing,
-    TokenUnit,
     classes_beside,
-    declare,
-    foreign,
     numbered,
-    patches_value,
-    same,
     size_only,
 )
-from deepspeed_pulse.models.units import Origin, refuse, whole
+from deepspeed_pulse.models.units import Origin, declare, foreign, refuse, same
 
 BLOCKS = {
     path: classes_beside(
@@ -54,8 +45,8 @@ REPLACE = "token_replace"
 LLAMA_TOKENS = 256
 
 
-def to_layers(model: HunyuanVideoTransformer3DModel, *, granularity: str = "block") -> list[Declared]:
-    """The layer list of a HunyuanVideo transformer; its modules and weights are the model's own, not copies.
+def to_layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
+    """The layers of a HunyuanVideo transformer.
 
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
     ``encoder_hidden_states``, ``encoder_attention_mask``, ``pooled_projections``, and ``guidance`` when the config
@@ -64,29 +55,21 @@ def to_layers(model: HunyuanVideoTransformer3DModel, *, granularity: str = "bloc
     With ``granularity="fine"`` the attention of a block of two streams is one layer and its feed-forwards
     another. The blocks of one stream stay whole: they compute both at once and project them together.
     """
-    fine = granularity == "fine"
     refuse(model, _problems(model, fine=fine))
-    origin = Origin.of(model)
-    return whole(origin, _layers(model, origin, fine=fine))
-
-
-def _layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
     guidance = ("guidance",) if model.config.guidance_embeds else ()
     replaced = ("token_replace_emb",) if model.config.image_condition_type == REPLACE else ()
     entries = ("timestep", "encoder_hidden_states", MASK, "pooled_projections", *guidance)
     yield declare(Stem(model, origin), pop=same(*entries), stash=("patches", "temb", *replaced))
     shared = Remembered()
     pop = same("patches", "temb", MASK, *replaced)
-    paths = [*numbered(model, "transformer_blocks"), *numbered(model, "single_transformer_blocks")]
+    paths = [path for blocks in BLOCKS for path in numbered(model, blocks)]
     for path in paths:
-        last = path == paths[-1]
-        if path.startswith("single"):
-            yield declare(Block(model, origin, path, "rope", last=last).sharing(shared), pop=pop)
-        elif fine:
-            attention = Attention(model, origin, path, "rope").sharing(shared)
-            yield from joint_halves(attention, JointFeedForward(model, origin, path, last=last), pop=pop)
+        last, single = path == paths[-1], path.startswith("single")
+        if fine and not single:
+            yield from joint_halves(model, Attention(model, origin, path, "rope").sharing(shared), pop=pop, last=last)
         else:
-            yield declare(TwoStreamBlock(model, origin, path, "rope", last=last).sharing(shared), pop=pop)
+            kind = Block if single else TwoStreamBlock
+            yield declare(kind(model, origin, path, "rope", last=last).sharing(shared), pop=pop)
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
 
 
@@ -100,27 +83,25 @@ def _problems(model: HunyuanVideoTransformer3DModel, *, fine: bool) -> Iterator[
         )
 
 
-class Stem(TokenUnit):
+class Stem(PatchUnit):
     """Patches, the refined text, and the embedding of time, guidance and pooled text."""
 
-    def __init__(self, model: HunyuanVideoTransformer3DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "x_embedder", "context_embedder", "time_text_embed")
-        self.patch_size = _patch_size(model)
+    PARTS = ("x_embedder", "context_embedder", "time_text_embed")
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Any, ...]:
         given = self.given(popped)
         timestep, text, mask = given["timestep"], given["encoder_hidden_states"], given[MASK]
-        patches = patches_value(hidden, hidden.shape[2:], self.patch_size)
         temb, replaced = self.time_text_embed(timestep, given["pooled_projections"], given.get("guidance"))
         streams = self.x_embedder(hidden), self.context_embedder(text, timestep, mask)
-        return (streams, patches, temb) if replaced is None else (streams, patches, temb, replaced)
+        leaving = streams, self.patches(hidden, *hidden.shape[2:]), temb
+        return leaving if replaced is None else (*leaving, replaced)
 
 
-class _Masked(JointUnit, Sharing):
+class _Masked(Sharing):
     """A layer that knows where the patches are and which text is padding."""
 
-    def inputs(self, popped: tuple[Any, ...]) -> dict[str, Any]:
-        given = self.given(popped)
+    def given(self, popped: tuple[Any, ...]) -> dict[str, Any]:
+        given = super().given(popped)
         patches, mask = given.pop("patches"), given.pop(MASK)
         given["attention_mask"], given["image_rotary_emb"] = self.shared.get(
             lambda: (_joint_mask(patches, mask), self._angles(patches)), patches, mask
@@ -141,8 +122,8 @@ class Block(_Masked, JointBlock):
 class TwoStreamBlock(Block):
     """A block of two streams, which has another word for the rotary table."""
 
-    def inputs(self, popped: tuple[Any, ...]) -> dict[str, Any]:
-        given = super().inputs(popped)
+    def given(self, popped: tuple[Any, ...]) -> dict[str, Any]:
+        given = super().given(popped)
         given["freqs_cis"] = given.pop("image_rotary_emb")
         return given
 
@@ -151,21 +132,10 @@ class Attention(_Masked, JointAttention):
     """The attention of a block of two streams."""
 
 
-class Head(TokenUnit):
-    """Norm, projection, and patches back to a video."""
+class Head(PatchHead):
+    """A token has its channels before the sides of the patch."""
 
-    def __init__(self, model: HunyuanVideoTransformer3DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "norm_out", "proj_out")
-        self.patch_size = _patch_size(model)
-
-    def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Any:
-        tokens = self.proj_out(self.norm_out(hidden, temb))
-        grid = tokens.unflatten(1, patches.shape).unflatten(-1, (-1, *self.patch_size))
-        return grid.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
-
-
-def _patch_size(model: HunyuanVideoTransformer3DModel) -> tuple[int, int, int]:
-    return (model.config.patch_size_t, model.config.patch_size, model.config.patch_size)
+    channels_first = True
 
 
 def _joint_mask(patches: Tensor, mask: Tensor) -> Tensor:

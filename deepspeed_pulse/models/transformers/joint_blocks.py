@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared
-from deepspeed_pulse.models.transformers.units import Piece, TokenUnit, declare
-from deepspeed_pulse.models.units import Origin
+from deepspeed_pulse.models.units import Origin, Piece, Unit, declare
 
 Streams = Tensor | tuple[Tensor, Tensor]
 
@@ -22,15 +21,7 @@ HALF_RANGE = 65504
 """Largest number of type float16."""
 
 
-class JointUnit(TokenUnit):
-    """What the joint layers of one family share."""
-
-    def inputs(self, popped: tuple[Any, ...]) -> dict[str, Any]:
-        """Keyword arguments of the block beside the streams; families add masks and tables."""
-        return self.given(popped)
-
-
-class JointBlock(JointUnit):
+class JointBlock(Unit):
     """One block, called as the model calls it."""
 
     def __init__(
@@ -41,24 +32,26 @@ class JointBlock(JointUnit):
 
     def forward(self, streams: tuple[Tensor, Tensor], *popped: Any) -> Streams:
         hidden, text = streams
-        block = self.part(self.paths[0])
-        hidden, text = block(hidden_states=hidden, encoder_hidden_states=text, **self.inputs(popped))
+        hidden, text = self.part()(hidden_states=hidden, encoder_hidden_states=text, **self.given(popped))
         if self.text_first:
             hidden, text = text, hidden
         return hidden if self.last else (hidden, text)
 
 
-class JointAttention(JointUnit, Piece):
+class JointAttention(Piece):
     """The attentions of one block; stashes the modulation of its feed-forward: shift, scale and gate a stream."""
 
+    CHILDREN = ("norm1", "norm1_context", "attn", "attn2")
+
     def __init__(self, model: nn.Module, origin: Origin, at: str, *more: str) -> None:
-        super().__init__(model, origin, at, "norm1", "norm1_context", "attn", "attn2", elsewhere=more)
-        block: Any = model.get_submodule(at)
-        self.text_ends, self.attends_twice = _text_ends(block), "attn2" in self.block._modules
+        super().__init__(model, origin, at, *more)
+        # True for the last block of SD3, in which the text is only attended to.
+        self.text_ends = bool(getattr(model.get_submodule(at), "context_pre_only", False))
+        self.attends_twice = "attn2" in self.block._modules
 
     def forward(self, streams: tuple[Tensor, Tensor], *popped: Any) -> tuple[Streams, tuple[Tensor, ...]]:
         hidden, text = streams
-        block, inputs = self.block, self.inputs(popped)
+        block, inputs = self.block, self.given(popped)
         temb = inputs.pop("temb")
         normed, gate, *modulation = block.norm1(hidden, emb=temb)
         if self.text_ends:
@@ -80,10 +73,10 @@ class JointFeedForward(Piece):
     ``clips_half``: text of type float16 is clipped to its range, as Flux's blocks do.
     """
 
-    def __init__(
-        self, model: nn.Module, origin: Origin, at: str, *, last: bool = False, clips_half: bool = False
-    ) -> None:
-        super().__init__(model, origin, at, "norm2", "ff", "norm2_context", "ff_context")
+    CHILDREN = ("norm2", "ff", "norm2_context", "ff_context")
+
+    def __init__(self, model: nn.Module, origin: Origin, at: str, *, last: bool, clips_half: bool) -> None:
+        super().__init__(model, origin, at)
         self.last, self.clips_half = last, clips_half
 
     def forward(self, streams: Streams, modulation: tuple[Tensor, ...]) -> Streams:
@@ -101,17 +94,13 @@ class JointFeedForward(Piece):
 
 
 def joint_halves(
-    attention: JointAttention, feed_forward: JointFeedForward, *, pop: Mapping[str, str]
+    model: nn.Module, attention: JointAttention, *, pop: Mapping[str, str], last: bool, clips_half: bool = False
 ) -> Iterator[Declared]:
     """A block as two layers: its attention, and its feed-forward with what the attention stashes for it."""
-    modulation = f"{attention.at}.modulation"
-    yield declare(attention, pop=pop, stash=(modulation,), name=f"{attention.at}.attn")
-    yield declare(feed_forward, pop={"modulation": modulation}, name=f"{attention.at}.ff")
-
-
-def _text_ends(block: Any) -> bool:
-    """True for the last block of SD3, in which the text is only attended to."""
-    return bool(getattr(block, "context_pre_only", False))
+    at, modulation = attention.at, f"{attention.at}.modulation"
+    yield declare(attention, pop=pop, stash=(modulation,), name=f"{at}.attn")
+    feed_forward = JointFeedForward(model, attention.origin, at, last=last, clips_half=clips_half)
+    yield declare(feed_forward, pop={"modulation": modulation}, name=f"{at}.ff")
 
 
 def _feed(norm: Any, feed_forward: Any, hidden: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:

@@ -17,18 +17,8 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import (
-    PictureHead,
-    Piece,
-    TokenUnit,
-    classes_beside,
-    declare,
-    foreign,
-    numbered,
-    patches_value,
-    same,
-)
-from deepspeed_pulse.models.units import Origin, refuse, whole
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, numbered
+from deepspeed_pulse.models.units import Origin, Piece, Unit, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(PixArtTransformer2DModel, "BasicTransformerBlock")
 TAKES_APART = (PixArtTransformer2DModel, *BLOCKS)
@@ -39,12 +29,13 @@ T5_TOKENS = 300
 
 def to_layers(
     model: PixArtTransformer2DModel,
+    origin: Origin,
     *,
-    granularity: str = "block",
+    fine: bool,
     attention_mask: bool = False,
     encoder_attention_mask: bool = False,
-) -> list[Declared]:
-    """The layer list of a PixArt transformer; its modules and weights are the model's own, not copies.
+) -> Iterator[Declared]:
+    """The layers of a PixArt transformer.
 
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
     ``encoder_hidden_states``; ``added_cond_kwargs.resolution`` and ``added_cond_kwargs.aspect_ratio`` when the
@@ -54,27 +45,20 @@ def to_layers(
     With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
     """
     refuse(model, _problems(model))
-    origin = Origin.of(model)
-    asked = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
-    masks = tuple(name for name, wanted in asked.items() if wanted)
-    return whole(origin, _layers(model, origin, fine=granularity == "fine", masks=masks))
-
-
-def _layers(
-    model: PixArtTransformer2DModel, origin: Origin, *, fine: bool, masks: tuple[str, ...]
-) -> Iterator[Declared]:
     projects = model.caption_projection is not None
     pop = same("timestep", *((TEXT,) if projects else ()))
     if model.use_additional_conditions:
         pop |= {name: ADDED + name for name in ("resolution", "aspect_ratio")}
     stash = ("patches", "modulation", "temb", *(("text_states",) if projects else ()))
     yield declare(Stem(model, origin), pop=pop, stash=stash)
-    pop = {"timestep": "modulation", TEXT: "text_states" if projects else TEXT, **same(*masks)}
+    masks = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
+    pop = {"timestep": "modulation", TEXT: "text_states" if projects else TEXT}
+    pop |= same(*(name for name, wanted in masks.items() if wanted))
     for path in numbered(model, "transformer_blocks"):
         if fine:
             mlp = f"{path}.modulation"
             yield declare(Attentions(model, origin, path), pop=pop, stash=(mlp,), name=f"{path}.attn")
-            yield declare(FeedForward(model, origin, path, "norm2", "ff"), pop={"modulation": mlp}, name=f"{path}.ff")
+            yield declare(FeedForward(model, origin, path), pop={"modulation": mlp}, name=f"{path}.ff")
         else:
             yield declare(Block(model, origin, path), pop=pop)
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
@@ -86,29 +70,27 @@ def _problems(model: PixArtTransformer2DModel) -> Iterator[str]:
     yield from foreign(model, numbered(model, "transformer_blocks"), BLOCKS)
 
 
-class Stem(TokenUnit):
+class Stem(PatchUnit):
     """Patches with their positions, the embedding of time and sizes, what it makes of it for blocks, and the text."""
 
-    def __init__(self, model: PixArtTransformer2DModel, origin: Origin) -> None:
-        projection = ("caption_projection",) if model.caption_projection is not None else ()
-        super().__init__(model, origin, "pos_embed", "adaln_single", *projection)
+    OPTIONAL = ("caption_projection",)
+    PARTS = ("pos_embed", "adaln_single", *OPTIONAL)
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, ...]:
         given = self.given(popped)
-        patches = patches_value(hidden, hidden.shape[-2:], (self.pos_embed.patch_size,) * 2)
         tokens = self.pos_embed(hidden)
         sizes = {name: given.get(name) for name in ("resolution", "aspect_ratio")}
         modulation, temb = self.adaln_single(
             given["timestep"], sizes, batch_size=len(tokens), hidden_dtype=tokens.dtype
         )
-        leaving = tokens, patches, modulation, temb
+        leaving = tokens, self.patches(hidden, *hidden.shape[-2:]), modulation, temb
         if TEXT not in given:
             return leaving
         text = self.caption_projection(given[TEXT])
         return (*leaving, text.view(len(tokens), -1, tokens.shape[-1]))
 
 
-class _Masked(TokenUnit):
+class _Masked(Unit):
     """A layer whose masks, of 1 for keep and 0 for drop, become what is added to attention scores."""
 
     def read(self, hidden: Tensor, popped: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -126,8 +108,10 @@ class Block(_Masked):
 class Attentions(_Masked, Piece):
     """The attentions of one block; stashes shift, scale and gate of its feed-forward."""
 
+    CHILDREN = ("scale_shift_table", "norm1", "attn1", "attn2")
+
     def __init__(self, model: nn.Module, origin: Origin, at: str) -> None:
-        super().__init__(model, origin, at, "scale_shift_table", "norm1", "attn1", "attn2")
+        super().__init__(model, origin, at)
         self.only_text = bool(model.get_submodule(at).only_cross_attention)
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -136,24 +120,24 @@ class Attentions(_Masked, Piece):
         shift, scale, gate, *mlp = modulation.chunk(6, dim=1)
         normed = block.norm1(hidden) * (1 + scale) + shift
         text = given[TEXT] if self.only_text else None
-        hidden = (
-            gate * block.attn1(normed, encoder_hidden_states=text, attention_mask=given.get("attention_mask")) + hidden
-        )
+        mask, text_mask = given.get("attention_mask"), given.get("encoder_attention_mask")
+        hidden = gate * block.attn1(normed, encoder_hidden_states=text, attention_mask=mask) + hidden
         if "attn2" in block._modules:
-            mask = given.get("encoder_attention_mask")
-            hidden = block.attn2(hidden, encoder_hidden_states=given[TEXT], attention_mask=mask) + hidden
+            hidden = block.attn2(hidden, encoder_hidden_states=given[TEXT], attention_mask=text_mask) + hidden
         return hidden, tuple(mlp)
 
 
 class FeedForward(Piece):
     """The feed-forward of one block."""
 
+    CHILDREN = ("norm2", "ff")
+
     def forward(self, hidden: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
         shift, scale, gate = modulation
         return gate * self.block.ff(self.block.norm2(hidden) * (1 + scale) + shift) + hidden
 
 
-class Head(PictureHead):
+class Head(PatchHead):
     """The norm is modulated by the embedding and a table."""
 
     PARTS = ("norm_out", "scale_shift_table", "proj_out")

@@ -17,18 +17,9 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward, joint_halves
-from deepspeed_pulse.models.transformers.units import (
-    PictureHead,
-    TokenUnit,
-    classes_beside,
-    declare,
-    foreign,
-    numbered,
-    patches_value,
-    same,
-)
-from deepspeed_pulse.models.units import Origin, refuse, whole
+from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, joint_halves
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, numbered
+from deepspeed_pulse.models.units import Origin, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(SD3Transformer2DModel, "JointTransformerBlock")
 TAKES_APART = (SD3Transformer2DModel, *BLOCKS)
@@ -36,34 +27,28 @@ TOKENS = 77 + 256
 """Of CLIP and T5, one after the other."""
 
 
-def to_layers(model: SD3Transformer2DModel, *, granularity: str = "block") -> list[Declared]:
-    """The layer list of an SD3 transformer; its modules and weights are the model's own, not copies.
+def to_layers(model: SD3Transformer2DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
+    """The layers of an SD3 transformer.
 
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
     ``encoder_hidden_states``, ``pooled_projections``.
 
     With ``granularity="fine"`` the attention of a block is one layer and its feed-forwards another.
     """
-    refuse(model, foreign(model, numbered(model, "transformer_blocks"), BLOCKS))
-    origin = Origin.of(model)
-    return whole(origin, _layers(model, origin, fine=granularity == "fine"))
-
-
-def _layers(model: SD3Transformer2DModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
+    paths = numbered(model, "transformer_blocks")
+    refuse(model, foreign(model, paths, BLOCKS))
     entries = ("timestep", "encoder_hidden_states", "pooled_projections")
     yield declare(Stem(model, origin), pop=same(*entries), stash=("patches", "temb"))
-    paths = numbered(model, "transformer_blocks")
     for path in paths:
         last = path == paths[-1]
         if fine:
-            attention = JointAttention(model, origin, path)
-            yield from joint_halves(attention, JointFeedForward(model, origin, path, last=last), pop=same("temb"))
+            yield from joint_halves(model, JointAttention(model, origin, path), pop=same("temb"), last=last)
         else:
             yield declare(JointBlock(model, origin, path, text_first=True, last=last), pop=same("temb"))
-    yield declare(PictureHead(model, origin), pop=same("patches", "temb"), name="proj_out")
+    yield declare(PatchHead(model, origin), pop=same("patches", "temb"), name="proj_out")
 
 
-class Stem(TokenUnit):
+class Stem(PatchUnit):
     """Patches with their positions, the embedding of time and pooled text, and the projected text."""
 
     PARTS = ("pos_embed", "time_text_embed", "context_embedder")
@@ -71,9 +56,8 @@ class Stem(TokenUnit):
     def forward(
         self, hidden: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        patches = patches_value(hidden, hidden.shape[-2:], (self.pos_embed.patch_size,) * 2)
         streams = self.pos_embed(hidden).contiguous(), self.context_embedder(text)
-        return streams, patches, self.time_text_embed(timestep, pooled)
+        return streams, self.patches(hidden, *hidden.shape[-2:]), self.time_text_embed(timestep, pooled)
 
 
 def example(shapes: Shapes) -> dict[str, Any]:

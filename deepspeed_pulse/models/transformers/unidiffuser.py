@@ -26,18 +26,8 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import (
-    Piece,
-    TokenUnit,
-    Whole,
-    classes_beside,
-    declare,
-    foreign,
-    numbered,
-    same,
-    unpatchify,
-)
-from deepspeed_pulse.models.units import Origin, refuse, whole
+from deepspeed_pulse.models.transformers.units import classes_beside, numbered, unpatchify
+from deepspeed_pulse.models.units import Origin, Piece, Unit, Whole, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(UniDiffuserModel, "UniDiffuserBlock", "UTransformerBlock")
 TAKES_APART = (UniDiffuserModel, *classes_beside(UniDiffuserModel, "UTransformer2DModel"), *BLOCKS)
@@ -45,13 +35,9 @@ TEXT = "encoder_hidden_states"
 
 
 def to_layers(
-    model: UniDiffuserModel,
-    *,
-    granularity: str = "block",
-    data_type: bool = False,
-    encoder_hidden_states: bool = False,
-) -> list[Declared]:
-    """The layer list of a UniDiffuser; its modules and weights are the model's own, not copies.
+    model: UniDiffuserModel, origin: Origin, *, fine: bool, data_type: bool = False, encoder_hidden_states: bool = False
+) -> Iterator[Declared]:
+    """The layers of a UniDiffuser.
 
     The first layer's input is ``latent_image_embeds``. Batch entries that the layers pop: ``image_embeds``,
     ``prompt_embeds``, ``timestep_img``, ``timestep_text``; ``data_type`` and ``encoder_hidden_states`` when the
@@ -61,27 +47,18 @@ def to_layers(
     With ``granularity="fine"`` the attention of a block is one layer and its feed-forward another.
     """
     refuse(model, _problems(model, data_type=data_type, text=encoder_hidden_states))
-    origin = Origin.of(model)
-    data_types, text = ("data_type",) if data_type else (), (TEXT,) if encoder_hidden_states else ()
-    return whole(origin, _layers(model, origin, fine=granularity == "fine", data_type=data_types, text=text))
-
-
-def _layers(
-    model: UniDiffuserModel, origin: Origin, *, fine: bool, data_type: tuple[str, ...], text: tuple[str, ...]
-) -> Iterator[Declared]:
-    entries = ("image_embeds", "prompt_embeds", "timestep_img", "timestep_text", *data_type)
+    entries = ("image_embeds", "prompt_embeds", "timestep_img", "timestep_text", *(("data_type",) if data_type else ()))
     yield declare(Stem(model, origin), pop=same(*entries), name="embeddings")
-    num_blocks = len(model.transformer.transformer_in_blocks)
-    for index in range(num_blocks):
-        path = f"transformer.transformer_in_blocks.{index}"
-        yield from _block(model, origin, path, pop=same(*text), skip=f"skip{index}", fine=fine)
+    text = same(TEXT) if encoder_hidden_states else {}
+    outer = numbered(model, "transformer.transformer_in_blocks")
+    for index, path in enumerate(outer):
+        yield from _block(model, origin, path, pop=text, skip=f"skip{index}", fine=fine)
     # The model reads no text in the middle.
-    yield from _block(model, origin, "transformer.transformer_mid_block", pop={}, skip=None, fine=fine)
-    for index in range(num_blocks):
-        path = f"transformer.transformer_out_blocks.{index}"
-        pop = {"skip": f"skip{num_blocks - 1 - index}", **same(*text)}
-        yield from _block(model, origin, f"{path}.block", pop=pop, skip=None, fine=fine, join=f"{path}.skip")
-    yield declare(Head(model, origin), pop={}, name="outputs")
+    yield from _block(model, origin, "transformer.transformer_mid_block", pop={}, fine=fine)
+    for index, path in enumerate(numbered(model, "transformer.transformer_out_blocks")):
+        pop = {"skip": f"skip{len(outer) - 1 - index}", **text}
+        yield from _block(model, origin, f"{path}.block", pop=pop, fine=fine, join=f"{path}.skip")
+    yield declare(Head(model, origin), name="outputs")
 
 
 def _block(
@@ -90,17 +67,16 @@ def _block(
     path: str,
     *,
     pop: dict[str, str],
-    skip: str | None,
     fine: bool,
+    skip: str | None = None,
     join: str = "",
 ) -> Iterator[Declared]:
     name = path.removeprefix("transformer.").removesuffix(".block")
     if fine:
-        attentions = Attentions(model, origin, path, "norm1", "attn1", "norm2", "attn2", join=join)
-        yield declare(attentions, pop=pop, name=f"{name}.attn")
-        yield declare(FeedForward(model, origin, path, "norm3", "ff"), skip=skip, name=f"{name}.ff")
+        yield declare(Attentions(model, origin, path, join=join), pop=pop, name=f"{name}.attn")
+        yield declare(FeedForward(model, origin, path), skip=skip, name=f"{name}.ff")
     elif join:
-        yield declare(SkipBlock(model, origin, path, join), pop=pop, name=name)
+        yield declare(SkipBlock(model, origin, join, path), pop=pop, name=name)
     else:
         yield declare(Whole(model, origin, path), pop=pop, skip=skip, name=name)
 
@@ -121,28 +97,19 @@ def _problems(model: UniDiffuserModel, *, data_type: bool, text: bool) -> Iterat
 # ---------------------------------------------------------------------------------------- layers
 
 
-class Stem(TokenUnit):
+class Stem(Unit):
     """Everything that becomes a token, with its position.
 
     ``transformer.pos_embed`` is here because it has to be somewhere: the model never calls it.
     """
 
-    PARTS = (
-        "vae_img_in",
-        "clip_img_in",
-        "text_in",
-        "timestep_img_proj",
-        "timestep_img_embed",
-        "timestep_text_proj",
-        "timestep_text_embed",
-        "pos_embed",
-        "pos_embed_drop",
-        "transformer.pos_embed",
-    )
-    DATA_TYPE = ("data_type_token_embedding", "data_type_pos_embed_token")
+    TIMES = ("timestep_img_proj", "timestep_img_embed", "timestep_text_proj", "timestep_text_embed")
+    POSITIONS = ("pos_embed", "pos_embed_drop", "transformer.pos_embed")
+    OPTIONAL = ("data_type_token_embedding", "data_type_pos_embed_token")
+    PARTS = ("vae_img_in", "clip_img_in", "text_in", *TIMES, *POSITIONS, *OPTIONAL)
 
     def __init__(self, model: UniDiffuserModel, origin: Origin) -> None:
-        super().__init__(model, origin, *self.PARTS, *(self.DATA_TYPE if model.use_data_type_embedding else ()))
+        super().__init__(model, origin)
         self.typed, self.num_text_tokens = bool(model.use_data_type_embedding), model.num_text_tokens
 
     def forward(self, latents: Tensor, *popped: Tensor) -> Tensor:
@@ -169,11 +136,8 @@ class Stem(TokenUnit):
         return embed(waves.to(self.pos_embed.dtype)).unsqueeze(1)
 
 
-class SkipBlock(TokenUnit):
-    """A block on the way out, and the layer that joins its skip."""
-
-    def __init__(self, model: UniDiffuserModel, origin: Origin, path: str, join: str) -> None:
-        super().__init__(model, origin, join, path)
+class SkipBlock(Unit):
+    """The layer that joins a block on the way out with its skip, and the block."""
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> Tensor:
         join, block = map(self.part, self.paths)
@@ -184,8 +148,8 @@ class SkipBlock(TokenUnit):
 class Half(Piece):
     """Half a block, with the block's own order of norm, branch and residual."""
 
-    def __init__(self, model: UniDiffuserModel, origin: Origin, at: str, *children: str, join: str = "") -> None:
-        super().__init__(model, origin, at, *children, elsewhere=(join,) if join else ())
+    def __init__(self, model: UniDiffuserModel, origin: Origin, at: str, *, join: str = "") -> None:
+        super().__init__(model, origin, at, *((join,) if join else ()))
         block = model.get_submodule(at)
         self.join = join
         self.norm_first, self.only_text = bool(block.pre_layer_norm), bool(block.only_cross_attention)
@@ -204,6 +168,8 @@ class Half(Piece):
 class Attentions(Half):
     """The first half: the long skip, attention among the tokens and, where the block has it, to the text."""
 
+    CHILDREN = ("norm1", "attn1", "norm2", "attn2")
+
     def forward(self, hidden: Tensor, *popped: Tensor) -> Tensor:
         block, given = self.block, self.given(popped)
         if self.join:
@@ -219,17 +185,19 @@ class Attentions(Half):
 class FeedForward(Half):
     """The second half."""
 
+    CHILDREN = ("norm3", "ff")
+
     def forward(self, hidden: Tensor) -> Any:
         return self.leave(self.residual(hidden, self.block.norm3, self.block.ff))
 
 
-class Head(TokenUnit):
+class Head(Unit):
     """The tokens of latents, picture embedding and text, each projected back."""
 
     PARTS = ("transformer.norm_out", "vae_img_out", "clip_img_out", "text_out")
 
     def __init__(self, model: UniDiffuserModel, origin: Origin) -> None:
-        super().__init__(model, origin, *self.PARTS)
+        super().__init__(model, origin)
         self.num_times = 3 if model.use_data_type_embedding else 2
         self.num_text_tokens, self.patch_size = model.num_text_tokens, model.patch_size
         self.side = model.sample_size // model.patch_size
@@ -237,7 +205,7 @@ class Head(TokenUnit):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         lengths = (self.num_times, self.num_text_tokens, 1, self.side * self.side)
         _, text, image, latents = self.part("transformer.norm_out")(hidden).split(lengths, dim=1)
-        latents = unpatchify(self.vae_img_out(latents), (self.side, self.side), self.patch_size)
+        latents = unpatchify(self.vae_img_out(latents), (self.side, self.side), (self.patch_size, self.patch_size))
         return latents, self.clip_img_out(image), self.text_out(text)
 
 

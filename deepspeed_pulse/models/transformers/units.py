@@ -9,67 +9,42 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.models.units import Origin, Unit
 
 
-class TokenUnit(Unit):
-    """A unit that is given its popped values by keyword, and may stash its output as a long skip."""
-
-    keywords: tuple[str, ...] = ()
-    stashes_output = False
-
-    def given(self, popped: tuple[Any, ...]) -> dict[str, Any]:
-        """The popped values under the keywords they were declared with."""
-        return dict(zip(self.keywords, popped, strict=True))
-
-    def leave(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The output, and once more when a later layer pops it as its skip."""
-        return (hidden, hidden) if self.stashes_output else hidden
-
-
-class Whole(TokenUnit):
-    """One submodule, called as the model calls it."""
-
-    def forward(self, hidden: Tensor, *popped: Any) -> Any:
-        return self.leave(self.part()(hidden, **self.given(popped)))
-
-
-class Piece(TokenUnit):
-    """Some children of one block of the model, those that it has, and parts from elsewhere at their paths."""
-
-    def __init__(
-        self, model: nn.Module, origin: Origin, at: str, *children: str, elsewhere: tuple[str, ...] = ()
-    ) -> None:
-        block = model.get_submodule(at)
-        present = (f"{at}.{child}" for child in children if getattr(block, child, None) is not None)
-        super().__init__(model, origin, *present, *elsewhere)
-        self.at = at
-
-    @property
-    def block(self) -> Any:
-        """Holds the children under the names they have in the block."""
-        return self.get_submodule(self.at)
-
-
-class PictureHead(TokenUnit):
-    """Norm, projection, and patches back to a picture."""
-
-    PARTS: tuple[str, ...] = ("norm_out", "proj_out")
+class PatchUnit(Unit):
+    """A unit that knows the sides of a patch: height and width, for videos frames first."""
 
     def __init__(self, model: Any, origin: Origin) -> None:
         super().__init__(model, origin)
-        self.patch_size = model.config.patch_size
+        size = model.config.patch_size
+        if not isinstance(size, int):
+            self.patch = tuple(size)
+        elif hasattr(model.config, "patch_size_t"):
+            self.patch = (model.config.patch_size_t or 1, size, size)  # CogVideoX 1.0 has no patches over frames
+        else:
+            self.patch = (size, size)
+
+    def patches(self, hidden: Tensor, *sides: int) -> Tensor:
+        """A value without content whose shape is the number of patches along the sides."""
+        counts = [side // patch for side, patch in zip(sides, self.patch, strict=True)]
+        return hidden.new_zeros(counts, dtype=torch.bool)
+
+
+class PatchHead(PatchUnit):
+    """Norm, projection, and patches back to a picture or video."""
+
+    PARTS: tuple[str, ...] = ("norm_out", "proj_out")
+    channels_first = False
 
     def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Tensor:
-        return unpatchify(self.tokens(hidden, temb), patches.shape, self.patch_size)
+        return unpatchify(self.tokens(hidden, temb), patches.shape, self.patch, channels_first=self.channels_first)
 
     def tokens(self, hidden: Tensor, temb: Tensor) -> Tensor:
         """``(batch, tokens, patch * patch * channels)``."""
@@ -102,7 +77,7 @@ class Remembered:
         return self._result
 
 
-class Sharing(TokenUnit):
+class Sharing(Unit):
     """A layer that makes something together with the other layers of its kind on a rank."""
 
     shared: Remembered
@@ -111,34 +86,6 @@ class Sharing(TokenUnit):
         """This layer, after it was told what it shares."""
         self.shared = shared
         return self
-
-
-def declare(
-    unit: TokenUnit,
-    *,
-    pop: Mapping[str, str] = MappingProxyType({}),
-    skip: str | None = None,
-    stash: tuple[str, ...] = (),
-    name: str = "",
-) -> Declared:
-    """Declare a unit's names.
-
-    Args:
-        pop: keyword of the unit to the name of the value that it is given.
-        skip: the name under which the unit's output is stashed.
-        stash: other names that it stashes.
-    """
-    unit.keywords, unit.stashes_output = tuple(pop), skip is not None
-    stash = (*((skip,) if skip else ()), *stash)
-    return spec(unit, stash=stash, pop=tuple(pop.values()), name=name or unit.paths[0])
-
-
-def foreign(model: nn.Module, paths: Iterable[str], kinds: tuple[type[nn.Module], ...]) -> Iterator[str]:
-    """Lines about submodules that are none of ``kinds``: they may read or return something else."""
-    for path in paths:
-        module = model.get_submodule(path)
-        if not isinstance(module, kinds):
-            yield f"{path} is a {type(module).__name__}, supported: {', '.join(kind.__name__ for kind in kinds)}"
 
 
 def classes_beside(model_class: type[nn.Module], *names: str) -> tuple[type[nn.Module], ...]:
@@ -152,24 +99,22 @@ def numbered(model: Any, path: str) -> list[str]:
     return [f"{path}.{index}" for index in range(len(model.get_submodule(path)))]
 
 
-def same(*names: str) -> dict[str, str]:
-    """Values whose keyword is their name."""
-    return {name: name for name in names}
-
-
-def patches_value(hidden: Tensor, sides: Sequence[int], patch_size: Sequence[int]) -> Tensor:
-    """A value without content whose shape is the number of patches in height and width, for videos frames first."""
-    counts = [side // patch for side, patch in zip(sides, patch_size, strict=True)]
-    return hidden.new_zeros(counts, dtype=torch.bool)
-
-
 def size_only(patches: Tensor, patch_size: Sequence[int]) -> Tensor:
     """A video ``(1, 1, frames, height, width)`` of that many patches, for what reads its shape and device only."""
     size = (count * length for count, length in zip(patches.shape, patch_size, strict=True))
     return patches.new_zeros(()).expand(1, 1, *size)
 
 
-def unpatchify(tokens: Tensor, size: Sequence[int], patch_size: int) -> Tensor:
-    """``(batch, tokens, patch * patch * channels)`` as ``(batch, channels, height, width)``."""
-    grid = tokens.unflatten(1, tuple(size)).unflatten(-1, (patch_size, patch_size, -1))
-    return grid.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+def unpatchify(tokens: Tensor, counts: Sequence[int], patch: Sequence[int], *, channels_first: bool = False) -> Tensor:
+    """``(batch, tokens, patch * patch * channels)`` as ``(batch, channels, height, width)``, for videos frames first.
+
+    ``channels_first``: before the sides of a patch in each token.
+    """
+    n = len(counts)
+    within = (-1, *patch) if channels_first else (*patch, -1)
+    grid = tokens.unflatten(1, tuple(counts)).unflatten(-1, within)
+    channel, first = (n + 1, n + 2) if channels_first else (2 * n + 1, n + 1)
+    grid = grid.permute(0, channel, *(axis for side in range(n) for axis in (1 + side, first + side)))
+    for side in reversed(range(n)):
+        grid = grid.flatten(2 + 2 * side, 3 + 2 * side)
+    return grid

@@ -32,8 +32,8 @@ from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import BatchError, ConfigError, did_you_mean
 from deepspeed_pulse.models.catalogue.published import UVIT_SIZES as SIZES
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import Whole, declare, same, unpatchify
-from deepspeed_pulse.models.units import Origin, whole
+from deepspeed_pulse.models.transformers.units import unpatchify
+from deepspeed_pulse.models.units import Origin, Whole, declare, same
 
 
 class UViTModel(ModelMixin, ConfigMixin):
@@ -227,7 +227,7 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = self.project(self.norm(hidden))[:, -self.side * self.side :]
-        return self.conv(unpatchify(tokens, (self.side, self.side), self.patch_size))
+        return self.conv(unpatchify(tokens, (self.side, self.side), (self.patch_size, self.patch_size)))
 
 
 def _initialise(module: nn.Module) -> None:
@@ -247,18 +247,13 @@ def _shape(shape: list[int] | None) -> str:
 TAKES_APART = (UViTModel, Block)
 
 
-def to_layers(model: UViTModel, *, granularity: str = "block") -> list[Declared]:
-    """The layer list of a U-ViT; its modules and weights are the model's own, not copies.
+def to_layers(model: UViTModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
+    """The layers of a U-ViT.
 
     The first layer's input is ``sample``. Batch entries that it pops: ``timestep``; ``class_labels`` and
     ``encoder_hidden_states`` when the model has classes or text. With ``granularity="fine"`` the attention
     of a block is one layer and its feed-forward another.
     """
-    origin = Origin.of(model)
-    return whole(origin, _layers(model, origin, fine=granularity == "fine"))
-
-
-def _layers(model: UViTModel, origin: Origin, *, fine: bool) -> Iterator[Declared]:
     classes = ("class_labels",) if model.embedding.classes is not None else ()
     text = ("encoder_hidden_states",) if model.embedding.text is not None else ()
     yield declare(Whole(model, origin, "embedding"), pop=same("timestep", *classes, *text))

@@ -19,33 +19,28 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.units import (
-    Piece,
+    PatchHead,
+    PatchUnit,
     Remembered,
     Sharing,
-    TokenUnit,
     classes_beside,
-    declare,
-    foreign,
     numbered,
-    patches_value,
-    same,
     size_only,
 )
-from deepspeed_pulse.models.units import Origin, refuse, whole
+from deepspeed_pulse.models.units import Origin, Piece, Whole, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(WanTransformer3DModel, "WanTransformerBlock")
 TAKES_APART = (WanTransformer3DModel, *BLOCKS)
 IMAGE = "encoder_hidden_states_image"
-ATTENTIONS = ("scale_shift_table", "norm1", "attn1", "norm2", "attn2")
 T5_TOKENS = 512
 CLIP_PICTURE_TOKENS = 257
 """Of the first frame, in models from picture to video."""
 
 
 def to_layers(
-    model: WanTransformer3DModel, *, granularity: str = "block", encoder_hidden_states_image: bool | None = None
-) -> list[Declared]:
-    """The layer list of a Wan transformer; its modules and weights are the model's own, not copies.
+    model: WanTransformer3DModel, origin: Origin, *, fine: bool, encoder_hidden_states_image: bool | None = None
+) -> Iterator[Declared]:
+    """The layers of a Wan transformer.
 
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep`` (one for a sample,
     or one for a token as in 2.2), ``encoder_hidden_states``, and ``encoder_hidden_states_image`` when the batch has
@@ -59,36 +54,28 @@ def to_layers(
     if image and not embeds_images:
         problems.append(f"{IMAGE}=True was asked for, but config.image_dim is None")
     refuse(model, problems)
-    origin = Origin.of(model)
-    return whole(origin, _layers(model, origin, fine=granularity == "fine", image=(IMAGE,) if image else ()))
-
-
-def _layers(model: WanTransformer3DModel, origin: Origin, *, fine: bool, image: tuple[str, ...]) -> Iterator[Declared]:
-    pop = same("timestep", "encoder_hidden_states", *image)
+    pop = same("timestep", "encoder_hidden_states", *((IMAGE,) if image else ()))
     yield declare(Stem(model, origin), pop=pop, stash=("patches", "modulation", "temb", "text_states"))
     table = Remembered()
     pop = {"temb": "modulation", "encoder_hidden_states": "text_states", **same("patches")}
     for path in numbered(model, "blocks"):
         if fine:
             mlp = f"{path}.modulation"
-            attentions = Attentions(model, origin, path, *ATTENTIONS, elsewhere=("rope",)).sharing(table)
+            attentions = Attentions(model, origin, path, "rope").sharing(table)
             yield declare(attentions, pop=pop, stash=(mlp,), name=f"{path}.attn")
-            yield declare(FeedForward(model, origin, path, "norm3", "ffn"), pop={"modulation": mlp}, name=f"{path}.ff")
+            yield declare(FeedForward(model, origin, path), pop={"modulation": mlp}, name=f"{path}.ff")
         else:
             yield declare(Block(model, origin, path, "rope").sharing(table), pop=pop)
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
 
 
-class Stem(TokenUnit):
+class Stem(PatchUnit):
     """Patches, the embedding of time, what it makes of it for the blocks, and the projected text and picture."""
 
-    def __init__(self, model: WanTransformer3DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "patch_embedding", "condition_embedder")
-        self.patch_size = tuple(model.config.patch_size)
+    PARTS = ("patch_embedding", "condition_embedder")
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, ...]:
         given = self.given(popped)
-        patches = patches_value(hidden, hidden.shape[2:], self.patch_size)
         tokens = self.patch_embedding(hidden).flatten(2).transpose(1, 2).contiguous()
         timestep = given["timestep"]
         of_tokens = timestep.shape[1] if timestep.ndim == 2 else None
@@ -97,33 +84,34 @@ class Stem(TokenUnit):
         )
         if image is not None:
             text = torch.concat([image, text], dim=1)
-        return tokens, patches, modulation.unflatten(-1, (6, -1)), temb, text
+        return tokens, self.patches(hidden, *hidden.shape[2:]), modulation.unflatten(-1, (6, -1)), temb, text
 
 
 class _Placed(Sharing):
     """A layer that knows where the patches are."""
 
-    def angles(self, patches: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotary table, as the model makes it from a video of that many patches."""
-        return self.shared.get(lambda: self.rope(size_only(patches, self.rope.patch_size)), patches)
+    def given(self, popped: tuple[Any, ...]) -> dict[str, Any]:
+        """With the rotary table, as the model makes it from a video of that many patches."""
+        given = super().given(popped)
+        patches = given.pop("patches")
+        angles = self.shared.get(lambda: self.rope(size_only(patches, self.rope.patch_size)), patches)
+        return {**given, "rotary_emb": angles}
 
 
-class Block(_Placed):
+class Block(_Placed, Whole):
     """One block, called as the model calls it."""
-
-    def forward(self, hidden: Tensor, *popped: Tensor) -> Any:
-        given = self.given(popped)
-        return self.part(self.paths[0])(hidden, rotary_emb=self.angles(given.pop("patches")), **given)
 
 
 class Attentions(_Placed, Piece):
     """The attentions of one block; stashes shift, scale and gate of its feed-forward."""
 
+    CHILDREN = ("scale_shift_table", "norm1", "attn1", "norm2", "attn2")
+
     def forward(self, hidden: Tensor, *popped: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         block, given = self.block, self.given(popped)
         shift, scale, gate, *mlp = _modulation(block.scale_shift_table, given["temb"].float())
         normed = (block.norm1(hidden.float()) * (1 + scale) + shift).type_as(hidden)
-        attended = block.attn1(normed, None, None, self.angles(given["patches"]))
+        attended = block.attn1(normed, None, None, given["rotary_emb"])
         hidden = (hidden.float() + attended * gate).type_as(hidden)
         normed = block.norm2(hidden.float()).type_as(hidden)
         return hidden + block.attn2(normed, given["encoder_hidden_states"], None, None), tuple(mlp)
@@ -132,24 +120,22 @@ class Attentions(_Placed, Piece):
 class FeedForward(Piece):
     """The feed-forward of one block."""
 
+    CHILDREN = ("norm3", "ffn")
+
     def forward(self, hidden: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
         shift, scale, gate = modulation
         normed = (self.block.norm3(hidden.float()) * (1 + scale) + shift).type_as(hidden)
         return (hidden.float() + self.block.ffn(normed).float() * gate).type_as(hidden)
 
 
-class Head(TokenUnit):
-    """Norm, projection, and patches back to a video."""
+class Head(PatchHead):
+    """The norm is modulated by the embedding and a table."""
 
-    def __init__(self, model: WanTransformer3DModel, origin: Origin) -> None:
-        super().__init__(model, origin, "norm_out", "scale_shift_table", "proj_out")
-        self.patch_size = tuple(model.config.patch_size)
+    PARTS = ("norm_out", "scale_shift_table", "proj_out")
 
-    def forward(self, hidden: Tensor, patches: Tensor, temb: Tensor) -> Any:
+    def tokens(self, hidden: Tensor, temb: Tensor) -> Any:
         shift, scale = _modulation(self.scale_shift_table, temb.unsqueeze(-2))
-        tokens = self.proj_out((self.norm_out(hidden.float()) * (1 + scale) + shift).type_as(hidden))
-        grid = tokens.unflatten(1, patches.shape).unflatten(-1, (*self.patch_size, -1))
-        return grid.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        return self.proj_out((self.norm_out(hidden.float()) * (1 + scale) + shift).type_as(hidden))
 
 
 def _modulation(table: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:

@@ -11,57 +11,40 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention
-from diffusers.models.downsampling import Downsample2D
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import DownBlock2D, UpBlock2D
-from diffusers.models.upsampling import Upsample2D
 from diffusers.pipelines.audioldm2 import modeling_audioldm2 as blocks
 from torch import nn
 
-from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.problems import unknown_blocks
+from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
 from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS, classes
 from deepspeed_pulse.models.unets.walk import Layers, Walk
-from deepspeed_pulse.models.units import refuse
+from deepspeed_pulse.models.units import Origin, refuse, same
 
 BLOCKS = {
     "down": (DownBlock2D, blocks.CrossAttnDownBlock2D),
     "mid": (blocks.UNetMidBlock2DCrossAttn,),
     "up": (UpBlock2D, blocks.CrossAttnUpBlock2D),
 }
-PARTS = {
-    "resnets": (ResnetBlock2D,),
-    "attentions": (Transformer2DModel,),
-    "downsamplers": (Downsample2D,),
-    "upsamplers": (Upsample2D,),
-}
-
-TAKES_APART = (
-    blocks.AudioLDM2UNet2DConditionModel,
-    *chain(*BLOCKS.values()),
-    Transformer2DModel,
-    BasicTransformerBlock,
-)
+TAKES_APART = (blocks.AudioLDM2UNet2DConditionModel, *chain(*BLOCKS.values()), *TRANSFORMERS)
 SOUND_TOKENS = 8
 """Of the language model that is read beside the text encoder."""
 
 
 def to_layers(
     model: Any,
+    origin: Origin,
     *,
-    granularity: str = "block",
+    fine: bool,
     encoder_hidden_states_1: bool = True,
     attention_mask: bool = False,
     encoder_attention_mask: bool = False,
     encoder_attention_mask_1: bool = False,
     timestep_cond: bool = False,
     upsample_size: bool | None = None,
-) -> list[Declared]:
-    """The layer list of an ``AudioLDM2UNet2DConditionModel``; modules and weights are the model's own.
+) -> Layers:
+    """The layers of an ``AudioLDM2UNet2DConditionModel``.
 
     The first layer's input is ``sample``. Batch entries that the layers pop: ``timestep``; ``class_labels`` when the
     model embeds classes; ``encoder_hidden_states``; ``encoder_hidden_states_1`` unless the batch is said to have none
@@ -72,17 +55,17 @@ def to_layers(
 
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
-    refuse(model, unknown_blocks(model, **BLOCKS, parts=PARTS, plain_parts={"attentions": (Attention,)}))
-    masks = {"encoder_attention_mask": encoder_attention_mask, "encoder_attention_mask_1": encoder_attention_mask_1}
+    refuse(model, unknown_blocks(model, **BLOCKS))
+    masks = {
+        "attention_mask": attention_mask,
+        "encoder_attention_mask": encoder_attention_mask,
+        "encoder_attention_mask_1": encoder_attention_mask_1,
+    }
+    asked = tuple(name for name, wanted in masks.items() if wanted)
     walk = AudioLdm2Walk(
-        model,
-        granularity=granularity,
-        upsample_size=upsample_size,
-        timestep_cond=timestep_cond,
-        masks=("attention_mask",) if attention_mask else (),
+        model, origin, fine=fine, upsample_size=upsample_size, timestep_cond=timestep_cond, masks=asked
     )
     walk.second_text = encoder_hidden_states_1
-    walk.text_masks = tuple(name for name, wanted in masks.items() if wanted)
     return walk.layers()
 
 
@@ -90,25 +73,22 @@ class AudioLdm2Walk(Walk):
     """Several transformers after each resnet."""
 
     second_text = True
-    text_masks: tuple[str, ...] = ()
 
     def row_after(self, block: nn.Module, index: int) -> Iterator[str]:
         per_resnet = len(getattr(block, "cross_attention_dim", ()))
-        first = index * per_resnet
-        yield from (
-            f"attentions.{i}" for i in range(first, min(first + per_resnet, len(getattr(block, "attentions", ()))))
-        )
+        paths = [f"attentions.{i}" for i in range(len(getattr(block, "attentions", ())))]
+        yield from paths[index * per_resnet :][:per_resnet]
 
     def transformer(self, path: str) -> Layers:
         block_path, _, index = path.rpartition(".attentions.")
         widths = self.model.get_submodule(block_path).cross_attention_dim
         which = int(index) % len(widths)
-        given = {name: name for name in self.masks}
+        given = same(*(name for name in self.masks if name == "attention_mask"))
         if widths[which] is not None:
             second = which > 1
             given["encoder_hidden_states"] = f"encoder_hidden_states{'_1' if second and self.second_text else ''}"
             mask = f"encoder_attention_mask{'_1' if second else ''}"
-            if mask in self.text_masks:
+            if mask in self.masks:
                 given["encoder_attention_mask"] = mask
         return self.transformer_reading(path, given)
 

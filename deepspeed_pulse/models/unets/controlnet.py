@@ -28,17 +28,17 @@ import torch
 from diffusers.models.controlnets.controlnet import ControlNetModel
 from torch import Tensor
 
-from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.adapters import without_wrapper
 from deepspeed_pulse.models.bypassed import check_bypassed
 from deepspeed_pulse.models.entries import set_entry_rules
 from deepspeed_pulse.models.switches import check_switches
 from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
-from deepspeed_pulse.models.unets.unet_2d import BLOCKS, CONFIG, IN_BLOCKS, PARTS, PLAIN_PARTS, UnetWalk
+from deepspeed_pulse.models.unets.unet_2d import BLOCKS, CONFIG, IN_BLOCKS, SAMPLERS
 from deepspeed_pulse.models.unets.units import Stem
 from deepspeed_pulse.models.unets.walk import Layers, Walk
-from deepspeed_pulse.models.units import Origin, Unit, check_cover, refuse
+from deepspeed_pulse.models.units import Origin, Unit, check_cover, declare, refuse, same
 
 PREFIX = "controlnet."
 
@@ -62,7 +62,7 @@ class Lane(Unit):
 class ControlStem(Stem):
     """The ControlNet's own embeddings, and the image that controls added behind ``conv_in``."""
 
-    ADDED = ("controlnet_cond_embedding",)
+    PARTS = (*Stem.PARTS[:-1], "controlnet_cond_embedding", "conv_in")
 
     def __init__(self, model: Any, origin: Origin, *, timestep_cond: bool = False) -> None:
         super().__init__(model, origin, timestep_cond=timestep_cond)
@@ -116,17 +116,16 @@ class ControlWalk(Walk):
         return [[_prefixed(layer, own) for layer in row] for row in rows]
 
 
-class ControlledWalk(UnetWalk):
+class ControlledWalk(Walk):
     """A U-Net's walk that takes the ControlNet's along."""
 
-    def __init__(self, unet: Any, controlnet: Any, *, conditioning_scale: float, **options: Any) -> None:
-        super().__init__(unet, **options)
-        granularity = "fine" if self.fine else "block"
-        self.control, self.scale = ControlWalk(controlnet, granularity=granularity), conditioning_scale
+    def __init__(self, unet: Any, origin: Origin, control: ControlWalk, *, scale: float, **options: Any) -> None:
+        super().__init__(unet, origin, **options)
+        self.control, self.scale = control, scale
 
     def layers(self) -> Layers:
-        own, other = [self.pushed(row) for row in self.encoder()], self.control.own_rows()
-        *control_rows, control_middle = other
+        own = [self.pushed(row) for row in self.encoder()]
+        *control_rows, control_middle = self.control.own_rows()
         if len(own) != len(control_rows):
             raise GraphError(
                 f"the ControlNet's encoder stores {len(control_rows)} skips, the U-Net's {len(own)}; they must be of "
@@ -137,8 +136,7 @@ class ControlledWalk(UnetWalk):
         self._deepest = self.last_skip
         self.declared += [*_on_lane(1, control_middle), self._controlled(self._deepest), *_on_lane(0, self.middle())]
         middle = self._residual(ControlledMiddle, "controlnet_mid_block")
-        self.declared += [spec(middle, name=f"{PREFIX}controlnet_mid_block"), *self.decoder(), *self.head()]
-        self._check_cover()
+        self.declared += [declare(middle, name=f"{PREFIX}controlnet_mid_block"), *self.decoder(), *self.head()]
         return self.declared
 
     def skip_resnet(self, path: str, skip: str) -> Layers:
@@ -147,13 +145,8 @@ class ControlledWalk(UnetWalk):
 
     def _controlled(self, skip: str) -> Declared:
         path = f"controlnet_down_blocks.{skip.removeprefix('skip')}"
-        unit = self._residual(ControlledSkip, path)
-        return spec(unit, pop=(skip, f"{PREFIX}{skip}"), stash=f"controlled.{skip}", name=f"{PREFIX}{path}")
-
-    def _check_cover(self) -> None:
-        units: list[Any] = [layer.layer for layer in self.declared]
-        for origin in (self.origin, self.control.origin):
-            check_cover((unit for unit in units if unit.origin is origin), origin)
+        unit, pop = self._residual(ControlledSkip, path), same(skip, f"{PREFIX}{skip}")
+        return declare(unit, pop=pop, stash=(f"controlled.{skip}",), name=f"{PREFIX}{path}")
 
     def _residual(self, kind: type[_Residual], path: str) -> _Residual:
         return kind(self.control.model, self.control.origin, path, self.scale)
@@ -163,7 +156,9 @@ def _on_lane(lane: int, layers: Layers) -> Layers:
     return [replace(layer, layer=Lane(layer, lane)) for layer in layers]
 
 
-def controlled_layers(unet: Any, controlnet: Any, *, conditioning_scale: float = 1.0, **options: Any) -> Layers:
+def controlled_layers(
+    unet: Any, origin: Origin, controlnet: Any, *, conditioning_scale: float, fine: bool, **options: Any
+) -> Layers:
     """The layers of both; ``options`` are those of :class:`.walk.Walk`.
 
     Raises :class:`GraphError` naming every part of the ControlNet that cannot be expressed.
@@ -173,7 +168,9 @@ def controlled_layers(unet: Any, controlnet: Any, *, conditioning_scale: float =
         raise GraphError(f"controlnet: expected a ControlNetModel, found {type(controlnet).__name__}")
     refuse(controlnet, _problems(controlnet, options.get("masks", ())))
     check_switches(controlnet)
-    layers = ControlledWalk(unet, controlnet, conditioning_scale=conditioning_scale, **options).layers()
+    control = ControlWalk(controlnet, Origin.of(controlnet), fine=fine)
+    layers = ControlledWalk(unet, origin, control, scale=conditioning_scale, fine=fine, **options).layers()
+    check_cover(layers, control.origin)
     check_bypassed(controlnet, layers, (ControlNetModel, *IN_BLOCKS))
     set_entry_rules(controlnet, ControlNetModel, layers, controlled_layers)
     return layers
@@ -183,9 +180,7 @@ def _problems(controlnet: Any, masks: tuple[str, ...]) -> Iterator[str]:
     if "attention_mask" in masks:
         yield "attention_mask=True was asked for, which is not supported beside a ControlNet"
     yield from unknown_values(controlnet.config, {**CONFIG, "encoder_hid_dim_type": (None,)})
-    yield from unknown_blocks(
-        controlnet, down=BLOCKS["down"], mid=BLOCKS["mid"], up=(), parts=PARTS, plain_parts=PLAIN_PARTS
-    )
+    yield from unknown_blocks(controlnet, **{**BLOCKS, "up": ()}, **SAMPLERS)
 
 
 def _prefixed(declared: Declared, own: set[str]) -> Declared:

@@ -16,12 +16,12 @@ from typing import Any
 from diffusers.models.unets import unet_kandinsky3 as blocks
 from torch import Tensor, nn
 
-from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.tokens import bias_of_mask
-from deepspeed_pulse.models.unets.units import NO_REMEDY, Head, Producer, SkipResnet, Stem
+from deepspeed_pulse.models.unets.units import NO_REMEDY, Head, Part, SkipResnet, Stem
 from deepspeed_pulse.models.unets.walk import Layers, Walk
-from deepspeed_pulse.models.units import Origin, Unit
+from deepspeed_pulse.models.units import Origin, Piece, declare, same
 
 TAKES_APART = (
     blocks.Kandinsky3UNet,
@@ -33,8 +33,8 @@ MASK = "encoder_attention_mask"
 TEXT_TOKENS = 128
 
 
-def to_layers(model: Any, *, granularity: str = "block") -> list[Declared]:
-    """The layer list of a ``Kandinsky3UNet``; modules and weights are the model's own.
+def to_layers(model: Any, origin: Origin, *, fine: bool) -> Layers:
+    """The layers of a ``Kandinsky3UNet``.
 
     The first layer's input is ``sample``. Batch entries that the layers pop: ``timestep``, ``encoder_hidden_states``
     and ``encoder_attention_mask`` (1 = keep), which the model cannot do without. Text is projected once; the projection
@@ -44,19 +44,19 @@ def to_layers(model: Any, *, granularity: str = "block") -> list[Declared]:
 
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
-    return Kandinsky3Walk(model, granularity=granularity).layers()
+    return Kandinsky3Walk(model, origin, fine=fine).layers()
 
 
 class KandinskyStem(Stem):
     """``temb`` also holds the pooled text."""
 
-    ADDED = ("add_time_condition",)
+    PARTS = (*Stem.PARTS[:-1], "add_time_condition", "conv_in")
 
     def entries(self, *, timestep_cond: bool) -> dict[str, bool]:
         return dict.fromkeys(("timestep", "encoder_hidden_states", MASK), True)
 
     def forward(self, sample: Tensor, *popped: Tensor) -> Any:
-        entries = dict(zip(self.pops, popped, strict=True))
+        entries = self.given(popped)
         temb = self.time(sample, entries)
         text = self.encoder_hid_proj(entries["encoder_hidden_states"])
         temb = self.add_time_condition(temb, text, bias_of_mask(entries[MASK], sample))
@@ -69,49 +69,38 @@ class KandinskySkipResnet(SkipResnet):
     remedy = NO_REMEDY
 
 
-class SelfAttentionBlock(Producer):
-    """Attention and MLP among the pixels, both norms conditioned on the time."""
-
-    def run(self, hidden: Tensor, temb: Tensor) -> Tensor:
-        return self.part()(hidden, temb)
-
-
-class TextAttentionBlock(Producer):
-    """The same, attending to the text."""
+class TextAttentionBlock(Part):
+    """Attention to the text and MLP, both norms conditioned on the time."""
 
     def run(self, hidden: Tensor, temb: Tensor, text: Tensor, mask: Tensor) -> Tensor:
         return self.part()(hidden, temb, text, bias_of_mask(mask, hidden))
 
 
-class KandinskyAttention(Unit):
+class KandinskyAttention(Piece):
     """The first half of an attention block."""
 
-    def __init__(self, model: Any, origin: Origin, path: str) -> None:
-        super().__init__(model, origin, f"{path}.in_norm", f"{path}.attention")
+    CHILDREN = ("in_norm", "attention")
 
     def forward(self, hidden: Tensor, temb: Tensor, text: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        norm, attention = map(self.part, self.paths)
-        pixels = norm(hidden, temb).flatten(2).permute(0, 2, 1)
+        pixels = self.block.in_norm(hidden, temb).flatten(2).permute(0, 2, 1)
         bias = None if mask is None else bias_of_mask(mask, hidden).to(pixels.dtype)
-        output = attention(pixels, pixels if text is None else text, bias)
+        output = self.block.attention(pixels, pixels if text is None else text, bias)
         return hidden + output.permute(0, 2, 1).unflatten(2, hidden.shape[-2:])
 
 
-class KandinskyMlp(Producer):
+class KandinskyMlp(Piece, Part):
     """The second half."""
 
-    def __init__(self, model: Any, origin: Origin, path: str) -> None:
-        super().__init__(model, origin, f"{path}.out_norm", f"{path}.feed_forward")
+    CHILDREN = ("out_norm", "feed_forward")
 
     def run(self, hidden: Tensor, temb: Tensor) -> Tensor:
-        norm, feed_forward = map(self.part, self.paths)
-        return hidden + feed_forward(norm(hidden, temb))
+        return hidden + self.block.feed_forward(self.block.out_norm(hidden, temb))
 
 
 class KandinskyHead(Head):
     """The activation has another name."""
 
-    activation = "conv_act_out"
+    PARTS = ("conv_norm_out", "conv_act_out", "conv_out")
 
 
 class Kandinsky3Walk(Walk):
@@ -127,11 +116,11 @@ class Kandinsky3Walk(Walk):
         within = path.endswith(".attentions.0")
         pop = ("temb",) if within else ("temb", self.text, MASK)
         if not self.fine:
-            return self.one(SelfAttentionBlock if within else TextAttentionBlock, path, pop=pop)
-        model, origin = self.model, self.origin
+            return self.one(path, *pop, kind=Part if within else TextAttentionBlock)
+        attention, mlp = (kind(self.model, self.origin, path) for kind in (KandinskyAttention, KandinskyMlp))
         return [
-            spec(KandinskyAttention(model, origin, path), pop=pop, name=f"{path}.attention"),
-            spec(KandinskyMlp(model, origin, path), pop="temb", name=f"{path}.mlp"),
+            declare(attention, pop=same(*pop), name=f"{path}.attention"),
+            declare(mlp, pop=same("temb"), name=f"{path}.mlp"),
         ]
 
     def encoder(self) -> Iterator[Layers]:
@@ -148,7 +137,7 @@ class Kandinsky3Walk(Walk):
             path = f"up_blocks.{index}"
             first, *rest = self._resnets(path, block)
             if index:
-                [first] = self.one(KandinskySkipResnet, f"{path}.resnets_in.0", pop=(self.next_skip(), "temb"))
+                [first] = self.one(f"{path}.resnets_in.0", self.next_skip(), "temb", kind=KandinskySkipResnet)
             yield from (first, *rest, *self._self_attention(path, block))
 
     def _down(self, index: int) -> Layers:

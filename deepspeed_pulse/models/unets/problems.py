@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from diffusers.models.attention_processor import Attention
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 Kinds = tuple[type[nn.Module], ...]
+
+PARTS: Mapping[str, Kinds] = {
+    "resnets": (ResnetBlock2D,),
+    "attentions": (Transformer2DModel,),
+    "downsamplers": (Downsample2D,),
+    "upsamplers": (Upsample2D,),
+}
+"""Lists of modules in a block, and the kinds of modules in them where a family has no others."""
+
+PLAIN_PARTS: Mapping[str, Kinds] = {"attentions": (Attention,)}
+"""What is different in blocks without cross attention."""
 
 
 def unknown_values(config: Any, handled: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
@@ -18,14 +34,10 @@ def unknown_values(config: Any, handled: Mapping[str, tuple[Any, ...]]) -> Itera
             yield f"config.{key} is {found!r}, supported: {', '.join(repr(value) for value in values)}"
 
 
-def unknown_blocks(
-    model: Any, *, down: Kinds, mid: Kinds, up: Kinds, parts: Mapping[str, Kinds], plain_parts: Mapping[str, Kinds]
-) -> Iterator[str]:
+def unknown_blocks(model: Any, *, down: Kinds, mid: Kinds, up: Kinds, **parts: Kinds) -> Iterator[str]:
     """Blocks of another kind, blocks with FreeU on, and parts of another kind within known blocks.
 
-    Args:
-        parts: lists of modules in a block with cross attention, and the kinds of modules in them.
-        plain_parts: what is different in blocks without.
+    ``parts``: where a family's are not those of :data:`PARTS`.
     """
     for path, block, kinds in _blocks(model, down, mid, up):
         if not isinstance(block, kinds):
@@ -34,7 +46,7 @@ def unknown_blocks(
             yield f"{path} has FreeU enabled; call model.disable_freeu() (it is for sampling)"
         else:
             crosses = getattr(block, "has_cross_attention", False)
-            yield from _unknown_parts(path, block, {**parts, **({} if crosses else plain_parts)})
+            yield from _unknown_parts(path, block, {**PARTS, **parts, **({} if crosses else PLAIN_PARTS)})
 
 
 def _blocks(model: Any, down: Kinds, mid: Kinds, up: Kinds) -> Iterator[tuple[str, nn.Module, Kinds]]:

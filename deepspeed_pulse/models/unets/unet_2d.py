@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 from diffusers import UNet2DConditionModel, UNet2DModel
-from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets import unet_2d_blocks as blocks
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor
 
-from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
-from deepspeed_pulse.models.unets.units import Head
+from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
 from deepspeed_pulse.models.unets.walk import Layers, Walk
-from deepspeed_pulse.models.units import refuse
+from deepspeed_pulse.models.units import Origin, refuse
 
 BLOCKS = {
-    "down": (
-        blocks.DownBlock2D,
-        blocks.AttnDownBlock2D,
-        blocks.CrossAttnDownBlock2D,
-        blocks.ResnetDownsampleBlock2D,
-    ),
+    "down": (blocks.DownBlock2D, blocks.AttnDownBlock2D, blocks.CrossAttnDownBlock2D, blocks.ResnetDownsampleBlock2D),
     "mid": (blocks.UNetMidBlock2D, blocks.UNetMidBlock2DCrossAttn),
     "up": (blocks.UpBlock2D, blocks.AttnUpBlock2D, blocks.CrossAttnUpBlock2D, blocks.ResnetUpsampleBlock2D),
 }
-PARTS = {
-    "resnets": (ResnetBlock2D,),
-    "attentions": (Transformer2DModel,),
-    "downsamplers": (Downsample2D, ResnetBlock2D),
-    "upsamplers": (Upsample2D, ResnetBlock2D),
-}
-PLAIN_PARTS = {"attentions": (Attention,)}
-IN_BLOCKS = (*chain(*BLOCKS.values()), Transformer2DModel, BasicTransformerBlock)
+SAMPLERS = {"downsamplers": (Downsample2D, ResnetBlock2D), "upsamplers": (Upsample2D, ResnetBlock2D)}
+IN_BLOCKS = (*chain(*BLOCKS.values()), *TRANSFORMERS)
 TAKES_APART = (UNet2DConditionModel, UNet2DModel, *IN_BLOCKS)
 CONFIG = {
     "addition_embed_type": (None, "text", "text_time"),
@@ -55,16 +39,17 @@ CLIP_TOKENS = 77
 
 def to_layers(
     model: UNet2DConditionModel | UNet2DModel,
+    origin: Origin,
     *,
-    granularity: str = "block",
+    fine: bool,
     attention_mask: bool = False,
     encoder_attention_mask: bool = False,
     timestep_cond: bool = False,
     upsample_size: bool | None = None,
     controlnet: Any = None,
     conditioning_scale: float = 1.0,
-) -> list[Declared]:
-    """The layer list of a diffusers U-Net; its modules and weights are the model's own, not copies.
+) -> Layers:
+    """The layers of a diffusers U-Net.
 
     The first layer's input is ``sample``. Batch entries that the layers pop: ``timestep``; ``class_labels`` when the
     model embeds classes; ``encoder_hidden_states`` when it has cross attention; ``added_cond_kwargs.text_embeds`` and
@@ -88,23 +73,16 @@ def to_layers(
     asked = {**entries, "timestep_cond": timestep_cond, "upsample_size": upsample_size}
     refuse(model, problems(model, tuple(name for name, wanted in asked.items() if wanted)))
     options: dict[str, Any] = {
-        "granularity": granularity,
+        "fine": fine,
         "upsample_size": upsample_size,
         "timestep_cond": timestep_cond,
         "masks": tuple(name for name, wanted in entries.items() if wanted),
     }
     if controlnet is None:
-        return UnetWalk(model, **options).layers()
-    controlled = importlib.import_module("deepspeed_pulse.models.unets.controlnet").controlled_layers
-    return controlled(model, controlnet, conditioning_scale=conditioning_scale, **options)
+        return Walk(model, origin, **options).layers()
+    from deepspeed_pulse.models.unets.controlnet import controlled_layers  # which imports this module
 
-
-class UnetWalk(Walk):
-    """Fourier time embeddings scale the output by the time."""
-
-    def head(self) -> Layers:
-        fourier = isinstance(self.model, UNet2DModel) and self.model.config.time_embedding_type == "fourier"
-        return [spec(Head(self.model, self.origin), name="conv_out", pop=("timestep",) if fourier else ())]
+    return controlled_layers(model, origin, controlnet, conditioning_scale=conditioning_scale, **options)
 
 
 def problems(model: Any, asked: tuple[str, ...] = ()) -> Iterator[str]:
@@ -114,32 +92,22 @@ def problems(model: Any, asked: tuple[str, ...] = ()) -> Iterator[str]:
         yield from (f"{name}=True was asked for, which UNet2DModel does not take" for name in asked)
     elif "timestep_cond" in asked and getattr(model.config, "time_cond_proj_dim", None) is None:
         yield "timestep_cond=True was asked for, but config.time_cond_proj_dim is None"
-    yield from unknown_blocks(model, **BLOCKS, parts=PARTS, plain_parts=PLAIN_PARTS)
+    yield from unknown_blocks(model, **BLOCKS, **SAMPLERS)
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
     """What training scripts hand the model."""
     config = shapes.config
+    batch: dict[str, Any] = {"sample": shapes.numbers(config.in_channels, *shapes.sides), "timestep": shapes.integers()}
+    embeds_classes = shapes.model.class_embedding is not None
     if isinstance(shapes.model, UNet2DModel):
-        return _unconditional(shapes)
+        return batch | ({"class_labels": shapes.integers()} if embeds_classes else {})
     width = config.encoder_hid_dim or config.cross_attention_dim
     width = width if isinstance(width, int) else width[0]
-    batch: dict[str, Any] = {
-        "sample": shapes.numbers(config.in_channels, *shapes.sides),
-        "timestep": shapes.integers(),
-        "encoder_hidden_states": shapes.numbers(CLIP_TOKENS, width),
-    }
-    if shapes.model.class_embedding is not None:
+    batch["encoder_hidden_states"] = shapes.numbers(CLIP_TOKENS, width)
+    if embeds_classes:
         batch["class_labels"] = classes(shapes)
     return batch | text_and_sizes(shapes)
-
-
-def _unconditional(shapes: Shapes) -> dict[str, Any]:
-    config = shapes.config
-    batch = {"sample": shapes.numbers(config.in_channels, *shapes.sides), "timestep": shapes.integers()}
-    if shapes.model.class_embedding is not None:
-        batch["class_labels"] = shapes.integers()
-    return batch
 
 
 def text_and_sizes(shapes: Shapes) -> dict[str, Any]:

@@ -13,35 +13,24 @@ from typing import Any
 import torch
 from diffusers import UNetSpatioTemporalConditionModel
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import SpatioTemporalResBlock
 from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
 from diffusers.models.unets import unet_3d_blocks as blocks
-from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.problems import unknown_blocks
 from deepspeed_pulse.models.unets.tokens import Entry, Exit
-from deepspeed_pulse.models.unets.units import Producer, Resnet, SkipResnet
-from deepspeed_pulse.models.unets.video_units import FrameHead, FrameStem, per_frame
-from deepspeed_pulse.models.unets.video_walk import WITHIN_FRAMES, VideoWalk
+from deepspeed_pulse.models.unets.units import Part, SkipResnet
+from deepspeed_pulse.models.unets.video import WITHIN_FRAMES, FrameHead, FrameStem, VideoWalk, per_frame
 from deepspeed_pulse.models.unets.walk import Layers
-from deepspeed_pulse.models.units import Origin, Unit, refuse
+from deepspeed_pulse.models.units import Origin, Unit, declare, refuse, same
 
 BLOCKS = {
     "down": (blocks.DownBlockSpatioTemporal, blocks.CrossAttnDownBlockSpatioTemporal),
     "mid": (blocks.UNetMidBlockSpatioTemporal,),
     "up": (blocks.UpBlockSpatioTemporal, blocks.CrossAttnUpBlockSpatioTemporal),
 }
-PARTS = {
-    "resnets": (SpatioTemporalResBlock,),
-    "attentions": (TransformerSpatioTemporalModel,),
-    "downsamplers": (Downsample2D,),
-    "upsamplers": (Upsample2D,),
-}
-
 TAKES_APART = (
     UNetSpatioTemporalConditionModel,
     *chain(*BLOCKS.values()),
@@ -50,8 +39,8 @@ TAKES_APART = (
 )
 
 
-def to_layers(model: Any, *, granularity: str = "block", upsample_size: bool | None = None) -> list[Declared]:
-    """The layer list of a ``UNetSpatioTemporalConditionModel``; modules and weights are the model's own.
+def to_layers(model: Any, origin: Origin, *, fine: bool, upsample_size: bool | None = None) -> Layers:
+    """The layers of a ``UNetSpatioTemporalConditionModel``.
 
     The first layer's input is ``sample``, ``(batch, frames, channels, height, width)``. Batch entries that the layers
     pop: ``timestep``, ``encoder_hidden_states``, ``added_time_ids``.
@@ -62,8 +51,9 @@ def to_layers(model: Any, *, granularity: str = "block", upsample_size: bool | N
 
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
-    refuse(model, unknown_blocks(model, **BLOCKS, parts=PARTS, plain_parts={}))
-    return SpatioTemporalWalk(model, granularity=granularity, upsample_size=upsample_size).layers()
+    parts = {"resnets": (SpatioTemporalResBlock,), "attentions": (TransformerSpatioTemporalModel,)}
+    refuse(model, unknown_blocks(model, **BLOCKS, **parts))
+    return SpatioTemporalWalk(model, origin, fine=fine, upsample_size=upsample_size).layers()
 
 
 class SpatioTemporalStem(FrameStem):
@@ -86,10 +76,10 @@ class SpatioTemporalHead(FrameHead):
     frame_dimension = 1
 
 
-class SpatioTemporalResnet(Resnet):
+class SpatioTemporalResnet(Part):
     """A resnet on each frame, a convolution over the frames, and their mix."""
 
-    def run(self, hidden: Tensor, temb: Tensor, frames: Tensor) -> Tensor:  # type: ignore[override]
+    def run(self, hidden: Tensor, temb: Tensor, frames: Tensor) -> Tensor:
         return self.part()(hidden, temb, image_only_indicator=frames)
 
 
@@ -97,7 +87,7 @@ class SpatioTemporalSkipResnet(SpatioTemporalResnet, SkipResnet):
     """The same on the way up, behind the skip."""
 
 
-class SpatioTemporalTransformer(Producer):
+class SpatioTemporalTransformer(Part):
     """A transformer on each frame, one over the frames, and their mix."""
 
     def run(self, hidden: Tensor, text: Tensor, frames: Tensor) -> Tensor:
@@ -107,13 +97,11 @@ class SpatioTemporalTransformer(Producer):
 class SpatioTemporalEntry(Entry):
     """Also stashes embeddings of the frames' numbers."""
 
-    def __init__(self, model: Any, origin: Origin, path: str) -> None:
-        super().__init__(model, origin, path, "time_proj", "time_pos_embed")
+    CHILDREN = (*Entry.CHILDREN, "time_proj", "time_pos_embed")
 
     def forward(self, images: Tensor, frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        *_, time_proj, time_pos_embed = map(self.part, self.paths)
         numbers = torch.arange(frames.shape[1], device=images.device).repeat(frames.shape[0])
-        places = time_pos_embed(time_proj(numbers).to(images.dtype))[:, None, :]
+        places = self.block.time_pos_embed(self.block.time_proj(numbers).to(images.dtype))[:, None, :]
         return (*super().forward(images), places)
 
 
@@ -138,24 +126,24 @@ class SpatioTemporalWalk(VideoWalk):
     def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
         return {
             **super().kinds(),
-            SpatioTemporalResBlock: lambda path: self.one(SpatioTemporalResnet, path, pop=("temb", "frames")),
+            SpatioTemporalResBlock: lambda path: self.one(path, "temb", "frames", kind=SpatioTemporalResnet),
             TransformerSpatioTemporalModel: self.transformer,
         }
 
     def skip_resnet(self, path: str, skip: str) -> Layers:
-        return self.one(SpatioTemporalSkipResnet, path, pop=(skip, "temb", "frames"))
+        return self.one(path, skip, "temb", "frames", kind=SpatioTemporalSkipResnet)
 
     def transformer(self, path: str) -> Layers:
         if not self.fine or len(self.model.get_submodule(path).transformer_blocks) > 1:
-            return self.one(SpatioTemporalTransformer, path, pop=(self.text, "frames"))
+            return self.one(path, self.text, "frames", kind=SpatioTemporalTransformer)
         model, origin, given = self.model, self.origin, {"encoder_hidden_states": self.text}
         residual, places = f"{path}.residual", f"{path}.places"
         entry, temporal = SpatioTemporalEntry(model, origin, path), TemporalBlock(model, origin, path)
         return [
-            spec(entry, pop="frames", stash=(residual, places), name=f"{path}.entry"),
+            declare(entry, pop=same("frames"), stash=(residual, places), name=f"{path}.entry"),
             *WITHIN_FRAMES.block(model, origin, f"{path}.transformer_blocks.0", given),
-            spec(temporal, pop=(self.text, places, "frames"), name=f"{path}.temporal"),
-            spec(Exit(model, origin, path), pop=residual, name=f"{path}.exit"),
+            declare(temporal, pop=same(self.text, places, "frames"), name=f"{path}.temporal"),
+            declare(Exit(model, origin, path), pop=same(residual), name=f"{path}.exit"),
         ]
 
 

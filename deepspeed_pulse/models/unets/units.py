@@ -6,6 +6,7 @@ A hidden state is one tensor of images ``(batch, channels, height, width)``; ``t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,50 +16,50 @@ from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.models.units import Origin, Unit
 
 
-class Producer(Unit):
-    """A unit that may stash its output as a skip, and the skip's height and width.
+class Part(Unit):
+    """A part of the model, which may stash its output as a skip, and the skip's height and width.
 
-    A subclass computes its output in ``run(hidden, *popped)``.
+    It is called as the model calls it, with popped values in order; a subclass computes its output in another ``run``.
     """
 
-    skip = False
     size = False
 
     def forward(self, hidden: Tensor, *popped: Tensor) -> Any:
         return self.leave(self.run(hidden, *popped))
 
+    def run(self, hidden: Tensor, *popped: Any) -> Tensor:
+        return self.part()(hidden, *popped)
+
     def leave(self, hidden: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """``(hidden, *stashed)``, or ``hidden`` alone when nothing is stashed."""
-        stashed = (*self.pushed(hidden), *more)
+        """``(hidden, *stashed)``, or ``hidden`` alone when nothing is stashed; of a size two integers."""
+        size = (torch.tensor(hidden.shape[-2:], device=hidden.device),) if self.size else ()
+        stashed = (*((hidden, *size) if self.skip else ()), *more)
         return (hidden, *stashed) if stashed else hidden
 
-    def pushed(self, skip: Tensor) -> tuple[Tensor, ...]:
-        """What is stashed of a skip: the skip itself, and two integers when its size is asked for."""
-        if not self.skip:
-            return ()
-        size = (torch.tensor(skip.shape[-2:], device=skip.device),) if self.size else ()
-        return (skip, *size)
 
-
-class Stem(Producer):
+class Stem(Part):
     """Embeddings of time, class and added conditions, then ``conv_in``; stashes ``temb`` and text that it projects.
 
     ``pops`` and ``stashes`` follow from the model's config.
     """
 
-    OPTIONAL = ("class_embedding", "add_time_proj", "add_embedding", "time_embed_act", "encoder_hid_proj")
-    ADDED: tuple[str, ...] = ()
-    """Parts that only this kind of stem has."""
+    OPTIONAL: Sequence[str] = (
+        "class_embedding",
+        "add_time_proj",
+        "add_embedding",
+        "time_embed_act",
+        "encoder_hid_proj",
+    )
+    PARTS = ("time_proj", "time_embedding", *OPTIONAL, "conv_in")
 
     def __init__(self, model: Any, origin: Origin, *, timestep_cond: bool = False) -> None:
-        present = tuple(name for name in self.OPTIONAL if getattr(model, name, None) is not None)
-        super().__init__(model, origin, "time_proj", "time_embedding", *present, *self.ADDED, "conv_in")
+        super().__init__(model, origin)
         config = model.config
         self.center = bool(getattr(config, "center_input_sample", False))
         self.class_is_time = getattr(config, "class_embed_type", None) == "timestep"
         self.concat_class = bool(getattr(config, "class_embeddings_concat", False))
         self.addition = getattr(config, "addition_embed_type", None)
-        self.projects_text = "encoder_hid_proj" in present
+        self.projects_text = "encoder_hid_proj" in self.paths
         self.pops = tuple(name for name, wanted in self.entries(timestep_cond=timestep_cond).items() if wanted)
         self.stashes = ("temb", "text_states") if self.projects_text else ("temb",)
 
@@ -74,7 +75,7 @@ class Stem(Producer):
         }
 
     def forward(self, sample: Tensor, *popped: Tensor) -> Any:
-        entries = dict(zip(self.pops, popped, strict=True))
+        entries = self.given(popped)
         if self.center:
             sample = 2 * sample - 1.0
         temb = self.embed(sample, entries)
@@ -117,17 +118,10 @@ class Stem(Producer):
         return self.add_embedding(torch.cat([text, sizes], dim=-1).to(temb.dtype))
 
 
-class Resnet(Producer):
-    """A resnet on the way down or in the middle, or a resampler that is a resnet."""
-
-    def run(self, hidden: Tensor, temb: Tensor) -> Tensor:
-        return self.part()(hidden, temb)
-
-
 NO_REMEDY = "this model takes no other sizes"
 
 
-class SkipResnet(Resnet):
+class SkipResnet(Part):
     """A resnet on the way up: reads the hidden state joined with its skip."""
 
     remedy = "make the list with to_layers(model, upsample_size=True)"
@@ -142,34 +136,14 @@ class SkipResnet(Resnet):
         return super().forward(torch.cat([hidden, skip], dim=1), *others)
 
 
-class SelfAttention(Producer):
-    """Attention among the pixels."""
-
-    def run(self, hidden: Tensor) -> Tensor:
-        return self.part()(hidden)
-
-
-class CrossAttention(Producer):
-    """A transformer over the pixels that may also read the text; ``reads`` names what it pops, as its arguments.
-
-    Masks are as the model takes them (1 = keep).
-    """
-
-    reads: tuple[str, ...] = ("encoder_hidden_states",)
+class CrossAttention(Part):
+    """A transformer over the pixels that may also read the text; masks are as the model takes them (1 = keep)."""
 
     def run(self, hidden: Tensor, *popped: Tensor) -> Tensor:
-        given = dict(zip(self.reads, popped, strict=True))
-        return self.part()(hidden, return_dict=False, **given)[0]
+        return self.part()(hidden, return_dict=False, **self.given(popped))[0]
 
 
-class Downsample(Producer):
-    """Halves height and width."""
-
-    def run(self, hidden: Tensor) -> Tensor:
-        return self.part()(hidden)
-
-
-class Upsample(Producer):
+class Upsample(Part):
     """Doubles height and width, or meets the size given."""
 
     def run(self, hidden: Tensor, size: Tensor | None = None) -> Tensor:
@@ -179,18 +153,13 @@ class Upsample(Producer):
 class Head(Unit):
     """Norm, activation and ``conv_out``; with Fourier time embedding the output is scaled by the time."""
 
-    activation = "conv_act"
-
-    def __init__(self, model: Any, origin: Origin) -> None:
-        normed = model.conv_norm_out is not None
-        super().__init__(model, origin, *(("conv_norm_out", self.activation) if normed else ()), "conv_out")
-        self.normed = normed
+    OPTIONAL = ("conv_norm_out", "conv_act")
+    PARTS = (*OPTIONAL, "conv_out")
 
     def forward(self, hidden: Tensor, timestep: Tensor | None = None) -> Tensor:
-        if self.normed:
-            hidden = self.part(self.activation)(self.conv_norm_out(hidden))
-        output = self.conv_out(hidden)
-        return output if timestep is None else output / timestep.expand(output.shape[0]).reshape(-1, 1, 1, 1)
+        for part in map(self.part, self.paths):
+            hidden = part(hidden)
+        return hidden if timestep is None else hidden / timestep.expand(hidden.shape[0]).reshape(-1, 1, 1, 1)
 
 
 def _by(image: Tensor) -> str:

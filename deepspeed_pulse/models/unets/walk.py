@@ -17,33 +17,21 @@ they nest strictly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from diffusers import UNet2DModel
-from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import AttnUpBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.unets.tokens import Cut
-from deepspeed_pulse.models.unets.units import (
-    NO_REMEDY,
-    CrossAttention,
-    Downsample,
-    Head,
-    Producer,
-    Resnet,
-    SelfAttention,
-    SkipResnet,
-    Stem,
-    Upsample,
-)
-from deepspeed_pulse.models.units import Origin, whole
+from deepspeed_pulse.models.unets.units import NO_REMEDY, CrossAttention, Head, Part, SkipResnet, Stem, Upsample
+from deepspeed_pulse.models.units import Origin, declare, same
 
 Layers = list[Declared]
 
@@ -53,7 +41,7 @@ class Walk:
 
     Args:
         model: a diffusers U-Net with ``down_blocks``, ``mid_block`` and ``up_blocks``.
-        granularity: ``"block"`` or ``"fine"``.
+        fine: transformers are cut further.
         upsample_size: the down path stashes the size that each upsampler has to produce; None: where the size of
             samples in the config needs it.
         timestep_cond, masks: optional batch entries that the batch has.
@@ -64,18 +52,21 @@ class Walk:
 
     stem_kind: type[Stem] = Stem
     head_kind: type[Head] = Head
+    head_pop: tuple[str, ...] = ()
+    transformer_kind: type[Part] = CrossAttention
+    cut = Cut()
 
     def __init__(
         self,
         model: Any,
+        origin: Origin,
         *,
-        granularity: str = "block",
+        fine: bool,
         upsample_size: bool | None = False,
         timestep_cond: bool = False,
         masks: tuple[str, ...] = (),
     ) -> None:
-        self.model, self.origin = model, Origin.of(model)
-        self.fine = granularity == "fine"
+        self.model, self.origin, self.fine = model, origin, fine
         self.timestep_cond, self.masks = timestep_cond, masks
         projects_text = getattr(model, "encoder_hid_proj", None) is not None
         self.text = "text_states" if projects_text else "encoder_hidden_states"
@@ -94,48 +85,40 @@ class Walk:
         self.declared += self.middle()
         self.declared += self.decoder()
         self.declared += self.head()
-        return whole(self.origin, self.declared)
+        return self.declared
 
     # -- what a family may override ------------------------------------------------------------------
 
     def stem(self) -> Layers:
         """From the sample to the first skip."""
         stem = self.stem_kind(self.model, self.origin, timestep_cond=self.timestep_cond)
-        return [spec(stem, name="conv_in", pop=stem.pops, stash=stem.stashes)]
+        return [declare(stem, name="conv_in", pop=same(*stem.pops), stash=stem.stashes)]
 
     def head(self) -> Layers:
-        return [spec(self.head_kind(self.model, self.origin), name="conv_out")]
+        """With Fourier time embedding the output is scaled by the time."""
+        fourier = isinstance(self.model, UNet2DModel) and self.model.config.time_embedding_type == "fourier"
+        pop = ("timestep",) if fourier else self.head_pop
+        return [declare(self.head_kind(self.model, self.origin), pop=same(*pop), name="conv_out")]
 
     def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
-        """Class of a part to the layers that it becomes."""
-        return {
-            ResnetBlock2D: self.resnet,
-            Downsample2D: lambda path: self.one(Downsample, path),
-            Transformer2DModel: self.transformer,
-        }
+        """Class of a part to the layers that it becomes; others pop nothing."""
+        return {ResnetBlock2D: self.resnet, Transformer2DModel: self.transformer}
 
     def resnet(self, path: str) -> Layers:
-        return self.one(Resnet, path, pop=("temb",))
+        return self.one(path, "temb")
 
     def skip_resnet(self, path: str, skip: str) -> Layers:
-        return self.one(SkipResnet, path, pop=(skip, "temb"))
-
-    def upsample(self, path: str, size: tuple[str, ...]) -> Layers:
-        return self.one(Upsample, path, pop=size)
+        return self.one(path, skip, "temb", kind=SkipResnet)
 
     def transformer(self, path: str) -> Layers:
         """A transformer that reads the text, and the masks that the batch has."""
-        return self.transformer_reading(
-            path, {"encoder_hidden_states": self.text, **{name: name for name in self.masks}}
-        )
+        return self.transformer_reading(path, {"encoder_hidden_states": self.text, **same(*self.masks)})
 
     def transformer_reading(self, path: str, given: dict[str, str]) -> Layers:
         """A ``Transformer2DModel``; ``given`` is the named value for each of its arguments."""
         if self.fine:
-            return list(Cut().transformer(self.model, self.origin, path, given))
-        unit = CrossAttention(self.model, self.origin, path)
-        unit.reads = tuple(given)
-        return [spec(unit, pop=tuple(given.values()), name=path)]
+            return list(self.cut.transformer(self.model, self.origin, path, given))
+        return [declare(self.transformer_kind(self.model, self.origin, path), pop=given)]
 
     def row_after(self, block: nn.Module, index: int) -> Iterator[str]:
         """Paths within a block of what follows its resnet ``index``."""
@@ -152,18 +135,14 @@ class Walk:
         for number, block in enumerate(self.model.down_blocks):
             path = f"down_blocks.{number}"
             for index in range(len(block.resnets)):
-                yield [*self.part(f"{path}.resnets.{index}"), *self._after(path, block, index)]
+                yield self._row(path, block, index)
             for index in range(len(block.downsamplers or ())):
                 yield self.part(f"{path}.downsamplers.{index}")
 
     def middle(self) -> Layers:
-        block, path = self.model.mid_block, "mid_block"
-        rows = [] if block is None else range(len(block.resnets))
-        return [
-            layer
-            for index in rows
-            for layer in (*self.part(f"{path}.resnets.{index}"), *self._after(path, block, index))
-        ]
+        block = self.model.mid_block
+        rows = range(len(block.resnets)) if block is not None else ()
+        return [layer for index in rows for layer in self._row("mid_block", block, index)]
 
     def decoder(self) -> Iterator[Declared]:
         for number, block in enumerate(self.model.up_blocks):
@@ -174,12 +153,12 @@ class Walk:
             size = (f"size{self._sized[number]}",) if number in self._sized else ()
             for index, sampler in enumerate(block.upsamplers or ()):
                 at = f"{path}.upsamplers.{index}"
-                yield from self.upsample(at, size) if isinstance(sampler, Upsample2D) else self.part(at)
+                yield from self.one(at, *size, kind=Upsample) if isinstance(sampler, Upsample2D) else self.part(at)
 
     def pushed(self, row: Layers) -> Layers:
-        """A row whose last layer, a :class:`Producer`, now stashes the next skip."""
+        """A row whose last layer, a :class:`Part`, now stashes the next skip."""
         *before, last = row
-        assert isinstance(last.layer, Producer)
+        assert isinstance(last.layer, Part)
         number = self._num_skips
         last.layer.skip, last.layer.size = True, number in self._sized.values()
         skip = (f"skip{number}", f"size{number}") if last.layer.size else (f"skip{number}",)
@@ -202,11 +181,14 @@ class Walk:
         for kind, make in self.kinds().items():
             if isinstance(module, kind):
                 return make(path)
-        return self.one(SelfAttention, path)
+        return self.one(path)
 
-    def one(self, kind: Any, path: str, *, pop: Sequence[str] = ()) -> Layers:
+    def one(self, path: str, *pop: str, kind: type[Part] = Part) -> Layers:
         """A part that is one layer."""
-        return [spec(kind(self.model, self.origin, path), pop=pop, name=path)]
+        return [declare(kind(self.model, self.origin, path), pop=same(*pop))]
+
+    def _row(self, path: str, block: nn.Module, index: int) -> Layers:
+        return [*self.part(f"{path}.resnets.{index}"), *self._after(path, block, index)]
 
     def _after(self, path: str, block: nn.Module, index: int) -> Layers:
         return [layer for name in self.row_after(block, index) for layer in self.part(f"{path}.{name}")]

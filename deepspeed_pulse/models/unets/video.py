@@ -1,4 +1,4 @@
-"""Layers of U-Nets that denoise frames.
+"""U-Nets that denoise frames: their layers, and the walk over them.
 
 A hidden state, and every skip, is ``(batch * frames, channels, height, width)``, as within the models; ``temb`` is
 ``(batch * frames, channels)``. How many frames a sample has is told by the shape of a named value that the stem
@@ -7,14 +7,19 @@ stashes: ``frames``, ``(batch, frames)`` of False, which is also the indicator o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from diffusers.models.resnet import TemporalConvLayer
+from diffusers.models.transformers.transformer_temporal import TransformerTemporalModel
+from diffusers.models.unets.unet_motion_model import AnimateDiffTransformer3D
+from torch import Tensor, nn
 
-from deepspeed_pulse.models.unets.tokens import Attention
-from deepspeed_pulse.models.unets.units import CrossAttention, Head, Producer, Stem
-from deepspeed_pulse.models.units import Origin, Unit
+from deepspeed_pulse.models.unets.tokens import Attention, Cut
+from deepspeed_pulse.models.unets.units import CrossAttention, Head, Part, Stem
+from deepspeed_pulse.models.unets.walk import Layers, Walk
+from deepspeed_pulse.models.units import Origin, Piece
 
 
 class FrameStem(Stem):
@@ -33,10 +38,8 @@ class FrameStem(Stem):
         return self.conv_in(sample.movedim(self.frame_dimension, 1).flatten(0, 1))
 
     def more(self, sample: Tensor, entries: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        frames = torch.zeros(
-            sample.shape[0], sample.shape[self.frame_dimension], dtype=torch.bool, device=sample.device
-        )
-        return (*super().more(sample, entries), frames)
+        size = sample.shape[0], sample.shape[self.frame_dimension]
+        return (*super().more(sample, entries), torch.zeros(size, dtype=torch.bool, device=sample.device))
 
 
 class FrameHead(Head):
@@ -48,14 +51,14 @@ class FrameHead(Head):
         return super().forward(hidden).unflatten(0, frames.shape).movedim(1, self.frame_dimension)
 
 
-class Temporal(Producer):
+class Temporal(Part):
     """A convolution or transformer over the frames of each pixel."""
 
     def run(self, hidden: Tensor, frames: Tensor) -> Tensor:
         return self.part()(hidden, num_frames=frames.shape[1])
 
 
-class TemporalTransformer(Producer):
+class TemporalTransformer(Part):
     """diffusers' ``TransformerTemporalModel``."""
 
     def run(self, hidden: Tensor, frames: Tensor) -> Tensor:
@@ -84,24 +87,51 @@ class FrameAttention(Attention):
         return super().forward(hidden, *(per_frame(text, hidden) for text in texts))
 
 
-class TemporalEntry(Unit):
+class TemporalEntry(Piece):
     """Images to tokens ``(batch * pixels, frames, channels)``; stashes the images."""
 
-    def __init__(self, model: Any, origin: Origin, path: str) -> None:
-        super().__init__(model, origin, f"{path}.norm", f"{path}.proj_in")
+    CHILDREN = ("norm", "proj_in")
 
     def forward(self, images: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        norm, proj_in = map(self.part, self.paths)
         samples = images.unflatten(0, frames.shape).transpose(1, 2)  # the statistics of the norm span the frames
-        return proj_in(norm(samples).permute(0, 3, 4, 2, 1).flatten(0, 2)), images
+        return self.block.proj_in(self.block.norm(samples).permute(0, 3, 4, 2, 1).flatten(0, 2)), images
 
 
-class TemporalExit(Producer):
+class TemporalExit(Piece, Part):
     """Back to images."""
 
-    def __init__(self, model: Any, origin: Origin, path: str) -> None:
-        super().__init__(model, origin, f"{path}.proj_out")
+    CHILDREN = ("proj_out",)
 
     def run(self, hidden: Tensor, residual: Tensor, frames: Tensor) -> Tensor:
         images = self.part()(hidden).unflatten(0, (frames.shape[0], *residual.shape[-2:]))
         return images.permute(0, 3, 4, 1, 2).flatten(0, 1).contiguous() + residual
+
+
+# -------------------------------------------------------------------------------------------- the walk
+
+WITHIN_FRAMES = Cut(attention=FrameAttention)
+OVER_FRAMES = Cut(entry=TemporalEntry, exit=TemporalExit, ends_pop=("frames",))
+
+
+class VideoWalk(Walk):
+    """2-D layers run on each frame, temporal ones over the frames of each pixel."""
+
+    stem_kind = FrameStem
+    head_kind = FrameHead
+    head_pop = ("frames",)
+    transformer_kind = FrameCrossAttention
+    cut = WITHIN_FRAMES
+
+    def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
+        return {
+            **super().kinds(),
+            TemporalConvLayer: lambda path: self.one(path, "frames", kind=Temporal),
+            TransformerTemporalModel: lambda path: self.over_frames(TemporalTransformer, path),
+            AnimateDiffTransformer3D: lambda path: self.over_frames(Temporal, path),
+        }
+
+    def over_frames(self, kind: type[Part], path: str) -> Layers:
+        """A transformer over the frames of each pixel, which reads no text."""
+        if self.fine:
+            return list(OVER_FRAMES.transformer(self.model, self.origin, path, {}))
+        return self.one(path, "frames", kind=kind)
