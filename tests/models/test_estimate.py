@@ -20,9 +20,8 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
-from deepspeed_pulse.models.catalogue.sources import build_model, find_workload
+from deepspeed_pulse.models.catalogue.sources import build_model, example_batch, find_workload
 from deepspeed_pulse.models.families import FAMILIES
 from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 

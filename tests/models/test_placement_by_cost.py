@@ -16,9 +16,8 @@ from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.models import to_layers
-from deepspeed_pulse.models.catalogue.examples import example_batch
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
-from deepspeed_pulse.models.catalogue.sources import build_model, find_workload
+from deepspeed_pulse.models.catalogue.sources import build_model, example_batch, find_workload
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, make_plan, tune
 
 FAST, SLOW = 300.0, 2.5

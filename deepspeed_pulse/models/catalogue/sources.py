@@ -1,7 +1,6 @@
 """What ``ds_pulse profile MODEL`` may be given, as a layer list with an example batch.
 
-Nothing is downloaded and no weight is read: diffusers models are built on the meta device from their
-config alone.
+Nothing is downloaded and no weight is read: diffusers models are built on the meta device from their config alone.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import torch
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Workload
-from deepspeed_pulse.errors import ConfigError, FileError, PulseError, did_you_mean
-from deepspeed_pulse.models.catalogue.examples import example_batch
+from deepspeed_pulse.errors import ConfigError, FileError, GraphError, PulseError, did_you_mean
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
-from deepspeed_pulse.models.families import Granularity, class_of, construct, to_layers
+from deepspeed_pulse.models.families import FAMILIES, Granularity, class_of, construct, family_of, to_layers
+from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.weights.folder import read_object
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -44,10 +43,13 @@ def find_workload(
 
     Raises a :class:`PulseError` that says what was found instead.
     """
-    if model in PUBLISHED:
-        return _workload_of(model, PUBLISHED[model], microbatch_size, dtype, granularity)
-    if Path(model).exists():
-        return _workload_of(model, _read_config(Path(model)), microbatch_size, dtype, granularity)
+    if model in PUBLISHED or Path(model).exists():
+        config = PUBLISHED[model] if model in PUBLISHED else _read_config(Path(model))
+        microbatch_size, dtype = microbatch_size or 1, dtype or "bfloat16"
+        built = build_model(config, dtype=dtype, where=model)
+        batch = example_batch(built, microbatch_size=microbatch_size, dtype=DTYPES[dtype])
+        layers = to_layers(built, granularity=granularity or "block")
+        return Workload(name=model, layers=layers, batch=(batch, None), microbatch_size=microbatch_size)
     given = {"microbatch_size": microbatch_size, "dtype": dtype, "granularity": granularity}
     if ":" in model:
         return _called(model, {name: value for name, value in given.items() if value is not None})
@@ -65,14 +67,21 @@ def build_model(config: Mapping[str, Any], *, dtype: str = "float32", where: str
     return nn.Module.to(model, torch.device("meta"), DTYPES[dtype])
 
 
-def _workload_of(
-    name: str, config: dict[str, Any], microbatch_size: int | None, dtype: str | None, granularity: Granularity | None
-) -> Workload:
-    microbatch_size, dtype = microbatch_size or 1, dtype or "bfloat16"
-    model = build_model(config, dtype=dtype, where=name)
-    batch = example_batch(model, microbatch_size=microbatch_size, dtype=DTYPES[dtype])
-    layers = to_layers(model, granularity=granularity or "block")
-    return Workload(name=name, layers=layers, batch=(batch, None), microbatch_size=microbatch_size)
+def example_batch(model: nn.Module, *, microbatch_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of the model's ``forward`` by the sizes in its config, as a training script would hand them to it.
+
+    They are on the meta device; the first is the first layer's input.
+
+    Raises :class:`GraphError` for a model whose arguments are not known here.
+    """
+    found = family_of(model)
+    if found is None:
+        raise GraphError(
+            f"no example batch is known for {type(model).__name__}, only for {', '.join(FAMILIES)}; "
+            "write a function that returns a layer list and an example batch and give it as package.module:function"
+        )
+    batch: dict[str, Any] = found[1].example(Shapes(model, microbatch_size, dtype))
+    return batch
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -81,9 +90,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         folders = [path, *(path / name for name in BACKBONES)]
         found = [folder / "config.json" for folder in folders if (folder / "config.json").is_file()]
         if not found:
-            raise FileError(
-                f"{path}: expected config.json in the folder or in its {' or '.join(BACKBONES)}/; found none"
-            )
+            expected = f"in the folder or in its {' or '.join(BACKBONES)}/"
+            raise FileError(f"{path}: expected config.json {expected}; found none")
         path = found[0]
     return read_object(path)
 
