@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from operator import methodcaller
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +90,7 @@ class EMA:
     @property
     def cur_decay_value(self) -> float | None:
         """The decay of the last :meth:`step`, as ``EMAModel`` calls it; None before the first."""
-        decay: float | None = self._average.cur_decay_value
-        return decay
+        return self._average.cur_decay_value  # type: ignore[no-any-return]
 
     # -- state -------------------------------------------------------------------------------
 
@@ -130,13 +128,12 @@ class EMA:
         """
         ranks, schedule, first = self._engine.module.ranks, Path(folder) / SCHEDULE, self._engine.global_rank == 0
         what = f"saving averages in {folder}"
-        ranks.together(lambda: _writing(schedule, lambda path: path.unlink(missing_ok=True)) if first else None, what)
+        ranks.together(lambda: _put(schedule, None) if first else None, what)
         mine = ranks.together(lambda: self._write_layers(Path(folder)), what)
-        rows = ranks.gather_to_first(mine) or []
-        digests = {name: digest for row in rows for name, digest in row.items()}
+        digests = {name: digest for row in ranks.gather_to_first(mine) or () for name, digest in row.items()}
         state = {**self.schedule(), DIGESTS: {SCHEDULE: _digest(self.schedule()), **digests}}
         text = json.dumps({"format": FORMAT, **state}, indent=2) + "\n"
-        ranks.together(lambda: _replace(schedule, lambda path: path.write_text(text)) if first else None, what)
+        ranks.together(lambda: _put(schedule, text.encode()) if first else None, what)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from what :meth:`save` wrote, under this plan or another; collective, every rank calls it.
@@ -145,9 +142,8 @@ class EMA:
             FileError: a file is missing or damaged; on every rank.
             ConfigError: the files belong to another model; on every rank.
         """
-        self.load_state_dict(
-            self._engine.module.ranks.together(lambda: self.read(folder), f"loading averages from {folder}")
-        )
+        ranks = self._engine.module.ranks
+        self.load_state_dict(ranks.together(lambda: self.read(folder), f"loading averages from {folder}"))
 
     def read(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """A state that :meth:`load_state_dict` takes, of what :meth:`save` wrote and this rank needs; local.
@@ -192,8 +188,7 @@ class EMA:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         found, mine = state.get(SHADOW, {}), self.averages()
-        missing = [name for name in mine if name not in found]
-        if missing:
+        if missing := [name for name in mine if name not in found]:
             raise ConfigError(
                 f"EMA: the state has no average of {len(missing)} of this rank's {len(mine)} trainable weights, the "
                 f"first is {missing[0]}; join the states of all ranks, and train the same weights as before"
@@ -218,7 +213,7 @@ class EMA:
         for index, averages in self._by_layer().items() if self._engine.grid.data_parallel_id == 0 else ():
             content = save(apart({name: average.cpu().contiguous() for name, average in averages.items()}))
             digests[_file_of(index)] = hashlib.sha256(content).hexdigest()
-            _replace(folder / _file_of(index), methodcaller("write_bytes", content))
+            _put(folder / _file_of(index), content)
         return digests
 
 
@@ -256,25 +251,20 @@ def _digest(plain: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def _writing(path: Path, write: Callable[[Path], Any]) -> None:
+def _put(path: Path, content: bytes | None) -> None:
+    """Write beside the final name, wait until it is on disk, then rename; without content remove the file."""
+    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except (OSError, SafetensorError) as problem:
-        raise FileError(f"{path}: averages cannot be written: {problem}") from None
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside the final name, wait until it is on disk, then rename."""
-    beside = path.with_name(f"{path.name}.tmp{os.getpid()}")
-
-    def write_and_rename(path: Path) -> None:
+        if content is None:
+            path.unlink(missing_ok=True)
+            return
         try:
-            write(beside)
+            beside.write_bytes(content)
             with beside.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
-
-    _writing(path, write_and_rename)
+    except OSError as problem:
+        raise FileError(f"{path}: averages cannot be written: {problem}") from None

@@ -1,7 +1,6 @@
 """The whole model in one process, for sampling while the ranks train.
 
-unet = gather_model(engine)  # every rank calls it
-if engine.global_rank == 0:
+unet = gather_model(engine)  # every rank calls it if engine.global_rank == 0:
     images = DDPMPipeline(unet=unet, scheduler=scheduler).to(engine.device)(batch_size=4).images
 """
 
@@ -27,11 +26,7 @@ WHAT = "gather_model()"
 
 
 def gather_model(
-    engine: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    ema: EMA | None = None,
-    model_class: type[nn.Module] | None = None,
+    engine: Any, *, dtype: torch.dtype | None = None, ema: EMA | None = None, model_class: type[nn.Module] | None = None
 ) -> Any:
     """The trained diffusers model on the CPU of global rank 0, in evaluation mode; None on the other ranks.
 

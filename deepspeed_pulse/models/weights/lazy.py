@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.models.families import Granularity, class_of, construct, to_layers
 from deepspeed_pulse.models.units import Origin, Unit
 from deepspeed_pulse.models.weights.folder import CONFIG, WeightFiles, read_config, read_object
-from deepspeed_pulse.models.weights.prepare import Prepare, run_prepare
-from deepspeed_pulse.models.weights.skeleton import Skeleton
+from deepspeed_pulse.models.weights.skeleton import Prepare, Skeleton
 
 Fill = Callable[[Mapping[str, torch.dtype]], Mapping[str, Tensor]]
 """Gives values for some keys of the model's state dict, in the dtypes asked for."""
@@ -87,7 +86,7 @@ def from_pretrained(
         variant: for example ``"fp16"``, part of the file names.
         model_class: a class derived from a known one; left out, the class that ``config.json`` names.
         prepare: is given the model before it is cut, its weights not read yet: to freeze parameters, add
-            adapters or set options (:func:`~.prepare.run_prepare`). What it adds keeps its values.
+            adapters or set options (:meth:`.Skeleton.prepare`). What it adds keeps its values.
         granularity, what_the_batch_has: as for :func:`~.families.to_layers`.
 
     Raises:
@@ -156,21 +155,13 @@ def _lazy_layers(
     skeleton: Skeleton, fill: Fill, prepare: Prepare | None, granularity: Granularity, what_the_batch_has: Any
 ) -> list[Any]:
     if prepare is not None:
-        run_prepare(skeleton, prepare)
+        skeleton.prepare(prepare)
     layers = to_layers(skeleton.model, granularity=granularity, **what_the_batch_has)
-    shared = _shared_modules([one.layer for one in layers if isinstance(one.layer, nn.Module)])
+    inside = [module for one in layers if isinstance(one.layer, nn.Module) for module in one.layer.modules()]
+    units_of = Counter(map(id, inside))
+    # Modules of several units, by id: tables without weights, which a rank holds once.
+    shared = {id(module): module for module in inside if units_of[id(module)] > 1}
     return [LazyLayer(one, skeleton, fill, shared) if isinstance(one.layer, Unit) else one for one in layers]
-
-
-def _shared_modules(units: Iterable[nn.Module]) -> dict[int, nn.Module]:
-    """Modules that are part of several units, by id: tables without weights, which a rank holds once."""
-    units_of: Counter[int] = Counter()
-    modules: dict[int, nn.Module] = {}
-    for unit in units:
-        inside = {id(module): module for module in unit.modules()}
-        units_of.update(inside.keys())
-        modules |= inside
-    return {key: modules[key] for key, count in units_of.items() if count > 1}
 
 
 def _cast_saved(model: nn.Module, dtype: torch.dtype) -> None:

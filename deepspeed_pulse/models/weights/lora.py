@@ -1,11 +1,10 @@
 """Adapters of peft (LoRA) on a model that became layers, written as diffusers or peft write them.
 
-Adapters are put on the model first, with ``model.add_adapter(LoraConfig(...))`` or with peft's
-``get_peft_model`` or ``inject_adapter_in_model``; ``to_layers`` then carries them along, because layers
-borrow the model's own modules. Seed before, the same on every rank, for initial weights that do not
-depend on the plan. Ranks without an adapter take part as usual. Dropout in adapters (``lora_dropout``)
-draws from the generator of the rank that runs the layer: as any dropout under a pipeline, it is as
-random as in one process, but not the same numbers.
+Adapters are put on the model first, with ``model.add_adapter(LoraConfig(...))`` or with peft's ``get_peft_model`` or
+``inject_adapter_in_model``; ``to_layers`` then carries them along, because layers borrow the model's own modules. Seed
+before, the same on every rank, for initial weights that do not depend on the plan. Ranks without an adapter take part
+as usual. Dropout in adapters (``lora_dropout``) draws from the generator of the rank that runs the layer: as any
+dropout under a pipeline, it is as random as in one process, but not the same numbers.
 """
 
 from __future__ import annotations

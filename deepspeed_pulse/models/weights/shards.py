@@ -163,20 +163,20 @@ def _bring(engine: Any, entries: Iterable[_Entry], tensors: Mapping[str, Tensor]
     """Some entries on global rank 0; nothing on the others."""
     found = {}
     for entry in entries:
-        value = _value(engine.module, engine, entry, tensors)
+        value = _value(engine, entry, tensors)
         value = engine.module.ranks.bring_to_first(value, owner=entry.owner, shape=entry.shape, dtype=entry.dtype)
         if value is not None:
             found[entry.key] = value
     return found
 
 
-def _value(module: Any, engine: Any, entry: _Entry, tensors: Mapping[str, Tensor]) -> Tensor | None:
+def _value(engine: Any, entry: _Entry, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """The tensor to send; every replica of its owner takes part in putting a master copy together."""
-    if module.stage_id != entry.owner:
+    if engine.module.stage_id != entry.owner:
         return None
     value = tensors[entry.key]
     if entry.dtype == torch.float32 and value.dtype in (torch.bfloat16, torch.float16):
-        value = module.full_precision(value)
+        value = engine.module.full_precision(value)
     return value.detach().to(entry.dtype) if engine.grid.data_parallel_id == 0 else None
 
 
@@ -186,8 +186,7 @@ def _entries(rows: list[Any], keys: Sequence[str] | None) -> dict[str, _Entry]:
         for key, shape, dtype in row or ():
             found.setdefault(key, _Entry(key=key, owner=owner, shape=shape, dtype=dtype))
     keys = sorted(found) if keys is None else keys
-    missing = [key for key in keys if key not in found]
-    if missing:
+    if missing := [key for key in keys if key not in found]:
         raise ConfigError(
             f"no layer of the list holds {len(missing)} of the {len(keys)} entries to be saved, the first is "
             f"{missing[0]}; train the whole list that to_layers() gives"
@@ -216,12 +215,8 @@ def _layout(found: dict[str, _Entry], files: Files) -> _Layout:
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors with memory of their own, which safetensors asks for: a shared weight stands under each name."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        found[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-    return found
+    first = {tensor.data_ptr(): name for name, tensor in reversed(list(tensors.items()))}
+    return {name: t if first[t.data_ptr()] == name else t.clone() for name, t in tensors.items()}
 
 
 class _Writer:

@@ -5,11 +5,10 @@ the moment a module registers it (what ``accelerate.init_empty_weights`` does, a
 model is used to it). What a constructor computes and does not save (rotary tables, position tables) is
 therefore there, exactly; what it would only fill with random numbers costs nothing.
 
-**Initial weights.** The constructor runs again, and this time the wanted parameters stay. Random numbers
-for a parameter are seeded by the user's seed, by which parameter it is and by how often it was filled
-before, so it gets the same values whichever others stay with it, on whichever rank. The distribution is
-the constructor's own, special initialisations included (zeroed projections, scaled tables), because no
-other code runs.
+**Initial weights.** The constructor runs again, and this time the wanted parameters stay. Random numbers for a
+parameter are seeded by the user's seed, by which parameter it is and by how often it was filled before, so it gets the
+same values whichever others stay with it, on whichever rank. The distribution is the constructor's own, special
+initialisations included (zeroed projections, scaled tables), because no other code runs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.errors import ConfigError, GraphError
+
+Prepare = Callable[[Any], Any]
+"""Is given a model and changes it in place."""
+
+_ADVICE = (
+    "prepare= may freeze parameters, add modules and set options; for more build the model whole and use to_layers()"
+)
 
 
 class Skeleton:
@@ -76,6 +82,41 @@ class Skeleton:
         state = model.state_dict()
         return {key: state[key].to(self.entries[key].dtype) for key in keys}
 
+    def prepare(self, change: Prepare) -> None:
+        """Let a user's ``change`` freeze, add adapters to or set options of the model.
+
+        While it runs, parameters without values look as if they were on the CPU, because adapters go where
+        the weights beside them are. Each is one NaN that fills the whole shape, so that a value computed from
+        it shows. Random numbers are the same on every rank.
+
+        Raises:
+            ConfigError: weights were replaced, changed, or used to compute something.
+        """
+        real = {}
+        for module, name, parameter in _parameters(self.model):
+            if self.key_of(parameter) is not None:
+                module._parameters[name] = stand_in = _stand_in(parameter)
+                real[id(stand_in)] = (stand_in, parameter)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            change(self.model)
+        for module, name, parameter in _parameters(self.model):
+            if id(parameter) in real:
+                stand_in, parameter = real.pop(id(parameter))
+                if stand_in.is_floating_point() and not bool(stand_in.flatten()[:1].isnan().all()):
+                    raise ConfigError(
+                        f"prepare: the values of a parameter {name!r} were changed, but are not there yet; {_ADVICE}"
+                    )
+                module._parameters[name] = parameter
+                parameter.requires_grad_(stand_in.requires_grad)
+        for key, tensor in self.model.state_dict(keep_vars=True).items():
+            if self.key_of(tensor) is None and (tensor.is_meta or bool(tensor.isnan().any())):
+                raise ConfigError(
+                    f"prepare: {key} is computed from weights that are not there yet, or replaces some; {_ADVICE}"
+                )
+        if real:
+            raise ConfigError(f"prepare: {len(real)} parameters are no longer part of the model; {_ADVICE}")
+
     def _construct(self, keep: Collection[int]) -> tuple[Any, dict[int, int]]:
         """The model with the parameters numbered in ``keep``, and the number of each by its id."""
         registry = _Registry(keep)
@@ -91,6 +132,18 @@ class Skeleton:
                 return self._make(), {id(parameter): number for number, parameter in enumerate(registry.parameters)}
         finally:
             torch.set_default_dtype(default)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield module, name, parameter
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    one = torch.full((), float("nan") if parameter.is_floating_point() else 0, dtype=parameter.dtype)
+    return nn.Parameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 class _Registry:
@@ -152,20 +205,19 @@ class _SeededDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _purpose(self, args: Sequence[Any]) -> int:
-        number = self._registry.number_of(args[0]) if args and isinstance(args[0], Tensor) else None
-        if number is None:
-            given = _given_to_init()
-            number = None if given is None else self._registry.number_of(given)
-        return -1 if number is None else number
+        for given in (args[0] if args else None, _given_to_init()):
+            number = self._registry.number_of(given) if isinstance(given, Tensor) else None
+            if number is not None:
+                return number
+        return -1
 
 
-def _given_to_init() -> Tensor | None:
-    """The tensor that the function of ``torch.nn.init`` which is running, if any, was given."""
+def _given_to_init() -> Any:
+    """What the function of ``torch.nn.init`` which is running, if any, was given."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == nn.init.__name__:
-            tensor = frame.f_locals.get("tensor")
-            return tensor if isinstance(tensor, Tensor) else None
+            return frame.f_locals.get("tensor")
         frame = frame.f_back
     return None
 
