@@ -25,11 +25,9 @@ def base_keys(model: nn.Module) -> dict[str, str]:
 
     peft wraps a module that it changes: ``to_q.weight`` becomes ``to_q.base_layer.weight``.
     """
-    keys = list(model.state_dict())
     if not peft_configs(model):
-        return {key: key for key in keys}
-    found = {key: _base_key(model, key) for key in keys}
-    return {key: base for key, base in found.items() if base is not None}
+        return {key: key for key in model.state_dict()}
+    return {key: base for key in model.state_dict() if (base := _base_key(model, key)) is not None}
 
 
 def _base_key(model: nn.Module, key: str) -> str | None:

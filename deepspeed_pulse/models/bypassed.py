@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from deepspeed_pulse.models.units import refuse, unit_of
+from deepspeed_pulse.models.units import refuse, told, unit_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
 """Modules that models only hold, and never call (an identity stands where a block has no attention)."""
@@ -61,14 +61,13 @@ def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type
                 found.setdefault(problem, []).append(path or "the model itself")
     for problem in _global_hooks():
         found[problem] = ["every module"]
-    refuse(model, (_line(problem, paths) for problem, paths in found.items()))
+    refuse(model, told(found))
 
 
 def changed_methods(module: nn.Module, kind: type, start: str) -> Iterator[str]:
     """Lines about what the user has changed of ``start``, a method of ``kind``, and of what it reads of the module."""
     for name in sorted(methods_of(kind, start)):
-        change = _change(module, kind, name)
-        if change:
+        if change := _change(module, kind, name):
             yield (
                 f"{change}, and no layer calls it: layers compute what {kind.__name__}.{name} does in their own code; "
                 "take the change back, or make it on what layers are named after"
@@ -93,15 +92,14 @@ def methods_of(kind: type[nn.Module], start: str = "forward") -> frozenset[str]:
 
 def _problems(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> Iterator[str]:
     """What about one module no layer would see."""
-    hooks = " and ".join(words for words, where in HOOKS.items() if getattr(module, where))
-    if hooks:
+    if hooks := " and ".join(words for words, where in HOOKS.items() if getattr(module, where)):
         yield f"has {hooks}, and no layer calls it: remove them, or put them on what layers are named after"
     kind = next((known for known in type(module).__mro__ if known in kinds), None)
     if kind is None:
         names = ", ".join(known.__name__ for known in kinds if known not in CONTAINERS)
         yield f"is a {type(module).__name__}, which no layer calls; layers stand in for {names}"
-        return
-    yield from changed_methods(module, kind, "forward")
+    else:
+        yield from changed_methods(module, kind, "forward")
 
 
 def _change(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
@@ -112,8 +110,7 @@ def _change(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
     if name in vars(module) and any(_functions(own)) and not isinstance(own, property):
         patched = vars(module)[name]
         return None if getattr(patched, "__func__", None) is own else f"has a {name} set on the instance"
-    foreign = [function for function in _functions(own) if not _is_own(function)]
-    if foreign:
+    if foreign := [function for function in _functions(own) if _package(_source(function)) not in OWN]:
         return f"has a {name} that was replaced by {_source(foreign[0])}'s {foreign[0].__code__.co_name}"
     if name == "forward" and not any(_functions(own)):
         return f"has a {name} that was replaced by a {type(own).__name__}"
@@ -134,10 +131,6 @@ def _functions(attribute: Any) -> Iterator[FunctionType]:
             seen.add(function)
             yield function
             waiting += inspect.getclosurevars(function).nonlocals.values()
-
-
-def _is_own(function: FunctionType) -> bool:
-    return _package(_source(function)) in OWN
 
 
 def _source(function: FunctionType) -> str:
@@ -175,14 +168,9 @@ def _is_module(node: ast.expr, first: tuple[str, ...]) -> bool:
 
 
 def _global_hooks() -> Iterator[str]:
-    places = ("forward_pre", "forward", "backward_pre", "backward")
-    for place in places:
+    for place in ("forward_pre", "forward", "backward_pre", "backward"):
         if getattr(torch_module, f"_global_{place}_hooks"):
             yield (
                 f"has a hook of torch's register_module_{place}_hook, which would run for layers in place of modules; "
                 "remove it, and register it again behind to_layers() if that is what you want"
             )
-
-
-def _line(problem: str, paths: Sequence[str]) -> str:
-    return f"{paths[0]} {problem}" + (f"; so {len(paths)} modules" if len(paths) > 1 else "")

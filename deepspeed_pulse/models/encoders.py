@@ -58,16 +58,13 @@ def vae_encoder_layers(vae: Any) -> list[Any]:
     """
     if not isinstance(vae, AutoencoderKL):
         raise GraphError(f"vae_encoder_layers() takes an AutoencoderKL, found {type(vae).__name__}")
-    refuse(vae, _problems(vae))
+    problems = [f"the model itself {line}" for line in changed_methods(vae, AutoencoderKL, "encode")]
+    if vae.use_tiling:
+        problems.append("encodes large pictures in tiles; call vae.disable_tiling(): layers encode them whole")
+    refuse(vae, problems)
     layers = [spec(layer, name=name) for name, layer in _vae_parts(vae)]
     check_bypassed(vae.encoder, layers, TAKES_APART)
     return layers
-
-
-def _problems(vae: AutoencoderKL) -> Iterator[str]:
-    yield from (f"the model itself {line}" for line in changed_methods(vae, AutoencoderKL, "encode"))
-    if vae.use_tiling:
-        yield "encodes large pictures in tiles; call vae.disable_tiling(): layers encode them whole"
 
 
 def _vae_parts(vae: Any) -> Iterator[tuple[str, nn.Module]]:

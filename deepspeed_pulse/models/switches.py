@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_pulse.models.units import refuse
+from deepspeed_pulse.models.units import refuse, told
 
 
 def check_switches(model: nn.Module) -> None:
@@ -54,6 +54,4 @@ def _for_sampling(model: Any) -> Iterator[str]:
             fused.append(path)
     if getattr(model, "is_cache_enabled", False):
         yield "a cache of block outputs is on; call model.disable_cache() (it is for sampling)"
-    for what, paths in found.items():
-        if paths:
-            yield f"{paths[0]} {what}" + (f"; so {len(paths)} modules" if len(paths) > 1 else "")
+    yield from told(found)

@@ -200,6 +200,13 @@ def foreign(model: nn.Module, paths: Iterable[str], kinds: tuple[type[nn.Module]
             yield f"{path} is a {type(module).__name__}, supported: {', '.join(kind.__name__ for kind in kinds)}"
 
 
+def told(found: Mapping[str, list[str]]) -> Iterator[str]:
+    """A line for each problem, with the first of the modules that have it, by path."""
+    for what, paths in found.items():
+        if paths:
+            yield f"{paths[0]} {what}" + (f"; so {len(paths)} modules" if len(paths) > 1 else "")
+
+
 def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
     parent, _, last = path.rpartition(".")
     part = getattr(model.get_submodule(parent), last)

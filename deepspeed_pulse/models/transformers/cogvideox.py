@@ -117,7 +117,6 @@ class Head(PatchUnit):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     depth = config.patch_size_t or 1
     frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1

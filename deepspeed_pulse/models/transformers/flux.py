@@ -19,8 +19,8 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, joint_halves
-from deepspeed_pulse.models.transformers.units import Remembered, Sharing, classes_beside, numbered
+from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward
+from deepspeed_pulse.models.transformers.units import Remembered, Sharing, classes_beside, halves, numbered
 from deepspeed_pulse.models.units import Origin, Unit, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(FluxTransformer2DModel, "FluxTransformerBlock")
@@ -49,7 +49,8 @@ def to_layers(model: FluxTransformer2DModel, origin: Origin, *, fine: bool) -> I
         last = path == [*double, *single][-1]
         if fine and path in double:
             attention = Attention(model, origin, path, "pos_embed").sharing(table)
-            yield from joint_halves(model, attention, pop=pop, last=last, clips_half=True)
+            feed_forward = JointFeedForward(model, origin, path, last=last, clips_half=True)
+            yield from halves(attention, feed_forward, pop=pop)
         else:
             block = Block(model, origin, path, "pos_embed", text_first=True, last=last).sharing(table)
             yield declare(block, pop=pop)
@@ -101,7 +102,7 @@ class Head(Unit):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model. 1024 x 1024: 64 x 64 packed patches."""
+    """1024 x 1024: 64 x 64 packed patches."""
     config = shapes.config
     batch = {
         "hidden_states": shapes.numbers(64 * 64, config.in_channels),

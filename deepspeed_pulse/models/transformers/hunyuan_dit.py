@@ -114,7 +114,6 @@ class Head(PatchHead):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config, (height, width) = shapes.config, shapes.sides
     num_patches = (height // config.patch_size) * (width // config.patch_size)
     batch: dict[str, Any] = {

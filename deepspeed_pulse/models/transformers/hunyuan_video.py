@@ -19,13 +19,14 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, joint_halves
+from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward
 from deepspeed_pulse.models.transformers.units import (
     PatchHead,
     PatchUnit,
     Remembered,
     Sharing,
     classes_beside,
+    halves,
     numbered,
     size_only,
 )
@@ -66,7 +67,8 @@ def to_layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bo
     for path in paths:
         last, single = path == paths[-1], path.startswith("single")
         if fine and not single:
-            yield from joint_halves(model, Attention(model, origin, path, "rope").sharing(shared), pop=pop, last=last)
+            attention = Attention(model, origin, path, "rope").sharing(shared)
+            yield from halves(attention, JointFeedForward(model, origin, path, last=last), pop=pop)
         else:
             kind = Block if single else TwoStreamBlock
             yield declare(kind(model, origin, path, "rope", last=last).sharing(shared), pop=pop)
@@ -146,7 +148,7 @@ def _joint_mask(patches: Tensor, mask: Tensor) -> Tensor:
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model. 129 frames of 720 x 1280."""
+    """129 frames of 720 x 1280."""
     config = shapes.config
     batch = {
         "hidden_states": shapes.numbers(config.in_channels, 33, 90, 160),

@@ -6,14 +6,12 @@ block, which the model reads no text from, it is ``hidden`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.engine.specs import Declared
-from deepspeed_pulse.models.units import Origin, Piece, Unit, declare
+from deepspeed_pulse.models.units import Origin, Piece, Unit
 
 Streams = Tensor | tuple[Tensor, Tensor]
 
@@ -75,7 +73,7 @@ class JointFeedForward(Piece):
 
     CHILDREN = ("norm2", "ff", "norm2_context", "ff_context")
 
-    def __init__(self, model: nn.Module, origin: Origin, at: str, *, last: bool, clips_half: bool) -> None:
+    def __init__(self, model: Any, origin: Origin, at: str, *, last: bool, clips_half: bool = False) -> None:
         super().__init__(model, origin, at)
         self.last, self.clips_half = last, clips_half
 
@@ -91,16 +89,6 @@ class JointFeedForward(Piece):
         if self.clips_half and text.dtype == torch.float16:
             text = text.clip(-HALF_RANGE, HALF_RANGE)
         return hidden, text
-
-
-def joint_halves(
-    model: nn.Module, attention: JointAttention, *, pop: Mapping[str, str], last: bool, clips_half: bool = False
-) -> Iterator[Declared]:
-    """A block as two layers: its attention, and its feed-forward with what the attention stashes for it."""
-    at, modulation = attention.at, f"{attention.at}.modulation"
-    yield declare(attention, pop=pop, stash=(modulation,), name=f"{at}.attn")
-    feed_forward = JointFeedForward(model, attention.origin, at, last=last, clips_half=clips_half)
-    yield declare(feed_forward, pop={"modulation": modulation}, name=f"{at}.ff")
 
 
 def _feed(norm: Any, feed_forward: Any, hidden: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:

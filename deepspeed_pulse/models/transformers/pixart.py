@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, numbered
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, halves, numbered
 from deepspeed_pulse.models.units import Origin, Piece, Unit, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(PixArtTransformer2DModel, "BasicTransformerBlock")
@@ -56,9 +56,7 @@ def to_layers(
     pop |= same(*(name for name, wanted in masks.items() if wanted))
     for path in numbered(model, "transformer_blocks"):
         if fine:
-            mlp = f"{path}.modulation"
-            yield declare(Attentions(model, origin, path), pop=pop, stash=(mlp,), name=f"{path}.attn")
-            yield declare(FeedForward(model, origin, path), pop={"modulation": mlp}, name=f"{path}.ff")
+            yield from halves(Attentions(model, origin, path), FeedForward(model, origin, path), pop=pop)
         else:
             yield declare(Block(model, origin, path), pop=pop)
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
@@ -153,7 +151,6 @@ def _bias(mask: Tensor, hidden: Tensor) -> Tensor:
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     batch: dict[str, Any] = {
         "hidden_states": shapes.numbers(config.in_channels, *shapes.sides),

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, joint_halves
-from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, numbered
+from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, halves, numbered
 from deepspeed_pulse.models.units import Origin, declare, foreign, refuse, same
 
 BLOCKS = classes_beside(SD3Transformer2DModel, "JointTransformerBlock")
@@ -42,7 +42,8 @@ def to_layers(model: SD3Transformer2DModel, origin: Origin, *, fine: bool) -> It
     for path in paths:
         last = path == paths[-1]
         if fine:
-            yield from joint_halves(model, JointAttention(model, origin, path), pop=same("temb"), last=last)
+            feed_forward = JointFeedForward(model, origin, path, last=last)
+            yield from halves(JointAttention(model, origin, path), feed_forward, pop=same("temb"))
         else:
             yield declare(JointBlock(model, origin, path, text_first=True, last=last), pop=same("temb"))
     yield declare(PatchHead(model, origin), pop=same("patches", "temb"), name="proj_out")
@@ -61,7 +62,6 @@ class Stem(PatchUnit):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     return {
         "hidden_states": shapes.numbers(config.in_channels, *shapes.sides),

@@ -51,34 +51,21 @@ def to_layers(
     yield declare(Stem(model, origin), pop=same(*entries), name="embeddings")
     text = same(TEXT) if encoder_hidden_states else {}
     outer = numbered(model, "transformer.transformer_in_blocks")
-    for index, path in enumerate(outer):
-        yield from _block(model, origin, path, pop=text, skip=f"skip{index}", fine=fine)
-    # The model reads no text in the middle.
-    yield from _block(model, origin, "transformer.transformer_mid_block", pop={}, fine=fine)
+    rows: list[tuple[str, str, dict[str, str], str | None]]  # a block, what joins it with its skip, pop, stash
+    rows = [(path, "", text, f"skip{index}") for index, path in enumerate(outer)]
+    rows += [("transformer.transformer_mid_block", "", {}, None)]  # the model reads no text in the middle
     for index, path in enumerate(numbered(model, "transformer.transformer_out_blocks")):
-        pop = {"skip": f"skip{len(outer) - 1 - index}", **text}
-        yield from _block(model, origin, f"{path}.block", pop=pop, fine=fine, join=f"{path}.skip")
+        rows += [(f"{path}.block", f"{path}.skip", {"skip": f"skip{len(outer) - 1 - index}", **text}, None)]
+    for path, join, pop, skip in rows:
+        name = path.removeprefix("transformer.").removesuffix(".block")
+        if fine:
+            yield declare(Attentions(model, origin, path, join=join), pop=pop, name=f"{name}.attn")
+            yield declare(FeedForward(model, origin, path), skip=skip, name=f"{name}.ff")
+        elif join:
+            yield declare(SkipBlock(model, origin, join, path), pop=pop, name=name)
+        else:
+            yield declare(Whole(model, origin, path), pop=pop, skip=skip, name=name)
     yield declare(Head(model, origin), name="outputs")
-
-
-def _block(
-    model: UniDiffuserModel,
-    origin: Origin,
-    path: str,
-    *,
-    pop: dict[str, str],
-    fine: bool,
-    skip: str | None = None,
-    join: str = "",
-) -> Iterator[Declared]:
-    name = path.removeprefix("transformer.").removesuffix(".block")
-    if fine:
-        yield declare(Attentions(model, origin, path, join=join), pop=pop, name=f"{name}.attn")
-        yield declare(FeedForward(model, origin, path), skip=skip, name=f"{name}.ff")
-    elif join:
-        yield declare(SkipBlock(model, origin, join, path), pop=pop, name=name)
-    else:
-        yield declare(Whole(model, origin, path), pop=pop, skip=skip, name=name)
 
 
 def _problems(model: UniDiffuserModel, *, data_type: bool, text: bool) -> Iterator[str]:
@@ -210,7 +197,6 @@ class Head(Unit):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     return {
         "latent_image_embeds": shapes.numbers(config.in_channels, *shapes.sides),

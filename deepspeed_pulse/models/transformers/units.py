@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.models.units import Origin, Unit
+from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.units import Origin, Piece, Unit, declare
 
 
 class PatchUnit(Unit):
@@ -97,6 +98,13 @@ def classes_beside(model_class: type[nn.Module], *names: str) -> tuple[type[nn.M
 def numbered(model: Any, path: str) -> list[str]:
     """The paths of the items of a ``ModuleList``."""
     return [f"{path}.{index}" for index in range(len(model.get_submodule(path)))]
+
+
+def halves(attention: Piece, feed_forward: Piece, *, pop: Mapping[str, str]) -> Iterator[Declared]:
+    """A block as two layers: its attention, and its feed-forward with what the attention stashes for it."""
+    modulation = f"{attention.at}.modulation"
+    yield declare(attention, pop=pop, stash=(modulation,), name=f"{attention.at}.attn")
+    yield declare(feed_forward, pop={"modulation": modulation}, name=f"{attention.at}.ff")
 
 
 def size_only(patches: Tensor, patch_size: Sequence[int]) -> Tensor:

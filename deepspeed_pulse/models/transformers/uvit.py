@@ -272,7 +272,6 @@ def to_layers(model: UViTModel, origin: Origin, *, fine: bool) -> Iterator[Decla
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     batch = {"sample": shapes.numbers(config.in_channels, *shapes.sides), "timestep": shapes.integers()}
     if config.num_classes is not None:

@@ -24,6 +24,7 @@ from deepspeed_pulse.models.transformers.units import (
     Remembered,
     Sharing,
     classes_beside,
+    halves,
     numbered,
     size_only,
 )
@@ -60,10 +61,8 @@ def to_layers(
     pop = {"temb": "modulation", "encoder_hidden_states": "text_states", **same("patches")}
     for path in numbered(model, "blocks"):
         if fine:
-            mlp = f"{path}.modulation"
             attentions = Attentions(model, origin, path, "rope").sharing(table)
-            yield declare(attentions, pop=pop, stash=(mlp,), name=f"{path}.attn")
-            yield declare(FeedForward(model, origin, path), pop={"modulation": mlp}, name=f"{path}.ff")
+            yield from halves(attentions, FeedForward(model, origin, path), pop=pop)
         else:
             yield declare(Block(model, origin, path, "rope").sharing(table), pop=pop)
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
@@ -152,7 +151,7 @@ def _modulation(table: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model. 81 frames of 480 x 832."""
+    """81 frames of 480 x 832."""
     config = shapes.config
     batch = {
         "hidden_states": shapes.numbers(config.in_channels, 21, 60, 104),

@@ -52,8 +52,6 @@ def to_layers(
     ``encoder_attention_mask_1`` (1 = keep) and ``timestep_cond`` say that the batch has these optional entries too.
 
     ``granularity="fine"`` and ``upsample_size`` as for ``UNet2DConditionModel``.
-
-    Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     refuse(model, unknown_blocks(model, **BLOCKS))
     masks = {
@@ -79,7 +77,7 @@ class AudioLdm2Walk(Walk):
         paths = [f"attentions.{i}" for i in range(len(getattr(block, "attentions", ())))]
         yield from paths[index * per_resnet :][:per_resnet]
 
-    def transformer(self, path: str) -> Layers:
+    def given(self, path: str) -> dict[str, str]:
         block_path, _, index = path.rpartition(".attentions.")
         widths = self.model.get_submodule(block_path).cross_attention_dim
         which = int(index) % len(widths)
@@ -90,11 +88,10 @@ class AudioLdm2Walk(Walk):
             mask = f"encoder_attention_mask{'_1' if second else ''}"
             if mask in self.masks:
                 given["encoder_attention_mask"] = mask
-        return self.transformer_reading(path, given)
+        return given
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     widths = config.cross_attention_dim if isinstance(config.cross_attention_dim, int) else None
     texts = [widths] if widths else [width for width in config.cross_attention_dim[0] if width is not None]

@@ -131,13 +131,13 @@ class ControlledWalk(Walk):
                 f"the ControlNet's encoder stores {len(control_rows)} skips, the U-Net's {len(own)}; they must be of "
                 "one shape (ControlNetModel.from_unet makes such a one)"
             )
+        layers: Layers = []
         for row, control_row in zip(own, control_rows, strict=True):
-            self.declared += [*_on_lane(0, row), *_on_lane(1, control_row)]
-        self._deepest = self.last_skip
-        self.declared += [*_on_lane(1, control_middle), self._controlled(self._deepest), *_on_lane(0, self.middle())]
+            layers += [*_on_lane(0, row), *_on_lane(1, control_row)]
+        self._deepest = self.waiting[-1]
+        layers += [*_on_lane(1, control_middle), self._controlled(self._deepest), *_on_lane(0, self.middle())]
         middle = self._residual(ControlledMiddle, "controlnet_mid_block")
-        self.declared += [declare(middle, name=f"{PREFIX}controlnet_mid_block"), *self.decoder(), *self.head()]
-        return self.declared
+        return [*layers, declare(middle, name=f"{PREFIX}controlnet_mid_block"), *self.decoder(), *self.head()]
 
     def skip_resnet(self, path: str, skip: str) -> Layers:
         controlled = [] if skip == self._deepest else [self._controlled(skip)]

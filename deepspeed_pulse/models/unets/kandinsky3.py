@@ -41,8 +41,6 @@ def to_layers(model: Any, origin: Origin, *, fine: bool) -> Layers:
     travels, with its gradient.
 
     ``granularity="fine"`` cuts attention blocks into attention and MLP.
-
-    Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     return Kandinsky3Walk(model, origin, fine=fine).layers()
 
@@ -137,7 +135,7 @@ class Kandinsky3Walk(Walk):
             path = f"up_blocks.{index}"
             first, *rest = self._resnets(path, block)
             if index:
-                [first] = self.one(f"{path}.resnets_in.0", self.next_skip(), "temb", kind=KandinskySkipResnet)
+                [first] = self.one(f"{path}.resnets_in.0", self.waiting.pop(), "temb", kind=KandinskySkipResnet)
             yield from (first, *rest, *self._self_attention(path, block))
 
     def _down(self, index: int) -> Layers:
@@ -158,7 +156,7 @@ class Kandinsky3Walk(Walk):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model. The config has no size; the model was made for 1024 x 1024."""
+    """The config has no size; the model was made for 1024 x 1024."""
     return {
         "sample": shapes.numbers(shapes.config.in_channels, 128, 128),
         "timestep": shapes.integers(),

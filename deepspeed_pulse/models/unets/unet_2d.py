@@ -66,8 +66,6 @@ def to_layers(
     ``controlnet`` is a ``ControlNetModel`` to train together with the U-Net, or while the U-Net is frozen; its layers
     stand between the U-Net's (see :mod:`.controlnet`), read ``controlnet_cond`` and scale what they add by
     ``conditioning_scale``.
-
-    Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     entries = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
     asked = {**entries, "timestep_cond": timestep_cond, "upsample_size": upsample_size}
@@ -96,7 +94,6 @@ def problems(model: Any, asked: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     batch: dict[str, Any] = {"sample": shapes.numbers(config.in_channels, *shapes.sides), "timestep": shapes.integers()}
     embeds_classes = shapes.model.class_embedding is not None

@@ -56,7 +56,6 @@ class Unet3dWalk(VideoWalk):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     return {
         "sample": shapes.numbers(config.in_channels, FRAMES, *shapes.sides),

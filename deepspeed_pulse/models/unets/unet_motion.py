@@ -54,6 +54,5 @@ class UnetMotionWalk(VideoWalk):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     text = shapes.numbers(CLIP_TOKENS, shapes.config.cross_attention_dim, rows=unet_3d.FRAMES)
     return {**unet_3d.example(shapes), "encoder_hidden_states": text, **text_and_sizes(shapes)}

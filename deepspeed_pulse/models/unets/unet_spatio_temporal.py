@@ -148,7 +148,6 @@ class SpatioTemporalWalk(VideoWalk):
 
 
 def example(shapes: Shapes) -> dict[str, Any]:
-    """What training scripts hand the model."""
     config = shapes.config
     added = config.projection_class_embeddings_input_dim // config.addition_time_embed_dim
     return {

@@ -51,6 +51,7 @@ class Stem(Part):
         "encoder_hid_proj",
     )
     PARTS = ("time_proj", "time_embedding", *OPTIONAL, "conv_in")
+    MORE: tuple[str, ...] = ()
 
     def __init__(self, model: Any, origin: Origin, *, timestep_cond: bool = False) -> None:
         super().__init__(model, origin)
@@ -61,7 +62,7 @@ class Stem(Part):
         self.addition = getattr(config, "addition_embed_type", None)
         self.projects_text = "encoder_hid_proj" in self.paths
         self.pops = tuple(name for name, wanted in self.entries(timestep_cond=timestep_cond).items() if wanted)
-        self.stashes = ("temb", "text_states") if self.projects_text else ("temb",)
+        self.stashes = ("temb", *(("text_states",) if self.projects_text else ()), *self.MORE)
 
     def entries(self, *, timestep_cond: bool) -> dict[str, bool]:
         """Every batch entry that stems of this kind know, and whether this model has it."""
@@ -82,7 +83,7 @@ class Stem(Part):
         return self.leave(self.enter(sample, entries), temb, *self.more(sample, entries))
 
     def more(self, sample: Tensor, entries: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """What is stashed besides ``temb``."""
+        """What is stashed besides ``temb``: text, and ``MORE`` of this kind of stem."""
         return (self.encoder_hid_proj(entries["encoder_hidden_states"]),) if self.projects_text else ()
 
     def enter(self, sample: Tensor, entries: dict[str, Tensor]) -> Tensor:

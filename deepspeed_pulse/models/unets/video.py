@@ -8,7 +8,6 @@ stashes: ``frames``, ``(batch, frames)`` of False, which is also the indicator o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from diffusers.models.resnet import TemporalConvLayer
@@ -19,17 +18,14 @@ from torch import Tensor, nn
 from deepspeed_pulse.models.unets.tokens import Attention, Cut
 from deepspeed_pulse.models.unets.units import CrossAttention, Head, Part, Stem
 from deepspeed_pulse.models.unets.walk import Layers, Walk
-from deepspeed_pulse.models.units import Origin, Piece
+from deepspeed_pulse.models.units import Piece
 
 
 class FrameStem(Stem):
     """Samples are ``(batch, channels, frames, height, width)``; ``temb`` is repeated for each frame."""
 
     frame_dimension = 2
-
-    def __init__(self, model: Any, origin: Origin, *, timestep_cond: bool = False) -> None:
-        super().__init__(model, origin, timestep_cond=timestep_cond)
-        self.stashes = (*self.stashes, "frames")
+    MORE = ("frames",)
 
     def embed(self, sample: Tensor, entries: dict[str, Tensor]) -> Tensor:
         return super().embed(sample, entries).repeat_interleave(sample.shape[self.frame_dimension], dim=0)

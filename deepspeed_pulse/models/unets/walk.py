@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from diffusers import UNet2DModel
@@ -70,22 +71,16 @@ class Walk:
         self.timestep_cond, self.masks = timestep_cond, masks
         projects_text = getattr(model, "encoder_hid_proj", None) is not None
         self.text = "text_states" if projects_text else "encoder_hidden_states"
-        self.declared: Layers = []
         if upsample_size is None:
             upsample_size = not isinstance(model, UNet2DModel) and _size_is_odd(model)
         self._sized = self._sized_skips() if upsample_size else {}
         self._takes_any_size = not upsample_size and not isinstance(model, UNet2DModel)
-        self._waiting: list[str] = []  # skips stashed and not popped yet
-        self._num_skips = 0
+        self.waiting: list[str] = []  # skips stashed and not popped yet
 
     def layers(self) -> Layers:
         """Every layer, in forward order."""
-        for row in self.encoder():
-            self.declared += self.pushed(row)
-        self.declared += self.middle()
-        self.declared += self.decoder()
-        self.declared += self.head()
-        return self.declared
+        rows = [self.pushed(row) for row in self.encoder()]
+        return [*chain(*rows), *self.middle(), *self.decoder(), *self.head()]
 
     # -- what a family may override ------------------------------------------------------------------
 
@@ -111,14 +106,15 @@ class Walk:
         return self.one(path, skip, "temb", kind=SkipResnet)
 
     def transformer(self, path: str) -> Layers:
-        """A transformer that reads the text, and the masks that the batch has."""
-        return self.transformer_reading(path, {"encoder_hidden_states": self.text, **same(*self.masks)})
-
-    def transformer_reading(self, path: str, given: dict[str, str]) -> Layers:
-        """A ``Transformer2DModel``; ``given`` is the named value for each of its arguments."""
+        """A ``Transformer2DModel``."""
+        given = self.given(path)
         if self.fine:
             return list(self.cut.transformer(self.model, self.origin, path, given))
         return [declare(self.transformer_kind(self.model, self.origin, path), pop=given)]
+
+    def given(self, path: str) -> dict[str, str]:
+        """The named value for each argument of a transformer: the text, and the masks that the batch has."""
+        return {"encoder_hidden_states": self.text, **same(*self.masks)}
 
     def row_after(self, block: nn.Module, index: int) -> Iterator[str]:
         """Paths within a block of what follows its resnet ``index``."""
@@ -148,7 +144,10 @@ class Walk:
         for number, block in enumerate(self.model.up_blocks):
             path = f"up_blocks.{number}"
             for index in range(len(block.resnets)):
-                yield from self._advised(self.skip_resnet(f"{path}.resnets.{index}", self.next_skip()))
+                for declared in self.skip_resnet(f"{path}.resnets.{index}", self.waiting.pop()):
+                    if isinstance(declared.layer, SkipResnet) and not self._takes_any_size:
+                        declared.layer.remedy = NO_REMEDY
+                    yield declared
                 yield from self._after(path, block, index)
             size = (f"size{self._sized[number]}",) if number in self._sized else ()
             for index, sampler in enumerate(block.upsamplers or ()):
@@ -159,21 +158,11 @@ class Walk:
         """A row whose last layer, a :class:`Part`, now stashes the next skip."""
         *before, last = row
         assert isinstance(last.layer, Part)
-        number = self._num_skips
+        number = len(self.waiting)
         last.layer.skip, last.layer.size = True, number in self._sized.values()
         skip = (f"skip{number}", f"size{number}") if last.layer.size else (f"skip{number}",)
-        self._waiting.append(f"skip{number}")
-        self._num_skips += 1
+        self.waiting.append(f"skip{number}")
         return [*before, replace(last, stash=(*skip, *last.stash))]
-
-    @property
-    def last_skip(self) -> str:
-        """The last skip that still waits."""
-        return self._waiting[-1]
-
-    def next_skip(self) -> str:
-        """The same, popped."""
-        return self._waiting.pop()
 
     def part(self, path: str) -> Layers:
         """The layers of one resnet, attention or resampler, by its class."""
@@ -192,13 +181,6 @@ class Walk:
 
     def _after(self, path: str, block: nn.Module, index: int) -> Layers:
         return [layer for name in self.row_after(block, index) for layer in self.part(f"{path}.{name}")]
-
-    def _advised(self, layers: Layers) -> Layers:
-        """Resnets that say what to do about a size that does not fit, once ``upsample_size`` is no remedy."""
-        for declared in layers:
-            if isinstance(declared.layer, SkipResnet) and not self._takes_any_size:
-                declared.layer.remedy = NO_REMEDY
-        return layers
 
     def _sized_skips(self) -> dict[int, int]:
         """Up block -> the skip popped after it, whose height and width its upsampler has to produce."""

@@ -6,16 +6,15 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.models.units import Origin, origin_of
+from deepspeed_pulse.models.units import origin_of
 from deepspeed_pulse.models.weights.folder import CONFIG
-from deepspeed_pulse.models.weights.shards import Files, own_states, write_sharded
+from deepspeed_pulse.models.weights.shards import Files, own_tensors, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -59,15 +58,16 @@ def save_pretrained(
         FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
     origin = origin_of(engine.module.layer_list, "save_pretrained()", model_class)
-    files = Files(variant=variant, max_shard_size=max_shard_size)
 
-    def write(
-        to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: torch.dtype | None, config: str
-    ) -> Path:
-        tensors = engine.module.ranks.together(lambda: _tensors(engine, origin, averaged), "save_pretrained()")
-        cast = {k: origin.dtype_of(k, dtype) for k, t in tensors.items() if dtype and t.is_floating_point()}
-        keys = tuple(origin.base_keys.values())
-        return write_sharded(engine, to, tensors, replace(files, texts={CONFIG: config}), keys=keys, dtypes=cast)
+    def tensors(averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = own_tensors(engine, origin, averaged)
+        return {origin.base_keys[key]: tensor for key, tensor in own.items() if key in origin.base_keys}
+
+    def write(to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: Any, config: str) -> Path:
+        mine = engine.module.ranks.together(lambda: tensors(averaged), "save_pretrained()")
+        cast = {key: origin.dtype_of(key, dtype) for key, t in mine.items() if dtype and t.is_floating_point()}
+        files = Files(variant=variant, max_shard_size=max_shard_size, texts={CONFIG: config})
+        return write_sharded(engine, to, mine, files, keys=tuple(origin.base_keys.values()), dtypes=cast)
 
     if origin.peft_config and engine.global_rank == 0:
         logger.warning(
@@ -81,13 +81,3 @@ def save_pretrained(
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         write(f"{os.fspath(folder)}_ema", ema.averages(), dtype or torch.float32, text)
     return write(folder, {}, dtype, origin.config_json)
-
-
-def _tensors(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's tensors under their names in the folder."""
-    return {
-        origin.base_keys[key]: tensor
-        for _, state in own_states(engine, origin, averaged)
-        for key, tensor in state.items()
-        if key in origin.base_keys
-    }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.models.families import construct
 from deepspeed_pulse.models.units import Origin, origin_of
-from deepspeed_pulse.models.weights.shards import gather, own_states
+from deepspeed_pulse.models.weights.shards import gather, own_tensors
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -51,12 +51,10 @@ def gather_model(
         )
     floats = {
         key: weight.dtype if dtype is None else origin.dtype_of(key, dtype)
-        for _, state in own_states(engine, origin, {})
-        for key, weight in state.items()
+        for key, weight in own_tensors(engine, origin, {}).items()
         if weight.is_floating_point()
     }
-    averages = {} if ema is None else ema.averages()
-    tensors = {key: t for _, state in own_states(engine, origin, averages) for key, t in state.items()}
+    tensors = own_tensors(engine, origin, {} if ema is None else ema.averages())
     found = gather(engine, tensors, keys=origin.state_keys, dtypes=floats)
     made: list[Any] = []
     engine.module.ranks.decide_on_first(lambda: made.append(_model(origin, found)), WHAT)
@@ -83,9 +81,8 @@ def _add_adapter(model: Any, name: str, config: Any) -> None:
     bare = copy.copy(config)
     if hasattr(bare, "init_lora_weights"):
         bare.init_lora_weights = False
-    add = getattr(model, "add_adapter", None)
-    if add is None:
-        inject_adapter_in_model(bare, model, name)
+    if hasattr(model, "add_adapter"):
+        model.add_adapter(bare, name)
     else:
-        add(bare, name)
+        inject_adapter_in_model(bare, model, name)
     model.peft_config[name] = config

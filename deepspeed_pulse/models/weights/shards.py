@@ -139,6 +139,11 @@ def own_states(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> I
             yield layer, {key: averaged.get(f"{index}.{key}", tensor) for key, tensor in state.items()}
 
 
+def own_tensors(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All of them, under their names in the model."""
+    return {key: tensor for _, state in own_states(engine, origin, averaged) for key, tensor in state.items()}
+
+
 def gather(
     engine: Any, tensors: Mapping[str, Tensor], *, keys: Sequence[str], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
