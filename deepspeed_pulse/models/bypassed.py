@@ -1,4 +1,4 @@
-"""What of a model no layer calls: modules that a layer list takes apart, and what users have changed of them.
+"""What of a model no layer calls: modules that a layer list takes apart, and what users have set or changed of them.
 
 A list computes in its own code what such modules compute in their ``forward`` and in the methods that it calls. That
 is right only as long as these are the family's own: an override would silently not run, and neither would a hook.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from types import FunctionType
@@ -64,6 +65,28 @@ def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type
     refuse(model, told(found))
 
 
+def check_switches(model: nn.Module) -> None:
+    """Refuse what is for sampling only, and say so when a switch has no effect on layers.
+
+    Raises :class:`GraphError` naming every such switch; warns of gradient checkpointing and
+    of compiling the whole model.
+    """
+    refuse(model, _for_sampling(model))
+    if getattr(model, "is_gradient_checkpointing", False):
+        warnings.warn(
+            f"{type(model).__name__}.enable_gradient_checkpointing() works on whole blocks, which a layer list takes "
+            "apart: most of it is bypassed. Call model.disable_gradient_checkpointing() and let the pipeline recompute "
+            "layers instead (activation_checkpoint_interval, or the plan)",
+            stacklevel=3,
+        )
+    if model._compiled_call_impl is not None:
+        warnings.warn(
+            f"{type(model).__name__}.compile() is bypassed: layers call the model's parts; compile those instead, for "
+            "example its blocks",
+            stacklevel=3,
+        )
+
+
 def changed_methods(module: nn.Module, kind: type, start: str) -> Iterator[str]:
     """Lines about what the user has changed of ``start``, a method of ``kind``, and of what it reads of the module."""
     for name in sorted(methods_of(kind, start)):
@@ -88,6 +111,30 @@ def methods_of(kind: type[nn.Module], start: str = "forward") -> frozenset[str]:
                 found |= new
                 waiting += new
     return frozenset(found)
+
+
+def _for_sampling(model: Any) -> Iterator[str]:
+    """One line per kind of switch, with the first module that has it on."""
+    found: dict[str, list[str]] = {
+        "runs in chunks; call model.disable_forward_chunking() (it is for sampling)": [],
+        "runs in slices; call model.set_default_attn_processor() (slicing is for sampling)": [],
+        "has fused projections; call model.unfuse_qkv_projections() (they are for sampling)": [],
+    }
+    chunks, slices, fused = found.values()
+    for path, module in model.named_modules():
+        processor = type(getattr(module, "processor", None)).__name__
+        if getattr(module, "_chunk_size", None) is not None:
+            chunks.append(path)
+        if processor.startswith("Sliced"):
+            slices.append(path)
+        # Attention without unfuse_projections keeps its flag when only the processors are put back.
+        if processor.startswith("Fused") or (
+            getattr(module, "fused_projections", False) and hasattr(module, "unfuse_projections")
+        ):
+            fused.append(path)
+    if getattr(model, "is_cache_enabled", False):
+        yield "a cache of block outputs is on; call model.disable_cache() (it is for sampling)"
+    yield from told(found)
 
 
 def _problems(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> Iterator[str]:

@@ -11,11 +11,9 @@ from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError, did_you_mean
-from deepspeed_pulse.models.adapters import without_wrapper
-from deepspeed_pulse.models.bypassed import check_bypassed
+from deepspeed_pulse.models.bypassed import check_bypassed, check_switches
 from deepspeed_pulse.models.entries import NOT_ENTRIES, set_entry_rules
-from deepspeed_pulse.models.switches import check_switches
-from deepspeed_pulse.models.units import Origin, check_cover
+from deepspeed_pulse.models.units import Origin, check_cover, without_wrapper
 
 Granularity = Literal["block", "fine"]
 

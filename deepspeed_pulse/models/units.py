@@ -7,6 +7,7 @@ units together are the state dict of the model, which is what :mod:`.weights.exp
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import ConfigError, GraphError
-from deepspeed_pulse.models.adapters import base_keys, peft_configs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +200,59 @@ def foreign(model: nn.Module, paths: Iterable[str], kinds: tuple[type[nn.Module]
             yield f"{path} is a {type(module).__name__}, supported: {', '.join(kind.__name__ for kind in kinds)}"
 
 
+def classes_beside(model_class: type[nn.Module], *names: str) -> tuple[type[nn.Module], ...]:
+    """Classes by the names they have where a model is written; those that this diffusers has."""
+    home = sys.modules[model_class.__module__]
+    return tuple(getattr(home, name) for name in names if hasattr(home, name))
+
+
+def numbered(model: Any, path: str) -> list[str]:
+    """The paths of the items of a ``ModuleList``."""
+    return [f"{path}.{index}" for index in range(len(model.get_submodule(path)))]
+
+
 def told(found: Mapping[str, list[str]]) -> Iterator[str]:
     """A line for each problem, with the first of the modules that have it, by path."""
     for what, paths in found.items():
         if paths:
             yield f"{paths[0]} {what}" + (f"; so {len(paths)} modules" if len(paths) > 1 else "")
+
+
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """The model inside peft's ``PeftModel``, adapters included; any other model is returned as it is."""
+    peft = sys.modules.get("peft")
+    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+
+
+def peft_configs(model: nn.Module) -> Mapping[str, Any]:
+    """Adapter name to the config it was made from; empty for a model without adapters."""
+    return dict(getattr(model, "peft_config", None) or {})
+
+
+def base_keys(model: nn.Module) -> dict[str, str]:
+    """Key in the state dict to the key it has without adapters; the adapters' own entries are left out.
+
+    peft wraps a module that it changes: ``to_q.weight`` becomes ``to_q.base_layer.weight``.
+    """
+    if not peft_configs(model):
+        return {key: key for key in model.state_dict()}
+    return {key: base for key in model.state_dict() if (base := _base_key(model, key)) is not None}
+
+
+def _base_key(model: nn.Module, key: str) -> str | None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kept: list[str] = []
+    module: Any = model
+    for part in key.split("."):
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            if part != ("base_layer" if isinstance(module, BaseTunerLayer) else "original_module"):
+                return None
+        else:
+            kept.append(part)
+        module = getattr(module, part, None)
+    return ".".join(kept)
 
 
 def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:

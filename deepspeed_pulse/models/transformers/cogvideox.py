@@ -20,8 +20,8 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import JointBlock, Streams
-from deepspeed_pulse.models.transformers.units import PatchUnit, classes_beside, numbered
-from deepspeed_pulse.models.units import Origin, Piece, declare, foreign, refuse, same
+from deepspeed_pulse.models.transformers.units import PatchUnit
+from deepspeed_pulse.models.units import Origin, Piece, classes_beside, declare, foreign, numbered, refuse, same
 
 ROTARY = "image_rotary_emb"
 BLOCKS = classes_beside(CogVideoXTransformer3DModel, "CogVideoXBlock")

@@ -20,8 +20,8 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward
-from deepspeed_pulse.models.transformers.units import Remembered, Sharing, classes_beside, halves, numbered
-from deepspeed_pulse.models.units import Origin, Unit, declare, foreign, refuse, same
+from deepspeed_pulse.models.transformers.units import Remembered, Sharing, halves
+from deepspeed_pulse.models.units import Origin, Unit, classes_beside, declare, foreign, numbered, refuse, same
 
 BLOCKS = classes_beside(FluxTransformer2DModel, "FluxTransformerBlock")
 SINGLE_BLOCKS = classes_beside(FluxTransformer2DModel, "FluxSingleTransformerBlock")

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, numbered
-from deepspeed_pulse.models.units import Origin, Piece, Whole, declare, foreign, refuse, same
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit
+from deepspeed_pulse.models.units import Origin, Piece, Whole, classes_beside, declare, foreign, numbered, refuse, same
 
 BLOCKS = classes_beside(HunyuanDiT2DModel, "HunyuanDiTBlock")
 TAKES_APART = (HunyuanDiT2DModel, *BLOCKS)

@@ -20,17 +20,8 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward
-from deepspeed_pulse.models.transformers.units import (
-    PatchHead,
-    PatchUnit,
-    Remembered,
-    Sharing,
-    classes_beside,
-    halves,
-    numbered,
-    size_only,
-)
-from deepspeed_pulse.models.units import Origin, declare, foreign, refuse, same
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, Remembered, Sharing, halves, size_only
+from deepspeed_pulse.models.units import Origin, classes_beside, declare, foreign, numbered, refuse, same
 
 BLOCKS = {
     path: classes_beside(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, halves, numbered
-from deepspeed_pulse.models.units import Origin, Piece, Unit, declare, foreign, refuse, same
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, halves
+from deepspeed_pulse.models.units import Origin, Piece, Unit, classes_beside, declare, foreign, numbered, refuse, same
 
 BLOCKS = classes_beside(PixArtTransformer2DModel, "BasicTransformerBlock")
 TAKES_APART = (PixArtTransformer2DModel, *BLOCKS)

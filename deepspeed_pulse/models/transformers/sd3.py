@@ -18,8 +18,8 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.joint_blocks import JointAttention, JointBlock, JointFeedForward
-from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, classes_beside, halves, numbered
-from deepspeed_pulse.models.units import Origin, declare, foreign, refuse, same
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, halves
+from deepspeed_pulse.models.units import Origin, classes_beside, declare, foreign, numbered, refuse, same
 
 BLOCKS = classes_beside(SD3Transformer2DModel, "JointTransformerBlock")
 TAKES_APART = (SD3Transformer2DModel, *BLOCKS)

@@ -26,8 +26,19 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import classes_beside, numbered, unpatchify
-from deepspeed_pulse.models.units import Origin, Piece, Unit, Whole, declare, foreign, refuse, same
+from deepspeed_pulse.models.transformers.units import unpatchify
+from deepspeed_pulse.models.units import (
+    Origin,
+    Piece,
+    Unit,
+    Whole,
+    classes_beside,
+    declare,
+    foreign,
+    numbered,
+    refuse,
+    same,
+)
 
 BLOCKS = classes_beside(UniDiffuserModel, "UniDiffuserBlock", "UTransformerBlock")
 TAKES_APART = (UniDiffuserModel, *classes_beside(UniDiffuserModel, "UTransformer2DModel"), *BLOCKS)

@@ -8,12 +8,11 @@ that it is known without reading memory, on every device. In a wave both layers 
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.units import Origin, Piece, Unit, declare
@@ -87,17 +86,6 @@ class Sharing(Unit):
         """This layer, after it was told what it shares."""
         self.shared = shared
         return self
-
-
-def classes_beside(model_class: type[nn.Module], *names: str) -> tuple[type[nn.Module], ...]:
-    """Classes by the names they have where a model is written; those that this diffusers has."""
-    home = sys.modules[model_class.__module__]
-    return tuple(getattr(home, name) for name in names if hasattr(home, name))
-
-
-def numbered(model: Any, path: str) -> list[str]:
-    """The paths of the items of a ``ModuleList``."""
-    return [f"{path}.{index}" for index in range(len(model.get_submodule(path)))]
 
 
 def halves(attention: Piece, feed_forward: Piece, *, pop: Mapping[str, str]) -> Iterator[Declared]:

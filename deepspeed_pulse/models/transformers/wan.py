@@ -18,17 +18,8 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.transformers.units import (
-    PatchHead,
-    PatchUnit,
-    Remembered,
-    Sharing,
-    classes_beside,
-    halves,
-    numbered,
-    size_only,
-)
-from deepspeed_pulse.models.units import Origin, Piece, Whole, declare, foreign, refuse, same
+from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, Remembered, Sharing, halves, size_only
+from deepspeed_pulse.models.units import Origin, Piece, Whole, classes_beside, declare, foreign, numbered, refuse, same
 
 BLOCKS = classes_beside(WanTransformer3DModel, "WanTransformerBlock")
 TAKES_APART = (WanTransformer3DModel, *BLOCKS)

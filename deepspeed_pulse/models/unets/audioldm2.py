@@ -16,10 +16,9 @@ from diffusers.pipelines.audioldm2 import modeling_audioldm2 as blocks
 from torch import nn
 
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.unets.problems import unknown_blocks
 from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
 from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS, classes
-from deepspeed_pulse.models.unets.walk import Layers, Walk
+from deepspeed_pulse.models.unets.walk import Layers, Walk, unknown_blocks
 from deepspeed_pulse.models.units import Origin, refuse, same
 
 BLOCKS = {

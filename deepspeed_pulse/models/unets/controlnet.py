@@ -30,15 +30,12 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.models.adapters import without_wrapper
-from deepspeed_pulse.models.bypassed import check_bypassed
+from deepspeed_pulse.models.bypassed import check_bypassed, check_switches
 from deepspeed_pulse.models.entries import set_entry_rules
-from deepspeed_pulse.models.switches import check_switches
-from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unets.unet_2d import BLOCKS, CONFIG, IN_BLOCKS, SAMPLERS
 from deepspeed_pulse.models.unets.units import Stem
-from deepspeed_pulse.models.unets.walk import Layers, Walk
-from deepspeed_pulse.models.units import Origin, Unit, check_cover, declare, refuse, same
+from deepspeed_pulse.models.unets.walk import Layers, Walk, unknown_blocks, unknown_values
+from deepspeed_pulse.models.units import Origin, Unit, check_cover, declare, refuse, same, without_wrapper
 
 PREFIX = "controlnet."
 

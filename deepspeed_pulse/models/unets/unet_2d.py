@@ -14,9 +14,8 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor
 
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
-from deepspeed_pulse.models.unets.walk import Layers, Walk
+from deepspeed_pulse.models.unets.walk import Layers, Walk, unknown_blocks, unknown_values
 from deepspeed_pulse.models.units import Origin, refuse
 
 BLOCKS = {

@@ -11,11 +11,10 @@ from diffusers.models.transformers.transformer_temporal import TransformerTempor
 from diffusers.models.unets import unet_3d_blocks as blocks
 
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.unets.problems import unknown_blocks
 from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
 from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS
 from deepspeed_pulse.models.unets.video import VideoWalk
-from deepspeed_pulse.models.unets.walk import Layers
+from deepspeed_pulse.models.unets.walk import Layers, unknown_blocks
 from deepspeed_pulse.models.units import Origin, refuse
 
 BLOCKS = {

@@ -11,11 +11,10 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2DCrossAttn
 
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets import unet_3d
-from deepspeed_pulse.models.unets.problems import unknown_blocks, unknown_values
 from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
 from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS, text_and_sizes
 from deepspeed_pulse.models.unets.video import VideoWalk
-from deepspeed_pulse.models.unets.walk import Layers
+from deepspeed_pulse.models.unets.walk import Layers, unknown_blocks, unknown_values
 from deepspeed_pulse.models.units import Origin, refuse
 
 BLOCKS = {

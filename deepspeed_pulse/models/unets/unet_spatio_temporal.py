@@ -19,11 +19,10 @@ from diffusers.models.unets import unet_3d_blocks as blocks
 from torch import Tensor, nn
 
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.unets.problems import unknown_blocks
 from deepspeed_pulse.models.unets.tokens import Entry, Exit
 from deepspeed_pulse.models.unets.units import Part, SkipResnet
 from deepspeed_pulse.models.unets.video import WITHIN_FRAMES, FrameHead, FrameStem, VideoWalk, per_frame
-from deepspeed_pulse.models.unets.walk import Layers
+from deepspeed_pulse.models.unets.walk import Layers, unknown_blocks
 from deepspeed_pulse.models.units import Origin, Unit, declare, refuse, same
 
 BLOCKS = {

@@ -110,8 +110,7 @@ class EMA:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. It may hold other layers too: the joined states of all ranks fit any plan.
 
-        Raises:
-            ConfigError: averages of this rank's layers are missing or of another shape. Nothing was changed.
+        Raises :class:`ConfigError` when averages of this rank's layers lack or have another shape; nothing was changed.
         """
         self._check(state)
         found, mine = state[SHADOW], self.averages()
@@ -122,9 +121,7 @@ class EMA:
         """Write the state, one file a layer, for example into a checkpoint's folder; collective, every rank calls it.
 
         The schedule is written last and removed first, so a folder that loads is whole.
-
-        Raises:
-            FileError: some rank cannot write; on every rank.
+        Raises :class:`FileError` on every rank when some rank cannot write.
         """
         ranks, schedule, first = self._engine.module.ranks, Path(folder) / SCHEDULE, self._engine.global_rank == 0
         what = f"saving averages in {folder}"
@@ -138,9 +135,7 @@ class EMA:
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from what :meth:`save` wrote, under this plan or another; collective, every rank calls it.
 
-        Raises:
-            FileError: a file is missing or damaged; on every rank.
-            ConfigError: the files belong to another model; on every rank.
+        Raises what :meth:`read` does, on every rank.
         """
         ranks = self._engine.module.ranks
         self.load_state_dict(ranks.together(lambda: self.read(folder), f"loading averages from {folder}"))

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,7 @@ def varied(name: str, variant: str | None) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of ``config.json``.
-
-    Raises:
-        FileError: there is no such folder or file, or it holds no config.
-    """
+    """The content of ``config.json``; a :class:`FileError` when there is no such folder or file, or no config in it."""
     path = folder / CONFIG
     if not folder.is_dir():
         raise FileError(
@@ -74,32 +70,27 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """Where each tensor of a model lies; ``sharded`` says whether by an index."""
+    """Where each tensor of a model lies."""
 
     folder: Path
     places: Mapping[str, TensorEntry]
-    sharded: bool
 
     @classmethod
-    def find(cls, folder: Path, variant: str | None = None) -> WeightFiles:
+    def find(cls, folder: Path, variant: str | None, rename: Callable[[dict[str, TensorEntry]], Any]) -> WeightFiles:
         """Read the headers of the weights in a folder; an index goes before a single file, as in diffusers.
 
-        Raises:
-            FileError: no safetensors weights, an index that does not fit its shards, or a damaged file.
+        ``rename`` gives places of a single file other keys, in place: in diffusers renamed weights are older than
+        shards. Raises :class:`FileError`: no safetensors weights, an index that does not fit its shards, or damage.
         """
         for index in (varied(f"{WEIGHTS}.index.json", variant), f"{WEIGHTS}.{variant}.index.json"):
             if (folder / index).is_file():
-                return cls(folder=folder, places=_sharded(folder, index), sharded=True)
+                return cls(folder=folder, places=_sharded(folder, index))
         single = varied(WEIGHTS, variant)
         if not (folder / single).is_file():
             raise FileError(_nothing_found(folder, single))
-        return cls(folder=folder, places=_header(folder / single), sharded=False)
-
-    def renamed(self, rename: Callable[[dict[str, TensorEntry]], Any]) -> WeightFiles:
-        """The same files after ``rename`` gave some of the places other keys, in place."""
-        places = dict(self.places)
+        places = _header(folder / single)
         rename(places)
-        return replace(self, places=places)
+        return cls(folder=folder, places=places)
 
     def check(self, expected: Mapping[str, Tensor], *, ignored: Iterable[str] = (), what: str) -> None:
         """Compare keys and shapes with those of a model.
@@ -114,18 +105,13 @@ class WeightFiles:
         """
         patterns = [re.compile(pattern) for pattern in ignored]
         extra = [key for key in self.places if key not in expected and not any(p.search(key) for p in patterns)]
-        shapes = [
-            f"{key} is {list(self.places[key].shape)}, expected {list(tensor.shape)}"
-            for key, tensor in expected.items()
-            if key in self.places and self.places[key].shape != tuple(tensor.shape)
-        ]
+        shared = [(key, self.places[key].shape, tensor.shape) for key, tensor in expected.items() if key in self.places]
         problems = {
             "missing from the weights": [key for key in expected if key not in self.places],
             "in the weights but not in the model": extra,
-            "of another shape": shapes,
+            "of another shape": [f"{key} is {list(a)}, expected {list(b)}" for key, a, b in shared if a != tuple(b)],
         }
-        found = [f"{len(names)} {kind}: {_few(names)}" for kind, names in problems.items() if names]
-        if found:
+        if found := [f"{len(names)} {kind}: {_few(names)}" for kind, names in problems.items() if names]:
             raise FileError(
                 f"{self.folder}: expected the {len(expected)} tensors of the {what} that {CONFIG} describes, found "
                 "others:\n  " + "\n  ".join(found)
@@ -145,8 +131,7 @@ class WeightFiles:
 def _sharded(folder: Path, index: str) -> dict[str, TensorEntry]:
     files = _weight_map(folder / index)
     shards = sorted(set(files.values()))
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in shards if not (folder / name).is_file()]:
         raise FileError(f"{folder / index}: names {len(missing)} files that are not there: {_few(missing)}")
     found = {name: _header(folder / name) for name in shards}
     problems = [f"{key} is not in {name}" for key, name in files.items() if key not in found[name]]

@@ -104,9 +104,7 @@ def from_pretrained(
         cast=lambda model: None if dtype is None else _cast_saved(model, dtype),
     )
     skeleton.model.register_to_config(_name_or_path=str(path))
-    files = WeightFiles.find(path, variant)
-    if not files.sharded:  # as in diffusers: renamed weights are older than shards
-        files = files.renamed(skeleton.model._fix_state_dict_keys_on_load)
+    files = WeightFiles.find(path, variant, skeleton.model._fix_state_dict_keys_on_load)
     files.check(skeleton.entries, ignored=kind._keys_to_ignore_on_load_unexpected or (), what=kind.__name__)
     return _lazy_layers(skeleton, files.read, prepare, granularity, what_the_batch_has)
 
