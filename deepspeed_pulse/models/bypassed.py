@@ -31,13 +31,8 @@ HOLDING = frozenset(
 )
 """How a model reaches what a container holds."""
 
-HOOKS = {
-    "forward pre-hooks": "_forward_pre_hooks",
-    "forward hooks": "_forward_hooks",
-    "backward pre-hooks": "_backward_pre_hooks",
-    "backward hooks": "_backward_hooks",
-}
-"""In words, where torch keeps them; hooks on the state dict run as ever."""
+HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
+"""Kinds of hooks, as torch names them; hooks on the state dict run as ever."""
 
 OWN = ("torch", "diffusers", "deepspeed_pulse", "contextlib", "functools")
 """Packages whose functions methods of models are made of, decorators included."""
@@ -46,13 +41,9 @@ OWN = ("torch", "diffusers", "deepspeed_pulse", "contextlib", "functools")
 def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type[nn.Module]]) -> None:
     """Refuse hooks and changed methods on modules that no layer calls: the model itself and what lists take apart.
 
-    Args:
-        layers: the list made of ``model``.
-        kinds: the classes that the list was written to take apart, the model's included.
-
-    Raises:
-        GraphError: names each module with what was changed. Classes derived from ``kinds`` pass as long as they
-            override nothing that the list computes in its own code.
+    ``kinds`` are the classes that the list ``layers`` was written to take apart, the model's included. Raises
+    :class:`GraphError` naming each module with what was changed. Classes derived from ``kinds`` pass as long as they
+    override nothing that the list computes in its own code.
     """
     called = {id(module) for layer in layers for module in _modules(layer)}
     found: dict[str, list[str]] = {}
@@ -66,11 +57,7 @@ def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type
 
 
 def check_switches(model: nn.Module) -> None:
-    """Refuse what is for sampling only, and say so when a switch has no effect on layers.
-
-    Raises :class:`GraphError` naming every such switch; warns of gradient checkpointing and
-    of compiling the whole model.
-    """
+    """Raise a :class:`GraphError` naming every switch for sampling; warn of checkpointing and of a compiled model."""
     refuse(model, _for_sampling(model))
     if getattr(model, "is_gradient_checkpointing", False):
         warnings.warn(
@@ -139,7 +126,8 @@ def _for_sampling(model: Any) -> Iterator[str]:
 
 def _problems(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> Iterator[str]:
     """What about one module no layer would see."""
-    if hooks := " and ".join(words for words, where in HOOKS.items() if getattr(module, where)):
+    if hooks := " and ".join(f"{kind} hooks" for kind in HOOKS if getattr(module, f"_{kind}_hooks")):
+        hooks = hooks.replace("_pre ", " pre-")
         yield f"has {hooks}, and no layer calls it: remove them, or put them on what layers are named after"
     kind = next((known for known in type(module).__mro__ if known in kinds), None)
     if kind is None:
@@ -215,7 +203,7 @@ def _is_module(node: ast.expr, first: tuple[str, ...]) -> bool:
 
 
 def _global_hooks() -> Iterator[str]:
-    for place in ("forward_pre", "forward", "backward_pre", "backward"):
+    for place in HOOKS:
         if getattr(torch_module, f"_global_{place}_hooks"):
             yield (
                 f"has a hook of torch's register_module_{place}_hook, which would run for layers in place of modules; "

@@ -101,7 +101,6 @@ class TextStates(nn.Module):
         self.encoder = encoder
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The encoder's first output."""
         return self.encoder(ids)[0]
 
 

@@ -35,20 +35,15 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
 """Arguments that a model takes and does not look at, by class: without a part of it, or ever (""). Conditions that a
 model does look at are popped where its config asks for them."""
 
-_WIDE = NumberType(whole=torch.int64, fraction=torch.float64)
 _LONG = NumberType(whole=torch.int64, fraction=torch.int64)
 _INT = NumberType(whole=torch.int32, fraction=torch.int32)
-_TIME = {"timestep": _WIDE}
+_TIME = {"timestep": NumberType(whole=torch.int64, fraction=torch.float64)}
 
 NUMBERS: Mapping[str, Mapping[str, NumberType]] = {
-    "AudioLDM2UNet2DConditionModel": _TIME,
-    "ControlNetModel": _TIME,
+    **dict.fromkeys(("AudioLDM2UNet2DConditionModel", "ControlNetModel", "UNet2DConditionModel"), _TIME),
+    **dict.fromkeys(("UNet3DConditionModel", "UNetMotionModel", "UNetSpatioTemporalConditionModel"), _TIME),
     "Kandinsky3UNet": {"timestep": NumberType(whole=torch.int32, fraction=torch.float32)},
-    "UNet2DConditionModel": _TIME,
     "UNet2DModel": {"timestep": _LONG},
-    "UNet3DConditionModel": _TIME,
-    "UNetMotionModel": _TIME,
-    "UNetSpatioTemporalConditionModel": _TIME,
     "UViTModel": {"timestep": NumberType(whole=torch.int64, fraction=torch.float32)},
     "UniDiffuserModel": {"timestep_img": _LONG, "timestep_text": _LONG, "data_type": _INT},
 }
@@ -56,11 +51,9 @@ NUMBERS: Mapping[str, Mapping[str, NumberType]] = {
 
 
 def set_entry_rules(model: nn.Module, kind: type[nn.Module], layers: Iterable[Any], take: Callable[..., Any]) -> None:
-    """Tell the units of a model which entries of a batch they go with.
+    """Tell the units of a model's ``layers``, made by ``take``, which entries of a batch they go with.
 
-    Args:
-        kind: the class that the family was written for.
-        layers: the list made of ``model``, by ``take``.
+    ``kind`` is the class that the family was written for.
     """
     layers = list(layers)
     popped = {name for layer in layers for name in layer.pop}
@@ -92,13 +85,10 @@ def _arguments(kind: type[nn.Module]) -> tuple[list[str], list[str]]:
 
 
 def _is_ignored(model: nn.Module, kind: type[nn.Module], name: str) -> bool:
-    part = IGNORED.get(kind.__name__, {}).get(name)
-    if not part:
-        return part == ""
-    at: Any = model
-    for step in part.split("."):
-        at = getattr(at, step, None)
-    return at is None
+    part, at = IGNORED.get(kind.__name__, {}).get(name), model
+    for step in part.split(".") if part else ():
+        at = getattr(at, step, None)  # type: ignore[assignment]
+    return part == "" or at is None
 
 
 def _advice(name: str, options: Mapping[str, Any]) -> str:

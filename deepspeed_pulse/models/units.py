@@ -136,10 +136,8 @@ def declare(
 ) -> Declared:
     """Declare a unit's names.
 
-    Args:
-        pop: keyword of the unit to the name of the value that it is given.
-        skip: the name under which the unit's output is stashed.
-        stash: other names that it stashes.
+    ``pop``: keyword of the unit to the name of the value that it is given. ``skip``: the name under which the unit's
+    output is stashed. ``stash``: other names that it stashes.
     """
     unit.keywords, unit.skip = tuple(pop), skip is not None
     stash = (*((skip,) if skip else ()), *stash)
@@ -230,10 +228,7 @@ def peft_configs(model: nn.Module) -> Mapping[str, Any]:
 
 
 def base_keys(model: nn.Module) -> dict[str, str]:
-    """Key in the state dict to the key it has without adapters; the adapters' own entries are left out.
-
-    peft wraps a module that it changes: ``to_q.weight`` becomes ``to_q.base_layer.weight``.
-    """
+    """Key in the state dict to the key it has without adapters; the adapters' own entries are left out."""
     if not peft_configs(model):
         return {key: key for key in model.state_dict()}
     return {key: base for key in model.state_dict() if (base := _base_key(model, key)) is not None}
@@ -243,7 +238,7 @@ def _base_key(model: nn.Module, key: str) -> str | None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    kept: list[str] = []
+    kept: list[str] = []  # peft wraps a module that it changes: to_q.weight becomes to_q.base_layer.weight
     module: Any = model
     for part in key.split("."):
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):

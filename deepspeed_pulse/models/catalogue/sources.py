@@ -32,14 +32,9 @@ def find_workload(
 ) -> Workload:
     """The layers and example batch that ``model`` names.
 
-    Args:
-        model: a name in :data:`PUBLISHED`, a diffusers model (or pipeline) folder, a config.json, or
-            ``package.module:function`` for a function that returns ``(layers, example_batch)``.
-        microbatch_size: default 1.
-        dtype: default bfloat16.
-        granularity: default "block".
-
-    A function is called with those of the three that are given; it needs parameters of these names then.
+    ``model`` is a name in :data:`PUBLISHED`, a diffusers model (or pipeline) folder, a config.json, or
+    ``package.module:function`` for a function that returns ``(layers, example_batch)``. Defaults are 1, bfloat16 and
+    "block"; a function is called with those of the three that are given, and needs parameters of these names then.
 
     Raises a :class:`PulseError` that says what was found instead.
     """
@@ -70,9 +65,7 @@ def build_model(config: Mapping[str, Any], *, dtype: str = "float32", where: str
 def example_batch(model: nn.Module, *, microbatch_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of the model's ``forward`` by the sizes in its config, as a training script would hand them to it.
 
-    They are on the meta device; the first is the first layer's input.
-
-    Raises :class:`GraphError` for a model whose arguments are not known here.
+    They are on the meta device; the first is the first layer's input. Raises :class:`GraphError` for an unknown model.
     """
     found = family_of(model)
     if found is None:

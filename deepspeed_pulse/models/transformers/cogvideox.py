@@ -36,7 +36,6 @@ def to_layers(
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
     ``encoder_hidden_states``; ``ofs`` when the config has ``ofs_embed_dim``; ``image_rotary_emb``, the pair
     (cos, sin), when the batch has it; by default when the config has ``use_rotary_positional_embeddings``.
-
     With ``granularity="fine"`` the attention of a block is one layer and its feed-forward another.
     """
     paths = numbered(model, "transformer_blocks")

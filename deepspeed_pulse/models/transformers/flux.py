@@ -35,7 +35,6 @@ def to_layers(model: FluxTransformer2DModel, origin: Origin, *, fine: bool) -> I
     The first layer's input is ``hidden_states``, packed latents. Batch entries that the layers pop: ``timestep``
     (divided by 1000, as the model takes it), ``encoder_hidden_states``, ``pooled_projections``, ``txt_ids``,
     ``img_ids``, and ``guidance`` when the config has ``guidance_embeds``.
-
     With ``granularity="fine"`` the attention of a block of two streams is one layer and its feed-forwards
     another. The blocks of one stream stay whole: they compute both at once and project them together.
     """

@@ -43,7 +43,6 @@ def to_layers(
     ``text_embedding_mask_t5``; for 1.1, whose config has ``use_style_cond_and_image_meta_size``, also
     ``image_meta_size`` and ``style``; and ``image_rotary_emb``, the pair (cos, sin), unless the flag of
     that name is False.
-
     With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
     """
     paths = numbered(model, "blocks")

@@ -43,7 +43,6 @@ def to_layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bo
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
     ``encoder_hidden_states``, ``encoder_attention_mask``, ``pooled_projections``, and ``guidance`` when the config
     has ``guidance_embeds``.
-
     With ``granularity="fine"`` the attention of a block of two streams is one layer and its feed-forwards
     another. The blocks of one stream stay whole: they compute both at once and project them together.
     """

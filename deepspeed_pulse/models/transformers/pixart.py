@@ -41,7 +41,6 @@ def to_layers(
     ``encoder_hidden_states``; ``added_cond_kwargs.resolution`` and ``added_cond_kwargs.aspect_ratio`` when the
     model has ``use_additional_conditions``; ``attention_mask`` and ``encoder_attention_mask`` when the flags of
     these names say that the batch has them.
-
     With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
     """
     refuse(model, _problems(model))

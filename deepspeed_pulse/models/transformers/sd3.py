@@ -32,7 +32,6 @@ def to_layers(model: SD3Transformer2DModel, origin: Origin, *, fine: bool) -> It
 
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep``,
     ``encoder_hidden_states``, ``pooled_projections``.
-
     With ``granularity="fine"`` the attention of a block is one layer and its feed-forwards another.
     """
     paths = numbered(model, "transformer_blocks")

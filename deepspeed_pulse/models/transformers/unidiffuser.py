@@ -54,7 +54,6 @@ def to_layers(
     ``prompt_embeds``, ``timestep_img``, ``timestep_text``; ``data_type`` and ``encoder_hidden_states`` when the
     flags of these names say that the batch has them. Without a data type a model that embeds it takes 1, as
     its own forward does.
-
     With ``granularity="fine"`` the attention of a block is one layer and its feed-forward another.
     """
     refuse(model, _problems(model, data_type=data_type, text=encoder_hidden_states))

@@ -37,7 +37,6 @@ def to_layers(
     The first layer's input is ``hidden_states``. Batch entries that the layers pop: ``timestep`` (one for a sample,
     or one for a token as in 2.2), ``encoder_hidden_states``, and ``encoder_hidden_states_image`` when the batch has
     it; by default when the model embeds pictures (``config.image_dim``).
-
     With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
     """
     embeds_images = model.condition_embedder.image_embedder is not None
@@ -129,12 +128,7 @@ class Head(PatchHead):
 
 
 def _modulation(table: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
-    """Their sum as n tensors ``(batch, tokens or 1, channels)``.
-
-    Args:
-        table: (1, n, channels).
-        embedding: (batch, n or 1, channels), or (batch, tokens, n or 1, channels).
-    """
+    """Sum of (1, n, channels) and (batch[, tokens], n or 1, channels) as n tensors (batch, tokens or 1, channels)."""
     if embedding.ndim == 3:
         return (table + embedding).chunk(table.shape[1], dim=1)
     chunks = (table.unsqueeze(0) + embedding).chunk(table.shape[1], dim=2)

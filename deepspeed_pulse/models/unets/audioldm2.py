@@ -49,7 +49,6 @@ def to_layers(
     model embeds classes; ``encoder_hidden_states``; ``encoder_hidden_states_1`` unless the batch is said to have none
     (transformers that would read it then read the first). ``attention_mask``, ``encoder_attention_mask``,
     ``encoder_attention_mask_1`` (1 = keep) and ``timestep_cond`` say that the batch has these optional entries too.
-
     ``granularity="fine"`` and ``upsample_size`` as for ``UNet2DConditionModel``.
     """
     refuse(model, unknown_blocks(model, **BLOCKS))

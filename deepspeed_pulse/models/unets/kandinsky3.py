@@ -39,7 +39,6 @@ def to_layers(model: Any, origin: Origin, *, fine: bool) -> Layers:
     The first layer's input is ``sample``. Batch entries that the layers pop: ``timestep``, ``encoder_hidden_states``
     and ``encoder_attention_mask`` (1 = keep), which the model cannot do without. Text is projected once; the projection
     travels, with its gradient.
-
     ``granularity="fine"`` cuts attention blocks into attention and MLP.
     """
     return Kandinsky3Walk(model, origin, fine=fine).layers()

@@ -54,7 +54,6 @@ def to_layers(
     model embeds classes; ``encoder_hidden_states`` when it has cross attention; ``added_cond_kwargs.text_embeds`` and
     ``added_cond_kwargs.time_ids`` for SDXL. All of this follows from the model's config. ``attention_mask``,
     ``encoder_attention_mask`` (1 = keep) and ``timestep_cond`` say that the batch has these optional entries too.
-
     ``granularity="fine"`` cuts every ``Transformer2DModel`` into entry, attention and MLP of each block, and exit; a
     ``UNet2DModel`` has none, so its lists are the same.
 

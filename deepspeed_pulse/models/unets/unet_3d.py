@@ -35,7 +35,6 @@ def to_layers(
     The first layer's input is ``sample``, ``(batch, channels, frames, height, width)``. Batch entries that the layers
     pop: ``timestep``, ``encoder_hidden_states``, and ``timestep_cond`` when the batch has it. (The model takes an
     ``attention_mask`` and ``class_labels`` too, and reads neither.)
-
     ``granularity="fine"`` and ``upsample_size`` as for ``UNet2DConditionModel``; so are temporal transformers cut.
 
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.

@@ -36,7 +36,6 @@ def to_layers(
     pop: ``timestep``, ``encoder_hidden_states`` (a row for each frame, as the model takes it, or for each sample),
     ``added_cond_kwargs.text_embeds`` and ``added_cond_kwargs.time_ids`` for SDXL's, and ``timestep_cond`` when the
     batch has it. (A mask of pixels, ``attention_mask``, is not supported.)
-
     ``granularity="fine"`` and ``upsample_size`` as for ``UNet2DConditionModel``; motion modules are cut likewise.
 
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.

@@ -43,7 +43,6 @@ def to_layers(model: Any, origin: Origin, *, fine: bool, upsample_size: bool | N
 
     The first layer's input is ``sample``, ``(batch, frames, channels, height, width)``. Batch entries that the layers
     pop: ``timestep``, ``encoder_hidden_states``, ``added_time_ids``.
-
     ``granularity="fine"`` cuts a transformer into entry, attention and MLP of its spatial block, its temporal block
     with the mix, and exit. A transformer with several blocks stays whole, because they share the mix.
     ``upsample_size`` as for ``UNet2DConditionModel``.

@@ -6,7 +6,6 @@ A hidden state is one tensor of images ``(batch, channels, height, width)``; ``t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,14 +42,8 @@ class Stem(Part):
     ``pops`` and ``stashes`` follow from the model's config.
     """
 
-    OPTIONAL: Sequence[str] = (
-        "class_embedding",
-        "add_time_proj",
-        "add_embedding",
-        "time_embed_act",
-        "encoder_hid_proj",
-    )
-    PARTS = ("time_proj", "time_embedding", *OPTIONAL, "conv_in")
+    OPTIONAL = ("class_embedding", "add_time_proj", "add_embedding", "time_embed_act", "encoder_hid_proj")
+    PARTS: tuple[str, ...] = ("time_proj", "time_embedding", *OPTIONAL, "conv_in")
     MORE: tuple[str, ...] = ()
 
     def __init__(self, model: Any, origin: Origin, *, timestep_cond: bool = False) -> None:

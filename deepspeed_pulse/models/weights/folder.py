@@ -92,16 +92,11 @@ class WeightFiles:
         rename(places)
         return cls(folder=folder, places=places)
 
-    def check(self, expected: Mapping[str, Tensor], *, ignored: Iterable[str] = (), what: str) -> None:
-        """Compare keys and shapes with those of a model.
+    def check(self, expected: Mapping[str, Tensor], *, ignored: Iterable[str], what: str) -> None:
+        """Raise a :class:`FileError` that lists what is missing, what is too much and what has another shape.
 
-        Args:
-            expected: key to a tensor of the right shape.
-            ignored: regular expressions; keys of the files that match one may be too much.
-            what: names the model.
-
-        Raises:
-            FileError: lists what is missing, what is too much and what has another shape.
+        ``expected``: key to a tensor of the right shape. ``ignored``: regular expressions; keys of the files that match
+        one may be too much. ``what``: names the model.
         """
         patterns = [re.compile(pattern) for pattern in ignored]
         extra = [key for key in self.places if key not in expected and not any(p.search(key) for p in patterns)]

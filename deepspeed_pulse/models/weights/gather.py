@@ -64,7 +64,16 @@ def gather_model(
 def _model(origin: Origin, tensors: dict[str, Tensor]) -> Any:
     model = Skeleton(lambda: construct(origin.model_class, json.loads(origin.config_json), WHAT)).model
     for name, config in origin.peft_config.items():
-        _add_adapter(model, name, config)
+        from peft import inject_adapter_in_model
+
+        bare = copy.copy(config)  # its weights come later: none are computed from the model's, which are not there yet
+        if hasattr(bare, "init_lora_weights"):
+            bare.init_lora_weights = False
+        if hasattr(model, "add_adapter"):
+            model.add_adapter(bare, name)
+        else:
+            inject_adapter_in_model(bare, model, name)
+        model.peft_config[name] = config
     missing, unknown = model.load_state_dict(tensors, strict=False, assign=True)
     if missing or unknown:
         raise ConfigError(
@@ -72,17 +81,3 @@ def _model(origin: Origin, tensors: dict[str, Tensor]) -> Any:
             f"first is {[*missing, *unknown][0]}; build the model yourself and load what save_pretrained() wrote"
         )
     return model.eval().requires_grad_(False)
-
-
-def _add_adapter(model: Any, name: str, config: Any) -> None:
-    """An adapter whose weights come later: none are computed from the model's, which are not there yet."""
-    from peft import inject_adapter_in_model
-
-    bare = copy.copy(config)
-    if hasattr(bare, "init_lora_weights"):
-        bare.init_lora_weights = False
-    if hasattr(model, "add_adapter"):
-        model.add_adapter(bare, name)
-    else:
-        inject_adapter_in_model(bare, model, name)
-    model.peft_config[name] = config

@@ -51,12 +51,8 @@ class _Layout:
 class Files:
     """What a checkpoint's files are called, as in diffusers, and what is in them beside tensors.
 
-    Attributes:
-        name: of the single file; shards and their index derive theirs from it.
-        variant: for example ``"fp16"``, put into the names.
-        max_shard_size: bytes, or text such as ``"5GB"``.
-        metadata: of each safetensors file.
-        texts: other files of the folder, name to content.
+    Shards and their index derive their names from the single file's ``name``; a ``variant``, for example ``"fp16"``, is
+    put into them. ``metadata`` is that of each safetensors file; ``texts`` are other files of the folder.
     """
 
     name: str = WEIGHTS
@@ -92,8 +88,8 @@ def write_sharded(
     tensors: Mapping[str, Tensor],
     files: Files,
     *,
+    dtypes: Mapping[str, torch.dtype],
     keys: Sequence[str] | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Path:
     """Write tensors that are spread over the ranks into ``folder``; a collective call, every rank makes it.
 
@@ -102,30 +98,25 @@ def write_sharded(
     the ones that are read, what an earlier save left is removed, and the files' texts come last.
 
     Args:
-        engine: an engine of this package.
-        folder: made when it does not exist.
         tensors: what this rank holds, under the names in the files. Parameters with an fp32 master copy
             in the optimizer give that where ``dtypes`` says float32. Of a name on several ranks of a
             pipeline the first one is written; other data-parallel indices send nothing.
         keys: every name to be written, in the model's order; left out, all there are, by alphabet.
         dtypes: name to dtype in the file; other tensors keep theirs.
 
-    Returns:
-        The folder, complete when the call returns.
-
-    Raises:
-        ConfigError: no rank holds one of ``keys``, or ``max_shard_size`` is no size; on every rank.
-        FileError: rank 0 cannot write; on every rank. The folder then reads as before.
+    Returns the folder, made when it does not exist, complete when the call returns. Raises on every rank
+    :class:`ConfigError` when no rank holds one of ``keys`` or ``max_shard_size`` is no size, and :class:`FileError`
+    when rank 0 cannot write; the folder then reads as before.
     """
-    module, folder, wanted = engine.module, Path(folder), dict(dtypes or {})
-    rows = _rows(engine, tensors, wanted)
-    layout = module.ranks.decide_on_first(lambda: _layout(_entries(rows, keys), files), "save")
+    ranks, folder = engine.module.ranks, Path(folder)
+    rows = _rows(engine, tensors, dtypes)
+    layout = ranks.decide_on_first(lambda: _layout(_entries(rows, keys), files), "save")
     writer = _Writer(folder, files)
     try:
         for filename, entries in layout.files.items():
             shard = _bring(engine, entries, tensors)
-            module.ranks.decide_on_first(lambda f=filename, s=shard: writer.write(f, s), "save")
-        module.ranks.decide_on_first(lambda: writer.finish(layout), "save")
+            ranks.decide_on_first(lambda f=filename, s=shard: writer.write(f, s), "save")
+        ranks.decide_on_first(lambda: writer.finish(layout), "save")
     finally:
         writer.discard()
     return folder
@@ -168,21 +159,16 @@ def _bring(engine: Any, entries: Iterable[_Entry], tensors: Mapping[str, Tensor]
     """Some entries on global rank 0; nothing on the others."""
     found = {}
     for entry in entries:
-        value = _value(engine, entry, tensors)
+        value = None
+        if engine.module.stage_id == entry.owner:
+            value = tensors[entry.key]
+            if entry.dtype == torch.float32 and value.dtype in (torch.bfloat16, torch.float16):
+                value = engine.module.full_precision(value)  # which every replica of the owner takes part in
+            value = value.detach().to(entry.dtype) if engine.grid.data_parallel_id == 0 else None
         value = engine.module.ranks.bring_to_first(value, owner=entry.owner, shape=entry.shape, dtype=entry.dtype)
         if value is not None:
             found[entry.key] = value
     return found
-
-
-def _value(engine: Any, entry: _Entry, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The tensor to send; every replica of its owner takes part in putting a master copy together."""
-    if engine.module.stage_id != entry.owner:
-        return None
-    value = tensors[entry.key]
-    if entry.dtype == torch.float32 and value.dtype in (torch.bfloat16, torch.float16):
-        value = engine.module.full_precision(value)
-    return value.detach().to(entry.dtype) if engine.grid.data_parallel_id == 0 else None
 
 
 def _entries(rows: list[Any], keys: Sequence[str] | None) -> dict[str, _Entry]:

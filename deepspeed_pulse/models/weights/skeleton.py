@@ -37,18 +37,9 @@ _ADVICE = (
 class Skeleton:
     """A model whose saved tensors are on the meta device; everything else in it is real.
 
-    Args:
-        make: calls the constructor.
-        seed: of the initial weights.
-        dtype: the default floating type while the constructor runs.
-        cast: gives the new model other dtypes, in place.
-
-    Attributes:
-        model: the skeleton itself.
-        entries: key in the state dict to the tensor on the meta device.
-
-    Raises:
-        GraphError: the model has one parameter under two names.
+    ``make`` calls the constructor, ``seed`` is that of the initial weights, ``dtype`` the default floating type while
+    the constructor runs, ``cast`` gives the new model other dtypes, in place. ``entries`` of the ``model`` are its
+    tensors on the meta device by key in the state dict. Raises :class:`GraphError` for one parameter under two names.
     """
 
     def __init__(
@@ -85,12 +76,9 @@ class Skeleton:
     def prepare(self, change: Prepare) -> None:
         """Let a user's ``change`` freeze, add adapters to or set options of the model.
 
-        While it runs, parameters without values look as if they were on the CPU, because adapters go where
-        the weights beside them are. Each is one NaN that fills the whole shape, so that a value computed from
-        it shows. Random numbers are the same on every rank.
-
-        Raises:
-            ConfigError: weights were replaced, changed, or used to compute something.
+        While it runs, parameters without values look as if they were on the CPU, because adapters go where the weights
+        beside them are. Each is one NaN that fills the whole shape, so that a value computed from it shows. Random
+        numbers are the same on every rank. Raises :class:`ConfigError` when weights were replaced, changed, or used.
         """
         real = {}
         for module, name, parameter in _parameters(self.model):
