@@ -51,8 +51,13 @@ def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type
         if id(module) not in called:
             for problem in _problems(module, (*kinds, *CONTAINERS)):
                 found.setdefault(problem, []).append(path or "the model itself")
-    for problem in _global_hooks():
-        found[problem] = ["every module"]
+    for kind in HOOKS:
+        if getattr(torch_module, f"_global_{kind}_hooks"):
+            problem = (
+                f"has a hook of torch's register_module_{kind}_hook, which would run for layers in place of modules; "
+                "remove it, and register it again behind to_layers() if that is what you want"
+            )
+            found[problem] = ["every module"]
     refuse(model, told(found))
 
 
@@ -94,7 +99,7 @@ def methods_of(kind: type[nn.Module], start: str = "forward") -> frozenset[str]:
         name = waiting.pop()
         for owner in kind.__mro__:
             for function in _functions(vars(owner).get(name)):
-                new = _reads(function) - found if _package(owner.__module__) != "torch" else set()
+                new = _reads(function) - found if owner.__module__.partition(".")[0] != "torch" else set()
                 found |= new
                 waiting += new
     return frozenset(found)
@@ -145,7 +150,7 @@ def _change(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
     if name in vars(module) and any(_functions(own)) and not isinstance(own, property):
         patched = vars(module)[name]
         return None if getattr(patched, "__func__", None) is own else f"has a {name} set on the instance"
-    if foreign := [function for function in _functions(own) if _package(_source(function)) not in OWN]:
+    if foreign := [function for function in _functions(own) if _source(function).partition(".")[0] not in OWN]:
         return f"has a {name} that was replaced by {_source(foreign[0])}'s {foreign[0].__code__.co_name}"
     if name == "forward" and not any(_functions(own)):
         return f"has a {name} that was replaced by a {type(own).__name__}"
@@ -173,10 +178,6 @@ def _source(function: FunctionType) -> str:
     return str(function.__globals__.get("__name__", ""))
 
 
-def _package(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def _modules(layer: Any) -> Iterator[nn.Module]:
     """Everything that a layer of a list calls, or holds."""
     found = unit_of(layer) or getattr(layer, "layer", layer)
@@ -200,12 +201,3 @@ def _is_module(node: ast.expr, first: tuple[str, ...]) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "super"
     return isinstance(node, ast.Name) and node.id in first
-
-
-def _global_hooks() -> Iterator[str]:
-    for place in HOOKS:
-        if getattr(torch_module, f"_global_{place}_hooks"):
-            yield (
-                f"has a hook of torch's register_module_{place}_hook, which would run for layers in place of modules; "
-                "remove it, and register it again behind to_layers() if that is what you want"
-            )

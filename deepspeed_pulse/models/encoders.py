@@ -52,7 +52,6 @@ def vae_encoder_layers(vae: Any) -> list[Any]:
     """The encoder of diffusers' ``AutoencoderKL``: pixels (b, 3, h, w) to the mean and log-variance of latents.
 
     The result is ``vae.encode(pixels).latent_dist.parameters``, bit for bit.
-
     Raises :class:`GraphError` when it is another model, or one with tiling on, changed methods or hooks that no layer
     would call.
     """

@@ -54,7 +54,6 @@ def class_of(config: Mapping[str, Any], where: str) -> Any:
 
 
 def _known(name: str) -> Any:
-    """The class of that name in :data:`FAMILIES`."""
     import diffusers  # takes seconds, which a list of the user's own need not wait for
 
     return getattr(diffusers, name, None) or getattr(_family(name), name)
@@ -88,9 +87,7 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
 
     Entries of nested dicts have dotted names: ``added_cond_kwargs.text_embeds``.
 
-    Raises:
-        GraphError: the model is of another kind, or has parts or switches that layers cannot express.
-
+    Raises :class:`GraphError` when the model is of another kind, or has parts or switches that layers cannot express.
     Warns when the model's blocks are set to recompute activations, which layers bypass.
     """
     if granularity not in ("block", "fine"):

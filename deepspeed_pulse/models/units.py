@@ -149,6 +149,11 @@ def same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
+def bias_of_mask(mask: Tensor, hidden: Tensor) -> Tensor:
+    """A mask ``(batch, keys)`` of 1 = keep as what is added to attention scores: ``(batch, 1, keys)``, 0 or -10000."""
+    return ((1 - mask.to(hidden.dtype)) * -10000.0).unsqueeze(1)
+
+
 def unit_of(layer: Any) -> Unit | None:
     """The unit of a layer of a list, declared, plain or yet to be built; None for layers of another make."""
     bare = getattr(layer, "layer", layer)

@@ -31,8 +31,6 @@ pixels). 1B and 2.7B have the tokens (258), widths and, for 2.7B, the blocks of 
 the depth of 1B is the one that gives its number of parameters at its width.
 """
 
-_UVIT_NAMED = ("M/2", "L/2", "H/2", "1B", "2.7B")
-
 
 def _model(kind: str, **values: Any) -> dict[str, Any]:
     return {"_class_name": kind, **values}
@@ -102,7 +100,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         use_data_type_embedding=True,
     ),
     # 256 x 256, but for the two of the PULSE paper, which are on pixels
-    **{f"uvit-{size.split('/')[0].lower()}": _model("UViTModel", **UVIT_SIZES[size]) for size in _UVIT_NAMED},
+    **{f"uvit-{size[0].lower()}": _model("UViTModel", **UVIT_SIZES[size]) for size in ("M/2", "L/2", "H/2")},
+    **{f"uvit-{size.lower()}": _model("UViTModel", **UVIT_SIZES[size]) for size in ("1B", "2.7B")},
     # kandinsky-community/kandinsky-3, 1024 x 1024
     "kandinsky3": _model("Kandinsky3UNet"),
     # PixArt-alpha/PixArt-XL-2-1024-MS and PixArt-Sigma-XL-2-1024-MS

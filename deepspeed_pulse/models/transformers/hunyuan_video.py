@@ -46,7 +46,13 @@ def to_layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bo
     With ``granularity="fine"`` the attention of a block of two streams is one layer and its feed-forwards
     another. The blocks of one stream stay whole: they compute both at once and project them together.
     """
-    refuse(model, _problems(model, fine=fine))
+    problems = [line for path, known in BLOCKS.items() for line in foreign(model, numbered(model, path), known)]
+    if fine and model.config.image_condition_type == REPLACE:
+        problems.append(
+            f"config.image_condition_type is {REPLACE!r}, whose blocks treat the first frame apart: they are layers "
+            'of granularity "block" only'
+        )
+    refuse(model, problems)
     guidance = ("guidance",) if model.config.guidance_embeds else ()
     replaced = ("token_replace_emb",) if model.config.image_condition_type == REPLACE else ()
     entries = ("timestep", "encoder_hidden_states", MASK, "pooled_projections", *guidance)
@@ -63,16 +69,6 @@ def to_layers(model: HunyuanVideoTransformer3DModel, origin: Origin, *, fine: bo
             kind = Block if single else TwoStreamBlock
             yield declare(kind(model, origin, path, "rope", last=last).sharing(shared), pop=pop)
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
-
-
-def _problems(model: HunyuanVideoTransformer3DModel, *, fine: bool) -> Iterator[str]:
-    for path, known in BLOCKS.items():
-        yield from foreign(model, numbered(model, path), known)
-    if fine and model.config.image_condition_type == REPLACE:
-        yield (
-            f"config.image_condition_type is {REPLACE!r}, whose blocks treat the first frame apart: they are layers "
-            'of granularity "block" only'
-        )
 
 
 class Stem(PatchUnit):

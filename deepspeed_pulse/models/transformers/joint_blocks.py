@@ -66,10 +66,7 @@ class JointAttention(Piece):
 
 
 class JointFeedForward(Piece):
-    """The feed-forwards of one block, a stream each.
-
-    ``clips_half``: text of type float16 is clipped to its range, as Flux's blocks do.
-    """
+    """The feed-forwards of one block; ``clips_half``: text in float16 is clipped to its range, as Flux's blocks do."""
 
     CHILDREN = ("norm2", "ff", "norm2_context", "ff_context")
 

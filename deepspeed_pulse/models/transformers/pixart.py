@@ -18,7 +18,18 @@ from torch import Tensor, nn
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.transformers.units import PatchHead, PatchUnit, halves
-from deepspeed_pulse.models.units import Origin, Piece, Unit, classes_beside, declare, foreign, numbered, refuse, same
+from deepspeed_pulse.models.units import (
+    Origin,
+    Piece,
+    Unit,
+    bias_of_mask,
+    classes_beside,
+    declare,
+    foreign,
+    numbered,
+    refuse,
+    same,
+)
 
 BLOCKS = classes_beside(PixArtTransformer2DModel, "BasicTransformerBlock")
 TAKES_APART = (PixArtTransformer2DModel, *BLOCKS)
@@ -43,7 +54,10 @@ def to_layers(
     these names say that the batch has them.
     With ``granularity="fine"`` the attentions of a block are one layer and its feed-forward another.
     """
-    refuse(model, _problems(model))
+    problems = list(foreign(model, numbered(model, "transformer_blocks"), BLOCKS))
+    if model.config.attention_type != "default":
+        problems.append(f"config.attention_type is {model.config.attention_type!r}, supported: 'default'")
+    refuse(model, problems)
     projects = model.caption_projection is not None
     pop = same("timestep", *((TEXT,) if projects else ()))
     if model.use_additional_conditions:
@@ -59,12 +73,6 @@ def to_layers(
         else:
             yield declare(Block(model, origin, path), pop=pop)
     yield declare(Head(model, origin), pop=same("patches", "temb"), name="proj_out")
-
-
-def _problems(model: PixArtTransformer2DModel) -> Iterator[str]:
-    if model.config.attention_type != "default":
-        yield f"config.attention_type is {model.config.attention_type!r}, supported: 'default'"
-    yield from foreign(model, numbered(model, "transformer_blocks"), BLOCKS)
 
 
 class Stem(PatchUnit):
@@ -88,11 +96,12 @@ class Stem(PatchUnit):
 
 
 class _Masked(Unit):
-    """A layer whose masks, of 1 for keep and 0 for drop, become what is added to attention scores."""
+    """A layer whose masks (batch, keys) become what is added to attention scores; of three dimensions they are it."""
 
     def read(self, hidden: Tensor, popped: tuple[Tensor, ...]) -> dict[str, Tensor]:
         given = self.given(popped)
-        return {name: _bias(value, hidden) if name.endswith("mask") else value for name, value in given.items()}
+        masks = [name for name in given if name.endswith("mask") and given[name].ndim == 2]
+        return given | {name: bias_of_mask(given[name], hidden) for name in masks}
 
 
 class Block(_Masked):
@@ -142,11 +151,6 @@ class Head(PatchHead):
     def tokens(self, hidden: Tensor, temb: Tensor) -> Any:
         shift, scale = (self.scale_shift_table[None] + temb[:, None]).chunk(2, dim=1)
         return self.proj_out(self.norm_out(hidden) * (1 + scale) + shift)
-
-
-def _bias(mask: Tensor, hidden: Tensor) -> Tensor:
-    """A mask ``(batch, keys)`` as ``(batch, 1, keys)`` of 0 and -10000; with three dimensions it is that already."""
-    return ((1 - mask.to(hidden.dtype)) * -10000.0).unsqueeze(1) if mask.ndim == 2 else mask
 
 
 def example(shapes: Shapes) -> dict[str, Any]:

@@ -91,9 +91,6 @@ def _problems(model: UniDiffuserModel, *, data_type: bool, text: bool) -> Iterat
     yield from foreign(model, paths, BLOCKS)
 
 
-# ---------------------------------------------------------------------------------------- layers
-
-
 class Stem(Unit):
     """Everything that becomes a token, with its position.
 

@@ -18,6 +18,7 @@ is joined by ``Linear(concatenation)``, and a 3x3 convolution follows the projec
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,13 +75,11 @@ class UViTModel(ModelMixin, ConfigMixin):
         ):
             if value % divisor:
                 raise ConfigError(f"UViTModel: expected {name} to be a multiple of {divisor}, found {value}")
-        inner = int(hidden_size * mlp_ratio)
+        block = partial(Block, hidden_size, num_attention_heads, int(hidden_size * mlp_ratio))
         self.embedding = Embedding(self.config)
-        self.in_blocks = nn.ModuleList(Block(hidden_size, num_attention_heads, inner) for _ in range(num_layers // 2))
-        self.mid_block = Block(hidden_size, num_attention_heads, inner)
-        self.out_blocks = nn.ModuleList(
-            Block(hidden_size, num_attention_heads, inner, skip=True) for _ in range(num_layers // 2)
-        )
+        self.in_blocks = nn.ModuleList(block() for _ in range(num_layers // 2))
+        self.mid_block = block()
+        self.out_blocks = nn.ModuleList(block(skip=True) for _ in range(num_layers // 2))
         self.head = Head(hidden_size, patch_size, in_channels, sample_size // patch_size)
         self.apply(_initialise)
 
@@ -122,9 +121,6 @@ def uvit(size: str, **overrides: Any) -> UViTModel:
     return UViTModel(**{**SIZES[size], **overrides})
 
 
-# ----------------------------------------------------------------------------------------- parts
-
-
 class Embedding(nn.Module):
     """One token for the time, one for the class, one for each text state and patch, and their learned positions."""
 
@@ -164,10 +160,10 @@ class Embedding(nn.Module):
         expected += [("class_labels", () if self.classes is not None else None, labels)]
         expected += [("encoder_hidden_states", self.text_shape if self.text is not None else None, text)]
         for name, shape, found in expected:
-            wanted = None if shape is None else [len(sample), *shape]
-            got = None if found is None else list(found.shape)
+            wanted = "none" if shape is None else f"shape {[len(sample), *shape]}"
+            got = "none" if found is None else f"shape {list(found.shape)}"
             if wanted != got:
-                raise BatchError(f"UViTModel: {name}: expected {_shape(wanted)}, found {_shape(got)}")
+                raise BatchError(f"UViTModel: {name}: expected {wanted}, found {got}")
 
 
 class Attention(nn.Module):
@@ -235,13 +231,6 @@ def _initialise(module: nn.Module) -> None:
         nn.init.trunc_normal_(module.weight, std=0.02)
         if (bias := getattr(module, "bias", None)) is not None:
             nn.init.zeros_(bias)
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "none" if shape is None else f"shape {shape}"
-
-
-# ---------------------------------------------------------------------------------------- layers
 
 
 TAKES_APART = (UViTModel, Block)

@@ -91,8 +91,8 @@ class AudioLdm2Walk(Walk):
 
 def example(shapes: Shapes) -> dict[str, Any]:
     config = shapes.config
-    widths = config.cross_attention_dim if isinstance(config.cross_attention_dim, int) else None
-    texts = [widths] if widths else [width for width in config.cross_attention_dim[0] if width is not None]
+    widths = config.cross_attention_dim
+    texts = [widths] if isinstance(widths, int) else [width for width in widths[0] if width is not None]
     batch = {
         "sample": shapes.numbers(config.in_channels, *shapes.sides),
         "timestep": shapes.integers(),

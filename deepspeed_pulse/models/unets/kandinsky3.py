@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.models.shapes import Shapes
-from deepspeed_pulse.models.unets.tokens import bias_of_mask
 from deepspeed_pulse.models.unets.units import NO_REMEDY, Head, Part, SkipResnet, Stem
 from deepspeed_pulse.models.unets.walk import Layers, Walk
-from deepspeed_pulse.models.units import Origin, Piece, declare, same
+from deepspeed_pulse.models.units import Origin, Piece, bias_of_mask, declare, same
 
 TAKES_APART = (
     blocks.Kandinsky3UNet,
@@ -107,7 +106,8 @@ class Kandinsky3Walk(Walk):
     head_kind = KandinskyHead
 
     def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
-        return {blocks.Kandinsky3ResNetBlock: self.resnet, blocks.Kandinsky3AttentionBlock: self.attention}
+        attention = {blocks.Kandinsky3AttentionBlock: self.attention}
+        return {blocks.Kandinsky3ResNetBlock: lambda path: self.one(path, "temb"), **attention}
 
     def attention(self, path: str) -> Layers:
         within = path.endswith(".attentions.0")

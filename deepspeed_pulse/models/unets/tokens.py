@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.unets.units import Part
-from deepspeed_pulse.models.units import Origin, Piece, declare, same
+from deepspeed_pulse.models.units import Origin, Piece, bias_of_mask, declare, same
 
 TRANSFORMERS = (Transformer2DModel, BasicTransformerBlock)
 """What layers stand in for when transformers are cut."""
@@ -127,8 +127,3 @@ def _tokens(image: Tensor) -> Tensor:
 
 def _image(tokens: Tensor, like: Tensor) -> Tensor:
     return tokens.unflatten(1, like.shape[-2:]).permute(0, 3, 1, 2).contiguous()
-
-
-def bias_of_mask(mask: Tensor, hidden: Tensor) -> Tensor:
-    """A mask ``(batch, keys)`` of 1 = keep as what is added to attention scores."""
-    return ((1 - mask.to(hidden.dtype)) * -10000.0).unsqueeze(1)

@@ -74,17 +74,6 @@ class SpatioTemporalHead(FrameHead):
     frame_dimension = 1
 
 
-class SpatioTemporalResnet(Part):
-    """A resnet on each frame, a convolution over the frames, and their mix."""
-
-    def run(self, hidden: Tensor, temb: Tensor, frames: Tensor) -> Tensor:
-        return self.part()(hidden, temb, image_only_indicator=frames)
-
-
-class SpatioTemporalSkipResnet(SpatioTemporalResnet, SkipResnet):
-    """The same on the way up, behind the skip."""
-
-
 class SpatioTemporalTransformer(Part):
     """A transformer on each frame, one over the frames, and their mix."""
 
@@ -124,12 +113,12 @@ class SpatioTemporalWalk(VideoWalk):
     def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
         return {
             **super().kinds(),
-            SpatioTemporalResBlock: lambda path: self.one(path, "temb", "frames", kind=SpatioTemporalResnet),
+            SpatioTemporalResBlock: lambda path: self.one(path, "temb", "frames"),
             TransformerSpatioTemporalModel: self.transformer,
         }
 
     def skip_resnet(self, path: str, skip: str) -> Layers:
-        return self.one(path, skip, "temb", "frames", kind=SpatioTemporalSkipResnet)
+        return self.one(path, skip, "temb", "frames", kind=SkipResnet)
 
     def transformer(self, path: str) -> Layers:
         if not self.fine or len(self.model.get_submodule(path).transformer_blocks) > 1:

@@ -37,10 +37,7 @@ class Part(Unit):
 
 
 class Stem(Part):
-    """Embeddings of time, class and added conditions, then ``conv_in``; stashes ``temb`` and text that it projects.
-
-    ``pops`` and ``stashes`` follow from the model's config.
-    """
+    """Embeddings of time, class and added conditions, then ``conv_in``; stashes ``temb`` and text that it projects."""
 
     OPTIONAL = ("class_embedding", "add_time_proj", "add_embedding", "time_embed_act", "encoder_hid_proj")
     PARTS: tuple[str, ...] = ("time_proj", "time_embedding", *OPTIONAL, "conv_in")

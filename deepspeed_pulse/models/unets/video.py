@@ -51,14 +51,10 @@ class Temporal(Part):
     """A convolution or transformer over the frames of each pixel."""
 
     def run(self, hidden: Tensor, frames: Tensor) -> Tensor:
-        return self.part()(hidden, num_frames=frames.shape[1])
-
-
-class TemporalTransformer(Part):
-    """diffusers' ``TransformerTemporalModel``."""
-
-    def run(self, hidden: Tensor, frames: Tensor) -> Tensor:
-        return self.part()(hidden, num_frames=frames.shape[1], return_dict=False)[0]
+        given = {"num_frames": frames.shape[1]}
+        if isinstance(self.part(), TransformerTemporalModel):
+            return self.part()(hidden, **given, return_dict=False)[0]  # a tuple, which hooks on backward need
+        return self.part()(hidden, **given)
 
 
 class FrameCrossAttention(CrossAttention):
@@ -71,9 +67,6 @@ class FrameCrossAttention(CrossAttention):
 def per_frame(values: Tensor, hidden: Tensor) -> Tensor:
     """``(batch, ...)`` to ``(batch * frames, ...)``; what has a row for each frame already stays."""
     return values.repeat_interleave(hidden.shape[0] // values.shape[0], dim=0)
-
-
-# ------------------------------------------------------------------------------ transformers cut further
 
 
 class FrameAttention(Attention):
@@ -103,8 +96,6 @@ class TemporalExit(Piece, Part):
         return images.permute(0, 3, 4, 1, 2).flatten(0, 1).contiguous() + residual
 
 
-# -------------------------------------------------------------------------------------------- the walk
-
 WITHIN_FRAMES = Cut(attention=FrameAttention)
 OVER_FRAMES = Cut(entry=TemporalEntry, exit=TemporalExit, ends_pop=("frames",))
 
@@ -122,12 +113,12 @@ class VideoWalk(Walk):
         return {
             **super().kinds(),
             TemporalConvLayer: lambda path: self.one(path, "frames", kind=Temporal),
-            TransformerTemporalModel: lambda path: self.over_frames(TemporalTransformer, path),
-            AnimateDiffTransformer3D: lambda path: self.over_frames(Temporal, path),
+            TransformerTemporalModel: self.over_frames,
+            AnimateDiffTransformer3D: self.over_frames,
         }
 
-    def over_frames(self, kind: type[Part], path: str) -> Layers:
+    def over_frames(self, path: str) -> Layers:
         """A transformer over the frames of each pixel, which reads no text."""
         if self.fine:
             return list(OVER_FRAMES.transformer(self.model, self.origin, path, {}))
-        return self.one(path, "frames", kind=kind)
+        return self.one(path, "frames", kind=Temporal)

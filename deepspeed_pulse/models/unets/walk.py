@@ -56,7 +56,6 @@ class Walk:
 
     Args:
         model: a diffusers U-Net with ``down_blocks``, ``mid_block`` and ``up_blocks``.
-        fine: transformers are cut further.
         upsample_size: the down path stashes the size that each upsampler has to produce; None: where the size of
             samples in the config needs it.
         timestep_cond, masks: optional batch entries that the batch has.
@@ -111,10 +110,7 @@ class Walk:
 
     def kinds(self) -> dict[type[nn.Module], Callable[[str], Layers]]:
         """Class of a part to the layers that it becomes; others pop nothing."""
-        return {ResnetBlock2D: self.resnet, Transformer2DModel: self.transformer}
-
-    def resnet(self, path: str) -> Layers:
-        return self.one(path, "temb")
+        return {ResnetBlock2D: lambda path: self.one(path, "temb"), Transformer2DModel: self.transformer}
 
     def skip_resnet(self, path: str, skip: str) -> Layers:
         return self.one(path, skip, "temb", kind=SkipResnet)
@@ -213,9 +209,6 @@ def _size_is_odd(model: Any) -> bool:
     size = model.config.sample_size
     sides = size if isinstance(size, (tuple, list)) else (size,)
     return any(side is not None and side % 2**model.num_upsamplers for side in sides)
-
-
-# -- what layers cannot express, found before a model is taken apart and told all at once ------------------
 
 
 def unknown_values(config: Any, handled: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:

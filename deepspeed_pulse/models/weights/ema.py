@@ -92,8 +92,6 @@ class EMA:
         """The decay of the last :meth:`step`, as ``EMAModel`` calls it; None before the first."""
         return self._average.cur_decay_value  # type: ignore[no-any-return]
 
-    # -- state -------------------------------------------------------------------------------
-
     def schedule(self) -> dict[str, Any]:
         """The options and the number of steps taken, which diffusers adds to the config of averaged weights."""
         return {key: value for key, value in self._average.state_dict().items() if key != SHADOW}
@@ -143,9 +141,7 @@ class EMA:
     def read(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """A state that :meth:`load_state_dict` takes, of what :meth:`save` wrote and this rank needs; local.
 
-        Raises:
-            FileError: a file is missing or damaged.
-            ConfigError: the files belong to another model.
+        Raises :class:`FileError` for a missing or damaged file, :class:`ConfigError` for files of another model.
         """
         folder = Path(folder)
         state, averages = _schedule_in(folder / SCHEDULE), dict[str, Tensor]()
@@ -164,15 +160,10 @@ class EMA:
         self._check(state)
         return state
 
-    # -- inside ------------------------------------------------------------------------------
-
     def _weights(self) -> list[Tensor]:
         """What is averaged: the weights, or the fp32 master copies of 2-byte ones."""
-        module = self._engine.module
-        return [
-            p if p.element_size() > 2 else module.full_precision(p).requires_grad_(p.requires_grad)
-            for p in self._parameters
-        ]
+        full = self._engine.module.full_precision
+        return [p if p.element_size() > 2 else full(p).requires_grad_(p.requires_grad) for p in self._parameters]
 
     def _set(self, state: dict[str, Any], average: EMAModel | None = None) -> None:
         """diffusers' own loading takes fields one by one until one is wrong: tried on another ``average`` first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -19,8 +18,7 @@ def freeze(model: nn.Module, *patterns: str) -> list[str]:
     before or after ``to_layers``, but before the ``PipelineModule`` is made. A stage with nothing to train
     before it computes and sends no gradient of its input.
 
-    Raises:
-        ConfigError: a pattern matches nothing; the message shows names close to it. Nothing was frozen.
+    Raises :class:`ConfigError` when a pattern matches nothing, with names close to it. Nothing was frozen then.
     """
     return _set(model, patterns, trainable=False)
 
@@ -38,7 +36,7 @@ def _set(model: nn.Module, patterns: tuple[str, ...], *, trainable: bool) -> lis
     if not patterns:
         raise ConfigError('expected at least one pattern over parameter names, for example "down_blocks.*"')
     for pattern in patterns:
-        if not _matches(parameters, pattern):
+        if not any(fnmatchcase(name, pattern) for name in parameters):
             raise ConfigError(
                 f"the pattern {pattern!r} matches none of the {len(parameters)} parameters of the "
                 f"{type(model).__name__}; {_advice(pattern, list(parameters))}"
@@ -49,14 +47,10 @@ def _set(model: nn.Module, patterns: tuple[str, ...], *, trainable: bool) -> lis
     return chosen
 
 
-def _matches(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
-
-
 def _advice(pattern: str, names: list[str]) -> str:
     """What the writer of a pattern may have meant."""
     inside = f"{pattern.rstrip('.')}.*"
-    if _matches(names, inside):
+    if any(fnmatchcase(name, inside) for name in names):
         return f"for everything in that module write {inside!r}"
     wanted = pattern.strip("*.")
     # People name modules as well as parameters, from the start or, behind a "*", from the end of the name.

@@ -63,12 +63,10 @@ class Files:
 
     @property
     def single(self) -> str:
-        """The file that holds everything."""
         return varied(self.name, self.variant)
 
     @property
     def index(self) -> str:
-        """The file that says which shard holds what."""
         return varied(f"{self.name}.index.json", self.variant)
 
     @property
@@ -227,16 +225,14 @@ class _Writer:
         Readers go by the index where there is one. New shards whose names an old index knows must not
         appear under it, so that index goes first; otherwise the old weights read until the last rename.
         """
-        for name, text in self._files.texts.items():
+        index = {} if layout.index is None else {self._files.index: layout.index}
+        for name, text in {**self._files.texts, **index}.items():
             self._try(name, methodcaller("write_text", text, encoding="utf-8"))
-        if layout.index is not None:
-            self._try(self._files.index, lambda path: path.write_text(str(layout.index), encoding="utf-8"))
         try:
-            if layout.index is not None and any((self._folder / name).exists() for name in layout.files):
+            if index and any((self._folder / name).exists() for name in layout.files):
                 (self._folder / self._files.index).unlink(missing_ok=True)
             self._rename(layout.files)
-            if layout.index is not None:
-                self._rename([self._files.index])
+            self._rename(index)
             self._remove_stale(layout)
             self._rename(self._files.texts)
         except OSError as problem:
