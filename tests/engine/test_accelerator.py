@@ -106,6 +106,19 @@ def test_the_host_waits_in_a_steady_step_for_what_is_listed_only() -> None:
             assert pageable <= {place for _, place in LISTED}, (counted["case"], counted["copies"])
 
 
+@pytest.mark.timeout(300)
+def test_an_entry_goes_to_the_device_once_a_microbatch(subtests: pytest.Subtests) -> None:
+    """From pinned memory, on the ranks that read it, however many layers there do."""
+    cases = [case("unet", 2, M=2), case("unet", 2, M=2, placement="linear"), case("toy", 2)]
+    for _, output in launch("support.accelerator_ranks:counted", 2, cases, timeout=250, environment=device_of(QUICK)):
+        found = [json.loads(line.removeprefix("COUNTED")) for line in output.splitlines() if line.startswith("COUNTED")]
+        assert len(found) == len(cases)
+        for counted in found:
+            with subtests.test(case=counted["case"], rank=counted["rank"]):
+                copied = sum(count for kind, _, count in counted["copies"] if kind == "pinned to device")
+                assert copied == counted["entries_read"], counted["copies"]
+
+
 @pytest.mark.timeout(200)
 def test_the_host_hands_over_a_step_while_the_device_stands_still() -> None:
     launch("support.accelerator_ranks:runs_behind", 2, case("toy", 2), timeout=150, environment=device_of(QUICK))

@@ -101,9 +101,19 @@ def summary(case: dict[str, Any], engine: Any, found: list[Any], made: int, peak
         "rank": engine.stage_id,
         "waits": table(counters.waits(found)),
         "copies": table(counters.copies(found)),
+        "entries_read": case["M"] * len(entries_read(engine)) if case["enabled"] else None,
         "copied_bytes": sum(h.num_bytes for h in found),
         "shapes_from_zeros": sorted({h.name for h in found if h.kind == counters.SHAPE}),
         "communicators_before": made,
         "peak_bytes": peak,
         "peak_live_bytes": engine.pulse_stats()["peak_live_bytes"] if case["enabled"] else None,
     }
+
+
+def entries_read(engine: Any) -> set[str]:
+    """Batch entries, the first layer's input and the labels, as far as a stage of this rank reads them."""
+    plan, rank = engine.module.plan, engine.stage_id
+    readers = {entry.name: entry.targets for entry in engine.module.graph.batch_entries}
+    found = {name for name, layers in readers.items() if rank in {plan.placement[plan.stage_of(i)] for i in layers}}
+    ends = {"the input": plan.placement[0], "the labels": plan.placement[-1]}
+    return found | {name for name, reader in ends.items() if reader == rank}
