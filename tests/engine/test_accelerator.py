@@ -124,6 +124,17 @@ def test_the_host_hands_over_a_step_while_the_device_stands_still() -> None:
     launch("support.accelerator_ranks:runs_behind", 2, case("toy", 2), timeout=150, environment=device_of(QUICK))
 
 
+# -- faults that must be seen --------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_faults_of_sending_change_losses(subtests: pytest.Subtests) -> None:
+    """What comparisons are worth; a receive that is posted late is seen by tests/runtime/test_transport.py."""
+    cases = [case("toy", 2, M=6, fault=fault) for fault in ("wrong_order", "missing_wait", "freed_early")]
+    late = environment(waits="hccl", kernel_delay_us=200, message_delay_us=20_000)
+    launch_each(subtests, "support.spoilt_ranks:differ", 2, cases, timeout=250, environment=late)
+
+
 # -- memory --------------------------------------------------------------------------------
 
 HELD = {

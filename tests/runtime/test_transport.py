@@ -72,6 +72,12 @@ def test_receives_run_ahead_by_the_slots_and_no_more() -> None:
     assert sender.sent_bytes == {"hidden": 6 * 12}
 
 
+def test_a_receive_that_is_posted_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Transport, "_post_ahead", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_receives_run_ahead_by_the_slots_and_no_more()
+
+
 def test_gradients_travel_only_where_they_are_wanted() -> None:
     sender, receiver, _ = pair(1, slots=1)
     payload = (torch.ones(2, requires_grad=True), torch.arange(3), torch.ones(1))
