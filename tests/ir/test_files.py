@@ -23,11 +23,13 @@ names = st.text(max_size=8)
 
 
 @given(actions)
+@settings(deadline=None)
 def test_an_action_is_its_text(action):
     assert Action.parse(str(action)) == action
 
 
 @given(st.lists(st.lists(actions, max_size=4), max_size=3))
+@settings(deadline=None)
 def test_a_schedule_is_its_texts(schedule):
     rows = tuple(map(tuple, schedule))
     assert parse_schedule(format_schedule(rows)) == rows
