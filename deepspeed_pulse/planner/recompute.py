@@ -72,20 +72,23 @@ def _kept_bytes(profile: Profile) -> list[int]:
 def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1) -> tuple[Held, ...]:
     """Per stage, when it holds most: one run of ``interval`` recomputed layers after another, or a layer that is kept.
 
-    With ``split`` the weight half needs the activations of all runs.
+    When a layer's backward runs, what later layers of the stage kept is free already, and its workspace takes that room
+    first; in forward they have not kept it yet. With ``split`` the weight half needs the activations of all runs.
     """
     found = []
     for stage in range(plan.num_stages):
-        layers = {i: profile.layers[i] for i in plan.stage_layers(stage)}
-        again = [i for i in layers if i in plan.recompute]
-        runs = [[layers[i] for i in again[a:b]] for a, b in _runs(again, interval)]
-        held = [Held(sum(x.activation_bytes for x in run), max(x.workspace_bytes for x in run)) for run in runs]
-        workspace = max((layer.workspace_bytes for layer in layers.values()), default=0)
+        beyond, room = {}, 0
+        for i in reversed(plan.stage_layers(stage)):
+            beyond[i] = max(0, profile.layers[i].workspace_bytes - room)
+            room += 0 if i in plan.recompute else profile.layers[i].activation_bytes
+        again = [i for i in plan.stage_layers(stage) if i in plan.recompute]
+        runs = [again[a:b] for a, b in _runs(again, interval)]
+        held = [Held(sum(profile.layers[i].activation_bytes for i in run), max(beyond[i] for i in run)) for run in runs]
         if split:
-            found.append(Held(sum(run.recomputed for run in held), workspace))
+            found.append(Held(sum(run.recomputed for run in held), max(beyond.values(), default=0)))
         else:
-            kept = max((layer.workspace_bytes for i, layer in layers.items() if i not in plan.recompute), default=0)
-            found.append(max([*held, Held(0, kept)], key=lambda one: one.recomputed + one.workspace))
+            kept = Held(0, max((size for i, size in beyond.items() if i not in plan.recompute), default=0))
+            found.append(max([*held, kept], key=lambda one: one.recomputed + one.workspace))
     return tuple(found)
 
 
