@@ -9,10 +9,11 @@ from toys import cluster, layer, plan, profile, random_profile, rows, skip, unif
 
 from deepspeed_pulse.errors import ConfigError, FileError, InfeasibleError
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import Held
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.recompute import cheapest_first, with_recompute
+from deepspeed_pulse.planner.recompute import cheapest_first, held_in_backward, with_recompute
 from deepspeed_pulse.planner.routes import named_values
 
 SIZES = profile(
@@ -70,6 +71,16 @@ def test_none_all_and_lists():
     for bad, text in {"some": "none, all, auto", ("e",): "0 layers are called 'e'", (4,): "0..3, found 4"}.items():
         with pytest.raises(ConfigError, match=text):
             make_plan(Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, recompute=bad))
+
+
+@pytest.mark.parametrize(("workspace", "held"), [(50, Held(30, 0)), (90, Held(0, 50))])
+def test_a_backward_holds_a_layer_that_runs_again_or_one_that_works(workspace, held):
+    """Layer 3 has freed 40 bytes when the others run; the weight half holds both layers that ran again."""
+    sizes = ((10, 5), (20, workspace), (30, 7), (40, 1))
+    costs = profile([layer(activation_bytes=kept, workspace_bytes=works) for kept, works in sizes])
+    found = replace(plan((0,), 1, boundaries=(0, 4)), recompute=(0, 2))
+    assert held_in_backward(costs, found) == (held,)
+    assert held_in_backward(costs, found, split=True) == (Held(40, workspace - 40),)
 
 
 def test_auto_recomputes_no_more_than_the_memory_needs():

@@ -11,6 +11,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import estimate, simulate
+from deepspeed_pulse.planner.checks.audit import audit
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import forward_only, gpipe, one_f_one_b, wave
 
@@ -238,6 +239,14 @@ def test_a_layers_workspace_is_there_while_it_runs():
     found = plan((0, 0), 1, schedule=rows("0F0 1F0 1B0 0B0"), boundaries=(0, 2, 3))
     curve = simulate(found, costs, cluster()).memory[0]
     assert curve == ((0.0, 51), (2.0, 7), (3.0, 7), (5.0, 51), (9.0, 0))
+
+
+def test_a_rank_that_is_too_full_is_told_where():
+    costs = profile([layer(activation_bytes=7)])
+    found = plan((0,), 2, schedule=rows("0F0 0F1 0B0 0B1"))
+    (line,) = (x for x in audit(found, costs, cluster(memory_bytes=13)).problems if x.startswith("memory"))
+    assert "at 1 ms, at 0F1" in line
+    assert not [x for x in audit(found, costs, cluster(memory_bytes=14)).problems if x.startswith("memory")]
 
 
 def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():

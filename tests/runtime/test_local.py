@@ -172,6 +172,12 @@ def test_a_failing_layer_is_named_with_rank_stage_microbatch_and_action() -> Non
         world.step(batches)
 
 
+def test_a_rank_alone_receives_nothing() -> None:
+    world, batches = world_of(random_plan(GRAPH, 8, ranks=1, microbatches=2), Unpartitioned(toy_layers()))
+    (stats,) = world.step(batches)
+    assert (stats.peak_parts["received"], stats.peak_parts["recomputed"]) == (0, 0)
+
+
 def test_live_bytes_count_what_the_order_keeps() -> None:
     """All forwards first keeps more than an order that runs backwards early."""
     peaks = []
