@@ -84,7 +84,7 @@ class _Board:
         self._prefer, self._cap, self._order = prefer, cap, order
         self._ops = SPLIT if split else WHOLE
         self._next: dict[tuple[int, Op], int] = defaultdict(int)
-        self._first = [problem.plan.stages_of(rank)[0] for rank in range(problem.num_ranks)]
+        self._stages = [problem.plan.stages_of(rank) for rank in range(problem.num_ranks)]
         self._position = [0] * problem.num_ranks
         self._rank_free = [0.0] * problem.num_ranks
         self._ports = Ports(problem.links)
@@ -103,10 +103,9 @@ class _Board:
 
     def _open(self, rank: int) -> list[Action]:
         """The next action of every stage and op; with a given order its next one, and the next ``W`` of each stage."""
-        stages = self._problem.plan.stages_of(rank)
         if self._order is None:
-            return [Action(stage, op, self._next[stage, op]) for stage in stages for op in self._ops]
-        found = [Action(s, op, self._next[s, op]) for s in stages for op in self._ops[2:]]
+            return [Action(stage, op, self._next[stage, op]) for stage in self._stages[rank] for op in self._ops]
+        found = [Action(s, op, self._next[s, op]) for s in self._stages[rank] for op in self._ops[2:]]
         at = self._position[rank]
         if at < len(self._order[rank]):
             given = self._order[rank][at]
@@ -117,7 +116,7 @@ class _Board:
     def _preference(self, rank: int, action: Action) -> int:
         if action.op is Op.WEIGHT_GRAD:
             return 2
-        if self._prefer is Prefer.FIRST_HOME and not action.microbatch and action.stage != self._first[rank]:
+        if self._prefer is Prefer.FIRST_HOME and not action.microbatch and action.stage != self._stages[rank][0]:
             return -1
         return int((action.op is Op.FORWARD) == (self._prefer is Prefer.BACKWARD))
 
@@ -128,9 +127,8 @@ class _Board:
             return self._cap is None or (
                 self._live[rank] + self._reserve[action.stage] <= self._cap.limits[rank] * (1 + _SLACK) + _SLACK
             )
-        stages = self._problem.plan.stages_of(rank)
         return self._prefer is not Prefer.ALL_FORWARDS or all(
-            self._next[stage, Op.FORWARD] == self._microbatches for stage in stages
+            self._next[stage, Op.FORWARD] == self._microbatches for stage in self._stages[rank]
         )
 
     def _waits(self, action: Action) -> bool:
