@@ -140,7 +140,7 @@ def test_faults_of_sending_change_losses(subtests: pytest.Subtests) -> None:
 HELD = {
     2: [
         {"model": "uvit", "P": 2, "M": 4},
-        {"model": "uvit", "P": 2, "M": 6, "placement": "linear", "within": 0.06},  # gradients on their way, uncounted
+        {"model": "uvit", "P": 2, "M": 6, "placement": "linear", "within": 0.08},  # gradients on their way, uncounted
         {"model": "uvit", "P": 2, "M": 4, "waves": 2},
         {"model": "uvit", "P": 2, "M": 4, "bf16": True, "zero": 1},
         {"model": "uvit", "P": 1, "M": 2},
