@@ -23,6 +23,7 @@ POSTED_AHEAD = 2
 
 gloo sends nothing before it knows that the receive is posted, and that word queues behind what the receiver sends.
 """
+
 _LAST = 1 << 60
 
 

@@ -21,6 +21,7 @@ from deepspeed_pulse.ir.profile import Profile
 
 PLANNER_VERSION = 8
 """Raised when the planner's answers change, so that kept ones are not used any more."""
+
 WORTH_KEEPING_SECONDS = 1.0
 """What was made faster is made again."""
 

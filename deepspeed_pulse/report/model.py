@@ -33,6 +33,7 @@ _THIN, _THICK = 0.6, 4.5
 _LAYER_INCHES, _MOST_INCHES, _MOST_NAMES = 0.15, 26.0, 160
 _RAILS = 12
 """Values with several readers that get a line of their own, the largest first; the rest is counted."""
+
 _LABEL_POINTS = 34.0
 _SHADE = 0.16
 

@@ -20,6 +20,7 @@ _MARKERS = "os^Dv*P<>X"
 _GB = 1e9
 _ASIDE = 0.05
 """Powers of two between microbatch sizes of one P."""
+
 _MOST_LIMITS = 2.0
 """Memory beyond so many times the limit is drawn at the upper edge, with its number."""
 

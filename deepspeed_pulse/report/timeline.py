@@ -27,8 +27,10 @@ _FOOT = 0.10
 _MAX_MESSAGES = 1000
 _LEGEND_INCHES = 3.2
 """Width of the longest entry of the legend."""
+
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))
 """Of neighbouring ranks' memory, so that the curves differ without colour."""
+
 _FONT_POINTS = 7.0
 _STAGES_SHOWN = 4
 

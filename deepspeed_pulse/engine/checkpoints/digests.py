@@ -18,6 +18,7 @@ SUMS_FILE = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/\0]+)")
 _CHUNK = 1 << 20
 """Bytes read at a time."""
+
 _WORTH_A_THREAD = 1 << 16
 """Smaller pieces are hashed before they are written, not beside."""
 

@@ -26,6 +26,7 @@ from deepspeed_pulse.ir.run import RUN_FILE
 LATEST = "latest"
 WRITING, REPLACED, REMOVED = ".writing", ".replaced", ".removed"
 """What a tag's folder is called while it is written, while another takes its place, and while it is removed."""
+
 EMA_FOLDER = "ema"
 """Of averaged weights, inside a checkpoint."""
 

@@ -19,6 +19,7 @@ from deepspeed_pulse.ir.fields import read_file, read_format
 FORMAT = "pulse-checkpoint/2"
 UNVERIFIED = "pulse-checkpoint/1"
 """The same without digests of the files."""
+
 RECORD_FILE = "pulse_checkpoint.json"
 PLAN_FILE = "pulse_plan.json"
 CHOICE_FILE = "pulse_ds_config.json"

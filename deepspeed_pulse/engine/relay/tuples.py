@@ -21,6 +21,7 @@ from deepspeed_pulse.runtime.payload import can_travel, num_bytes, plainly, tens
 
 _GRADED = -1
 """In a header, a tensor that needs a gradient; the dtypes of others count from 0."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool)
 

@@ -18,6 +18,7 @@ from deepspeed_pulse.planner.problem import Problem
 
 MOST_COLUMNS = 8000
 """Larger programs are not tried: few improve within seconds."""
+
 _VISIT_COST = 1e-4
 """Of a microbatch's stay in a gap, as a share of all frozen work: among equals, the fewest messages."""
 

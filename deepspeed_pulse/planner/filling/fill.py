@@ -28,6 +28,7 @@ _PREFERENCES = (
 )
 _TARGETS = 6
 """Ends of the step that are tried, by halves."""
+
 _QUICK = 3
 """As many preferences and ends where no time is given."""
 

@@ -22,6 +22,7 @@ from deepspeed_pulse.planner.simulator import least_step_ms, reduction_ms
 
 _WORTH_CHANGING = 0.95
 """Of the step with the partitioner's own cuts, what others may take at most: a simulation does not count everything."""
+
 _HIDDEN = 1.02
 """Step over makespan up to which gradients count as reduced behind other work."""
 

@@ -31,10 +31,13 @@ Key = Callable[[Cuts], tuple[bool, Score]]
 
 COLLOCATION_WORTH = 1.4
 """Load that may be paid for keeping every pair on its rank; U-Nets with coarse layers pay up to 1.32."""
+
 _ENUMERABLE = 7000
 """C(15, 7) = 6435: all cuts of 16 layers are tried one by one."""
+
 _EVALUATIONS = 10_000
 """Cuts that local search looks at."""
+
 _SHIFTS = (-3, -2, -1, 1, 2, 3)
 _MOST_LAYERS = 100
 """Of models whose cuts are all looked at: for the smallest fullest rank, and for the best load when some values cannot

@@ -22,8 +22,10 @@ MakeSpace = Callable[[float], Space]
 
 MAX_NODES = 20_000
 """Of one depth-first search; what is found by then is taken."""
+
 MAX_STATES = 400_000
 """Of a space; a larger one is not solved."""
+
 _ANY = float("inf")
 _WINDOWS = (1.02, 1.1, 1.3, 1.7, 3.0, _ANY)
 

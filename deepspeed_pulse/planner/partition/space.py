@@ -24,6 +24,7 @@ S = TypeVar("S")
 Bools = npt.NDArray[np.bool_]
 Stage = tuple[int, tuple[int, int]]
 """A stage's index, and its first layer and end."""
+
 EPSILON = 1e-9
 
 

@@ -32,6 +32,7 @@ Caps = tuple[Cap | None, ...]
 
 _MANY_ACTIONS = 1500
 """Above so many forwards, fewer orders are tried: planning stays within seconds."""
+
 _HUGE = 10_000
 """Above so many forwards, one order for each memory cap and two without."""
 

@@ -23,10 +23,13 @@ from deepspeed_pulse.planner.simulator import reduction_ms
 _STARTS = 16
 _NODES_A_ROUND = 400_000
 """Work of one round of one search, in evaluated nodes: some tenths of a second."""
+
 _PATIENCE = 12
 """Rounds without a better order after which the last search ends."""
+
 _LARGE = 5_000
 """Nodes above which only the best start is searched from."""
+
 _TIGHTER = 0.98
 """Share of the stash left when an order did not fit the memory: what arrives early is not counted beforehand."""
 

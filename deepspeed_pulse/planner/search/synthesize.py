@@ -27,8 +27,10 @@ from deepspeed_pulse.planner.simulator import rank_state_bytes, run, summarize
 
 MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""
+
 _FEW = 3
 """Microbatches per rank of the problem whose order is unrolled for many: start, end and a steady state between."""
+
 _PROVEN = 1e-9
 _SOLVER_TOLERANCE = 1e-6
 """HiGHS's feasibility tolerance: its bound may be that much too low or too high."""

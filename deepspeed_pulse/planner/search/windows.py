@@ -14,6 +14,7 @@ from deepspeed_pulse.planner.search.paths import Paths
 
 MAX_PAIRS = 160
 """Pairs of a window, open or decided: HiGHS handles it in about a second."""
+
 _NODES = 100
 """Branch-and-bound nodes of a window: unlike seconds, the same on every machine."""
 

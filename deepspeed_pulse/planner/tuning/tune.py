@@ -20,6 +20,7 @@ from deepspeed_pulse.planner.tuning.tuner import Progress, Tuner, rank_of
 
 _MARGINS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 """Times what an error asks for, as memory that may do where nothing fits."""
+
 _TIMES = (2, 4, 8, 16, 32, 64)
 """So many times the world size are tried."""
 

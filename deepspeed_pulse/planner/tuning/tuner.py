@@ -31,10 +31,13 @@ Progress = Callable[[int, int, float], None]
 
 _EXACT = 4
 """So many of the best are simulated; what cannot be among them is left out by its bound."""
+
 _CONTENDERS = 3
 """So many of the best are searched for better orders."""
+
 _SHARED = 1 / 3
 """Of the time to search, what they share; the rest is for the one that is best then."""
+
 _NO_GAIN = "fits with ZeRO stage 0, which gathers no weights at the end of a step"
 _WORTH_HIDING = 0.05
 """Of a step: what one rank gains by several stages must exceed what their actions cost beyond the plan."""
