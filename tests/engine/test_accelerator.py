@@ -139,20 +139,20 @@ def test_faults_of_sending_change_losses(subtests: pytest.Subtests) -> None:
 
 HELD = {
     2: [
-        {"model": "uvit", "P": 2, "M": 4},
-        {"model": "uvit", "P": 2, "M": 6, "placement": "linear", "within": 0.08},  # gradients on their way, uncounted
-        {"model": "uvit", "P": 2, "M": 4, "waves": 2},
-        {"model": "uvit", "P": 2, "M": 4, "bf16": True, "zero": 1},
-        {"model": "uvit", "P": 1, "M": 2},
-        {"model": "uvit", "P": 2, "M": 4, "interval": 1, "within": 0.08},  # too much: a layer frees while it goes back
-        {"model": "unet", "P": 2, "M": 4},
-        {"model": "unet", "P": 2, "M": 4, "placement": "linear"},
+        case("uvit", 2, M=4),
+        case("uvit", 2, M=6, placement="linear", within=0.08),  # gradients on their way, uncounted
+        case("uvit", 2, M=4, W=2),
+        case("uvit", 2, M=4, bf16=True, zero=1),
+        case("uvit", 1, M=2),
+        case("uvit", 2, M=4, interval=1, within=0.08),  # too much: a layer frees while it goes back
+        case("unet", 2, M=4),
+        case("unet", 2, M=4, placement="linear"),
     ],
     4: [
-        {"model": "uvit", "P": 4, "M": 8},
-        {"model": "uvit", "P": 2, "M": 3},
-        {"model": "uvit", "P": 2, "M": 3, "zero": 1, "within": 0.06},  # and the copy that ZeRO-1 keeps of fp32 weights
-        {"model": "unet", "P": 4, "M": 6, "clip": 1.0},
+        case("uvit", 4, M=8),
+        case("uvit", 2, M=3),
+        case("uvit", 2, M=3, zero=1, within=0.06),  # and the copy that ZeRO-1 keeps of fp32 weights
+        case("unet", 4, M=6, clip=1.0),
     ],
 }
 """By world size; replicas where there are fewer pipeline ranks."""

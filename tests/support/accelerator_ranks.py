@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,17 @@ STEADY = 4
 
 def engine_of(case: dict[str, Any]) -> Any:
     """An engine as in the parity cases."""
+    layers, _, first = models(case["model"])
+    return begun(case, layers(), partial(torch.optim.SGD, lr=0.05, momentum=0.9), {}, input=first)
+
+
+def begun(case: dict[str, Any], layers: list[Any], optimizer: Any, config: dict[str, Any], **arguments: Any) -> Any:
+    """An engine for a case; ``config``: what DeepSpeed's has besides, ``arguments``: of ``PipelineModule``."""
     import deepspeed
 
     from deepspeed_pulse import PipelineModule
 
-    layers, _, first = models(case["model"])
-    config = {
+    settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case["M"],
         "gradient_clipping": case["clip"],
@@ -31,12 +37,13 @@ def engine_of(case: dict[str, Any]) -> Any:
             "placement": case.get("placement", "wave"),
             "waves": case.get("W", 1),
         },
+        **config,
     }
     module = PipelineModule(
-        layers=layers(), num_stages=case["P"], loss_fn=mse, seed_layers=True, config=config, input=first
+        layers=layers, num_stages=case["P"], loss_fn=mse, seed_layers=True, config=settings, **arguments
     )
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=module, optimizer=optimizer(trained), config=settings)[0]
 
 
 def counted(cases: list[dict[str, Any]]) -> None:

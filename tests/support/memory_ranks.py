@@ -5,48 +5,35 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from support.parity import mse, share_groups
-from support.small_models import small_sd_unet
+from support.accelerator_ranks import begun
+from support.parity import share_groups
+from support.small_transformers import small_uvit
+from support.small_unet import unet_layers
 
 STEADY = 3
 """Steps before the one that is counted: optimizer state and shapes are there."""
 
 
-def unet() -> tuple[list[Any], Callable[[], Any]]:
-    """Stable Diffusion's 46 layers and 12 skips, on 32 x 32 latents, four at a time."""
+def layers_of(model: str) -> list[Any]:
+    """Stable Diffusion's 46 layers and 12 skips, or U-ViT's 12 blocks around the middle one and 6 skips."""
     from deepspeed_pulse.models import to_layers
 
-    torch.manual_seed(0)
-    model = small_sd_unet(sample_size=32)
-
-    def batch() -> Any:
-        latents = torch.randn(4, 4, 32, 32)
-        inputs = {"timestep": torch.randint(1000, (4,)), "encoder_hidden_states": torch.randn(4, 7, 32)}
-        return {"sample": latents, **inputs}, torch.randn(4, 4, 32, 32)
-
-    return to_layers(model), batch
+    if model == "unet":
+        return unet_layers()
+    return to_layers(small_uvit(sample_size=32, hidden_size=128, num_layers=12, num_classes=None))
 
 
-def uvit() -> tuple[list[Any], Callable[[], Any]]:
-    """U-ViT, 12 blocks around the middle one, 6 skips."""
-    from deepspeed_pulse.models import to_layers
-    from deepspeed_pulse.models.transformers.uvit import UViTModel
-
-    torch.manual_seed(0)
-    model = UViTModel(sample_size=32, hidden_size=128, num_layers=12, num_attention_heads=4)
-
-    def batch() -> Any:
-        inputs = {"sample": torch.randn(4, 4, 32, 32), "timestep": torch.randint(1000, (4,))}
-        return inputs, torch.randn(4, 4, 32, 32)
-
-    return to_layers(model), batch
-
-
-MODELS = {"unet": unet, "uvit": uvit}
+def batch_of(model: str, number: int, dtype: torch.dtype) -> Any:
+    """Four latents of 32 x 32, the same on every rank."""
+    torch.manual_seed(number)
+    inputs = {"sample": torch.randn(4, 4, 32, 32, dtype=dtype), "timestep": torch.randint(1000, (4,))}
+    text = {"encoder_hidden_states": torch.randn(4, 7, 32, dtype=dtype)} if model == "unet" else {}
+    return {**inputs, **text}, torch.randn(4, 4, 32, 32, dtype=dtype)
 
 
 def peaks(cases: list[dict[str, Any]]) -> None:
@@ -84,43 +71,17 @@ def peak_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_of(case: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
-    import deepspeed
-
-    from deepspeed_pulse import PipelineModule
-
-    layers, batch = MODELS[case["model"]]()
-    dtype = torch.bfloat16 if case.get("bf16") else torch.float32
+    model, bf16 = case["model"], case.get("bf16", False)
+    dtype = torch.bfloat16 if bf16 else torch.float32
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": case["M"],
-        "gradient_clipping": case.get("clip", 0.0),
-        "steps_per_print": 10**9,
-        "bf16": {"enabled": case.get("bf16", False)},
+        "bf16": {"enabled": bf16},
         "zero_optimization": {"stage": case.get("zero", 0), "reduce_bucket_size": 1_000_000},
         "zero_allow_untested_optimizer": True,
-        "pulse": {"solver_seconds": 0, "placement": case.get("placement", "wave"), "waves": case.get("waves", 1)},
     }
-    example = cast(batch(), dtype)
-    module = PipelineModule(
-        layers=layers,
-        num_stages=case["P"],
-        loss_fn=mse,
-        seed_layers=True,
-        activation_checkpoint_interval=case.get("interval", 0),
-        config=config,
-        example_batch=example,
-    )
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-4)
-    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
-    return engine, (cast(seeded(number, batch), dtype) for number in itertools.count())
-
-
-def seeded(number: int, batch: Callable[[], Any]) -> Any:
-    """The same on every rank."""
-    torch.manual_seed(number)
-    return batch()
-
-
-def cast(batch: Any, dtype: torch.dtype) -> Any:
-    inputs, labels = batch
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}, labels.to(dtype)
+    arguments = {
+        "activation_checkpoint_interval": case.get("interval", 0),
+        "example_batch": batch_of(model, 0, dtype),
+    }
+    engine = begun(case, layers_of(model), partial(torch.optim.AdamW, lr=1e-4), config, **arguments)
+    return engine, (batch_of(model, number, dtype) for number in itertools.count())
