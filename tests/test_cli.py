@@ -98,8 +98,8 @@ def test_a_search_that_gains_says_how_much(capsys: pytest.CaptureFixture[str]) -
     assert text in " ".join(capsys.readouterr().out.split())
 
 
-# ten forwards in flight, 1 MB each, and receive buffers: with less the search goes on until its time is over
-@pytest.mark.parametrize("memory", ["", " --memory-gb 0.0114"])
+# ten forwards in flight, 1 MB each, and messages: with less the search goes on until its time is over
+@pytest.mark.parametrize("memory", ["", " --memory-gb 0.0118"])
 @pytest.mark.usefixtures("folder")
 def test_two_runs_write_the_same_bytes(memory: str) -> None:
     """P=4, M=8, in processes of their own that hash texts differently."""

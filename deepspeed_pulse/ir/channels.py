@@ -49,11 +49,7 @@ class Traffic:
 
 def make_traffic(plan: Plan) -> Traffic:
     """Analyse a plan's messages. Raises PlanError when the order of actions deadlocks."""
-    program = lower(plan)
-    sent_at, used_at = _ends(program)
-    channels, slots = receive_slots(program, plan.placement)
-    releases = tuple(_releases(steps, sent_at, used_at) for steps in program)
-    return Traffic(program=program, channels=channels, slots=slots, releases=releases)
+    return traffic_of(lower(plan), plan.placement)
 
 
 _Ends = dict[Message, tuple[int, int]]
@@ -72,10 +68,8 @@ def _ends(program: Program) -> tuple[_Ends, _Ends]:
     return sent_at, used_at
 
 
-def receive_slots(
-    program: Program, placement: Sequence[int]
-) -> tuple[dict[Channel, tuple[Message, ...]], dict[Channel, int]]:
-    """Messages of each channel in the order in which they are sent, and its receive buffers (:class:`Traffic`).
+def traffic_of(program: Program, placement: Sequence[int]) -> Traffic:
+    """Analyse a program's messages.
 
     Raises PlanError when a message has only one end, or the order of actions deadlocks.
     """
@@ -94,7 +88,12 @@ def receive_slots(
             used.append((starts[target][j], j, program[target][j].receives.index(message)))
         return max(fewest_slots(due, used), min(MIN_SLOTS, len(messages)))
 
-    return {c: tuple(messages) for c, messages in channels.items()}, {c: slots(channels[c]) for c in channels}
+    return Traffic(
+        program=program,
+        channels={c: tuple(messages) for c, messages in channels.items()},
+        slots={c: slots(channels[c]) for c in channels},
+        releases=tuple(_releases(steps, sent_at, used_at) for steps in program),
+    )
 
 
 def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:

@@ -21,7 +21,7 @@ RUN_FILE = "pulse_run.json"
 """Its name beside checkpoints; beside a trace it has the trace's name and the suffix ``.run.json``."""
 
 
-MEMORY_PARTS = ("state", "activations", "received", "recomputed", "workspace", "frozen")
+MEMORY_PARTS = ("state", "activations", "received", "sent", "recomputed", "workspace", "frozen")
 """What a rank's memory holds: weights with gradients and optimizer state, what forwards keep for backward, what was
 received and is not used up, what a backward recomputes, and frozen parts with their results."""
 

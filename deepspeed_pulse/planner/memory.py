@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from deepspeed_pulse.ir.channels import receive_slots
+from deepspeed_pulse.ir.channels import Traffic, traffic_of
 from deepspeed_pulse.ir.dependencies import Result, result_of, results_needed
-from deepspeed_pulse.ir.program import HIDDEN, Message, Step
+from deepspeed_pulse.ir.program import HIDDEN, Message
 from deepspeed_pulse.ir.schedule import Action, Direction, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.planner.problem import Problem
@@ -27,6 +27,8 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     * A message's receive buffer lives from when the receive is posted, ahead of its arrival
       (:class:`~deepspeed_pulse.ir.channels.Traffic`), until the action that reads it starts; a named value until the
       end of its last consumer's backward on the rank, or until it was sent on where none reads it.
+    * A stage's output that was sent, a gradient, and a named value that was sent on live until the rank knows that its
+      peer has them. A named value of the rank itself counts among the activations of its stage.
 
     Without a backward (forward only) things live until their last reader's ``F`` ends.
 
@@ -60,24 +62,38 @@ def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str,
             yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage])
         elif span.work.op is not Op.WEIGHT_GRAD:
             yield span.rank, "recomputed", (start, life.end(stage, m), held.recomputed)
-    posted = _posted_ms(problem, timeline, life)
+    rows: list[list[Span[Action]]] = [[] for _ in range(problem.num_ranks)]
+    for span in timeline.spans:
+        rows[span.rank].append(span)
+    traffic = traffic_of(tuple(tuple(problem.step(span.work) for span in row) for row in rows), problem.placement)
+    posted, released = _posted_ms(traffic, timeline, life), _released_ms(traffic, rows)
+    end = timeline.start_ms + timeline.makespan_ms
     for transfer in timeline.transfers:
-        until = life.received_until(transfer)
-        yield transfer.target_rank, "received", (posted[transfer.message], until, transfer.num_bytes)
+        message, size = transfer.message, transfer.num_bytes
+        yield transfer.target_rank, "received", (posted[message], life.received_until(transfer), size)
+        value = message.direction is Direction.FORWARD and message.name != HIDDEN
+        if not value or problem.passed_on(message.name, message.source_stage):
+            yield transfer.source_rank, "sent", (life.sent_ms(message), released.get(message, end), size)
     for rank, interval in _frozen_intervals(problem, timeline, life):
         yield rank, "frozen", interval
 
 
-def _posted_ms(problem: Problem, timeline: Timeline, life: _Life) -> dict[Message, float]:
+def _released_ms(traffic: Traffic, rows: Sequence[Sequence[Span[Action]]]) -> dict[Message, float]:
+    """When a rank knows that its peer has what it sent; what it never knows is left out."""
+    return {
+        message: span.start_ms
+        for row, steps in zip(rows, traffic.releases, strict=True)
+        for span, messages in zip(row, steps, strict=True)
+        for message in messages
+    }
+
+
+def _posted_ms(traffic: Traffic, timeline: Timeline, life: _Life) -> dict[Message, float]:
     """When each message's receive is posted: a channel's first ones with the step, then one whenever one was read."""
-    rows: list[list[Step]] = [[] for _ in range(problem.num_ranks)]
-    for span in timeline.spans:
-        rows[span.rank].append(problem.step(span.work))
-    channels, slots = receive_slots(tuple(map(tuple, rows)), problem.placement)
     found: dict[Message, float] = {}
     start = timeline.start_ms
-    for channel, messages in channels.items():
-        freed = [start] * slots[channel] + sorted(map(life.read_ms, messages))
+    for channel, messages in traffic.channels.items():
+        freed = [start] * traffic.slots[channel] + sorted(map(life.read_ms, messages))
         found.update((m, min(free, life.read_ms(m))) for m, free in zip(messages, freed, strict=False))
     return found
 
@@ -118,7 +134,8 @@ class _Life:
     def __init__(self, problem: Problem, spans: Sequence[Span[Action]]) -> None:
         self._problem = problem
         self._read = {m: span.start_ms for span in spans for m in problem.step(span.work).receives}
-        self._sent_ms = {
+        self._sent = {m: span.end_ms for span in spans for m in problem.step(span.work).sends}
+        self._forward_ms = {
             (span.work.stage, span.work.microbatch): span.end_ms for span in spans if span.work.op is Op.FORWARD
         }
         self._end: dict[tuple[int, int], float] = {}
@@ -132,6 +149,9 @@ class _Life:
     def read_ms(self, message: Message) -> float:
         return self._read[message]
 
+    def sent_ms(self, message: Message) -> float:
+        return self._sent[message]
+
     def received_until(self, transfer: Transfer[Message]) -> float:
         message = transfer.message
         if message.direction is Direction.BACKWARD or message.name == HIDDEN:
@@ -139,7 +159,7 @@ class _Life:
         rank, m = transfer.target_rank, message.microbatch
         readers = self._problem.consumer_stages(message.name, rank)
         if not readers:
-            return self._sent_ms[self._problem.last_sender(message.name, rank), m]
+            return self._forward_ms[self._problem.last_sender(message.name, rank), m]
         return max(self.end(stage, m) for stage in readers)
 
 

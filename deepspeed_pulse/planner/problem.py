@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.dependencies import Key, needs
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import Held, Profile
 from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
@@ -29,6 +29,7 @@ class Problem:
         self._lowering = Lowering(plan)
         self._steps: dict[Action, Step] = {}
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._passed_on: dict[tuple[str, int], bool] = {}
         self.bounds_ms: dict[tuple[int, bool], float] = {}
         """Lower bounds found so far, by number of microbatches and whether backward is split."""
         layers = with_recompute(profile, plan.recompute)
@@ -118,8 +119,20 @@ class Problem:
 
     def last_sender(self, name: str, rank: int) -> int:
         """The last stage of a rank that sends on a named value that came to it."""
+        return max(source for source, _ in self._route(name).hops if self.placement[source] == rank)
+
+    def passed_on(self, name: str, stage: int) -> bool:
+        """True where a stage sends a named value on, the last time, that its rank neither makes nor reads."""
+        found = self._passed_on.get((name, stage))
+        if found is None:
+            rank, route = self.placement[stage], self._route(name)
+            used = self.placement[route.source_stage] == rank or self.consumer_stages(name, rank)
+            found = self._passed_on[name, stage] = not used and self.last_sender(name, rank) == stage
+        return found
+
+    def _route(self, name: str) -> Route:
         (route,) = (route for route in self.plan.routes if route.name == name)
-        return max(source for source, _ in route.hops if self.placement[source] == rank)
+        return route
 
 
 def _check_fit(plan: Plan, profile: Profile) -> None:

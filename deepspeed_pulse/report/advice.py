@@ -97,6 +97,10 @@ _MEMORY = {
         "received and not used up yet, buffers of coming receives among it",
         "the rank is behind the plan or its messages come early; smaller microbatches make them smaller",
     ),
+    "sent": (
+        "sent and perhaps not taken yet",
+        "the next rank is behind the plan; smaller microbatches make messages smaller",
+    ),
     "recomputed": ("what a backward recomputes", "recompute fewer layers at a time (activation_checkpoint_interval)"),
     "workspace": (
         "what a layer works with while it runs",

@@ -229,12 +229,14 @@ class RankRuntime:
             return self.named(name, m)
 
         run = partial(self._stages[stage].run, entry, lookup, number=self._first_number + m)
-        kept = self._shapes[m].activation_bytes
-        if self._training and stage not in kept:
+        shapes = self._shapes[m]
+        if self._training and stage not in shapes.activation_bytes:
             with SavedBytes(self._parameters) as saved:
                 output, exported = run(saved=saved)
             saved.add(t for value in exported.values() for t in tensors_in(value))
-            kept[stage] = saved.bytes
+            shapes.activation_bytes[stage] = saved.bytes
+            saved.add(tensors_in(output))
+            shapes.unkept_bytes[stage] = saved.bytes - shapes.activation_bytes[stage]
         else:
             output, exported = run()
         self._keep(stage, m, leaves, output, exported)
@@ -318,11 +320,14 @@ class RankRuntime:
         m = message.microbatch
         if message.direction is Direction.FORWARD:
             if message.name == HIDDEN:
-                self._transport.send(message, self._hidden.pop((message.target_stage, m)))
+                unkept = self._shapes[m].unkept_bytes.get(message.source_stage, 0)
+                self._transport.send(message, self._hidden.pop((message.target_stage, m)), unkept)
             elif self._batches.has_entry(message.name):
                 self._transport.send(message, as_payload(self._batches.entry(message.name, m), message.label))
             else:
-                self._transport.send(message, self._values.get(message.name, m))
+                passed_on = self._usage.passed_on(message.name, message.source_stage)
+                unkept = self._values.bytes_of(message.name, m) if passed_on else 0
+                self._transport.send(message, self._values.get(message.name, m), unkept)
         elif message.name == HIDDEN:
             self._transport.send_gradient(message, self._hidden_grads.pop((message.source_stage, m)))
         else:
@@ -344,12 +349,12 @@ class RankRuntime:
     def _count(self, part: str, change: int, workspace: int = 0) -> None:
         """Bytes that come or go; ``workspace`` is there in that moment."""
         self._live[part] += change
-        buffers = self._transport.buffer_bytes
-        live = sum(self._live.values()) + buffers + workspace
+        buffers, leaving = self._transport.buffer_bytes, self._transport.leaving_bytes
+        live = sum(self._live.values()) + buffers + leaving + workspace
         if live > self.stats.peak_live_bytes:
             self.stats.peak_live_bytes = live
             received = self._live["received"] + buffers
-            self.stats.peak_parts = {**self._live, "received": received, "workspace": workspace}
+            self.stats.peak_parts = {**self._live, "received": received, "sent": leaving, "workspace": workspace}
 
 
 def _pair(

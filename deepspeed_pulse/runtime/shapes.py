@@ -22,10 +22,14 @@ MAX_KEYS = 1024
 
 @dataclass
 class Shapes:
-    """Batches of one shape: what each boundary carries, what a stage keeps from its forward to its backward (bytes)."""
+    """Batches of one shape: what each boundary carries; in bytes what a stage keeps from its forward to its backward.
+
+    ``unkept_bytes``: of a stage's output, what its backward does not need.
+    """
 
     signatures: dict[Edge, Signature] = field(default_factory=dict)
     activation_bytes: dict[int, int] = field(default_factory=dict)
+    unkept_bytes: dict[int, int] = field(default_factory=dict)
 
 
 class ShapeBook:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,14 @@ from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.runtime.payload import METADATA_INTS, Payload, Signature, TensorMeta, num_bytes, tensors_of
 from deepspeed_pulse.runtime.protocols import Communicator, Device, Handle
 from deepspeed_pulse.runtime.shapes import Shapes
+
+
+@dataclass
+class _Sent:
+    """A message on its way; ``num_bytes``: of its buffers, where nothing else keeps them."""
+
+    buffers: list[tuple[torch.Tensor, Handle]] = field(default_factory=list)
+    num_bytes: int = 0
 
 
 @dataclass
@@ -49,11 +57,13 @@ class Transport:
         self._shapes: Sequence[Shapes] = ()
         self._inboxes: dict[Channel, _Inbox] = {}
         self._channel_of: dict[Message, Channel] = {}
-        self._in_flight: dict[Message, list[tuple[torch.Tensor, Handle]]] = {}
+        self._in_flight: dict[Message, _Sent] = {}
         self.sent_bytes: Counter[str] = Counter()
         self.metadata_bytes = 0
         self.buffer_bytes = 0
         """Of receives that are posted."""
+        self.leaving_bytes = 0
+        """Of sends that their peers may not have yet, where nothing else keeps them."""
 
     def begin(
         self, channels: Mapping[Channel, Sequence[Message]], slots: Mapping[Channel, int], shapes: Sequence[Shapes]
@@ -99,8 +109,11 @@ class Transport:
         gradients = iter(tensors)
         return [meta.shaped(next(gradients)) if meta.requires_grad else None for meta in signature.tensors]
 
-    def send(self, message: Message, payload: Payload) -> None:
-        """Start a forward message. The payload is kept until the peer has it."""
+    def send(self, message: Message, payload: Payload, unkept_bytes: int = 0) -> None:
+        """Start a forward message. The payload is kept until the peer has it.
+
+        ``unkept_bytes``: what it holds that nothing else keeps.
+        """
         channel, known = self._channel_of[message], self._known(message)
         signature = Signature.of(payload)
         if known is None:
@@ -108,7 +121,7 @@ class Transport:
             encoded = signature.encode()
             buffer = self._device.empty(encoded.shape, encoded.dtype).copy_(encoded)
             # Not waited for: the receiver may post this receive only after later actions of this rank.
-            self._in_flight[message] = [(buffer, self._communicator.isend(buffer, channel))]
+            self._in_flight[message] = _Sent([(buffer, self._communicator.isend(buffer, channel))])
             self.metadata_bytes += num_bytes([buffer])
         elif known != signature:
             raise BatchError(
@@ -117,7 +130,8 @@ class Transport:
                 f"{signature}; what travels between stages must follow from the shapes of the batch: pad what depends "
                 "on its values"
             )
-        self._start(message, channel, list(zip((known or signature).tensors, tensors_of(payload), strict=True)))
+        metas = (known or signature).tensors
+        self._start(message, channel, list(zip(metas, tensors_of(payload), strict=True)), unkept_bytes)
 
     def send_gradient(self, message: Message, gradients: Sequence[torch.Tensor | None]) -> None:
         """Start a backward message: one gradient per tensor of the edge's payload, None where not wanted."""
@@ -125,13 +139,16 @@ class Transport:
         wanted = [(meta, g) for g, meta in zip(gradients, metas, strict=True) if meta.requires_grad]
         assert all(g is not None for _, g in wanted), message
         if wanted:
-            self._start(message, self._channel_of[message], [(meta, g) for meta, g in wanted if g is not None])
+            tensors = [(meta, g) for meta, g in wanted if g is not None]
+            self._start(message, self._channel_of[message], tensors, num_bytes([g for _, g in tensors]))
 
     def release(self, messages: Sequence[Message]) -> None:
         """Drop the buffers of sends that the peer must have received by now; returns at once."""
         for message in messages:
-            for _, handle in self._in_flight.pop(message, ()):
+            sent = self._in_flight.pop(message, _Sent())
+            for _, handle in sent.buffers:
                 self._wait(handle, message, self._channel_of[message].target_rank, "take")
+            self.leaving_bytes -= sent.num_bytes
 
     def drain(self) -> None:
         """Wait for all sends; afterwards nothing is under way."""
@@ -151,11 +168,19 @@ class Transport:
     def _counts(self, message: Message) -> bool:
         return message.direction is Direction.FORWARD or self._agreed(message).wants_gradient
 
-    def _start(self, message: Message, channel: Channel, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
-        kept = self._in_flight.setdefault(message, [])
+    def _start(
+        self,
+        message: Message,
+        channel: Channel,
+        tensors: Sequence[tuple[TensorMeta, torch.Tensor]],
+        unkept_bytes: int,
+    ) -> None:
+        sent = self._in_flight.setdefault(message, _Sent())
         for meta, tensor in tensors:
             buffer = meta.flat(tensor.detach())
-            kept.append((buffer, self._communicator.isend(buffer, channel)))
+            sent.buffers.append((buffer, self._communicator.isend(buffer, channel)))
+        sent.num_bytes = unkept_bytes
+        self.leaving_bytes += unkept_bytes
         self.sent_bytes[message.label] += num_bytes([tensor for _, tensor in tensors])
 
     def _post_ahead(self, channel: Channel, inbox: _Inbox) -> None:

@@ -57,6 +57,10 @@ class Usage:
         """True when the value came from another rank."""
         return name in self._arrived
 
+    def passed_on(self, name: str, stage: int) -> bool:
+        """True when a value came from another rank only to be sent on, by ``stage`` the last time."""
+        return name in self._arrived and name not in self._read_here and self._last_use[name] == stage
+
     def sent_away(self, action: Action) -> tuple[str, ...]:
         """Values whose data is let go before their gradients: sent on by this forward, and read by no stage here."""
         if action.op is not Op.FORWARD:

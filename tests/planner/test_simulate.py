@@ -93,13 +93,14 @@ def test_messages_queue_on_a_link_and_do_not_occupy_ranks():
     assert [s.start_ms for s in timeline.spans_of(0)] == [0, 1, 15, 18]
 
 
-def test_a_rank_that_only_passes_a_value_on_holds_it_until_it_is_sent():
+def test_a_rank_that_only_passes_a_value_on_holds_it_until_its_peer_has_it():
     costs = profile([layer() for _ in range(3)], [skip("s", 0, 2, size=100)])
     made = plan(Placement.linear(3), 1, schedule=rows("0F0 0B0", "1F0 1B0", "2F0 2B0"))
     made = replace(made, routes=(Route(name="s", source_stage=0, hops=((0, 1), (1, 2))),))
     held = [live for _, live in simulate(made, costs, cluster()).memory[1]]
     value, gradient, activation = 100, 100, 1
-    assert held == [value + gradient, value + gradient + activation, gradient + activation, activation, 0]
+    forward = value + gradient + activation
+    assert held == [value + gradient, forward, forward, activation, gradient, 0]
 
 
 def test_values_that_stay_cost_nothing_and_those_without_gradient_send_nothing_back():
@@ -251,15 +252,16 @@ def test_a_rank_that_is_too_full_is_told_where():
 
 def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():
     """Rank 1 posts two microbatches' receives with the step, the third's when the first's are read; a value stays
-    until its backward has ended."""
+    until its backward has ended. Its gradients stay until the end: no later message tells that rank 0 has them."""
     costs = profile(
         [layer(1, 1, activation_bytes=0, output_bytes=100), layer(4, 1, activation_bytes=1000)], [skip("v", 0, 1, 10)]
     )
     orders = rows("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
     found = plan((0, 1), 3, schedule=orders, of=costs)
     curve = [(round(time, 3), live) for time, live in simulate(found, costs, cluster()).memory[1]]
-    assert curve[-1] == (16.0, 0)
-    assert [live for _, live in curve] == [220, 1230, 2130, 3030, 2020, 1010, 0]
+    gradient = 100 + 10
+    assert curve[-1] == (17.0, 0)
+    assert [live for _, live in curve] == [220, 1230, 2130, 3030, 2020 + gradient, 1010 + 2 * gradient, 3 * gradient, 0]
 
 
 @pytest.mark.parametrize(
