@@ -60,6 +60,13 @@ class PulseConfig(BaseModel):
     timeout_seconds: float = Field(default=600.0, gt=0.0, le=1e7, description="a number > 0 and at most 1e7")
     """A peer silent for longer ends the run with an error naming rank, stage, microbatch and action."""
 
+    receive_ahead: Flag = True
+    """False: a receive is posted only once its message has left, as the plan goes.
+
+    For models with a layer that waits for the whole device (``torch.cuda.synchronize()``): it would else wait for
+    messages that wait for it.
+    """
+
     trace: Path | None = Field(default=None, description="a path or null")
     """Where rank 0 writes the measured timeline (Chrome trace, opens in Perfetto), planned above measured.
 

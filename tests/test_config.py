@@ -59,6 +59,7 @@ WRONG = [
     *[("memory_gb", value, MEMORY) for value in (0, -1, True, "3", "lots", math.nan, math.inf, None)],
     *[("solver_seconds", value, SOLVER) for value in (-1, True, "3", math.nan, math.inf)],
     *[("trace_steps", value, "a step n >= 1") for value in (0, True, "3", [], [0], [1.5], ["3"], [1] * 21)],
+    *[("receive_ahead", value, "true or false") for value in ("auto", 1, None)],
     *[("timeout_seconds", value, TIMEOUT) for value in (0, -1, True, "5", math.nan, math.inf, 1e30)],
 ]
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.device import HOST_BACKENDS, wait
+from deepspeed_pulse.engine.device import HOST_BACKENDS, check_queues, wait
 from deepspeed_pulse.engine.groups import groups_with_timeout
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
@@ -46,7 +46,7 @@ class PipelineCommunicator:
         timeout_seconds: how long a step may wait for a message; a process group's own limit is no shorter.
 
     Raises:
-        ConfigError: the backend cannot send what lies on the device.
+        ConfigError: the backend cannot send what lies on the device, or the device has one queue.
     """
 
     def __init__(self, seat: Seat, timeout_seconds: float = CONNECT_SECONDS) -> None:
@@ -60,6 +60,8 @@ class PipelineCommunicator:
                 f"{seat.device.type!r}: every message would hold up the device; start the process group with "
                 f"{get_accelerator().communication_backend_name()!r} (deepspeed.init_distributed() without a backend)"
             )
+        if len(seat.ranks) > 1:
+            check_queues(seat.device)
         self._groups: dict[Channel, Any] = {}
 
     def open(self, channels: Iterable[Channel]) -> None:

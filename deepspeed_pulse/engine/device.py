@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.runtime.roots import Root
 
 HOST_BACKENDS = ("gloo", "mpi")
@@ -19,6 +21,19 @@ HOST_BACKENDS = ("gloo", "mpi")
 def runs_at_once(device: torch.device) -> bool:
     """Whether the device has done what it is given when the call returns, by the rule of upstream's timers."""
     return device.type == "cpu" or bool(get_accelerator().use_host_timers())
+
+
+def check_queues(device: torch.device) -> None:
+    """Raise a ConfigError where the device has one queue for all streams.
+
+    There the second message of a stream waits at the queue's head for the first, and behind it the kernels and messages
+    that the first waits for.
+    """
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not runs_at_once(device):
+        raise ConfigError(
+            "CUDA_DEVICE_MAX_CONNECTIONS: found 1, with which kernels and messages share one queue, and messages of a "
+            "pipeline that wait for one another stand still for ever; unset it, or set 2 or more"
+        )
 
 
 def recorded_event(*, timed: bool = True) -> Any:

@@ -18,7 +18,7 @@ from deepspeed_pulse.engine.orders import Orders
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.engine.seat import Seat
-from deepspeed_pulse.ir.channels import make_traffic
+from deepspeed_pulse.ir.channels import arrivals, make_traffic
 from deepspeed_pulse.ir.effects import Effects, with_versions
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
@@ -67,6 +67,7 @@ class Lowering:
             usage=usage,
             stages=bound_stages(module, usage, graph, effects),
             held=planning.held(module.planned, module.job.recomputing.interval),
+            due=None if module.pulse.receive_ahead else arrivals(traffic.program, plan.placement)[self.seat.rank],
         )
 
     def knows_effects(self, *, training: bool) -> bool:

@@ -112,6 +112,28 @@ def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
     return starts
 
 
+def arrivals(program: Program, placement: Sequence[int]) -> tuple[tuple[tuple[Message, ...], ...], ...]:
+    """Per rank and step, the messages that have left since the step before, in unit time, the earliest first.
+
+    Receives that are posted there wait for nothing that this step or a later one causes, on any rank: actions that each
+    wait for all receives posted on their rank and all sends made there still end, in the order of :func:`unit_clock`.
+    """
+    starts = unit_clock(program, placement)
+    found: list[list[list[Message]]] = [[[] for _ in row] for row in program]
+    sent = sorted(
+        (
+            (start + OP_RULES[step.action.op].units, rank, i)
+            for rank, row in enumerate(program)
+            for i, (step, start) in enumerate(zip(row, starts[rank], strict=True))
+        )
+    )
+    for left, rank, i in sent:
+        for message in program[rank][i].sends:
+            target = placement[message.target_stage]
+            found[target][bisect_left(starts[target], left)].append(message)
+    return tuple(tuple(map(tuple, row)) for row in found)
+
+
 def fewest_slots(due: Sequence[float], used: Sequence[tuple[float, int, int]]) -> int:
     """Buffers with which every receive of a channel is posted when it is due.
 

@@ -44,6 +44,8 @@ class RankPart:
         usage: named values on this rank.
         stages: of this rank, by index.
         held: per stage of the plan, what its backward holds while it runs; empty: not known.
+        due: per step of this rank, the receives to post (:func:`~deepspeed_pulse.ir.channels.arrivals`); None: as early
+            as can be.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class RankPart:
     usage: Usage
     stages: Mapping[int, Stage]
     held: Sequence[Held] = ()
+    due: Sequence[Sequence[Message]] | None = None
 
 
 @dataclass
@@ -147,7 +150,7 @@ class RankRuntime:
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         keys = [0] * plan.microbatches if shape_keys is None else shape_keys
         self._shapes = self._book.of("train" if training else "eval", keys)
-        self._transport.begin(mine, traffic.slots, self._shapes)
+        self._transport.begin(mine, traffic.slots, self._shapes, part.due)
 
     def run(self, step: Step, timers: Timers | None = None) -> None:
         """Wait for the messages that a step needs, run its action, and start the messages that leave then."""
@@ -175,6 +178,7 @@ class RankRuntime:
         return f"step {self._number}, {place}"
 
     def _receive(self, step: Step) -> None:
+        self._transport.reach(self._position)
         if step.receives:
             with self.stopwatch.waiting():
                 for message in step.receives:

@@ -55,6 +55,7 @@ class Transport:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._shapes: Sequence[Shapes] = ()
+        self._due: Sequence[Sequence[Message]] | None = None
         self._inboxes: dict[Channel, _Inbox] = {}
         self._channel_of: dict[Message, Channel] = {}
         self._in_flight: dict[Message, _Sent] = {}
@@ -66,7 +67,11 @@ class Transport:
         """Of sends that their peers may not have yet, where nothing else keeps them."""
 
     def begin(
-        self, channels: Mapping[Channel, Sequence[Message]], slots: Mapping[Channel, int], shapes: Sequence[Shapes]
+        self,
+        channels: Mapping[Channel, Sequence[Message]],
+        slots: Mapping[Channel, int],
+        shapes: Sequence[Shapes],
+        due: Sequence[Sequence[Message]] | None = None,
     ) -> None:
         """Start a step: reset counters and post the first receives.
 
@@ -74,6 +79,7 @@ class Transport:
             channels: all channels that touch this rank, messages in the sender's order.
             slots: receive buffers per channel.
             shapes: per microbatch, what is known of batches of its shape.
+            due: per step, what is to be received from then on, shapes known or not; None: as much as slots allow.
         """
         self._shapes = shapes
         self._channel_of = {m: c for c, messages in channels.items() for m in messages}
@@ -82,8 +88,18 @@ class Transport:
         }
         self.sent_bytes.clear()
         self.metadata_bytes = 0
+        self._due = due
         for channel, inbox in self._inboxes.items():
             self._post_ahead(channel, inbox)
+
+    def reach(self, position: int) -> None:
+        """This rank comes to the step at that position: post what is due there."""
+        for message in () if self._due is None else self._due[position]:
+            channel = self._channel_of[message]
+            inbox = self._inboxes[channel]
+            self._skip_unwanted(inbox)
+            if inbox.waiting and inbox.waiting[0] == message:
+                self._post_next(channel, inbox)
 
     def receive(self, message: Message) -> Payload | list[torch.Tensor | None] | None:
         """Wait for a message.
@@ -184,7 +200,7 @@ class Transport:
         self.sent_bytes[message.label] += num_bytes([tensor for _, tensor in tensors])
 
     def _post_ahead(self, channel: Channel, inbox: _Inbox) -> None:
-        while len(inbox.posted) < inbox.slots:
+        while self._due is None and len(inbox.posted) < inbox.slots:
             self._skip_unwanted(inbox)
             if not inbox.waiting or self._known(inbox.waiting[0]) is None:
                 return

@@ -83,6 +83,35 @@ def test_bf16_and_zero_train_as_on_the_cpu(tmp_path: Path) -> None:
     run_precision([row], tmp_path, QUICK, 150)
 
 
+WAITING = [
+    case("waiting", 2, pulse={"receive_ahead": False}),
+    case("waiting", 2, W=2, pulse={"receive_ahead": False}),
+    case("waiting", 2, placement="linear", pulse={"receive_ahead": False}),
+]
+
+
+@pytest.mark.timeout(400)
+def test_layers_that_wait_for_the_whole_device_train(subtests: pytest.Subtests) -> None:
+    run_parity(subtests, 2, WAITING, LATE, 300)
+
+
+@pytest.mark.timeout(200)
+def test_a_device_with_one_queue_is_refused() -> None:
+    device = {**device_of(QUICK), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ends = launch("support.parity:run_cases", 2, [case("toy", 2)], timeout=150, check=False, environment=device)
+    for status, output in ends:
+        assert status != 0 and "ConfigError: CUDA_DEVICE_MAX_CONNECTIONS: found 1" in output, output
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_wait_for_receives_that_were_posted_ahead_ends_and_names_the_key() -> None:
+    early = case("waiting", 2, placement="linear", pulse={"timeout_seconds": 10})
+    ends = launch("support.parity:run_cases", 2, [early], timeout=300, check=False, environment=device_of(QUICK))
+    assert all(status != 0 for status, _ in ends)
+    assert any('set "receive_ahead": false' in output for _, output in ends)
+
+
 COUNTED = [
     case("toy", 2),
     case("toy", 2, placement="linear"),

@@ -98,6 +98,7 @@ def test_a_plan_of_other_parts_is_refused() -> None:
         ({"config": {"pulse": False}}, "turn pulse on"),
         ({"num_stages": "auto"}, 'frozen beside num_stages="auto"'),
         ({"dynamic_shape": True}, "frozen beside dynamic_shape=True"),
+        ({"config": {"pulse": {"receive_ahead": False}}}, 'frozen beside "receive_ahead": false'),
         ({}, "pass example_batch="),
     ],
 )

@@ -1,6 +1,7 @@
 """Messages that move only once their receive is posted, and the buffers they are received into."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from support.random_plans import random_plan
 from toys import cluster, plan, rows, uniform
 
-from deepspeed_pulse.ir.channels import MIN_SLOTS, POSTED_AHEAD, fewest_slots, make_traffic, unit_clock
+from deepspeed_pulse.ir.channels import MIN_SLOTS, POSTED_AHEAD, arrivals, fewest_slots, make_traffic, unit_clock
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Channel
@@ -52,6 +53,63 @@ def plans(draw):
 @given(plans())
 def test_every_order_without_a_deadlock_completes_unbuffered(found):
     assert rendezvous_problems(found, make_traffic(found)) == []
+
+
+@settings(max_examples=80, deadline=None)
+@given(plans(), st.booleans())
+def test_actions_that_wait_for_all_that_is_under_way_end_where_receives_are_posted_when_due(found, known):
+    traffic = make_traffic(found)
+    due = [[*map(list, row)] for row in arrivals(traffic.program, found.placement)]
+    assert waiting_ranks(traffic, due, known) == []
+
+
+def test_actions_that_wait_for_all_that_is_under_way_end_nowhere_where_receives_are_posted_at_once():
+    """Rank 0 waits in its second forward for a gradient that rank 1 gives after it."""
+    found = plan((0, 1), 2, schedule=rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"))
+    traffic = make_traffic(found)
+    at_once = [[[m for step in row for m in step.receives], *([] for _ in row)] for row in traffic.program]
+    assert waiting_ranks(traffic, at_once, True) == [0, 1]
+
+
+def waiting_ranks(traffic, due, known):
+    """Ranks that come to no end when every action waits for what its rank has sent, and for the receives posted there.
+
+    Unless shapes are ``known``, what is due is posted once it was sent: its shapes come before it.
+    """
+    program = traffic.program
+    place = {m: (c, k) for c, messages in traffic.channels.items() for k, m in enumerate(messages)}
+    posted, sent, position = Counter(), Counter(), [0] * len(program)
+    coming = {rank: [c for c in traffic.channels if c.target_rank == rank] for rank in range(len(program))}
+    going = {rank: [c for c in traffic.channels if c.source_rank == rank] for rank in range(len(program))}
+
+    def moved(c):
+        return min(sent[c], posted[c])
+
+    def post(rank):
+        """False where something that is due cannot be posted yet."""
+        while due[rank][position[rank]]:
+            c, k = place[due[rank][position[rank]][0]]
+            if not known and k >= sent[c]:
+                return False
+            assert posted[c] == k
+            posted[c] += 1
+            del due[rank][position[rank]][0]
+        return True
+
+    def advance(rank):
+        step = program[rank][position[rank]]
+        ready = post(rank) and all(k < moved(c) for c, k in (place[m] for m in step.receives))
+        if not ready or any(posted[c] > moved(c) for c in coming[rank]) or any(sent[c] > moved(c) for c in going[rank]):
+            return
+        sent.update(place[m][0] for m in step.sends)
+        position[rank] += 1
+
+    before = None
+    while before != (before := (sum(posted.values()), sum(position))):
+        for rank, row in enumerate(program):
+            if position[rank] < len(row):
+                advance(rank)
+    return [rank for rank, row in enumerate(program) if position[rank] < len(row)]
 
 
 def times(found, traffic):

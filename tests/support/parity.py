@@ -55,6 +55,11 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.toy import toy_batch, toy_layers
 
         return toy_layers, toy_batch, "hidden"
+    if name == "waiting":
+        from support.toy import toy_batch
+        from support.waiting import waiting_layers
+
+        return waiting_layers, toy_batch, "hidden"
     if name in ("nested", "scalars"):
         from support.nested import nested_batch, nested_layers, scalar_layers
 
@@ -144,6 +149,7 @@ def run_case(case: dict[str, Any]) -> None:
         pulse |= {"waves": case.get("W", 1), "solver_seconds": 0, "placement": case.get("placement", "wave")}
     if "plan" in case:
         pulse["plan"] = case["plan"]
+    pulse |= case.get("pulse", {})
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": microbatches,

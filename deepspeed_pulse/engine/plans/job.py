@@ -148,6 +148,11 @@ class TrainingJob:
             yield "frozen: parts run in the idle time of a plan: turn pulse on, or encode in the data"
         if num_stages == AUTO:
             yield 'frozen beside num_stages="auto": expected a number; `ds_pulse plan --frozen` tries one'
+        if self.pulse is not None and not self.pulse.receive_ahead:
+            yield (
+                'frozen beside "receive_ahead": false: ranks hand results of frozen parts on while layers run; leave '
+                "it out, or encode in the data"
+            )
         if dynamic_shape:
             yield "frozen beside dynamic_shape=True: what encoders give must have one shape; leave one out"
         if self._example is None and (self.pulse is None or self.pulse.plan is None):
