@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -137,9 +139,9 @@ def store() -> Any:
     return torch.distributed.HashStore()
 
 
-def begin(store: Any, rank: int, size: int, timeout: float = 1000.0, act: Any = None) -> Watchdog:
+def begin(store: Any, rank: int, size: int, timeout: float = 1000.0, act: Any = None, beat: float = BEAT) -> Watchdog:
     """The watchdog of a rank of several in this process."""
-    dog = Watchdog(rank, timeout, act or (lambda message: None), whereabouts=Whereabouts(store, rank, size, BEAT))
+    dog = Watchdog(rank, timeout, act or (lambda message: None), whereabouts=Whereabouts(store, rank, size, beat))
     dog.start()
     return dog
 
@@ -148,6 +150,7 @@ def line_of(dog: Watchdog, rank: int, **changes: Any) -> None:
     """Another rank's line, as if it had written it."""
     process = {"machine": "", "number": 0, "started": ""}
     line = {"doing": "there", "seconds": 1.0, "inside": True, "gave_up": "", "ended": False, "at": time.time()}
+    line["host"] = socket.gethostname()
     assert dog._whereabouts is not None
     dog._whereabouts._store.set(
         f"deepspeed_pulse/whereabouts/{rank}", json.dumps({**line, "process": process, **changes})
@@ -266,6 +269,47 @@ def test_a_process_of_another_machine_is_never_said_to_be_gone(gone_process: Any
     assert Process(**{**vars(processes.this_process()), "started": "0"}).is_gone, "another process has the number now"
 
 
+AWAY = {"host": "second", "process": {"machine": "another", "number": 7, "started": "1"}}
+"""Of a rank on another host."""
+
+
+def test_a_host_that_is_lost_is_told_though_its_clock_is_another(store: Any) -> None:
+    """A connection breaks before a line is old enough, so there is a little wait."""
+    dog = begin(store, 0, 4)
+    other = 1000.0
+    line_of(dog, 1)
+    for rank in (2, 3):
+        line_of(dog, rank, at=time.time() - other, doing=f"action {rank}F0", **AWAY)
+    dog.meet()
+    with pytest.raises(PeerError) as caught, dog.watching("action 0B0 (stage 0, microbatch 0)"):
+        raise PeerError("pipeline rank 2 did not send")
+    _, _, lost, *rows = str(caught.value).splitlines()
+    assert lost == "  host second gives no sign of life (ranks 2, 3): it is down, or its network is"
+    silent = r"rank 2 \(host second\): no sign of life for \d+\.\d s, stopped or dead; it was in action 2F0"
+    assert re.search(silent, "\n".join(rows)), rows
+    assert f"rank 0 (host {socket.gethostname()}): in action 0B0" in rows[-1]
+
+
+def test_a_host_on_which_a_rank_lives_is_not_lost(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dog = begin(store, 0, 3, beat=0.8)
+    where = dog._whereabouts
+    assert where is not None
+    line_of(dog, 1, **AWAY)
+    line_of(dog, 2, **AWAY)
+    dog.meet()
+    read = where._read
+
+    def read_a_new_line(store: Any) -> None:
+        line_of(dog, 2, at=time.time() + 500.0, **AWAY)  # its clock was set meanwhile
+        read(store)
+
+    monkeypatch.setattr(where, "_read", read_a_new_line)
+    assert where.gone_soon(0.0) == []
+    text = where.text(Activity("here"))
+    assert "rank 1 (host second): no sign of life" in text and "rank 2 (host second): in there for" in text
+    assert "host second gives" not in text
+
+
 class StoppedStore:
     """The process that holds the store does not answer."""
 
@@ -278,6 +322,24 @@ def test_a_store_that_does_not_answer_is_said_and_not_waited_for(monkeypatch: py
     monkeypatch.setattr(whereabouts, "ANSWER_SECONDS", 0.1)
     text = Whereabouts(StoppedStore(), 1, 2, BEAT).text(Activity("a place"))
     assert "the store of the process group does not answer" in text and "stopped or dead" in text
+    assert "rank 1: in a place for" in text, "of itself a rank knows without a store"
+
+
+def test_without_the_store_nobody_is_said_to_be_dead_and_its_host_is_named(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog = begin(store, 1, 3)
+    where = dog._whereabouts
+    assert where is not None
+    line_of(dog, 0, at=time.time() - 50, **AWAY)
+    line_of(dog, 2, at=time.time() - 50)
+    dog.meet()
+    monkeypatch.setattr(whereabouts, "ANSWER_SECONDS", 0.1)
+    where._store = StoppedStore()
+    text = where.text(Activity("a place"))
+    assert "(global rank 0 on host second, or the launcher) is stopped or dead, or its host or the network to" in text
+    assert re.search(r"rank 2 \(host [^)]+\): last heard of 50.\d s ago, in there", text)
+    assert "no sign of life" not in text
 
 
 def test_a_store_is_waited_for_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

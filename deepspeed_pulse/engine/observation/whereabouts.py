@@ -2,12 +2,15 @@
 
 A thread of each rank writes a line about once a second; nothing is written per action. Whoever gives up reads the lines
 of all. A rank that is stopped writes no more: its line is old, and says where it was. Lines also name the ranks'
-processes: of one on the same machine that has ended without a word, the others know at once.
+processes: of one on the same machine that has ended without a word, the others know at once. Of a rank on another
+machine they know when lines no longer come; clocks of machines differ, so how old its line is counts from the freshest
+one that was read.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +62,8 @@ class Whereabouts:
         self._unanswered_since: float | None = None
         self._known: dict[int, dict[str, Any]] = {}
         """The last line that was read of each rank."""
+        self._ahead: dict[int, float] = {}
+        """How far this rank's clock is ahead of that of a rank on another machine, s, at most."""
         self._unchanged: dict[int, tuple[Any, float]] = {}
         """What tells that a rank goes on, and since when this rank has seen it unchanged."""
 
@@ -89,12 +94,28 @@ class Whereabouts:
         return [rank for rank, line in self._known.items() if _is_gone(line)]
 
     def gone_soon(self, seconds: float) -> list[int]:
-        """The same, waited for: a connection is closed a little before its process is gone."""
-        end = time.monotonic() + seconds
-        self._ask(self._read)
-        while not self.gone() and time.monotonic() < end:
+        """The same, waited for: a connection is closed a little before its process is gone.
+
+        Where none is, ranks on other machines are waited for until they have written, or have been silent for as long
+        as :meth:`text` says so.
+        """
+        began = time.monotonic()
+        answered = self._ask(self._read)
+        before = {rank: line["at"] for rank, line in self._known.items() if self._is_elsewhere(line)}
+        while not self.gone() and time.monotonic() < began + seconds:
             time.sleep(0.05)
+        end = began + seconds + self._silence
+        while answered and not self.gone() and time.monotonic() < end and self._are_unsure(before):
+            time.sleep(self._beat_seconds / 4)
+            answered = self._ask(self._read)
         return self.gone()
+
+    def _are_unsure(self, before: dict[int, float]) -> bool:
+        """True while a rank may be dead or not: it was as it is now and has been for too short a time."""
+        return any(
+            line["at"] == before.get(rank) and not line["ended"] and self._silent(rank, line) <= self._silence
+            for rank, line in self._known.items()
+        )
 
     def absent(self, seconds: float) -> list[str]:
         """Lines of ranks that have given no sign of life while this rank looked, for so long, or gave up or ended."""
@@ -103,7 +124,7 @@ class Whereabouts:
         now = time.monotonic()
         self._unanswered_since = None if answered else self._unanswered_since or began
         if self._unanswered_since is not None:
-            return [_NO_STORE] if now - self._unanswered_since > seconds else []
+            return [self._no_store()] if now - self._unanswered_since > seconds else []
         found = []
         for rank in range(self._world_size):
             line = self._known.get(rank, {})
@@ -112,7 +133,7 @@ class Whereabouts:
             if before[0] != sign:
                 self._unchanged[rank] = sign, now
             elif rank != self._rank and now - before[1] > seconds:
-                found.append(self._line(rank)[1])
+                found.append(self._row(rank)[1])
         return found
 
     def nobody_answers(self, seconds: float) -> bool:
@@ -137,10 +158,38 @@ class Whereabouts:
             self._write(store, place)
             self._read(store)
 
-        lines = [] if self._ask(ask) else [_NO_STORE]
-        rows = sorted((self._line(rank) for rank in range(self._world_size)), key=lambda row: -row[0])
+        answered = self._ask(ask)
+        self._known[self._rank] = self._line_of(place)
+        lines = self._lost_hosts() if answered else [self._no_store()]
+        rows = sorted((self._row(rank, answered) for rank in range(self._world_size)), key=lambda row: -row[0])
         more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
         return "\n  ".join(["where the ranks are:", *lines, *(text for _, text in rows[:SHOWN]), *more])
+
+    def _lost_hosts(self) -> list[str]:
+        """What is said of other machines that no line comes from any more."""
+        found: dict[str, list[tuple[int, bool]]] = {}
+        for rank, line in self._known.items():
+            if self._is_elsewhere(line):
+                is_lost = not line["ended"] and not line["gave_up"] and self._silent(rank, line) > self._silence
+                found.setdefault(line["host"], []).append((rank, is_lost))
+        return [
+            f"host {host} gives no sign of life ({named([rank for rank, _ in ranks])}): it is down, or its network is"
+            for host, ranks in found.items()
+            if all(is_lost for _, is_lost in ranks)
+        ]
+
+    def _no_store(self) -> str:
+        host = self._host(0)
+        where, down = (f" on {host}", ", or its host or the network to it is down") if host else ("", "")
+        return (
+            f"the store of the process group does not answer: the process that holds it (global rank 0{where}, or the "
+            f"launcher) is stopped or dead{down}, and of others the last that was heard is told"
+        )
+
+    def _host(self, rank: int) -> str:
+        """Where the rank is; empty where all are on one host."""
+        several = len({line["host"] for line in self._known.values()}) > 1
+        return f"host {self._known[rank]['host']}" if several and rank in self._known else ""
 
     def _ask(self, act: Callable[[Any], None]) -> bool:
         """Run ``act`` with a connection of its own; False where the store does not answer in time."""
@@ -159,7 +208,11 @@ class Whereabouts:
             self._ended.wait(self._beat_seconds)
 
     def _write(self, store: Any, place: Activity) -> None:
-        line = {
+        store.set(_key(self._rank), json.dumps(self._line_of(place)))
+
+    def _line_of(self, place: Activity) -> dict[str, Any]:
+        """This rank's, as others read it."""
+        return {
             "doing": f"{place.doing} in {place.communication}" if place.communication else place.doing,
             "seconds": time.monotonic() - place.since,
             "inside": place.inside,
@@ -168,42 +221,55 @@ class Whereabouts:
             "meets": place.meets and not place.communication,
             "ended": self._ended.is_set(),
             "at": time.time(),
+            "host": socket.gethostname(),
             "process": asdict(self._mine),
         }
-        store.set(_key(self._rank), json.dumps(line))
 
     def _read(self, store: Any) -> None:
         ranks = list(range(self._world_size))
         if not store.check([_key(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if store.check([_key(rank)])]
         found = store.multi_get([_key(rank) for rank in ranks])
-        self._known = {rank: json.loads(line) for rank, line in zip(ranks, found, strict=True)}
+        known = {rank: json.loads(line) for rank, line in zip(ranks, found, strict=True)}
+        for rank, line in known.items():
+            if self._is_elsewhere(line):
+                self._ahead[rank] = min(time.time() - line["at"], self._ahead.get(rank, float("inf")))
+        self._known = known
 
-    def _line(self, rank: int) -> tuple[float, str]:
-        """How far up it belongs, and the line."""
-        line = self._known.get(rank)
+    def _is_elsewhere(self, line: dict[str, Any]) -> bool:
+        """True for a rank on another machine, whose clock is another one."""
+        return line["process"]["machine"] not in ("", self._mine.machine)
+
+    @property
+    def _silence(self) -> float:
+        """Seconds without a line after which a rank is said to give no sign of life."""
+        return 2.5 * self._beat_seconds + 0.5
+
+    def _silent(self, rank: int, line: dict[str, Any]) -> float:
+        """Seconds since the rank wrote the line."""
+        return float(max(0.0, time.time() - line["at"] - self._ahead.get(rank, 0.0)))
+
+    def _row(self, rank: int, answered: bool = True) -> tuple[float, str]:
+        """How far up it belongs, and the line to show; ``answered``: lines have just been read."""
+        line, host = self._known.get(rank), self._host(rank)
+        who = f"rank {rank} ({host})" if host else f"rank {rank}"
         if line is None:
-            return float("inf"), f"rank {rank}: has not begun, or nothing is known of it"
+            return float("inf"), f"{who}: has not begun, or nothing is known of it"
         doing = line["doing"]
         if line["gave_up"]:
-            return 1e12, f"rank {rank}: gave up in {doing}: {line['gave_up'][:LONGEST_REASON]}"
+            return 1e12, f"{who}: gave up in {doing}: {line['gave_up'][:LONGEST_REASON]}"
         if line["ended"]:
-            return 0.0, f"rank {rank}: has ended as it should"
+            return 0.0, f"{who}: has ended as it should"
         if _is_gone(line):
             number = line["process"]["number"]
-            return float("inf"), f"rank {rank}: is gone, its process {number} was killed or crashed; it was in {doing}"
-        silent = max(0.0, time.time() - line["at"])
+            return float("inf"), f"{who}: is gone, its process {number} was killed or crashed; it was in {doing}"
+        silent = self._silent(rank, line)
         seconds = line["seconds"] + silent
-        if silent > 2.5 * self._beat_seconds + 0.5 and rank != self._rank:
-            text = f"rank {rank}: no sign of life for {silent:.1f} s, stopped or dead; it was in {doing}"
-            return 1e9 + seconds, text
-        return seconds, f"rank {rank}: in {doing} for {seconds:.1f} s"
-
-
-_NO_STORE = (
-    "the store of the process group does not answer: the process that holds it (global rank 0, or the launcher) is "
-    "stopped or dead, and of others the last that was heard is told"
-)
+        if rank == self._rank or silent <= self._silence:
+            return seconds, f"{who}: in {doing} for {seconds:.1f} s"
+        if not answered:
+            return 1e9 - silent, f"{who}: last heard of {silent:.1f} s ago, in {doing}"
+        return 1e9 + seconds, f"{who}: no sign of life for {silent:.1f} s, stopped or dead; it was in {doing}"
 
 
 def of_default_group(rank: int, beat_seconds: float) -> Whereabouts | None:
