@@ -193,6 +193,9 @@ def measures_links(folder: str) -> None:
     assert (cluster.nodes, cluster.ranks_per_node) == (1, 4)
     assert cluster.intra_node == cluster.inter_node and cluster.intra_node.latency_us > 0
     assert cluster.intra_node.overhead_us > 0 and cluster.intra_node.bus_gb_per_s > 0
+    one_boot, hardware.boot = hardware.boot, lambda: str(rank // 2)
+    assert (machines(CPU).nodes, machines(CPU).ranks_per_node) == (2, 2), "two machines of one name"
+    hardware.boot = one_boot
     socket.gethostname = lambda: f"host{rank // 2}"
     cluster = machines(CPU, plan_cache=folder)
     assert (cluster.nodes, cluster.ranks_per_node) == (2, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +22,13 @@ NO_LIMIT_BYTES = 2**50
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A rank's host and device; ``threads`` compute on a CPU, ``memory_bytes`` are the device's."""
+    """A rank's host and device; ``threads`` compute on a CPU, ``memory_bytes`` are the device's.
+
+    ``boot`` tells hosts of one name apart; empty where the system has no such thing.
+    """
 
     host: str
+    boot: str
     device: str
     memory_bytes: int
     threads: int
@@ -45,11 +49,38 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({models[0] if models else platform.processor() or platform.machine()})"
 
 
+def boot() -> str:
+    """What differs between two machines, and between two starts of one; empty where it cannot be read."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def told_apart(found: Sequence[Hardware]) -> tuple[Hardware, ...]:
+    """The same, with a number behind the name of a host that has another one's: copies of a virtual machine have.
+
+    >>> ranks = [Hardware(host="a", boot=b, device="x", memory_bytes=1, threads=1) for b in ("1", "1", "2")]
+    >>> [rank.host for rank in told_apart(ranks)]
+    ['a', 'a', 'a (2)']
+    """
+    boots: dict[str, list[str]] = {}
+    for rank in found:
+        if rank.boot not in boots.setdefault(rank.host, []):
+            boots[rank.host].append(rank.boot)
+    places = [boots[rank.host].index(rank.boot) + 1 for rank in found]
+    return tuple(
+        replace(rank, host=f"{rank.host} ({place})") if place > 1 else rank
+        for rank, place in zip(found, places, strict=True)
+    )
+
+
 def hardware_of(device: torch.device) -> Hardware:
     """This rank's."""
     on_cpu = device.type == "cpu"
     return Hardware(
         host=socket.gethostname(),
+        boot=boot(),
         device=device_name(device),
         memory_bytes=NO_LIMIT_BYTES if on_cpu else int(get_accelerator().total_memory(device.index)),
         threads=torch.get_num_threads() if on_cpu else 0,
@@ -61,7 +92,7 @@ def agreed_hardware(device: torch.device, *, compared: Literal["threads", "memor
 
     Where devices differ, every rank raises the same ConfigError.
     """
-    found = tuple(told_by_all(hardware_of(device)))
+    found = told_apart(told_by_all(hardware_of(device)))
     if len({rank.device for rank in found}) > 1:
         raise ConfigError(
             "expected the same device on every rank, to measure layers and links, found "
@@ -76,7 +107,7 @@ def agreed_hardware(device: torch.device, *, compared: Literal["threads", "memor
 
 def _who_has(found: Sequence[Hardware], what: str) -> str:
     """
-    >>> pair = [Hardware(host="a", device="x", memory_bytes=1, threads=n) for n in (1, 1, 2)]
+    >>> pair = [Hardware(host="a", boot="", device="x", memory_bytes=1, threads=n) for n in (1, 1, 2)]
     >>> _who_has(pair, "threads")
     '1 on ranks 0, 1 (host a), 2 on rank 2 (host a)'
     """

@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
+from deepspeed_pulse.engine.measure.hardware import boot
 from deepspeed_pulse.engine.plans.choosing import Chosen
 from deepspeed_pulse.engine.plans.costs import parameter_counts
 from deepspeed_pulse.engine.plans.planning import Planned
@@ -34,7 +35,7 @@ Clock = tuple[str, float]
 
 def clock() -> Clock:
     """This rank's machine, and what its clock lacks to the time of day, ms."""
-    return socket.gethostname(), (time.time() - time.perf_counter()) * 1e3
+    return socket.gethostname() + boot(), (time.time() - time.perf_counter()) * 1e3
 
 
 def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
