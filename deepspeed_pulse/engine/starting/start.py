@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import os
 import socket
 import sys
@@ -64,6 +65,9 @@ def init_distributed(timeout_seconds: float | None) -> None:
             how = "start the script with the deepspeed launcher (deepspeed train.py) or set LOCAL_RANK"
             raise ConfigError(f"LOCAL_RANK is not set: {how}")
         os.environ["LOCAL_RANK"] = "0"
+    warning = "" if dist.is_initialized() and torch.distributed.get_backend() == "gloo" else _unreachable()
+    if warning and os.environ["LOCAL_RANK"] == "0":
+        print(f"pulse: warning: {warning}", flush=True)
     if dist.is_initialized():
         return
     if alone and "RANK" not in os.environ:
@@ -71,8 +75,36 @@ def init_distributed(timeout_seconds: float | None) -> None:
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
     # Ranks start and plan at different times: a short timeout is for the steps.
     options = {} if timeout_seconds is None else {"timeout": start_timeout(timeout_seconds)}
-    deepspeed.init_distributed(**options)
+    try:
+        deepspeed.init_distributed(**options)
+    except RuntimeError as problem:
+        if warning and "gloo" in str(problem).lower():
+            raise ConfigError(f"joining the process group: {warning} ({problem})") from problem
+        raise
     atexit.register(_end_distributed)
+
+
+def _unreachable() -> str:
+    """Why ranks of other hosts cannot connect to this one over gloo; empty where no reason is known."""
+    here = os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", ""))
+    several = here not in ("", os.environ.get("WORLD_SIZE", "1"))
+    if not several or "GLOO_SOCKET_IFNAME" in os.environ or os.environ.get("MASTER_ADDR") in _THIS_MACHINE:
+        return ""
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        address = "no address"
+    if address != "no address" and not ipaddress.ip_address(address.split("%")[0]).is_loopback:
+        return ""
+    return (
+        f"the name of this host, {name}, stands for {address} here, which gloo gives to the ranks of other hosts: they "
+        "cannot connect to it; set GLOO_SOCKET_IFNAME to the network interface that they reach (a line "
+        "GLOO_SOCKET_IFNAME=eth0 in .deepspeed_env), or write the host's own address in /etc/hosts"
+    )
+
+
+_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 
 
 def has_failed() -> bool:

@@ -1,0 +1,75 @@
+"""A host whose name stands for a loopback address: other hosts' ranks cannot connect, which is said before they try."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import deepspeed
+import pytest
+
+from deepspeed_pulse.engine.starting import start
+from deepspeed_pulse.errors import ConfigError
+
+TOLD = "the name of this host, second, stands for 127.0.1.1 here"
+
+DEBIAN = {"MASTER_ADDR": "first", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "LOCAL_RANK": "0", "RANK": "2"}
+
+
+@pytest.fixture
+def on_second(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in DEBIAN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "gethostname", lambda: "second")
+    names_are(monkeypatch, "127.0.1.1")
+    return monkeypatch
+
+
+def names_are(patch: pytest.MonkeyPatch, address: str) -> None:
+    def lookup(name: str, port: Any) -> list[Any]:
+        if not address:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, None, None, "", (address, 0))]
+
+    patch.setattr(socket, "getaddrinfo", lookup)
+
+
+def test_the_line_comes_before_and_the_error_has_it(
+    on_second: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**options: Any) -> None:
+        assert TOLD in capsys.readouterr().out
+        raise RuntimeError("Gloo connectFullMesh failed with timed out connecting, remote=[127.0.1.1]:40372")
+
+    on_second.setattr(deepspeed, "init_distributed", fail)
+    with pytest.raises(ConfigError, match=rf"{TOLD}.*set GLOO_SOCKET_IFNAME.*remote=\[127.0.1.1\]"):
+        start.init_distributed(1.0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "address", "told"),
+    [
+        ({}, "", "stands for no address here"),
+        ({}, "::1", "stands for ::1 here"),
+        ({"LOCAL_SIZE": None, "LOCAL_WORLD_SIZE": "2"}, "127.0.0.1", "stands for 127.0.0.1 here"),
+        ({}, "10.0.0.7", ""),
+        ({}, "fe80::1%eth0", ""),
+        ({"LOCAL_SIZE": "4"}, "127.0.1.1", ""),
+        ({"LOCAL_SIZE": None}, "127.0.1.1", ""),
+        ({"MASTER_ADDR": "127.0.0.1"}, "127.0.1.1", ""),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, "127.0.1.1", ""),
+    ],
+)
+def test_it_is_said_where_it_is_so(
+    on_second: pytest.MonkeyPatch, variables: dict[str, str | None], address: str, told: str
+) -> None:
+    for name, value in variables.items():
+        if value is None:
+            on_second.delenv(name)
+        else:
+            on_second.setenv(name, value)
+    names_are(on_second, address)
+    found = start._unreachable()
+    assert told in found if told else found == ""
