@@ -24,6 +24,9 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
       include what it stashes, so a value that stays on its rank adds nothing.
     * The workspace of a stage's layers lives while one of its actions runs.
     * What a stage's backward recomputes lives while its ``B`` runs (from its ``I`` to the end of its ``W``).
+    * The gradient of a named value lives from the end of the first backward that reads the value on the rank to the end
+      of its producer's, or of the last that reads it where the value came from another rank; that of a hidden state
+      that stays on the rank until the backward that takes it.
     * A message's receive buffer lives from when the receive is posted, ahead of its arrival
       (:class:`~deepspeed_pulse.ir.channels.Traffic`), until the action that reads it starts; a named value until the
       end of its last consumer's backward on the rank, or until it was sent on where none reads it.
@@ -74,6 +77,8 @@ def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str,
         value = message.direction is Direction.FORWARD and message.name != HIDDEN
         if not value or problem.passed_on(message.name, message.source_stage):
             yield transfer.source_rank, "sent", (life.sent_ms(message), released.get(message, end), size)
+    for rank, interval in _waiting_gradients(problem, life):
+        yield rank, "gradients", interval
     for rank, interval in _frozen_intervals(problem, timeline, life):
         yield rank, "frozen", interval
 
@@ -96,6 +101,22 @@ def _posted_ms(traffic: Traffic, timeline: Timeline, life: _Life) -> dict[Messag
         freed = [start] * traffic.slots[channel] + sorted(map(life.read_ms, messages))
         found.update((m, min(free, life.read_ms(m))) for m, free in zip(messages, freed, strict=False))
     return found
+
+
+def _waiting_gradients(problem: Problem, life: _Life) -> Iterator[tuple[int, Interval]]:
+    placement, stages = problem.placement, range(problem.num_stages)
+    taken = {(s, s - 1): problem.costs.output_bytes[s - 1] for s in stages[1:] if placement[s] == placement[s - 1]}
+    for (stage, before), size in taken.items():
+        for m, (_, end) in life.backwards(stage):
+            yield placement[stage], (end, life.backward(before, m)[0], size)
+    for value in problem.values_with_gradient():
+        source = problem.plan.stage_of(value.source)
+        for rank in range(problem.num_ranks):
+            readers = [stage for stage in problem.consumer_stages(value.name, rank) if stage != source]
+            for m, _ in life.backwards(readers[0]) if readers else ():
+                ends = [life.backward(stage, m)[1] for stage in readers]
+                until = life.backward(source, m)[1] if placement[source] == rank else max(ends)
+                yield rank, (min(ends), until, value.bytes)
 
 
 def _frozen_intervals(problem: Problem, timeline: Timeline, life: _Life) -> Iterator[tuple[int, Interval]]:
@@ -139,12 +160,23 @@ class _Life:
             (span.work.stage, span.work.microbatch): span.end_ms for span in spans if span.work.op is Op.FORWARD
         }
         self._end: dict[tuple[int, int], float] = {}
+        self._backwards: dict[int, dict[int, tuple[float, float]]] = {}
         for span in spans:
-            key = (span.work.stage, span.work.microbatch)
-            self._end[key] = max(self._end.get(key, 0.0), span.end_ms)
+            stage, m = span.work.stage, span.work.microbatch
+            self._end[stage, m] = max(self._end.get((stage, m), 0.0), span.end_ms)
+            if span.work.op in (Op.BACKWARD, Op.INPUT_GRAD):
+                self._backwards.setdefault(stage, {})[m] = span.start_ms, span.end_ms
 
     def end(self, stage: int, microbatch: int) -> float:
         return self._end[stage, microbatch]
+
+    def backward(self, stage: int, microbatch: int) -> tuple[float, float]:
+        """When it starts and ends; of a split one, the half that gives gradients of what the stage read."""
+        return self._backwards[stage][microbatch]
+
+    def backwards(self, stage: int) -> Iterable[tuple[int, tuple[float, float]]]:
+        """By microbatch; none where nothing is trained."""
+        return self._backwards.get(stage, {}).items()
 
     def read_ms(self, message: Message) -> float:
         return self._read[message]

@@ -8,7 +8,7 @@ from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.dependencies import Key, needs
 from deepspeed_pulse.ir.plan import Plan, Route
-from deepspeed_pulse.ir.profile import Held, Profile
+from deepspeed_pulse.ir.profile import Held, Profile, Skip
 from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
@@ -116,6 +116,10 @@ class Problem:
             found = tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
             self._readers[name, rank] = found
         return found
+
+    def values_with_gradient(self) -> list[Skip]:
+        """One of each named value that has one."""
+        return [value for value in self._values.values() if value.gradient]
 
     def last_sender(self, name: str, rank: int) -> int:
         """The last stage of a rank that sends on a named value that came to it."""

@@ -102,6 +102,10 @@ _MEMORY = {
         "the next rank is behind the plan; smaller microbatches make messages smaller",
     ),
     "recomputed": ("what a backward recomputes", "recompute fewer layers at a time (activation_checkpoint_interval)"),
+    "gradients": (
+        "gradients of values that wait for their backward",
+        "the rank is behind the plan; smaller microbatches make them smaller",
+    ),
     "workspace": (
         "what a layer works with while it runs",
         "the profile is of another device or of other kernels: measure this model where it is trained",

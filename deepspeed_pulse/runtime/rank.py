@@ -21,7 +21,7 @@ from deepspeed_pulse.ir.profile import Held
 from deepspeed_pulse.ir.program import HIDDEN, Message, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op
 from deepspeed_pulse.runtime.owning import copied, released
-from deepspeed_pulse.runtime.payload import Payload, as_payload, tensors_in, tensors_of
+from deepspeed_pulse.runtime.payload import Payload, as_payload, num_bytes, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
 from deepspeed_pulse.runtime.roots import Root, roots_of
 from deepspeed_pulse.runtime.shapes import ShapeBook
@@ -113,6 +113,8 @@ class RankRuntime:
         self._book = ShapeBook()
         self._live: dict[str, int] = {}
         """Bytes by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
+        self._waiting: dict[int, int] = {}
+        """Of those, per microbatch, gradients that wait for the backward or the message that takes them."""
         self.stopwatch: Stopwatch[Action] = Stopwatch(rank, device)
         """Of the last step's actions."""
         self.stats = Stats()
@@ -146,7 +148,8 @@ class RankRuntime:
         self._position = 0
         self.stats = Stats()
         self.stopwatch.begin()
-        self._live = {"state": self._state_bytes, "activations": 0, "received": 0, "recomputed": 0}
+        self._live = {"state": self._state_bytes, "activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
+        self._waiting = {}
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         keys = [0] * plan.microbatches if shape_keys is None else shape_keys
         self._shapes = self._book.of("train" if training else "eval", keys)
@@ -197,6 +200,8 @@ class RankRuntime:
         for message in step.sends:
             self._give(message)
         self._drop_values(step)
+        if self._training:
+            self._count_gradients(step.action.microbatch)
         if step.action.op is Op.FORWARD and step.action.stage == self._top_stage:
             self._batches.release(step.action.microbatch)
         self._position += 1
@@ -235,7 +240,7 @@ class RankRuntime:
         run = partial(self._stages[stage].run, entry, lookup, number=self._first_number + m)
         shapes = self._shapes[m]
         if self._training and stage not in shapes.activation_bytes:
-            with SavedBytes(self._parameters) as saved:
+            with SavedBytes((*self._parameters, *self._values.tensors(m))) as saved:
                 output, exported = run(saved=saved)
             saved.add(t for value in exported.values() for t in tensors_in(value))
             shapes.activation_bytes[stage] = saved.bytes
@@ -303,6 +308,7 @@ class RankRuntime:
         if stage > 0:
             self._hidden_grads[stage, m] = [gradient_of(leaf) for leaf in forward.inputs]
         self._count("activations", -self._shapes[m].activation_bytes[stage])
+        self._count_gradients(m)
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -349,6 +355,13 @@ class RankRuntime:
             self._values.drop(name, m)
 
     # -- bookkeeping -------------------------------------------------------------------------
+
+    def _count_gradients(self, m: int) -> None:
+        """Of a microbatch: those of named values, and of hidden states that were made on this rank."""
+        hidden = [g for (_, own), gradients in self._hidden_grads.items() if own == m for g in gradients]
+        waiting = self._values.gradient_bytes(m) + num_bytes([g for g in hidden if g is not None])
+        self._count("gradients", waiting - self._waiting.get(m, 0))
+        self._waiting[m] = waiting
 
     def _count(self, part: str, change: int, workspace: int = 0) -> None:
         """Bytes that come or go; ``workspace`` is there in that moment."""

@@ -307,11 +307,15 @@ def naming(layer: Layer) -> Iterator[None]:
 
 
 class SavedBytes:
-    """Counts the bytes autograd keeps for backward, each storage once, parameters excluded."""
+    """Counts the bytes autograd keeps for backward, each storage once.
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    Args:
+        counted: parameters, and what is held and counted in another place.
+    """
+
+    def __init__(self, counted: Sequence[torch.Tensor]) -> None:
         # Not by address: on the meta device all storages have the same.
-        self._seen = {StorageWeakRef(p.untyped_storage()) for p in parameters}
+        self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in counted}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
         self.bytes = 0
 

@@ -7,6 +7,7 @@ An entry holds a leaf that all consumers on this rank read; autograd adds up the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,56 +33,71 @@ class _Entry:
 
 
 class ValueBuffer:
-    """Named values of one rank, by (name, microbatch)."""
+    """Named values of one rank, by microbatch and name."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._entries: dict[int, dict[str, _Entry]] = {}
 
     def put(self, name: str, microbatch: int, value: Payload) -> None:
         """Keep a value; its consumers get a leaf that shares its memory, not its graph."""
         tensors = tensors_of(value)
         leaves = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
-        self._entries[name, microbatch] = _Entry(leaves, not isinstance(value, torch.Tensor), num_bytes(tensors))
+        entry = _Entry(leaves, not isinstance(value, torch.Tensor), num_bytes(tensors))
+        self._entries.setdefault(microbatch, {})[name] = entry
 
     def get(self, name: str, microbatch: int) -> Any:
         """The value, until :meth:`release_data`."""
-        entry = self._entries[name, microbatch]
+        entry = self._entries[microbatch][name]
         return entry.leaves if entry.is_tuple else entry.leaves[0]
 
     def gradients(self, name: str, microbatch: int) -> list[torch.Tensor | None]:
         """Sum of all consumers' gradients so far, one per tensor; None where no consumer had one."""
-        return [leaf.grad for leaf in self._entries[name, microbatch].leaves]
+        return [leaf.grad for leaf in self._entries[microbatch][name].leaves]
 
     def add_gradients(self, name: str, microbatch: int, gradients: list[torch.Tensor | None]) -> None:
         """Add gradients that another rank's consumers sent back."""
-        for leaf, gradient in zip(self._entries[name, microbatch].leaves, gradients, strict=True):
+        for leaf, gradient in zip(self._entries[microbatch][name].leaves, gradients, strict=True):
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
     def whole_gradients(self, name: str, microbatch: int) -> list[torch.Tensor | None]:
         """The same for the rank that it came from: zeros where no consumer had one, None where none is wanted."""
-        return [gradient_of(leaf) for leaf in self._entries[name, microbatch].leaves]
+        return [gradient_of(leaf) for leaf in self._entries[microbatch][name].leaves]
 
     def release_data(self, name: str, microbatch: int) -> int:
         """Keep no more than gradients of a value that nothing on this rank has read; its bytes."""
-        entry = self._entries[name, microbatch]
+        entry = self._entries[microbatch][name]
         assert all(leaf.grad is None for leaf in entry.leaves), name
         entry.leaves = tuple(_without_data(leaf) for leaf in entry.leaves)
         return entry.bytes
 
     def drop(self, name: str, microbatch: int) -> None:
-        del self._entries[name, microbatch]
+        del self._entries[microbatch][name]
+        if not self._entries[microbatch]:
+            del self._entries[microbatch]
 
     def has_data(self, name: str, microbatch: int) -> bool:
-        return not any(isinstance(leaf, _Place) for leaf in self._entries[name, microbatch].leaves)
+        return not any(isinstance(leaf, _Place) for leaf in self._entries[microbatch][name].leaves)
+
+    def tensors(self, microbatch: int) -> list[torch.Tensor]:
+        """What is held of a microbatch."""
+        return [leaf for leaf in self._leaves(microbatch) if isinstance(leaf, torch.Tensor)]
+
+    def gradient_bytes(self, microbatch: int) -> int:
+        """Of the gradients of a microbatch's values, so far."""
+        return num_bytes([leaf.grad for leaf in self._leaves(microbatch) if leaf.grad is not None])
+
+    def _leaves(self, microbatch: int) -> Iterator[torch.Tensor | _Place]:
+        for entry in self._entries.get(microbatch, {}).values():
+            yield from entry.leaves
 
     def bytes_of(self, name: str, microbatch: int) -> int:
-        return self._entries[name, microbatch].bytes
+        return self._entries[microbatch][name].bytes
 
     @property
     def live(self) -> list[tuple[str, int]]:
         """What is held now; empty after a step."""
-        return list(self._entries)
+        return [(name, microbatch) for microbatch, entries in self._entries.items() for name in entries]
 
 
 def _without_data(leaf: torch.Tensor | _Place) -> _Place:
