@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.engine.communicator import CONNECT_SECONDS, PipelineCommunicator
+from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.measure.fitting import Points, fit_link
 from deepspeed_pulse.engine.measure.hardware import Hardware
 from deepspeed_pulse.engine.measure.overhead import message_pauses_ms
@@ -121,7 +120,11 @@ def rounds(nodes: int, per_node: int) -> Iterator[tuple[bool, list[tuple[int, in
 
 
 def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
-    """Messages to and fro; the first of the pair gets the times, the other nothing."""
+    """Messages to and fro; the first of the pair gets the times, the other nothing.
+
+    On an asynchronous device all of a size are given to it before anything is waited for, and the times are its own.
+    """
+    clock = DeviceClock(device)
     communicator = PipelineCommunicator(Seat.among_first(dist.get_world_size(), device))
     there, back = Channel(*pair, Direction.FORWARD), Channel(pair[1], pair[0], Direction.BACKWARD)
     communicator.share([there, back])
@@ -140,12 +143,11 @@ def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
         if not bool(go_on):
             break
         message = torch.zeros(size, dtype=torch.uint8, device=device)
-        times = []
+        marks = [clock.mark()]
         for _ in range(_REPEATS + 1):
-            start = time.perf_counter()
             for act in (send, receive) if first else (receive, send):
                 act(message)
-            get_accelerator().synchronize()
-            times.append((time.perf_counter() - start) * 1e3)
+            marks.append(clock.mark())
+        times = [end - start for start, end in itertools.pairwise(clock.times_ms(marks))]
         points.append((size, min(times[1:]) / 2))  # what made the others longer was not the link
     return points if first else []

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.collectives import told_by_all
+from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.measure.fitting import Points, fit_link
 
 _SIZES = (2**16, 2**20, 2**22, 2**24, 2**26)
@@ -55,25 +55,28 @@ def rings(nodes: int, per_node: int) -> Iterator[tuple[bool, list[list[int]]]]:
 def _points(group: Any, size: int, device: torch.device, bucket_bytes: int) -> Points:
     """(bytes over a link, ms), the same on every rank of the group: the slowest rank's."""
     points: Points = []
+    clock = DeviceClock(device)
     for num_bytes in _SIZES:
         carried = 2 * (size - 1) * num_bytes // size
         if len(points) >= 2 and fit_link(points).whole_ms(carried) > _LONGEST_MS:
             break
         summed = torch.zeros(num_bytes // 4, device=device)
-        usual = statistics.median([_sum_ms(summed, group, bucket_bytes) for _ in range(_REPEATS + 1)][1:])
+        marks = [clock.mark()]
+        for _ in range(_REPEATS + 1):
+            _sum(summed, group, bucket_bytes)
+            marks.append(clock.mark())
+        times = [end - start for start, end in itertools.pairwise(clock.times_ms(marks))]
+        usual = statistics.median(times[1:])
         slowest = torch.tensor(usual, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         points.append((carried, float(slowest)))
     return points
 
 
-def _sum_ms(summed: torch.Tensor, group: Any, bucket_bytes: int) -> float:
+def _sum(summed: torch.Tensor, group: Any, bucket_bytes: int) -> None:
     """As gradients are reduced: gathered into buckets, all of them under way together, and put back."""
-    start = time.perf_counter()
     buckets = [(part, part.clone()) for part in summed.split(bucket_bytes // summed.element_size())]
     under_way = [dist.all_reduce(bucket, group=group, async_op=True) for _, bucket in buckets]
     for (part, bucket), work in zip(buckets, under_way, strict=True):
         work.wait()
         part.copy_(bucket)
-    get_accelerator().synchronize()
-    return (time.perf_counter() - start) * 1e3
