@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +55,28 @@ def wait(work: Any, tensor: torch.Tensor, timeout_seconds: float) -> None:
         work.wait(timedelta(seconds=timeout_seconds))
     else:
         work.wait()
+
+
+class SideStream:
+    """A stream of the device beside the rank's own, for work that waits while the rank's own goes on.
+
+    Memory that is taken for it goes back to it: once its last use is queued it may be let go, for what takes it next is
+    queued behind. The rank's own memory has to outlive :meth:`join`.
+    """
+
+    def __init__(self) -> None:
+        self._stream = get_accelerator().Stream()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is given to the device inside runs here, after all that the rank's own stream was given before."""
+        self._stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let what comes next on the rank's own stream find all that was given here done."""
+        get_accelerator().current_stream().wait_stream(self._stream)
 
 
 class DeviceClock:

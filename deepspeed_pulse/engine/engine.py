@@ -88,7 +88,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             timeout_seconds=timeout,
         )
         self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)
-        self._reduction = EarlyReduction(self, timeout)
+        self._reduction = EarlyReduction(self, timeout, self._runtime.count_copies)
         self._observer = Observer(self, self._device)
         watchdog.device = None if self._device.runs_at_once else DeviceProgress()
         watchdog.hint = hint(module.plan.placement, seat.ranks)

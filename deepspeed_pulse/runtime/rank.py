@@ -356,6 +356,10 @@ class RankRuntime:
 
     # -- bookkeeping -------------------------------------------------------------------------
 
+    def count_copies(self, change: int) -> None:
+        """Bytes of copies of gradients, which are summed over replicas, that come or go."""
+        self._count("gradients", change)
+
     def _count_gradients(self, m: int) -> None:
         """Of a microbatch: those of named values, and of hidden states that were made on this rank."""
         hidden = [g for (_, own), gradients in self._hidden_grads.items() if own == m for g in gradients]

@@ -8,7 +8,8 @@ the same up to the order in which a collective adds more than two replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,17 @@ from deepspeed import comm as dist
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.pipe.schedule import ReduceGrads
 
-from deepspeed_pulse.engine.device import wait
+from deepspeed_pulse.engine.device import SideStream, runs_at_once, wait
 from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.errors import ConfigError, PeerError, RunError
 
 BUCKET_BYTES = 2**22
 """Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count, and
 are views of what was gathered from then on."""
+
+
+_COPIES = 2
+"""Buckets of copies that an asynchronous device has at a time: one is summed while the other is put back."""
 
 
 def reduces_early(config: Any) -> bool:
@@ -98,6 +103,11 @@ class OwnGradients:
         assert parameter.grad is not None
         self._versions[parameter] = parameter.grad._version
 
+    def wrote(self, parameter: torch.nn.Parameter) -> None:
+        """Its sum was put there."""
+        if parameter in self._versions:
+            self._versions[parameter] += 1
+
     def changed(self) -> torch.nn.Parameter | None:
         """A parameter that got a gradient after it was remembered."""
         return next((p for p, v in self._versions.items() if p.grad is None or p.grad._version != v), None)
@@ -134,6 +144,9 @@ class MasterGradients:
         parameter.grad = None  # it is in the buffer already
         self._ended.append(parameter)
 
+    def wrote(self, parameter: torch.nn.Parameter) -> None:
+        pass
+
     def changed(self) -> torch.nn.Parameter | None:
         return next((p for p in self._ended if p.grad is not None), None)
 
@@ -144,12 +157,15 @@ class _Bucket:
 
     name: str
     sent: torch.Tensor
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    copies: Sequence[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]
     work: Any
 
 
 class StageReduction:
     """Sums the gradients of one rank's stages over its data-parallel replicas.
+
+    Where what is sent is a copy, it is put back and let go as soon as it is summed: a device with a stream to spare
+    (``aside``) does that by itself, else it is looked after when the next stage starts.
 
     Args:
         parameters: of each stage on this rank; one that several stages share leaves with the last of them.
@@ -158,6 +174,8 @@ class StageReduction:
         dtype: in which gradients are sent.
         group: the rank's data-parallel process group.
         timeout_seconds: silence of a replica after which a wait raises.
+        count: told of the bytes of copies that come and, negative, go.
+        aside: of an asynchronous device.
     """
 
     def __init__(
@@ -170,13 +188,17 @@ class StageReduction:
         group: Any,
         scaling: Scaling,
         timeout_seconds: float,
+        count: Callable[[int], None],
+        aside: SideStream | None,
     ) -> None:
         self._parameters, self._names, self._gradients = parameters, names, gradients
         self._dtype, self._group, self._scaling = dtype, group, scaling
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._count, self._aside = timeout_seconds, count, aside
         self._waits_for: dict[torch.nn.Parameter, set[int]] = {}
         self._left: dict[torch.nn.Parameter, None] = {}
         self._under_way: list[_Bucket] = []
+        self._copied: deque[_Bucket] = deque()
+        """Of those under way, copies that no gradient is a part of: nobody reads them once they are put back."""
 
     def begin(self) -> None:
         """Start a step: nothing has been summed."""
@@ -203,9 +225,10 @@ class StageReduction:
         held = [p for p in self._parameters[stage] if p in self._left]
         for parameter in held:
             self._waits_for[parameter].remove(stage)
+        while self._copied and self._copied[0].work.is_completed():
+            self._finish(self._copied.popleft())
         ready = [p for p in held if not self._waits_for[p]]
-        for bucket in _buckets(ready):
-            self._under_way.append(self._started(bucket))
+        self._start_all(_buckets(ready))
         for parameter in ready:
             del self._left[parameter]
             self._gradients.remember(parameter)
@@ -216,40 +239,75 @@ class StageReduction:
         Returns:
             The gradients that were not started, to be summed upstream's way.
         """
-        while self._under_way:
-            self._finish(self._under_way.pop(0))
+        while self._under_way or self._copied:
+            self._finish(self._under_way.pop(0) if self._under_way else self._copied.popleft())
+        if self._aside is not None:
+            self._aside.join()
         return [self._gradients.of(p) for p in self._left]
 
-    def _started(self, parameters: Sequence[torch.nn.Parameter]) -> _Bucket:
-        gradients = [self._gradients.of(p) for p in parameters]
-        # one may be summed in place; whether it is does not change what goes over the wire
-        flat = torch.cat([g.reshape(-1) for g in gradients]) if len(gradients) > 1 else gradients[0].contiguous()
-        sent = flat.to(self._dtype)
-        if sent is gradients[0] and not self._gradients.may_change:
-            sent = sent.clone()
+    def _start_all(self, buckets: Iterable[Sequence[torch.nn.Parameter]]) -> None:
+        for parameters in buckets:
+            gradients = [self._gradients.of(p) for p in parameters]
+            if not self._is_copied(gradients):
+                self._under_way.append(self._started(parameters, gradients))
+            elif self._aside is None:
+                self._copied.append(self._started(parameters, gradients))
+            else:
+                with self._aside.entered():
+                    self._finish_copied(_COPIES - 1)
+                    self._copied.append(self._started(parameters, gradients))
+        if self._aside is not None and self._copied:
+            with self._aside.entered():
+                self._finish_copied(0)
+
+    def _finish_copied(self, left: int) -> None:
+        """The oldest, until so many are left."""
+        while len(self._copied) > left:
+            self._finish(self._copied.popleft())
+
+    def _is_copied(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether no part of what is sent can be a gradient from then on."""
+        return not self._gradients.may_change or all(g.dtype != self._dtype for g in gradients)
+
+    def _started(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> _Bucket:
+        sent = self._sent(gradients)
         if self._scaling.before != 1.0:
             sent.mul_(self._scaling.before)
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         copies = [] if sent is gradients[0] else self._placed(parameters, gradients, sent)
+        if sent is not gradients[0] and not copies:
+            self._count(-sent.nbytes)  # it is the gradients now
         return _Bucket(self._names[parameters[0]], sent, copies, work)
+
+    def _sent(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One gradient itself where it may be summed in place (what goes over the wire is the same), or a copy."""
+        first = gradients[0]
+        if len(gradients) == 1 and self._gradients.may_change and first.dtype == self._dtype and first.is_contiguous():
+            return first
+        sent = torch.empty(sum(g.numel() for g in gradients), dtype=self._dtype, device=first.device)
+        self._count(sent.nbytes)
+        return torch.cat([g.reshape(-1) for g in gradients], out=sent)
 
     def _placed(
         self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor], sent: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
         """Gradients that cannot be views of what is sent, with their parts of it."""
         parts = [
             part.view(gradient.shape).detach()  # an optimizer that zeroes gradients in place may detach them in place
-            for gradient, part in zip(gradients, sent.reshape(-1).split([g.numel() for g in gradients]), strict=True)
+            for gradient, part in zip(gradients, sent.split([g.numel() for g in gradients]), strict=True)
         ]
         placed = zip(parameters, gradients, parts, strict=True)
-        return [(gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part)]
+        return [(p, gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part)]
 
     def _finish(self, bucket: _Bucket) -> None:
         self._wait(bucket)
         if self._scaling.after != 1.0:
             bucket.sent.mul_(self._scaling.after)
-        for gradient, part in bucket.copies:
+        for parameter, gradient, part in bucket.copies:
             gradient.copy_(part)
+            self._gradients.wrote(parameter)
+        if bucket.copies:
+            self._count(-bucket.sent.nbytes)
 
     def _wait(self, bucket: _Bucket) -> None:
         try:
@@ -287,20 +345,22 @@ class EarlyReduction:
     Args:
         engine: its optimizer and the dtype in which it sends gradients are followed: a program may set others.
         timeout_seconds: silence of a replica after which a wait raises.
+        count: told of the bytes of copies that come and, negative, go.
 
     Attributes:
         sums: those of the stages; None where gradients are summed upstream's way.
         is_on: in the step under way.
     """
 
-    def __init__(self, engine: Any, timeout_seconds: float) -> None:
-        self._engine, self._timeout_seconds = engine, timeout_seconds
+    def __init__(self, engine: Any, timeout_seconds: float, count: Callable[[int], None]) -> None:
+        self._engine, self._timeout_seconds, self._count = engine, timeout_seconds, count
+        self._aside = None if runs_at_once(engine.device) else SideStream()
         self._make()
         self.is_on = False
 
     def _make(self) -> None:
         self._made_for = self._engine.optimizer, self._engine.communication_data_type
-        self.sums = stage_reduction(self._engine, self._timeout_seconds)
+        self.sums = stage_reduction(self._engine, self._timeout_seconds, self._count, self._aside)
 
     def begin(self, *, training: bool) -> bool:
         """Start a step; False where gradients are summed upstream's way at its end, or by the program."""
@@ -317,7 +377,9 @@ class EarlyReduction:
         return self.is_on
 
 
-def stage_reduction(engine: Any, timeout_seconds: float) -> StageReduction | None:
+def stage_reduction(
+    engine: Any, timeout_seconds: float, count: Callable[[int], None], aside: SideStream | None
+) -> StageReduction | None:
     """What sums gradients early on this rank; None where they are summed upstream's way at the end of the step.
 
     That is where nothing is to be summed, an optimizer of DeepSpeed sums itself, or gradients may be sparse.
@@ -355,6 +417,8 @@ def stage_reduction(engine: Any, timeout_seconds: float) -> StageReduction | Non
         group=engine.grid.get_data_parallel_group(),
         scaling=Scaling.of(engine, replicas),
         timeout_seconds=timeout_seconds,
+        count=count,
+        aside=aside,
     )
 
 
