@@ -85,6 +85,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             finish=losses.finish,
             parameters=tuple(module.parameters()),
             state_bytes=self._held_bytes(),
+            fresh_gradients=not (self.using_bf16_optimizer or self.zero_optimization_stage()),
             timeout_seconds=timeout,
         )
         self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)

@@ -23,7 +23,10 @@ class LayerCost:
 
     ``param_bytes``: of trained parameters, and 1/k of those of frozen ones (:func:`state_factor`).
     ``activation_bytes``: kept from forward to backward, stashed values included.
-    ``workspace_bytes``: what a forward or a backward holds at most beyond that while it runs, if it was measured.
+    ``rerun_bytes``: of these, what a forward that runs again in backward makes anew, if it was measured: neither what
+    the layer reads nor what it only stashes.
+    ``workspace_bytes``: what a forward or a backward holds at most beyond ``activation_bytes`` while it runs, if it was
+    measured.
     ``weight_grad_ms``: the part of ``backward_ms`` that computes weight gradients, if known.
     ``spread``: (longest - shortest) / median of the times that were measured, if they were.
     """
@@ -36,6 +39,7 @@ class LayerCost:
     activation_bytes: int
     output_bytes: int
     workspace_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
+    rerun_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None
     spread: Annotated[float | None, Form(left_out=True, place=1)] = None
 
     def check_form(self, fields: Fields) -> None:

@@ -23,8 +23,8 @@ RUN_FILE = "pulse_run.json"
 
 MEMORY_PARTS = ("state", "activations", "received", "sent", "recomputed", "gradients", "workspace", "frozen")
 """What a rank's memory holds: weights with gradients and optimizer state, what forwards keep for backward, what was
-received and is not used up, what was sent and perhaps not taken, what a backward recomputes, gradients of values that wait for their backward, what a layer
-works with, and frozen parts with their results."""
+received and is not used up, what was sent and perhaps not taken, what a backward recomputes, gradients that wait for a
+backward or in copies for their sum, what a layer works with, and frozen parts with their results."""
 
 
 def bytes_by_kind(channels: Mapping[str, int]) -> dict[str, int]:

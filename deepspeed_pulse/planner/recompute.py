@@ -83,13 +83,19 @@ def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, inter
             room += 0 if i in plan.recompute else profile.layers[i].activation_bytes
         again = [i for i in plan.stage_layers(stage) if i in plan.recompute]
         runs = [again[a:b] for a, b in _runs(again, interval)]
-        held = [Held(sum(profile.layers[i].activation_bytes for i in run), max(beyond[i] for i in run)) for run in runs]
+        held = [Held(_made_again([profile.layers[i] for i in run]), max(beyond[i] for i in run)) for run in runs]
         if split:
             found.append(Held(sum(run.recomputed for run in held), max(beyond.values(), default=0)))
         else:
             kept = Held(0, max((size for i, size in beyond.items() if i not in plan.recompute), default=0))
             found.append(max([*held, kept], key=lambda one: one.recomputed + one.workspace))
     return tuple(found)
+
+
+def _made_again(run: Sequence[LayerCost]) -> int:
+    """What the forwards of one run keep, without what is there already: what its first layer read."""
+    first = run[0].activation_bytes if run[0].rerun_bytes is None else run[0].rerun_bytes
+    return first + sum(layer.activation_bytes for layer in run[1:])
 
 
 def _runs(layers: Sequence[int], interval: int) -> Iterator[tuple[int, int]]:

@@ -103,7 +103,7 @@ _MEMORY = {
     ),
     "recomputed": ("what a backward recomputes", "recompute fewer layers at a time (activation_checkpoint_interval)"),
     "gradients": (
-        "gradients of values that wait for their backward",
+        "gradients of values that wait for their backward, and copies of gradients that are being summed",
         "the rank is behind the plan; smaller microbatches make them smaller",
     ),
     "workspace": (

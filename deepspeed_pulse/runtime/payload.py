@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -51,7 +51,7 @@ def plainly(tensor: torch.Tensor) -> torch.Tensor:
     return _unmarked(tensor).contiguous()
 
 
-def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -85,7 +85,8 @@ class RankRuntime:
         rank: pipeline rank.
         communicator, device: see :mod:`deepspeed_pulse.runtime.protocols`.
         finish: turns the last layer's output into the loss.
-        state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``.
+        state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``; gradients that autograd
+            makes anew in every step (``fresh_gradients``) from the end of their stage's first backward on.
         timeout_seconds: silence of a peer after which a wait raises.
     """
 
@@ -98,13 +99,14 @@ class RankRuntime:
         finish: Finish,
         parameters: tuple[torch.Tensor, ...] = (),
         state_bytes: int = 0,
+        fresh_gradients: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
         self.rank = rank
         self._device = device
         self._finish = finish
         self._parameters = parameters
-        self._state_bytes = state_bytes
+        self._state_bytes, self._fresh_gradients = state_bytes, fresh_gradients
         self._transport = Transport(rank, communicator, device, timeout_seconds)
         self._values = ValueBuffer()
         self._hidden: dict[tuple[int, int], Payload] = {}
@@ -148,7 +150,10 @@ class RankRuntime:
         self._position = 0
         self.stats = Stats()
         self.stopwatch.begin()
-        self._live = {"state": self._state_bytes, "activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
+        fresh = training and self._fresh_gradients
+        self._no_gradient = {p for p in self._parameters if fresh and p.requires_grad and p.grad is None}
+        state = self._state_bytes - num_bytes(self._no_gradient)
+        self._live = {"state": state, "activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
         self._waiting = {}
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         keys = [0] * plan.microbatches if shape_keys is None else shape_keys
@@ -305,6 +310,7 @@ class RankRuntime:
         if roots:
             self._device.backward(roots, gradients)
         self._count("recomputed", -held.recomputed)
+        self._count_fresh(self._stages[stage].parameters)
         if stage > 0:
             self._hidden_grads[stage, m] = [gradient_of(leaf) for leaf in forward.inputs]
         self._count("activations", -self._shapes[m].activation_bytes[stage])
@@ -355,6 +361,12 @@ class RankRuntime:
             self._values.drop(name, m)
 
     # -- bookkeeping -------------------------------------------------------------------------
+
+    def _count_fresh(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gradients that a stage's first backward has made; while it ran, a layer's own were among its workspace."""
+        if self._no_gradient:
+            self._count("state", num_bytes(self._no_gradient.intersection(parameters)))
+            self._no_gradient.difference_update(parameters)
 
     def count_copies(self, change: int) -> None:
         """Bytes of copies of gradients, which are summed over replicas, that come or go."""

@@ -46,6 +46,7 @@ class Stage:
         interval: so many recomputed layers in a row keep one input.
 
     Attributes:
+        parameters: of its layers.
         changes: names of what the stage reads from outside and changes in place; :data:`INPUT` for its input, of which
             whoever runs the stage gives it one of its own.
     """
@@ -64,6 +65,7 @@ class Stage:
             for number, part in enumerate(parts)
         )
         self.changes = _changes(layers, ())
+        self.parameters = [p for run in self._runs for p in run.parameters]
         self.exports = tuple(exports)
         self._checkpoint = checkpoint
         self.last = self._runs[-1].last
@@ -137,7 +139,7 @@ class _Segment:
         popped = dict.fromkeys(name for layer in layers for name in layer.declared.pop)
         self._reads = tuple(name for name in popped if name not in made)
         self._stashes = tuple(name for layer in layers for name in layer.declared.stash)
-        self._parameters = [
+        self.parameters = [
             p
             for layer in layers
             if callable(getattr(layer.function, "parameters", None))
@@ -185,7 +187,7 @@ class _Segment:
         if saved is not None:
             saved.add(tensors_in(values[0]))
         layers = ", ".join(layer.declared.name for layer in self._layers)
-        output, *more = recomputed(checkpoint, run, values, self._parameters, layers)
+        output, *more = recomputed(checkpoint, run, values, self.parameters, layers)
         return output, dict(zip(self._stashes, more, strict=True))
 
     def _own(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
@@ -315,7 +317,7 @@ class SavedBytes:
 
     def __init__(self, counted: Sequence[torch.Tensor]) -> None:
         # Not by address: on the meta device all storages have the same.
-        self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in counted}
+        self._seen = {StorageWeakRef(tensor.untyped_storage()): 0 for tensor in counted}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
         self.bytes = 0
 
@@ -325,8 +327,12 @@ class SavedBytes:
             storage = tensor.untyped_storage()
             key = StorageWeakRef(storage)
             if key not in self._seen:
-                self._seen.add(key)
+                self._seen[key] = storage.nbytes()
                 self.bytes += storage.nbytes()
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Of the bytes, those of ``tensors``."""
+        return sum(self._seen.get(key, 0) for key in {StorageWeakRef(t.untyped_storage()) for t in tensors})
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         self.add([tensor])

@@ -46,6 +46,21 @@ def test_gradients_and_buffers_are_what_they_were() -> None:
     assert all(cost.spread is not None and cost.spread >= 0 for cost in measured.layers)
 
 
+def test_what_runs_again_neither_counts_what_it_reads_nor_what_it_only_stashes() -> None:
+    """A product keeps both factors, 32 bytes each: the input is there, the second one made anew."""
+
+    def layer(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        output = hidden * (hidden + 1)
+        return output, output
+
+    graph = Graph(layers=(Layer(name="a", stash=("v",)), Layer(name="b", pop=("v",))))
+    start = torch.randn(2, 4).requires_grad_()
+    made = [lambda: layer, lambda: lambda hidden, v: hidden * v]
+    first, second = measure_layers(graph, made, start, {}, CPU).layers
+    assert (first.activation_bytes, first.rerun_bytes) == (3 * 32, 32)
+    assert (second.activation_bytes, second.rerun_bytes) == (64, 0)
+
+
 def test_measuring_takes_no_random_numbers_from_the_run() -> None:
     hidden = torch.randn(2, 4)
     torch.manual_seed(0)

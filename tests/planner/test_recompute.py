@@ -83,6 +83,15 @@ def test_a_backward_holds_a_layer_that_runs_again_or_one_that_works(workspace, h
     assert held_in_backward(costs, found, split=True) == (Held(40, workspace - 40),)
 
 
+def test_what_a_layer_has_read_is_there_when_it_runs_again():
+    """Of a run's first layer only: what the others read is made anew. A profile that does not say counts all."""
+    sizes = ((10, 4), (20, 15), (30, None))
+    costs = profile([layer(activation_bytes=kept, rerun_bytes=again) for kept, again in sizes])
+    found = replace(plan((0,), 1, boundaries=(0, 3)), recompute=(0, 1, 2))
+    held = [held_in_backward(costs, found, interval=interval)[0].recomputed for interval in (1, 2, 3)]
+    assert held == [30, 30, 4 + 20 + 30]
+
+
 def test_auto_recomputes_no_more_than_the_memory_needs():
     """One rank keeps three microbatches of 50 + 50 + 100 + 10 bytes; a recomputed layer keeps its input, 1 byte.
 

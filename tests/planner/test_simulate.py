@@ -264,6 +264,14 @@ def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():
     assert [live for _, live in curve] == [220, 1230, 2130, 3030, 2020 + gradient, 1010 + 2 * gradient, 3 * gradient, 0]
 
 
+def test_gradients_wait_for_the_backward_that_takes_them():
+    """A value read on its own rank, and the hidden state at the turn of a wave."""
+    costs = profile([layer(activation_bytes=0, output_bytes=10)] * 2, [skip("v", 0, 1, 100)])
+    found = plan((0, 0), 2, schedule=rows("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"), of=costs)
+    (curve,) = simulate(found, costs, cluster()).memory
+    assert [(round(time), live) for time, live in curve] == [(6, 110), (8, 210), (10, 100), (12, 0)]
+
+
 @pytest.mark.parametrize(
     "placement", [Placement.linear(3), Placement.wave(3), Placement.wave(2, 2), Placement.loop(2, 2)]
 )

@@ -61,7 +61,7 @@ def count_layers(graph: Graph, build: Sequence[Callable[[], Any]], inputs: Any, 
 def _count(probe: Probe) -> LayerCount:
     with FusedAttention():
         with FlopCounterMode(display=False) as forward:
-            activation_bytes, output_bytes = probe.first_run()
+            kept = probe.first_run()
         with FlopCounterMode(display=False) as inputs_only:
             probe.backward(inputs_only=True)
         with FlopCounterMode(display=False) as backward:
@@ -73,8 +73,8 @@ def _count(probe: Probe) -> LayerCount:
         weight_grad_flop=backward.get_total_flops() - inputs_only.get_total_flops(),
         num_params=sum(p.numel() for p in probe.parameters),
         param_bytes=param_bytes(probe.parameters),
-        activation_bytes=activation_bytes,
-        output_bytes=output_bytes,
+        activation_bytes=kept.activation_bytes,
+        output_bytes=kept.output_bytes,
     )
 
 

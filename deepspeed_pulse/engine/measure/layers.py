@@ -56,9 +56,9 @@ def measure_layers(
 
 
 def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCost:
-    activation_bytes, output_bytes = probe.first_run()
+    kept = probe.first_run()
     probe.backward()
-    workspace_bytes = _workspace_bytes(probe, memory, activation_bytes)
+    workspace_bytes = _workspace_bytes(probe, memory, kept.activation_bytes)
     times = _times(probe, clock)
     both = [forward + backward for forward, backward in times]
     backward_ms = statistics.median(backward for _, backward in times)
@@ -68,9 +68,10 @@ def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCos
         backward_ms=backward_ms,
         weight_grad_ms=_weight_grad_ms(probe, clock, backward_ms),
         param_bytes=param_bytes(probe.parameters),
-        activation_bytes=activation_bytes,
-        output_bytes=output_bytes,
+        activation_bytes=kept.activation_bytes,
+        output_bytes=kept.output_bytes,
         workspace_bytes=workspace_bytes,
+        rerun_bytes=kept.rerun_bytes,
         spread=(max(both) - min(both)) / statistics.median(both) if any(both) else 0.0,
     )
 

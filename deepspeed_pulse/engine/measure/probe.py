@@ -19,11 +19,21 @@ from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage, module_
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One forward of a layer: the leaves it read, what it gave and what it stashed."""
+    """One forward of a layer: the leaves it read, these or copies as they were given to it, its output and stashes."""
 
     read: tuple[torch.Tensor, ...]
+    given: tuple[torch.Tensor, ...]
     output: Any
     stashed: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Bytes that a layer keeps for backward, what it stashes included; without what it read and stashes; its output."""
+
+    activation_bytes: int
+    rerun_bytes: int
+    output_bytes: int
 
 
 class Probe:
@@ -63,16 +73,19 @@ class Probe:
         output, stashed = self._stage.run(given[INPUT], given.__getitem__)
         self._changes = frozenset(name for name, versions in before.items() if versions_of([given[name]]) != versions)
         read = tuple(t for value in (hidden, *popped.values()) for t in tensors_in(value))
-        self._last = Pass(read=read, output=output, stashed=stashed)
+        own = tuple(t for value in given.values() for t in tensors_in(value))
+        self._last = Pass(read=read, given=own, output=output, stashed=stashed)
         return self._last
 
-    def first_run(self) -> tuple[int, int]:
-        """The same; bytes that are kept for backward, and of the output."""
+    def first_run(self) -> Kept:
+        """The same, counted."""
         with SavedBytes(self.parameters) as saved:
             run = self.run()
+        rerun_bytes = saved.bytes - saved.of(run.given)
         for value in run.stashed.values():
             saved.add(tensors_in(value))
-        return saved.bytes, num_bytes(tensors_in(run.output))
+        output_bytes = num_bytes(tensors_in(run.output))
+        return Kept(activation_bytes=saved.bytes, rerun_bytes=rerun_bytes, output_bytes=output_bytes)
 
     def backward(self, *, inputs_only: bool = False) -> None:
         """Backward of the last run, from everything the layer gave.

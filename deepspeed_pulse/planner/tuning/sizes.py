@@ -75,6 +75,7 @@ def _scaled(layer: LayerCost, times: int) -> LayerCost:
         weight_grad_ms=None if layer.weight_grad_ms is None else layer.weight_grad_ms * times,
         activation_bytes=layer.activation_bytes * times,
         workspace_bytes=layer.workspace_bytes * times,
+        rerun_bytes=None if layer.rerun_bytes is None else layer.rerun_bytes * times,
         output_bytes=layer.output_bytes * times,
     )
 
