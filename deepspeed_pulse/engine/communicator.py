@@ -21,6 +21,16 @@ CONNECT_SECONDS = 300.0
 """How long two ranks may take to connect."""
 
 
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raise a ConfigError where a process group's backend cannot send what lies on the device."""
+    if backend in HOST_BACKENDS and device.type != "cpu":
+        raise ConfigError(
+            f"the process group's backend {backend!r} sends from the host's memory, and the model is on "
+            f"{device.type!r}: every message would hold up the device; start the process group with "
+            f"{get_accelerator().communication_backend_name()!r} (deepspeed.init_distributed() without a backend)"
+        )
+
+
 class _Message:
     """A message under way; ``work`` is None where there is nothing to carry."""
 
@@ -54,12 +64,7 @@ class PipelineCommunicator:
         self._timeout_seconds = timeout_seconds
         backend = torch.distributed.get_backend(seat.group)
         self._tagged = backend in HOST_BACKENDS
-        if self._tagged and seat.device.type != "cpu":
-            raise ConfigError(
-                f"the process group's backend {backend!r} sends from the host's memory, and the model is on "
-                f"{seat.device.type!r}: every message would hold up the device; start the process group with "
-                f"{get_accelerator().communication_backend_name()!r} (deepspeed.init_distributed() without a backend)"
-            )
+        check_backend(backend, seat.device)
         if len(seat.ranks) > 1:
             check_queues(seat.device)
         self._groups: dict[Channel, Any] = {}

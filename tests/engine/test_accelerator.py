@@ -97,6 +97,18 @@ def test_layers_that_wait_for_the_whole_device_train(subtests: pytest.Subtests) 
 
 
 @pytest.mark.timeout(200)
+def test_gloo_is_refused_on_every_rank_before_anything_is_sent() -> None:
+    """With tied layers, replicas, and layers that are measured: one error, which says how to start the group."""
+    jobs = itertools.product((2, 1), (True, False), (True, False))
+    cases = [{"ranks": ranks, "tied": tied, "measured": measured} for ranks, tied, measured in jobs]
+    for _, output in launch("support.device_ranks:refused", 2, cases, timeout=150, environment=device_of(QUICK)):
+        found = [json.loads(line.removeprefix("REFUSED")) for line in output.splitlines() if "REFUSED" in line]
+        assert len(found) == len(cases) and len({text for _, text in found}) == 1, found
+        kind, text = found[0]
+        assert kind == "ConfigError" and "start the process group with 'hccl' (deepspeed.init_distributed()" in text
+
+
+@pytest.mark.timeout(200)
 def test_a_device_with_one_queue_is_refused() -> None:
     device = {**device_of(QUICK), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ends = launch("support.parity:run_cases", 2, [case("toy", 2)], timeout=150, check=False, environment=device)

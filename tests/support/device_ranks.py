@@ -116,3 +116,35 @@ def _batches(engine: Any, step: int) -> Any:
     generator = torch.Generator().manual_seed(10 * step + engine.grid.data_parallel_id)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     return iter([tuple(torch.randn(2, WIDTH, generator=generator).to(dtype) for _ in "xy") for _ in range(2)])
+
+
+def refused(cases: list[dict[str, Any]]) -> None:
+    """Prints, for each case, a line REFUSED with the error that a job over gloo gets on this rank."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    for case in cases:
+        try:
+            _tied_engine(**case)
+        except Exception as problem:
+            print("REFUSED", json.dumps([type(problem).__name__, str(problem)]), flush=True)
+
+
+def _tied_engine(*, ranks: int, tied: bool, measured: bool) -> Any:
+    """First and last layer may be one."""
+    import deepspeed
+
+    from deepspeed_pulse import LayerSpec, PipelineModule, TiedLayerSpec
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "pulse": {"solver_seconds": 0},
+    }
+    ends = [TiedLayerSpec("ends", torch.nn.Linear, 4, 4) for _ in range(2)] if tied else []
+    layers = [*ends[:1], *(LayerSpec(torch.nn.Linear, 4, 4) for _ in range(4)), *ends[1:]]
+    example = {"example_batch": (torch.ones(2, 4), torch.ones(2, 4))} if measured else {}
+    module = PipelineModule(layers=layers, num_stages=ranks, loss_fn=mse, config=config, **example)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
+from deepspeed_pulse.engine.communicator import check_backend
 from deepspeed_pulse.engine.groups import groups_with_timeout
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.plans.job import TrainingJob
@@ -89,6 +91,8 @@ def _meet(problem: PulseError | None, watchdog: Watchdog | None, timeout_seconds
         watchdog.go_on(f"{WHERE}: waiting for all ranks to come here")
     if dist.get_world_size() > 1:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # object gathers need it where ranks have devices
+    if watchdog is not None:  # the same on every rank, and before upstream's groups, for tied layers and replicas too
+        check_backend(torch.distributed.get_backend(), torch.device(get_accelerator().current_device_name()))
     raise_everywhere(problem, WHERE)
     if watchdog is not None:
         watchdog.meet()
