@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -194,6 +195,24 @@ def waits_and_copies_are_counted_with_their_line() -> None:
         ("pageable to device", f"{place}:{first + 2}"): 1,
     }, counters.copies(found)
     assert sum(h.num_bytes for h in found) == 48
+
+
+@proof()
+def operations_that_wait_are_warned_of() -> None:
+    x, pinned = torch.ones(8, device="npu"), torch.ones(8).pin_memory()
+    torch.npu.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        x.sum().item()
+        x.nonzero()
+        pinned.to("npu", non_blocking=True)
+        torch.npu.synchronize()
+        torch.npu.set_sync_debug_mode("default")
+        x.sum().item()
+    first = operations_that_wait_are_warned_of.__code__.co_firstlineno + 6
+    assert {str(warning.message) for warning in found} == {"called a synchronizing NPU operation"}
+    lines = {(warning.filename, warning.lineno) for warning in found}
+    assert lines == {("tests/support/standin_proofs.py", line) for line in (first, first + 1)}, lines
 
 
 @proof()

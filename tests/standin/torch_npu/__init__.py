@@ -16,12 +16,13 @@ library = load()
 library.set_up()
 torch.utils.rename_privateuse1_backend("npu")
 
-from torch_npu import devices, generators, memory, streams  # noqa: E402
+from torch_npu import counters, devices, generators, memory, streams  # noqa: E402
 from torch_npu.kinds import TYPES  # noqa: E402
 
 npu: Any = types.ModuleType("torch.npu")
 for _names in (devices.NAMES, streams.NAMES, memory.NAMES, generators.names(), TYPES):
     vars(npu).update(_names)
+npu.set_sync_debug_mode = counters.set_sync_debug_mode
 torch._register_device_module("npu", npu)
 sys.modules["torch.npu"] = npu
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -7,6 +7,7 @@ the stand-in and DeepSpeed's thin layers over them; "backward" for autograd's ow
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ for a result whose size follows from data, for a message (NCCL's wait with a tim
 
 COPIES = ("pinned to device", "pageable to device", "device to pinned", "device to pageable")
 """Kinds of copies, with bytes."""
+
+OPERATIONS = ("item", "copy to host", "copy to device", "result")
+"""Kinds of waits that ``set_sync_debug_mode`` warns of: operations, and none that a program asks for by name."""
 
 SHAPE = "shape"
 """The stand-in's own: a shape was found by running the operator on zeros. No wait."""
@@ -45,6 +49,7 @@ COMMUNICATORS: list[str] = []
 
 _found: list[Happening] = []
 _counting = False
+_warning = False
 
 
 def start() -> None:
@@ -52,19 +57,35 @@ def start() -> None:
     global _counting
     _found.clear()
     _counting = True
-    library.note_to(note)
+    _listen()
 
 
 def stop() -> list[Happening]:
     """What was found since ``start``."""
     global _counting
     _counting = False
-    library.note_to(None)
+    _listen()
     return list(_found)
+
+
+def set_sync_debug_mode(mode: int | str) -> None:
+    """As torch-npu's and torch.cuda's: "warn" warns of every operation in which the host waits, "default" does not."""
+    global _warning
+    if mode not in ("default", "warn", 0, 1):
+        raise ValueError(f"expected 'default' or 'warn', found {mode!r}")
+    _warning = mode in ("warn", 1)
+    _listen()
+
+
+def _listen() -> None:
+    library.note_to(note if _counting or _warning else None)
 
 
 def note(kind: str, num_bytes: int, name: str) -> None:
     """Called by the library too, from any thread."""
+    if _warning and kind in OPERATIONS:
+        file, _, line = place_of(sys._getframe(1)).partition(":")
+        warnings.warn_explicit("called a synchronizing NPU operation", UserWarning, file, int(line or 0))
     if _counting:
         _found.append(Happening(kind=kind, num_bytes=num_bytes, name=name, place=place_of(sys._getframe(1))))
 
