@@ -13,12 +13,24 @@ from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.ir.profile import Profile
 
+CPU = torch.device("cpu")
 
-def measured_profiles(name: str, layers: Sequence[Any], inputs: Any, sizes: Sequence[int]) -> tuple[Profile, ...]:
+
+def measured_profiles(
+    name: str,
+    layers: Sequence[Any],
+    inputs: Any,
+    sizes: Sequence[int],
+    *,
+    microbatch_size: int = 1,
+    device: torch.device = CPU,
+) -> tuple[Profile, ...]:
     """A profile for each microbatch size; every rank of the default group calls it.
 
     Args:
-        inputs: of a microbatch of one, the first layer's or a dict whose first entry is that.
+        inputs: of a microbatch, the first layer's or a dict whose first entry is that; dotted names for inner dicts.
+        microbatch_size: samples in it.
+        device: what layers are measured on.
     """
     first, entries = inputs, {}
     if isinstance(inputs, dict):
@@ -31,9 +43,9 @@ def measured_profiles(name: str, layers: Sequence[Any], inputs: Any, sizes: Sequ
         pipeline_ranks=1,
         data_parallel=torch.distributed.get_world_size(),
         microbatches=1,
-        microbatch_size=1,
+        microbatch_size=microbatch_size,
         partition_method="profile",
         example=(first, entries),
-        device=torch.device("cpu"),
+        device=device,
     )
     return measure_profiles(request, sizes)
