@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import os
 import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.standin import environment, needs_standin
 
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 
@@ -77,6 +81,60 @@ def test_memory_is_predicted() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert "| sleeping, 8 layers | 2 | 1 | 6 | linear | 0 |" in result.stdout, result.stderr
     assert "predicted memory over measured" not in result.stderr
+
+
+ACCELERATOR = PLANNER.parents[1] / "accelerator" / "run.py"
+LISTED = ("runtime/pipe/engine.py:", "deepspeed/runtime/utils.py:")
+"""Where the host waits in every step with bf16, by docs/architecture.md."""
+
+
+def on_accelerator(folder: Path, line: str, seconds: int, **more: str) -> tuple[str, list[dict[str, Any]]]:
+    """The tables and the figures; ``more``: of the environment."""
+    command = [sys.executable, str(ACCELERATOR), *f"--small --rounds 1 --steps 1 --timeout {seconds}".split()]
+    command += [*line.split(), "--out", str(folder / "figures.json")]
+    result = subprocess.run(
+        command, env={**os.environ, **more}, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout, json.loads((folder / "figures.json").read_text())
+
+
+def holds_on_the_standin(case: dict[str, Any]) -> None:
+    """Same numbers as in one process, the host waits where it may, memory as planned, no word of time."""
+    assert not case["unfit"] and set(case["sides"]) == {"wave", "1F1B, relayed", "data parallel"}
+    assert case["parity"]["layers"] > 10 and case["unpartitioned"]["gradient_norm"] > 0
+    for rank in case["per_rank"]:
+        assert all(place.startswith(LISTED) for place in rank["waits"]), rank
+        assert rank["allocated_bytes"] > 0 and 0 < rank["counted_bytes"] <= rank["planned_bytes"]
+    assert not any("step_ms" in side for side in case["sides"].values())
+
+
+@needs_standin()
+@pytest.mark.timeout(600)
+def test_the_accelerators_benchmark_runs_on_the_standin(tmp_path: Path) -> None:
+    text, (case,) = on_accelerator(tmp_path, "--ranks 2 --models uvit", 550, **environment())
+    holds_on_the_standin(case)
+    assert "**not yet on cards**" in text
+
+
+@needs_standin()
+@pytest.mark.soak
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_model_of_the_accelerators_benchmark(tmp_path: Path, ranks: int) -> None:
+    _, cases = on_accelerator(tmp_path, f"--ranks {ranks}", 1800, **environment())
+    assert len(cases) == 3
+    for case in cases:
+        holds_on_the_standin(case)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_accelerators_benchmark_runs_without_one(tmp_path: Path) -> None:
+    """Times are compared there; host waits and the allocator's memory are not there to be counted."""
+    text, (case,) = on_accelerator(tmp_path, "--ranks 1 --models uvit", 800, DS_ACCELERATOR="cpu")
+    assert all(side["step_ms"] > 0 and side["allocated_bytes"] is None for side in case["sides"].values())
+    assert "rank 0: not counted" in text
 
 
 def test_cuts_are_compared_with_those_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
