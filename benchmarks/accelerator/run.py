@@ -34,8 +34,12 @@ from deepspeed_pulse.ir.profile import Profile
 
 HERE = Path(__file__).resolve().parent
 BEGIN = "<!-- tables: everything below is written by run.py -->"
-LOSS_WITHIN, GRADIENTS_WITHIN = 1e-3, 1e-2
-"""Of the loss, and of each layer's gradients, how much they may differ from the unpartitioned model's, as a share."""
+WITHIN = {"loss": 1e-3, "gradients": 1e-2, "worst": 5e-2}
+"""How much loss, all gradients and the worst layer's may differ from the unpartitioned model's, as a share.
+
+Where a value has several readers their gradients are added in another order, in bf16, which shows most in the layer
+that makes it (0.9 % in a U-Net on the stand-in).
+"""
 
 SMALLEST = 1e-30
 """Of norms: gradients of zero would hide every difference."""
@@ -215,11 +219,10 @@ def misses(case: dict[str, Any]) -> Iterator[str]:
     yield from (f"{case['title']}: {side}: {why}" for side, why in case["failed"].items())
     compared = case.get("parity")
     if compared is not None:
-        if not compared["loss"] <= LOSS_WITHIN:
-            yield f"{case['title']}: the loss differs by {compared['loss']:.1e}, more than {LOSS_WITHIN}"
-        if not compared["worst"] <= GRADIENTS_WITHIN:
-            where = f"{compared['worst']:.1e} in {compared['worst_layer']}"
-            yield f"{case['title']}: gradients differ by {where}, more than {GRADIENTS_WITHIN}"
+        for name, most in WITHIN.items():
+            if not compared[name] <= most:  # nor where it is no number
+                where = f" (layer {compared['worst_layer']})" if name == "worst" else ""
+                yield f"{case['title']}: parity, {name}{where}: {compared[name]:.1e}, more than {most}"
 
 
 if __name__ == "__main__":
