@@ -15,7 +15,6 @@ from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.program import Channel
-from deepspeed_pulse.ir.schedule import Direction
 
 CONNECT_SECONDS = 300.0
 """How long two ranks may take to connect."""
@@ -121,4 +120,4 @@ class PipelineCommunicator:
 
 
 def _tag(channel: Channel) -> int:
-    return {Direction.FORWARD: 1, Direction.BACKWARD: 2, Direction.FROZEN: 3}[channel.direction]
+    return 2 if channel.frozen else 1

@@ -8,8 +8,8 @@ The one lowering of simulator, validator and runtime, so that what is scored and
   consumers of a value on a rank have run their backward by then, because the hop arrived for the first of them. Whether
   a value's gradient is sent at all (``requires_grad``) is agreed on by both ends when the value first travels.
 
-A *channel* is a directed pair of ranks and a direction (forward or backward); its messages are in the order in which
-the sender produces them, at both ends (NCCL and HCCL ignore tags).
+A *channel* is a directed pair of ranks; its messages, forward and backward, are in the order in which the sender
+produces them, at both ends (NCCL and HCCL ignore tags). The other way round the same two ranks have another channel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ HIDDEN = ""
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """An ordered stream of messages from one pipeline rank to another."""
+    """An ordered stream of messages from one pipeline rank to another; ``frozen``: of results of frozen parts."""
 
     source_rank: int
     target_rank: int
-    direction: Direction
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ Program = tuple[tuple[Step, ...], ...]
 
 def channel_of(message: Message, placement: Sequence[int]) -> Channel:
     """The channel that a message takes; ``placement``: rank of each stage."""
-    return Channel(placement[message.source_stage], placement[message.target_stage], message.direction)
+    return Channel(placement[message.source_stage], placement[message.target_stage])
 
 
 class Lowering:

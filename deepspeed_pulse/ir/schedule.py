@@ -27,8 +27,6 @@ class Direction(enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    FROZEN = "frozen"
-    """Of channels only: results of frozen parts, for the next step."""
     __hash__ = object.__hash__
 
 

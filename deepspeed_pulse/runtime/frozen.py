@@ -178,7 +178,7 @@ def channels_of(fill: Fill) -> dict[Channel, list[Message]]:
     for rank, row in enumerate(fill.rows):
         for filling in row:
             if isinstance(filling.work, HandOver):
-                channel = Channel(rank, filling.work.target_rank, Direction.FROZEN)
+                channel = Channel(rank, filling.work.target_rank, frozen=True)
                 found.setdefault(channel, []).append(_message(rank, filling.work))
     return found
 

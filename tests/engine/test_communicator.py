@@ -12,7 +12,6 @@ from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.program import Channel
-from deepspeed_pulse.ir.schedule import Direction
 
 
 def seat(device: str) -> Seat:
@@ -35,7 +34,7 @@ def test_gloo_beside_a_model_on_a_device_is_refused(started: list[Any]) -> None:
 
 def test_a_message_is_bytes_where_backends_know_few_dtypes(started: list[Any]) -> None:
     started.append("hccl")
-    channel = Channel(0, 1, Direction.FORWARD)
+    channel = Channel(0, 1)
     carrier = PipelineCommunicator(seat("cpu"))
     started.clear()
     carrier.share([channel])

@@ -4,8 +4,8 @@ import pytest
 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
-from deepspeed_pulse.ir.program import Lowering, channel_of, lower
-from deepspeed_pulse.ir.schedule import Action, Direction, parse_schedule
+from deepspeed_pulse.ir.program import Channel, Lowering, channel_of, lower
+from deepspeed_pulse.ir.schedule import Action, parse_schedule
 
 PLAN = Plan(
     pipeline_ranks=2,
@@ -76,11 +76,9 @@ def test_input_gradients_send_and_weight_gradients_do_not():
     assert lowering.step(Action.parse("1W0")).sends == lowering.step(Action.parse("1W0")).receives == ()
 
 
-def test_channels_are_directed_and_keep_directions_apart():
+def test_a_channel_is_a_directed_pair_of_ranks_whatever_it_carries():
     lowering = Lowering(PLAN)
     (down, _), (up,) = lowering.step(Action.parse("0F0")).sends, lowering.step(Action.parse("3B0")).sends
-    channels = [channel_of(m, PLAN.placement) for m in (down, up)]
-    assert [(c.source_rank, c.target_rank, c.direction) for c in channels] == [
-        (0, 1, Direction.FORWARD),
-        (0, 1, Direction.BACKWARD),
-    ]
+    (back,) = lowering.step(Action.parse("2F0")).sends
+    channels = [channel_of(m, PLAN.placement) for m in (down, up, back)]
+    assert channels == [Channel(0, 1), Channel(0, 1), Channel(1, 0)]

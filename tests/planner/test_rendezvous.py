@@ -15,7 +15,7 @@ from deepspeed_pulse.ir.channels import MIN_SLOTS, POSTED_AHEAD, arrivals, fewes
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Channel
-from deepspeed_pulse.ir.schedule import Direction, Op
+from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import wave
@@ -172,7 +172,7 @@ def test_overtaking_needs_as_many_slots_as_are_overtaken():
     order = rows("0F0 0F1 0F2 0B0 0B1 0B2", "1F2 1F0 1F1 1B0 1B1 1B2")
     found = plan((0, 1), 3, schedule=order)
     traffic = make_traffic(found)
-    down = Channel(0, 1, Direction.FORWARD)
+    down = Channel(0, 1)
     assert traffic.slots[down] == 3
     assert rendezvous_problems(found, traffic) == []
     lines = rendezvous_problems(found, replace(traffic, slots={**traffic.slots, down: 2}))
@@ -186,7 +186,7 @@ def test_overtaking_needs_as_many_slots_as_are_overtaken():
 def test_waiting_for_a_send_that_nobody_has_taken_is_a_violation():
     found = plan((0, 1), 1, schedule=rows("0F0 0B0", "1F0 1B0"))
     traffic = make_traffic(found)
-    (message,) = traffic.channels[Channel(1, 0, Direction.BACKWARD)]
+    (message,) = traffic.channels[Channel(1, 0)]
     early = ((), (message,))
     lines = rendezvous_problems(found, replace(traffic, releases=(traffic.releases[0], early)))
     assert any("rank 1 is stuck at 1B0" in line and "was never taken" in line for line in lines), lines

@@ -22,7 +22,6 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.program import Channel
-from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, violations
 from deepspeed_pulse.runtime.local import LocalWorld, Mailboxes
 from deepspeed_pulse.runtime.payload import METADATA_INTS, num_bytes, tensors_in
@@ -112,8 +111,8 @@ def planned_bytes(plan: Plan, seen: Reference) -> Counter[Channel]:
     for source, target, (there, back) in edges:
         a, b = plan.placement[source], plan.placement[target]
         if a != b:
-            found[Channel(a, b, Direction.FORWARD)] += there * plan.microbatches
-            found[Channel(b, a, Direction.BACKWARD)] += back * plan.microbatches
+            found[Channel(a, b)] += there * plan.microbatches
+            found[Channel(b, a)] += back * plan.microbatches
     return +found
 
 

@@ -16,8 +16,8 @@ from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.transport import Transport
 from deepspeed_pulse.runtime.values import ValueBuffer
 
-DOWN = Channel(0, 1, Direction.FORWARD)
-UP = Channel(1, 0, Direction.BACKWARD)
+DOWN = Channel(0, 1)
+UP = Channel(1, 0)
 
 
 def message(m: int, direction: Direction = Direction.FORWARD) -> Message:
@@ -102,6 +102,35 @@ def test_nothing_is_sent_back_where_nothing_is_wanted() -> None:
     assert not receiver.sent_bytes
     sender.drain()
     receiver.drain()
+
+
+def test_one_channel_carries_both_kinds_in_the_order_in_which_they_are_sent() -> None:
+    """A wave of two ranks: gradients of its way up go down between hidden states, and are read before these."""
+    mail, device = Recorder(), LocalDevice(1)
+    first, second = (Transport(rank, mail, device, 1.0) for rank in (0, 1))
+    down = [Message("", Direction.FORWARD, 0, 1, m) for m in range(3)]
+    up = [Message("", Direction.FORWARD, 2, 3, m) for m in range(3)]
+    back = [Message("", Direction.BACKWARD, 3, 2, m) for m in range(3)]
+    sent = [down[0], down[1], back[0], down[2], back[1], back[2]]
+    for slots in (1, 2, 6):
+        shapes = [book.of("train", [0] * 3) for book in (ShapeBook(), ShapeBook())]
+        for end, known in zip((first, second), shapes, strict=True):
+            end.begin({DOWN: sent, UP: up}, {DOWN: slots, UP: 3}, known)
+        for m in range(3):
+            first.send(down[m], torch.full((4,), float(m)))
+            second.send(up[m], torch.ones(2, requires_grad=True))
+            first.receive(up[m])
+            if m:
+                first.send_gradient(back[m - 1], [torch.full((2,), 10.0 + m)])
+        first.send_gradient(back[2], [torch.full((2,), 13.0)])
+        for arrived in (down[0], back[0], down[1], back[1], back[2], down[2]):
+            found = second.receive(arrived)
+            value = found[0] if arrived.direction is Direction.BACKWARD else found
+            assert value.tolist() == (
+                [11.0 + arrived.microbatch] * 2 if value.numel() == 2 else [arrived.microbatch] * 4
+            )
+        first.drain()
+        second.drain()
 
 
 def test_another_shape_is_an_error_that_shows_both() -> None:

@@ -19,7 +19,6 @@ from deepspeed_pulse.engine.measure.sums import measure_bus
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.program import Channel
-from deepspeed_pulse.ir.schedule import Direction
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)
 """Message sizes in bytes: a time embedding, and hidden states up to those of video models."""
@@ -126,7 +125,7 @@ def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
     """
     clock = DeviceClock(device)
     communicator = PipelineCommunicator(Seat.among_first(dist.get_world_size(), device))
-    there, back = Channel(*pair, Direction.FORWARD), Channel(pair[1], pair[0], Direction.BACKWARD)
+    there, back = Channel(*pair), Channel(pair[1], pair[0])
     communicator.share([there, back])
     first = dist.get_rank() == pair[0]
 
