@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -268,7 +269,7 @@ def collectives_and_messages(rank: int) -> None:
         for work in dist.batch_isend_irecv(both):
             work.wait()
         assert found.shape == shape and found.cpu().eq(2 - rank).all()
-    assert counters.COMMUNICATORS == ["all 2"]
+    assert [made.name for made in counters.COMMUNICATORS] == ["all 2"]
 
 
 @proof(ranks=2)
@@ -294,6 +295,35 @@ def a_send_waits_for_its_receive_and_the_host_for_nobody(rank: int) -> None:
         found = torch.empty(4, device="npu")
         dist.irecv(found, 0, group=group).wait()
         assert found.cpu().eq(1).all()
+
+
+@proof(ranks=2)
+def buffers_of_communicators(rank: int) -> None:
+    """Of collectives as the group's options say, else as the environment does; of messages as it says of these."""
+    import torch.distributed as dist
+    import torch_npu
+    from torch_npu import counters
+
+    def options(size: object) -> object:
+        found = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        found.hccl_config = {"hccl_buffer_size": size}
+        return found
+
+    def made(message: bool, size: object = None) -> list[tuple[bool, int]]:
+        before = len(counters.COMMUNICATORS)
+        group = dist.new_group([0, 1], pg_options=None if size is None else options(size))
+        tensor = torch.zeros(1, device="npu")
+        if message:
+            (dist.isend, dist.irecv)[rank](tensor, 1 - rank, group=group).wait()
+        else:
+            dist.all_reduce(tensor, group=group)
+        return [(one.for_messages, one.buffer_mb) for one in counters.COMMUNICATORS[before:]]
+
+    assert made(False) == [(False, 200)] and made(False, 16) == [(False, 16)] and made(True, 16) == [(True, 20)]
+    os.environ.update(HCCL_BUFFSIZE="50", P2P_HCCL_BUFFSIZE="0")
+    assert made(False) == [(False, 50)] and made(True) == [(False, 50)] and made(True, 16) == [(False, 16)]
+    with pytest.raises(RuntimeError, match="hccl_buffer_size should be int"):
+        made(False, "16")
 
 
 @proof(ranks=2)

@@ -2,7 +2,8 @@
 
 Upstream's own ``NPU_Accelerator`` runs on it unmodified. Own code, for tests: ``csrc/`` has the device, ``hccl`` the
 messages, ``counters`` what the host waited for. Environment: ``STANDIN_KERNEL_DELAY_US``, ``STANDIN_MESSAGE_DELAY_US``,
-``STANDIN_MEMORY_MB``, ``STANDIN_PLAIN_OUT_OF_MEMORY``, ``STANDIN_WAITS`` ("hccl" or "nccl"), ``STANDIN_DEVICES``.
+``STANDIN_MEMORY_MB``, ``STANDIN_PLAIN_OUT_OF_MEMORY``, ``STANDIN_WAITS`` ("hccl" or "nccl"), ``STANDIN_DEVICES``;
+torch-npu's own ``HCCL_BUFFSIZE`` and ``P2P_HCCL_BUFFSIZE``.
 """
 
 import sys
@@ -30,6 +31,7 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 from torch_npu import hccl  # noqa: E402
 
 hccl.register()
+_C = types.SimpleNamespace(_distributed_c10d=types.SimpleNamespace(ProcessGroupHCCL=hccl.Group))
 
 
 def npu_geglu(x: torch.Tensor, dim: int = -1, approximate: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

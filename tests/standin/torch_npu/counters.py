@@ -44,8 +44,17 @@ class Happening:
     place: str
 
 
-COMMUNICATORS: list[str] = []
-"""Names of all that were made in this process."""
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A communicator: its name, whether for messages between two ranks alone, and HCCL's buffer, MB each way."""
+
+    name: str
+    for_messages: bool
+    buffer_mb: int
+
+
+COMMUNICATORS: list[Made] = []
+"""All that were made in this process."""
 
 _found: list[Happening] = []
 _counting = False
@@ -90,9 +99,9 @@ def note(kind: str, num_bytes: int, name: str) -> None:
         _found.append(Happening(kind=kind, num_bytes=num_bytes, name=name, place=place_of(sys._getframe(1))))
 
 
-def communicator(name: str) -> None:
-    COMMUNICATORS.append(name)
-    note("communicator", 0, name)
+def communicator(made: Made) -> None:
+    COMMUNICATORS.append(made)
+    note("communicator", 0, made.name)
 
 
 def place_of(frame: FrameType | None) -> str:

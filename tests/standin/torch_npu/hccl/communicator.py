@@ -17,12 +17,12 @@ from torch_npu.hccl.work import Work
 class Communicator:
     """Made when it is first needed; the host then waits until all its ranks have come."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, made: counters.Made) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
-        counters.communicator(name)
-        self.name = name
+        counters.communicator(made)
+        self.name = made.name
         self.stream = torch.npu.Stream()
         self._gloo = dist.ProcessGroupGloo(store, rank, size, options)
         self._carrier = library.Carrier(self._gloo, self.stream.device_index, self.stream.stream_id)

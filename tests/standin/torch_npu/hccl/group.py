@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torch_npu import counters
 from torch_npu.hccl.communicator import Communicator
 from torch_npu.hccl.dtypes import check_summed
 from torch_npu.hccl.work import Work
@@ -27,12 +29,36 @@ def reduction_of(options: Any) -> str:
     return next((name for op, name in _NAMES.items() if wanted == op), "sum") if wanted is not None else "sum"
 
 
+class Options:
+    """Of torch-npu's process groups; ``hccl_config`` goes before the environment."""
+
+    def __init__(self) -> None:
+        self.hccl_config: dict[str, Any] = {}
+        self.is_high_priority_stream = False
+        self._timeout = timedelta(minutes=30)
+
+    def buffer_mb(self) -> int:
+        """Of what is no message between two ranks."""
+        size = self.hccl_config.get("hccl_buffer_size", int(os.environ.get("HCCL_BUFFSIZE", "200")))
+        if not isinstance(size, int):
+            raise RuntimeError("Value type of hccl_buffer_size should be int.")
+        return size
+
+
+def message_buffer_mb() -> int:
+    """Of messages between two ranks; with 0 they run in the communicator of all ranks of the group."""
+    return int(os.environ.get("P2P_HCCL_BUFFSIZE", "20"))
+
+
 class Group(dist.ProcessGroup):
     """What torch.distributed calls. Tensors are lists of one, as in all backends."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    Options = Options
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         super().__init__(rank, size)
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._store, self._rank, self._size, self.options = store, rank, size, options
+        self._timeout = options._timeout
         self._pairs: dict[tuple[int, int], Communicator] = {}
         self._whole: Communicator | None = None
 
@@ -52,24 +78,34 @@ class Group(dist.ProcessGroup):
     def whole(self) -> Communicator:
         if self._whole is None:
             store = dist.PrefixStore("whole", self._store)
-            self._whole = Communicator(store, self._rank, self._size, self._timeout, f"all {self._size}")
+            made = counters.Made(name=f"all {self._size}", for_messages=False, buffer_mb=self.options.buffer_mb())
+            self._whole = Communicator(store, self._rank, self._size, self._timeout, made)
         return self._whole
+
+    def towards(self, peer: int) -> tuple[Communicator, int]:
+        """What carries messages, and the peer's number in it."""
+        if not message_buffer_mb():
+            return self.whole(), peer
+        return self.pair(peer), int(peer > self._rank)
 
     def pair(self, peer: int) -> Communicator:
         low, high = sorted((self._rank, peer))
         if (low, high) not in self._pairs:
             store = dist.PrefixStore(f"pair {low} {high}", self._store)
             name = f"ranks {low} and {high} of {self._size}"
-            self._pairs[low, high] = Communicator(store, int(self._rank == high), 2, self._timeout, name)
+            made = counters.Made(name=name, for_messages=True, buffer_mb=message_buffer_mb())
+            self._pairs[low, high] = Communicator(store, int(self._rank == high), 2, self._timeout, made)
         return self._pairs[low, high]
 
     # -- between two ranks
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
-        return self.pair(peer).run(lambda c: c.send(tensors[0], int(peer > self._rank)), tensors, "send")
+        communicator, number = self.towards(peer)
+        return communicator.run(lambda c: c.send(tensors[0], number), tensors, "send")
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
-        return self.pair(peer).run(lambda c: c.receive(tensors[0], int(peer > self._rank)), tensors, "recv")
+        communicator, number = self.towards(peer)
+        return communicator.run(lambda c: c.receive(tensors[0], number), tensors, "recv")
 
     def batch(self, operations: list[Any]) -> Work:
         """Messages that are started together, in the communicator of all."""
