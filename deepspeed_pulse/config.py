@@ -15,6 +15,7 @@ Path = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=1000)]
 Step = Annotated[int, Field(ge=1)]
 Steps = Annotated[list[Step], Field(min_length=1, max_length=20)]
+Megabytes = Annotated[int, Field(ge=1, le=65536)]
 Gigabytes = Annotated[float, Field(gt=0.0)]
 
 
@@ -66,6 +67,16 @@ class PulseConfig(BaseModel):
     For models with a layer that waits for the whole device (``torch.cuda.synchronize()``): it would else wait for
     messages that wait for it.
     """
+
+    hccl_buffer_size: Megabytes | None = Field(default=None, description="an integer from 1 to 65536, or null")
+    """On HCCL: MB (2**20 bytes) that a communicator keeps for what it sends, and as much again for what it receives.
+
+    null: ``HCCL_BUFFSIZE``, 200 without it. Of all process groups but the world's own. Messages between two ranks have
+    ``P2P_HCCL_BUFFSIZE`` instead, an environment variable of torch-npu, unless that is 0.
+    """
+
+    nccl_high_priority_stream: Flag = False
+    """On NCCL: messages of the pipeline run on streams of high priority, before layers that wait for the device."""
 
     trace: Path | None = Field(default=None, description="a path or null")
     """Where rank 0 writes the measured timeline (Chrome trace, opens in Perfetto), planned above measured.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.device import HOST_BACKENDS, check_queues, wait
-from deepspeed_pulse.engine.groups import groups_with_timeout
+from deepspeed_pulse.engine.groups import GroupOptions, configured_groups, start_timeout
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
 from deepspeed_pulse.errors import ConfigError
@@ -18,6 +19,8 @@ from deepspeed_pulse.ir.program import Channel
 
 CONNECT_SECONDS = 300.0
 """How long two ranks may take to connect."""
+
+PLAIN = GroupOptions(timeout_seconds=CONNECT_SECONDS)
 
 
 def check_backend(backend: str, device: torch.device) -> None:
@@ -52,20 +55,20 @@ class PipelineCommunicator:
 
     Args:
         seat: of this rank.
-        timeout_seconds: how long a step may wait for a message; a process group's own limit is no shorter.
+        options: of the process groups that it makes.
 
     Raises:
         ConfigError: the backend cannot send what lies on the device, or the device has one queue.
     """
 
-    def __init__(self, seat: Seat, timeout_seconds: float = CONNECT_SECONDS) -> None:
-        self._seat, self._global_ranks, self._group = seat, seat.ranks, seat.group
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, seat: Seat, options: GroupOptions = PLAIN) -> None:
+        self._seat, self._global_ranks, self._group, self._options = seat, seat.ranks, seat.group, options
         backend = torch.distributed.get_backend(seat.group)
         self._tagged = backend in HOST_BACKENDS
         check_backend(backend, seat.device)
         if len(seat.ranks) > 1:
             check_queues(seat.device)
+        self._patience = start_timeout(options.timeout_seconds).total_seconds()
         self._groups: dict[Channel, Any] = {}
 
     def open(self, channels: Iterable[Channel]) -> None:
@@ -76,7 +79,7 @@ class PipelineCommunicator:
         """
         if self._tagged:
             return
-        with groups_with_timeout(self._timeout_seconds):
+        with configured_groups(self._options, for_messages=True):
             for channel in channels:
                 if channel not in self._groups:
                     self._open(channel)
@@ -110,6 +113,20 @@ class PipelineCommunicator:
     def irecv(self, tensor: torch.Tensor, channel: Channel) -> _Message:
         """Start to receive into a contiguous tensor."""
         return self._started(irecv, tensor, self._global_ranks[channel.source_rank], channel)
+
+    def send_object(self, item: Any, channel: Channel) -> None:
+        """Send anything that can be pickled, between two steps; returns when the peer has it, or the device will."""
+        content = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        for tensor in (torch.tensor([content.numel()]), content):
+            self.isend(tensor.to(self._seat.device), channel).wait(self._patience)
+
+    def receive_object(self, channel: Channel) -> Any:
+        """What the peer sends by :meth:`send_object`."""
+        size = torch.empty(1, dtype=torch.int64, device=self._seat.device)
+        self.irecv(size, channel).wait(self._patience)
+        content = torch.empty(int(size), dtype=torch.uint8, device=self._seat.device)
+        self.irecv(content, channel).wait(self._patience)
+        return pickle.loads(content.cpu().numpy().tobytes())
 
     def _started(self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, channel: Channel) -> _Message:
         if not tensor.numel():

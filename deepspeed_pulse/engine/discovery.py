@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.measure.probe import moved
 from deepspeed_pulse.engine.plans.measuring import same_random_numbers
 from deepspeed_pulse.engine.seat import Seat
@@ -17,6 +18,7 @@ from deepspeed_pulse.errors import PulseError, RunError, add_note, in_words
 from deepspeed_pulse.ir.effects import Effects, joined
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.runtime.discovery import Reach, begin, discover
 from deepspeed_pulse.runtime.protocols import Batches
 from deepspeed_pulse.runtime.stage import BoundLayer
@@ -28,8 +30,9 @@ CPU = torch.device("cpu")
 class Discovery:
     """Runs the first microbatch through the pipeline once, forward, layer by layer.
 
-    ``plan``: with the routes of batch entries that some ranks are not given. ``layers``: this rank's, by index.
-    ``encoded``: names that frozen parts make. ``number``: of the microbatch, for layers that are seeded.
+    ``plan``: with the routes of batch entries that some ranks are not given; ``communicator``: with its channels open.
+    ``layers``: this rank's, by index. ``encoded``: names that frozen parts make. ``number``: of the microbatch, for
+    layers that are seeded.
     """
 
     plan: Plan
@@ -37,6 +40,7 @@ class Discovery:
     layers: Mapping[int, BoundLayer]
     encoded: Collection[str]
     seat: Seat
+    communicator: PipelineCommunicator
     number: int
     _values: dict[str, Any] = field(default_factory=dict, init=False)
     _hidden: Any = field(default=None, init=False)
@@ -112,13 +116,11 @@ class Discovery:
             # not the labels, which no layer reads
             values = {name: moved(self._values[name], CPU) for name in names if name in self._values}
             hidden = (moved(self._hidden, CPU), self._reach) if with_hidden else None
-        item = [(self._told, values, hidden)]
-        torch.distributed.send_object_list(item, dst=self.seat.ranks[target], group=self.seat.group)
+        item = (self._told, values, hidden)
+        self.communicator.send_object(item, Channel(self.seat.rank, target))
 
     def _receive(self, source: int) -> None:
-        found: list[Any] = [None]
-        torch.distributed.recv_object_list(found, src=self.seat.ranks[source], group=self.seat.group)
-        told, values, hidden = found[0]
+        told, values, hidden = self.communicator.receive_object(Channel(source, self.seat.rank))
         self._told = self._told or told
         self._values.update({name: moved(value, self.seat.device) for name, value in values.items()})
         if hidden is not None:

@@ -22,6 +22,7 @@ from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
+from deepspeed_pulse.engine.groups import GroupOptions
 from deepspeed_pulse.engine.losses import Losses
 from deepspeed_pulse.engine.observation import figures, notes
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
@@ -57,7 +58,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module, config = kwargs["model"], kwargs.get("config")
         self._watchdog: Watchdog = module.watchdog
-        with watched_start(self._watchdog, "deepspeed.initialize"):
+        with watched_start(self._watchdog, module.pulse, "deepspeed.initialize"):
             if dist.get_world_size() > 1:
                 check_same(config_facts(config if isinstance(config, dict) else None), "deepspeed.initialize")
             check_same_block(module, config)
@@ -74,7 +75,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._device = EngineDevice(seat.device, losses.backward, losses.scale)
         self._breakdown = Breakdown(self)
         self._orders = Orders(module, watchdog)
-        communicator = PipelineCommunicator(seat, timeout)
+        communicator = PipelineCommunicator(seat, GroupOptions.of(module.pulse))
         reading = Reading(self, seat, module.plan, watchdog, self._breakdown.drawing)
         lowering = Lowering(module, seat, self._orders, reading, communicator)
         lowering.part(self.micro_batches, "train", (True,) * self.num_stages)

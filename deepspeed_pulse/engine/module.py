@@ -110,7 +110,7 @@ class PipelineModule(upstream.PipelineModule):
         self._is_made = False
         hook.install()
         hook.guard()
-        with watched_start(self.watchdog, 'PipelineModule(): settling what is "auto"'):
+        with watched_start(self.watchdog, self.pulse, 'PipelineModule(): settling what is "auto"'):
             num_stages = self.job.settle(num_stages, topology)
             check_world(num_stages, topology)
             self._doing("PipelineModule(): making process groups")

@@ -83,6 +83,7 @@ class Lowering:
             layers=bound_layers(module),
             encoded=() if module.frozen is None else module.frozen.names,
             seat=self.seat,
+            communicator=self.communicator,
             number=number,
         ).run(self.reading.batches)
         self.clear()

@@ -31,7 +31,8 @@ def measure_bus(device: torch.device, nodes: int, per_node: int, bucket_bytes: i
     """
     found = {}
     for inside, groups in rings(nodes, per_node):
-        made = [(dist.new_group(ranks), ranks) for ranks in groups]
+        everybody = [*range(dist.get_world_size())]
+        made = [(None if ranks == everybody else dist.new_group(ranks), ranks) for ranks in groups]
         ((group, ranks),) = (one for one in made if dist.get_rank() in one[1])
         link = fit_link(_points(group, len(ranks), device, bucket_bytes))
         found[inside] = statistics.median(told_by_all(link.bandwidth_gb_per_s))

@@ -13,13 +13,14 @@ from deepspeed import comm as dist
 from deepspeed_pulse.config import parse_pulse
 from deepspeed_pulse.engine.collectives import everywhere
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
+from deepspeed_pulse.engine.groups import check_options
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.relay.forward import explicit_parts
 from deepspeed_pulse.engine.sharing.shared import tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
 from deepspeed_pulse.engine.starting.setting_up import join_others, refuse_unrunnable, watched_start
-from deepspeed_pulse.errors import PlanError
+from deepspeed_pulse.errors import ConfigError, PlanError
 
 WHERE = "deepspeed.initialize"
 
@@ -37,7 +38,7 @@ def take_late_block(module: Any, config: dict[str, Any]) -> None:
     watchdog = of_process(pulse.timeout_seconds) if pulse.enabled else None
     before = module.job.config
     try:
-        with watched_start(watchdog, WHERE):
+        with watched_start(watchdog, pulse, WHERE):
             _take(module, config, watchdog)
     except Exception:
         module.job.bring_config(before)
@@ -75,6 +76,13 @@ def _check(module: Any) -> None:
     """What a module with a block is held to before it is built."""
     module.job.check(module.num_stages, module._topo, dynamic_shape=module.dynamic_shape)
     refuse_unrunnable(module.job, type(module), module.shared, module.loss_fn)
+    if module.pulse_enabled:
+        check_options(module.pulse)
+        if module.pulse.hccl_buffer_size is not None:
+            raise ConfigError(
+                "the \"pulse\" block: key 'hccl_buffer_size': process groups were made before the block came with "
+                "deepspeed.initialize; give PipelineModule the same config (config=), or set HCCL_BUFFSIZE"
+            )
     check_builds(module)
 
 

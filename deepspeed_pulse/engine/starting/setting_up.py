@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
 from deepspeed_pulse.engine.communicator import check_backend
-from deepspeed_pulse.engine.groups import groups_with_timeout
+from deepspeed_pulse.engine.groups import GroupOptions, check_options, configured_groups
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.plans.job import TrainingJob
 from deepspeed_pulse.engine.sharing.shared import SharedWeights
@@ -60,6 +60,8 @@ def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, S
         assert job is not None
         if dist.get_world_size() > 1:
             check_same(_facts(job, given), WHERE)
+        if job.pulse is not None and job.pulse.enabled:
+            check_options(job.pulse)
     return job, shared, num_stages, watchdog
 
 
@@ -112,10 +114,10 @@ def _end_at_exit(watchdog: Watchdog) -> None:
 
 
 @contextmanager
-def watched_start(watchdog: Watchdog | None, doing: str) -> Iterator[None]:
+def watched_start(watchdog: Watchdog | None, pulse: PulseConfig | None, doing: str) -> Iterator[None]:
     """What comes before the first step: watched, and in groups that do not wait for ever; upstream's way without."""
-    if watchdog is None:
+    if watchdog is None or pulse is None:
         yield
     else:
-        with watchdog.watching_patiently(doing), groups_with_timeout(watchdog.timeout_seconds):
+        with watchdog.watching_patiently(doing), configured_groups(GroupOptions.of(pulse)):
             yield
