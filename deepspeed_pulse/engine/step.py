@@ -18,7 +18,9 @@ from deepspeed_pulse.engine.orders import Orders
 from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.engine.seat import Seat
+from deepspeed_pulse.engine.sharing.shared import ties_of
 from deepspeed_pulse.ir.channels import arrivals, make_traffic
+from deepspeed_pulse.ir.communicators import communicator_bytes
 from deepspeed_pulse.ir.effects import Effects, with_versions
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
@@ -68,6 +70,7 @@ class Lowering:
             stages=bound_stages(module, usage, graph, effects),
             held=planning.held(module.planned, module.job.recomputing.interval),
             due=None if module.pulse.receive_ahead else arrivals(traffic.program, plan.placement)[self.seat.rank],
+            communicator_bytes=communicator_bytes(plan, self.seat.rank, module.planned.cluster, ties_of(module)),
         )
 
     def knows_effects(self, *, training: bool) -> bool:

@@ -10,6 +10,12 @@ from deepspeed_pulse.ir.fields import Fields
 
 MIN_BANDWIDTH_GB_PER_S = 1e-9
 
+MEASURED = "measured"
+"""Name of a cluster whose links were measured by the job that runs on it."""
+
+HCCL_BUFFER_MB, HCCL_MESSAGE_MB = 200, 20
+"""Of a communicator, each way: HCCL's own size, and torch-npu's for messages between two ranks (since 2.6, 7.1.0)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -56,8 +62,36 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CommunicatorBytes:
+    """What a communicator holds on a rank's device, by what it is for (``ir/communicators.py``)."""
+
+    world_bytes: int = 0
+    group_bytes: int = 0
+    pair_bytes: int = 0
+    channel_bytes: int = 0
+
+    @classmethod
+    def of_hccl(
+        cls, *, environment_mb: int = HCCL_BUFFER_MB, option_mb: int | None = None, message_mb: int = HCCL_MESSAGE_MB
+    ) -> CommunicatorBytes:
+        """HCCL keeps a buffer for what it sends and one for what it receives, of so many MB (2**20 bytes) each.
+
+        Args:
+            environment_mb: ``HCCL_BUFFSIZE``.
+            option_mb: ``"hccl_buffer_size"``, which goes before it in all groups but the world's.
+            message_mb: ``P2P_HCCL_BUFFSIZE``; 0: messages run in their group's communicator.
+        """
+        group_mb = environment_mb if option_mb is None else option_mb
+        sizes = (environment_mb, group_mb, message_mb, message_mb or group_mb)
+        return cls(**dict(zip(cls.__dataclass_fields__, (2 * mb * 2**20 for mb in sizes), strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster(File):
-    """``nodes`` x ``ranks_per_node`` ranks; global ranks fill nodes in order."""
+    """``nodes`` x ``ranks_per_node`` ranks; global ranks fill nodes in order.
+
+    ``communicators``: None: not known, and not counted.
+    """
 
     FORMATS = ("pulse-cluster/1",)
     WHAT = "cluster"
@@ -68,6 +102,7 @@ class Cluster(File):
     memory_bytes: Count
     intra_node: Link
     inter_node: Link
+    communicators: Annotated[CommunicatorBytes | None, Form(left_out=True)] = None
 
     @property
     def num_ranks(self) -> int:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from deepspeed_pulse.errors import FileError, did_you_mean
-from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.cluster import Cluster, CommunicatorBytes, Link
 
 INSIDE_US, BETWEEN_US = 10.0, 20.0
 """Latency of a message inside a node and between nodes, microseconds: a usual one, for names know no network."""
@@ -26,6 +26,8 @@ ACCELERATORS = {
 V100 and 910A as the PULSE paper (arXiv 2606.19163) states its clusters; the others: NVLink 3 and 4 one way, and a
 network card of 200 and 400 Gbit/s for each accelerator.
 """
+
+_ON_HCCL = ("910a",)
 
 SPELLINGS = f"a cluster file, or NAME:NODESxRANKS with a name of {', '.join(ACCELERATORS)}, for example a100:1x8"
 
@@ -51,4 +53,5 @@ def load_cluster(text: str) -> Cluster:
         memory_bytes=memory_gb * 10**9,
         intra_node=Link(bandwidth_gb_per_s=inside, latency_us=INSIDE_US),
         inter_node=Link(bandwidth_gb_per_s=between, latency_us=BETWEEN_US),
+        communicators=CommunicatorBytes.of_hccl() if name in _ON_HCCL else None,
     )

@@ -21,10 +21,21 @@ RUN_FILE = "pulse_run.json"
 """Its name beside checkpoints; beside a trace it has the trace's name and the suffix ``.run.json``."""
 
 
-MEMORY_PARTS = ("state", "activations", "received", "sent", "recomputed", "gradients", "workspace", "frozen")
+MEMORY_PARTS = (
+    "state",
+    "activations",
+    "received",
+    "sent",
+    "recomputed",
+    "gradients",
+    "workspace",
+    "frozen",
+    "communicators",
+)
 """What a rank's memory holds: weights with gradients and optimizer state, what forwards keep for backward, what was
 received and is not used up, what was sent and perhaps not taken, what a backward recomputes, gradients that wait for a
-backward or in copies for their sum, what a layer works with, and frozen parts with their results."""
+backward or in copies for their sum, what a layer works with, frozen parts with their results, and what NCCL or HCCL
+keep for their communicators, which no allocator of torch's sees."""
 
 
 def bytes_by_kind(channels: Mapping[str, int]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.communicators import communicator_bytes
 from deepspeed_pulse.ir.dependencies import Key, needs
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import Held, Profile, Skip
@@ -30,6 +31,7 @@ class Problem:
         self._steps: dict[Action, Step] = {}
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
         self._passed_on: dict[tuple[str, int], bool] = {}
+        self._communicator_bytes: dict[int, int] = {}
         self.bounds_ms: dict[tuple[int, bool], float] = {}
         """Lower bounds found so far, by number of microbatches and whether backward is split."""
         layers = with_recompute(profile, plan.recompute)
@@ -103,6 +105,12 @@ class Problem:
     def held_in_backward(self, stage: int, *, split: bool = False) -> Held:
         """What a stage's backward holds while it runs."""
         return self._held[split][stage]
+
+    def communicator_bytes(self, rank: int) -> int:
+        """What a rank's communicators hold; 0 where the cluster does not say."""
+        if rank not in self._communicator_bytes:
+            self._communicator_bytes[rank] = communicator_bytes(self.plan, rank, self.cluster)
+        return self._communicator_bytes[rank]
 
     def received_bytes(self, stage: int) -> int:
         """Named values of one microbatch that a route brings to this stage's rank at this stage."""

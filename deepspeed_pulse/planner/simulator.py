@@ -168,9 +168,15 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
 
 
 def peak_bytes(problem: Problem, timeline: Timeline) -> tuple[int, ...]:
-    """Per rank: state and the largest sum of what is live at one time."""
+    """Per rank: what is always there, and the largest sum of what is live at one time."""
     peaks = [max((live for _, live in row), default=0) for row in timeline.memory]
-    return tuple(peak + rank_state_bytes(problem, rank) for rank, peak in enumerate(peaks))
+    return tuple(peak + sum(always_held(problem, rank).values()) for rank, peak in enumerate(peaks))
+
+
+def always_held(problem: Problem, rank: int) -> dict[str, int]:
+    """Bytes that a rank holds through the whole step, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
+    found = {"state": rank_state_bytes(problem, rank), "communicators": problem.communicator_bytes(rank)}
+    return {part: size for part, size in found.items() if size}
 
 
 def rank_state_bytes(problem: Problem, rank: int) -> int:

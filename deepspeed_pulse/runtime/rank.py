@@ -46,6 +46,7 @@ class RankPart:
         held: per stage of the plan, what its backward holds while it runs; empty: not known.
         due: per step of this rank, the receives to post (:func:`~deepspeed_pulse.ir.channels.arrivals`); None: as early
             as can be.
+        communicator_bytes: what the rank's communicators hold.
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class RankPart:
     stages: Mapping[int, Stage]
     held: Sequence[Held] = ()
     due: Sequence[Sequence[Message]] | None = None
+    communicator_bytes: int = 0
 
 
 @dataclass
@@ -155,6 +157,8 @@ class RankRuntime:
         state = self._state_bytes - num_bytes(self._no_gradient)
         self._live = {"state": state, "activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
         self._waiting = {}
+        if part.communicator_bytes:
+            self._live["communicators"] = part.communicator_bytes
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         keys = [0] * plan.microbatches if shape_keys is None else shape_keys
         self._shapes = self._book.of("train" if training else "eval", keys)

@@ -208,6 +208,42 @@ def test_copies_of_gradients_are_put_back_as_they_are_summed(config: dict[str, A
         assert found["kept"] <= 0 and (found["left"], found["waits"]) == (0, []), found
 
 
+# -- communicators -------------------------------------------------------------------------
+
+MADE = {
+    2: [
+        case("toy", 2),
+        case("toy", 2, W=2),
+        case("toy", 2, placement="linear"),
+        case("toy", 1),
+        case("uvit", 2, M=4),
+        case("toy", 2, buffer_mb=16),
+    ],
+    4: [case("toy", 4), case("toy", 2), case("uvit", 2, M=3)],
+}
+"""By world size: waves, a line, replicas (tied layers in all of these), layers and links measured; HCCL's buffers."""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("environment", [{}, {"P2P_HCCL_BUFFSIZE": "0", "HCCL_BUFFSIZE": "50"}], ids=["usual", "told"])
+@pytest.mark.parametrize("world", MADE)
+def test_communicators_are_as_counted(subtests: pytest.Subtests, world: int, environment: dict[str, str]) -> None:
+    """No rank makes another than its plan says, and they hold on the device what is counted for them."""
+    device = {**device_of(QUICK), **environment}
+    target, made = "support.accelerator_ranks:communicators", []
+    for _, output in launch(target, world, MADE[world], timeout=350, environment=device):
+        made += [json.loads(line.removeprefix("MADE")) for line in output.splitlines() if line.startswith("MADE")]
+    assert len(made) == world * len(MADE[world])
+    for one in made:
+        with subtests.test(case=one["case"], rank=one["rank"]):
+            assert one["bytes"] == one["told_bytes"], one
+            assert one["counted"] >= one["whole"][1], one
+            if environment:
+                assert one["messages"] == 0, "messages run in their groups' communicators"
+            else:
+                assert (one["collectives"], one["messages"]) == (one["told_collectives"], one["told_messages"]), one
+
+
 # -- faults that must be seen --------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ def begun(case: dict[str, Any], layers: list[Any], optimizer: Any, config: dict[
             "solver_seconds": 0,
             "placement": case.get("placement", "wave"),
             "waves": case.get("W", 1),
+            **({"hccl_buffer_size": case["buffer_mb"]} if "buffer_mb" in case else {}),
         },
         **config,
     }
@@ -124,3 +126,51 @@ def entries_read(engine: Any) -> set[str]:
     found = {name for name, layers in readers.items() if rank in {plan.placement[plan.stage_of(i)] for i in layers}}
     ends = {"the input": plan.placement[0], "the labels": plan.placement[-1]}
     return found | {name for name, reader in ends.items() if reader == rank}
+
+
+def communicators(cases: list[dict[str, Any]]) -> None:
+    """Prints, for each case, a line MADE: this rank's communicators, and what is said of its plan.
+
+    The world's own group stays from case to case, and what it has made.
+    """
+    from support import memory_ranks
+    from torch_npu import counters
+
+    from deepspeed_pulse.engine.sharing.shared import ties_of
+    from deepspeed_pulse.ir.communicators import communicators as planned_for
+
+    torch.set_num_threads(1)
+    there: set[Any] = set()
+    for case in cases:
+        before = len(counters.COMMUNICATORS)
+        if case["model"] == "uvit":
+            engine, data = memory_ranks.engine_of(case)
+        else:
+            engine = engine_of(case)
+            data = batches(case["model"], engine.grid.data_parallel_id)
+        for _ in range(STEADY):
+            engine.train_batch(data_iter=data)
+        torch.npu.synchronize()
+        module, made = engine.module, counters.COMMUNICATORS[before:]
+        cluster, index = module.planned.cluster, engine.grid.data_parallel_id
+        told = planned_for(module.plan, engine.stage_id, cluster=cluster, data_index=index, ties=ties_of(module))
+        new = replace(
+            told,
+            world=tuple(one for one in told.world if one not in there),
+            pairs=tuple(one for one in told.pairs if one not in there),
+        )
+        there |= {*told.world, *told.pairs}
+        found = {
+            "case": case,
+            "rank": engine.global_rank,
+            "collectives": sorted(one.name for one in made if not one.for_messages),
+            "messages": sum(one.for_messages for one in made),
+            "bytes": sum(2 * one.buffer_mb * 2**20 for one in made),
+            "told_collectives": sorted(f"all {len(ranks)}" for ranks in (*new.world, *new.groups)),
+            "told_messages": len(new.pairs) + len(new.channels),
+            "told_bytes": new.num_bytes(cluster.communicators),
+            "whole": [told.count, told.num_bytes(cluster.communicators)],
+            "counted": engine.pulse_stats()["peak_parts"]["communicators"],
+        }
+        print("MADE", json.dumps(found), flush=True)
+        engine.destroy()

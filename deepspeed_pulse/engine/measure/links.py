@@ -17,14 +17,11 @@ from deepspeed_pulse.engine.measure.hardware import Hardware
 from deepspeed_pulse.engine.measure.overhead import message_pauses_ms
 from deepspeed_pulse.engine.measure.sums import measure_bus
 from deepspeed_pulse.engine.seat import Seat
-from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.cluster import MEASURED, Cluster, Link
 from deepspeed_pulse.ir.program import Channel
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)
 """Message sizes in bytes: a time embedding, and hidden states up to those of video models."""
-
-MEASURED = "measured"
-"""Name of a cluster whose links were measured here."""
 
 _LONGEST_MS = 40.0
 """A size that is expected to take longer is not tried: the bandwidth is known by then."""

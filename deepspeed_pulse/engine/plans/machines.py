@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import agree
+from deepspeed_pulse.engine.device import HOST_BACKENDS
 from deepspeed_pulse.engine.gradients.reduction import BUCKET_BYTES
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware
 from deepspeed_pulse.engine.measure.links import measure_cluster, shape_of, uneven
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.content import library_versions
-from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.cluster import HCCL_BUFFER_MB, HCCL_MESSAGE_MB, Cluster, CommunicatorBytes, Link
 from deepspeed_pulse.ir.fields import write_whole
 
 
@@ -39,3 +44,28 @@ def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
     cluster = measure_cluster(ranks, device, BUCKET_BYTES)
     agree(lambda: write_whole(path, cluster.to_json()), "keeping links")
     return cluster
+
+
+def with_communicators(cluster: Cluster, pulse: PulseConfig) -> Cluster:
+    """The cluster with what communicators of this job's backend hold: on HCCL as it is told, with gloo nothing.
+
+    Of NCCL no figure is known that would hold for other cards and versions: there it is the cluster file's, or nothing.
+    """
+    backend = str(torch.distributed.get_backend())
+    if backend == "hccl":
+        held = CommunicatorBytes.of_hccl(
+            environment_mb=_megabytes("HCCL_BUFFSIZE", HCCL_BUFFER_MB, least=1),
+            option_mb=pulse.hccl_buffer_size,
+            message_mb=_megabytes("P2P_HCCL_BUFFSIZE", HCCL_MESSAGE_MB, least=0),
+        )
+        return replace(cluster, communicators=held)
+    return replace(cluster, communicators=None) if backend in HOST_BACKENDS else cluster
+
+
+def _megabytes(name: str, default: int, *, least: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise ConfigError(
+            f"the environment variable {name}: expected an integer of at least {least}, MB, found {text!r}"
+        )
+    return int(text)

@@ -16,14 +16,13 @@ from deepspeed_pulse import planner
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.measure.hardware import NO_LIMIT_BYTES
-from deepspeed_pulse.engine.measure.links import MEASURED
 from deepspeed_pulse.engine.plans.asked import Asked
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile, upstream_cuts
-from deepspeed_pulse.engine.plans.machines import machines
+from deepspeed_pulse.engine.plans.machines import machines, with_communicators
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
 from deepspeed_pulse.ir.choice import Decision, Tuning
-from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.cluster import MEASURED, Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.codec import to_data
 from deepspeed_pulse.ir.plan import Plan
@@ -99,8 +98,10 @@ def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
     if request.pulse.cluster == "auto" and timed and dist.get_world_size() > 1:
         cluster = machines(request.device, plan_cache=request.pulse.plan_cache)
         given = _given_bytes(request)
-        return cluster if given is None else replace(cluster, memory_bytes=given)
-    return agree(lambda: known_cluster(request), "planning")
+        cluster = cluster if given is None else replace(cluster, memory_bytes=given)
+    else:
+        cluster = agree(lambda: known_cluster(request), "planning")
+    return agree(lambda: with_communicators(cluster, request.pulse), "planning")
 
 
 def _given_bytes(request: PlanRequest) -> int | None:

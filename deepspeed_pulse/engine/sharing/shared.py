@@ -136,6 +136,19 @@ class SharedWeights:
             _broadcast(self._modules[layer].get_buffer(name), tie)  # moving to a device makes another tensor
 
 
+def ties_of(module: Any) -> list[tuple[int, ...]]:
+    """Pipeline ranks that hold copies of the same weights, tied or shared; for these there are process groups."""
+    keys = dict[Any, list[int]]()
+    for index, layer in enumerate(module._layer_specs):
+        if isinstance(layer, upstream.TiedLayerSpec):
+            keys.setdefault(layer.key, []).append(index)
+    shared = [one.layers for one in (*module.shared.parameters, *module.shared.buffers)]
+    tied, apart = (
+        [tuple(sorted(set(map(module.stage_owner, indices)))) for indices in found] for found in (keys.values(), shared)
+    )
+    return [*tied, *(ranks for ranks in apart if len(ranks) > 1)]  # upstream makes a group of a rank alone too
+
+
 def build_tied(module: Any, layers: range) -> None:
     """Build tied modules as their first layer would be, so that initial weights do not depend on the plan.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from deepspeed_pulse.ir.communicators import fewest_bytes
 from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.plan import stage_of
 from deepspeed_pulse.ir.profile import Profile
@@ -67,7 +68,7 @@ class CutCosts:
     def __init__(self, job: Job, placement: Sequence[int]) -> None:
         profile, shards = job.profile, job.rules.shards(job.data_parallel)
         self.profile, self.placement = profile, Placement(placement)
-        self.memory_bytes: int | None = job.limit_bytes
+        self.memory_bytes: int | None = job.limit_bytes - max(fewest_bytes(job.grid, placement, job.cluster))
         self.num_layers = profile.num_layers
         self.collocates = self.placement.kind is Kind.WAVE
         """Whether the placement is meant to keep both ends of a value on one rank."""

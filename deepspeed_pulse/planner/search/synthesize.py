@@ -23,7 +23,7 @@ from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search.improve import Improver, split_backwards
 from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
-from deepspeed_pulse.planner.simulator import rank_state_bytes, run, summarize
+from deepspeed_pulse.planner.simulator import always_held, rank_state_bytes, run, summarize
 
 MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""
@@ -224,7 +224,9 @@ def _caps(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     """Bytes that one microbatch in flight keeps on each rank."""
     held = map(problem.held_in_backward, range(problem.num_stages))
     backward = [one.recomputed + one.workspace for one in held]
-    always = [rank_state_bytes(problem, rank) + max(backward[stage] for stage in stages_of(rank)) for rank in ranks]
+    always = [
+        sum(always_held(problem, rank).values()) + max(backward[stage] for stage in stages_of(rank)) for rank in ranks
+    ]
     room = [memory_bytes - held for held in always]
     if all(problem.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):
         return (None,)
@@ -240,9 +242,11 @@ def _simulated(problem: Problem, name: str, schedule: Schedule) -> Candidate:
 def _too_little_memory(problem: Problem, memory_bytes: int, smallest: int | None) -> InfeasibleError:
     state = max(rank_state_bytes(problem, rank) for rank in range(problem.num_ranks))
     needed = f"{gigabytes(smallest, enough=True)} GB" if smallest is not None else "more"
+    buffers = max(problem.communicator_bytes(rank) for rank in range(problem.num_ranks))
+    of_messages = f" and buffers of communicators up to {buffers / 1e9:.3f} GB" if buffers else ""
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "
-        f"fullest rank, of which weights, gradients and optimizer state are up to {state / 1e9:.3f} GB; use more "
-        "pipeline ranks, a smaller microbatch, recompute layers in backward, or raise the memory limit",
+        f"fullest rank, of which weights, gradients and optimizer state are up to {state / 1e9:.3f} GB{of_messages}; "
+        "use more pipeline ranks, a smaller microbatch, recompute layers in backward, or raise the memory limit",
         needed_bytes=smallest,
     )

@@ -79,8 +79,8 @@ def _memory_that_would_do(tuner: Tuner, limited: Sequence[Trial]) -> int | None:
     """The smallest that a choice was planned with, those that need least first."""
     best = math.inf
     frugal = (trial.choice for trial in limited if _is_frugal(tuner, trial.choice))
-    for choice in sorted(frugal, key=tuner.least_state_bytes):
-        if tuner.least_state_bytes(choice) >= best:
+    for choice in sorted(frugal, key=tuner.least_held_bytes):
+        if tuner.least_held_bytes(choice) >= best:
             break
         best = min(best, _least_memory(tuner, choice))
     return None if math.isinf(best) else int(best)
@@ -135,7 +135,7 @@ def _anything_fits(tuner: Tuner) -> bool:
         return False
     for choice in (replace(family, zero_stage=max(tuner.zero_stages(family))) for family in families):
         many = len(choice.placement) > tuner.sizes.smallest.num_layers
-        hopeless = many or tuner.least_state_bytes(choice) > tuner.job.limit_bytes
+        hopeless = many or tuner.least_held_bytes(choice) > tuner.job.limit_bytes
         if _is_frugal(tuner, choice) and not hopeless and _fits(tuner, choice, tuner.job.limit_bytes):
             return True
     return False

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
+from deepspeed_pulse.ir.communicators import fewest_bytes
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
@@ -240,9 +241,11 @@ class Tuner:
 
     def _within_memory(self, choice: Choice, free: Plan | None) -> Trial:
         """A plan that fits, where the one without regard to memory does not."""
-        least = self.least_state_bytes(choice)
+        least = self.least_held_bytes(choice)
         if least > self.job.limit_bytes:
-            reason = f"weights, gradients and optimizer state alone need {gigabytes(least, enough=True)} GB a rank"
+            buffers = ", with the buffers of communicators," if self.job.cluster.communicators else ""
+            state = f"weights, gradients and optimizer state{buffers}"
+            reason = f"{state} alone need {gigabytes(least, enough=True)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
         cuts = None if free is None or choice.waves <= 1 else free.boundaries
         try:
@@ -261,11 +264,12 @@ class Tuner:
             return plan.estimate
         return estimate(replace(plan, rules=rules), self.sizes.at(choice.microbatch_size), self.job.cluster)
 
-    def least_state_bytes(self, choice: Choice) -> int:
-        """No cuts have less on their fullest rank: state in equal parts."""
+    def least_held_bytes(self, choice: Choice) -> int:
+        """No cuts have less on their fullest rank: state in equal parts, and what communicators hold."""
         profile, shards = self.sizes.at(choice.microbatch_size), choice.data_parallel if choice.zero_stage else 1
         sizes = [state_bytes(profile, layer.param_bytes, shards=shards) for layer in profile.layers]
-        return max(-(-sum(sizes) // choice.pipeline_ranks), *sizes)
+        buffers = min(fewest_bytes(self.job.chosen(choice).grid, choice.placement, self.job.cluster))
+        return max(-(-sum(sizes) // choice.pipeline_ranks), *sizes) + buffers
 
     # -- the best ----------------------------------------------------------------------------
 
