@@ -47,6 +47,7 @@ def test_a_block_is_an_object_or_a_flag(block: object) -> None:
 
 FLAG, COUNT, PATH = "true or false", "an integer from 1 to 1000", '"auto" or a path'
 MEMORY, SOLVER, TIMEOUT = '"auto" or a finite number > 0', "a finite number >= 0", "a number > 0 and at most 1e7"
+BUFFER = "an integer from 1 to 65536, or null"
 WRONG = [
     *[("enabled", value, FLAG) for value in (1, "true", None)],
     *[("placement", value, '"auto", "wave" or "linear"') for value in ("waves", None, 1, ["wave"])],
@@ -60,6 +61,8 @@ WRONG = [
     *[("solver_seconds", value, SOLVER) for value in (-1, True, "3", math.nan, math.inf)],
     *[("trace_steps", value, "a step n >= 1") for value in (0, True, "3", [], [0], [1.5], ["3"], [1] * 21)],
     *[("receive_ahead", value, "true or false") for value in ("auto", 1, None)],
+    *[("hccl_buffer_size", value, BUFFER) for value in (0, -1, True, "16", 16.0, 65537)],
+    *[("nccl_high_priority_stream", value, FLAG) for value in (1, "true", None)],
     *[("timeout_seconds", value, TIMEOUT) for value in (0, -1, True, "5", math.nan, math.inf, 1e30)],
 ]
 

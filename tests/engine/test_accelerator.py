@@ -244,6 +244,12 @@ def test_communicators_are_as_counted(subtests: pytest.Subtests, world: int, env
                 assert (one["collectives"], one["messages"]) == (one["told_collectives"], one["told_messages"]), one
 
 
+@pytest.mark.timeout(200)
+def test_every_process_group_has_a_timeout() -> None:
+    """The one over the hosts' memory too."""
+    launch("support.group_ranks:have_timeouts", 2, case("toy", 2, M=2), timeout=150, environment=device_of(QUICK))
+
+
 # -- faults that must be seen --------------------------------------------------------------
 
 

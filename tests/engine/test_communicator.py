@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.launch import launch
 
+from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine import communicator
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
+from deepspeed_pulse.engine.groups import GroupOptions, check_backend
+from deepspeed_pulse.engine.plans.machines import with_communicators
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.cluster import CommunicatorBytes
+from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.program import Channel
 
 
@@ -44,3 +52,63 @@ def test_a_message_is_bytes_where_backends_know_few_dtypes(started: list[Any]) -
         assert started[-1].data_ptr() == tensor.data_ptr(), "no copy"
     carrier.isend(torch.empty(2, 0), channel).wait(1.0)
     assert len(started) == 2, "nothing is carried for a tensor without numbers"
+
+
+# -- process groups ------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(200)
+def test_every_process_group_has_a_timeout_and_those_of_equal_ranks_are_one() -> None:
+    case = {"model": "toy", "P": 2, "M": 2, "clip": 0.1, "enabled": True}
+    launch("support.group_ranks:have_timeouts", 2, case, timeout=150)
+
+
+@pytest.mark.parametrize("backend", ["hccl", "nccl", "gloo"])
+@pytest.mark.parametrize("for_messages", [True, False])
+def test_options_arrive_where_they_are_meant(monkeypatch: pytest.MonkeyPatch, backend: str, for_messages: bool) -> None:
+    hccl = SimpleNamespace(ProcessGroupHCCL=SimpleNamespace(Options=SimpleNamespace))
+    torch_npu = SimpleNamespace(_C=SimpleNamespace(_distributed_c10d=hccl))
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
+    nccl = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
+    options = GroupOptions(timeout_seconds=400.0, hccl_buffer_size=16, nccl_high_priority_stream=True)
+    first, second = (options.arguments(backend, for_messages=for_messages) for _ in range(2))
+    assert first["timeout"].total_seconds() == 400
+    if backend == "hccl":
+        assert first["pg_options"].hccl_config == {"hccl_buffer_size": 16}
+        assert first["pg_options"] is not second["pg_options"], "torch writes into them"
+    elif backend == "nccl" and for_messages:
+        assert first["pg_options"].is_high_priority_stream and first["pg_options"]._timeout == first["timeout"]
+    else:
+        assert "pg_options" not in first
+    assert "pg_options" not in GroupOptions(timeout_seconds=400.0).arguments(backend, for_messages=for_messages)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hccl_buffer_size", 200), ("nccl_high_priority_stream", True)])
+def test_an_option_of_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
+    for backend, meant in (("gloo", False), ("hccl", key.startswith("hccl")), ("nccl", key.startswith("nccl"))):
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda backend=backend: backend)
+        check_backend(PulseConfig())
+        if meant:
+            check_backend(PulseConfig(**{key: value}))
+        else:
+            with pytest.raises(ConfigError, match=rf"key '{key}': an option of .* backend is '{backend}'.*remove"):
+                check_backend(PulseConfig(**{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("HCCL_BUFFSIZE", "0"), ("HCCL_BUFFSIZE", "a"), ("P2P_HCCL_BUFFSIZE", "-1")]
+)
+def test_a_wrong_size_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "hccl")
+    with monkeypatch.context() as patch:
+        patch.setenv(name, text)
+        with pytest.raises(ConfigError, match=f"variable {name}: expected an integer of at least .*found '{text}'"):
+            with_communicators(load_cluster("a100:1x8"), PulseConfig())
+    monkeypatch.setenv("HCCL_BUFFSIZE", "50")
+    found = with_communicators(load_cluster("a100:1x8"), PulseConfig(hccl_buffer_size=16))
+    assert found.communicators == CommunicatorBytes.of_hccl(environment_mb=50, option_mb=16)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    assert with_communicators(found, PulseConfig()).communicators is None
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    assert with_communicators(found, PulseConfig()) == found, "what the cluster file says"

@@ -1,0 +1,37 @@
+"""How process groups of a job are made: all with a timeout, those of equal ranks once, channels apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.accelerator_ranks import begun
+from support.parity import models
+
+from deepspeed_pulse.engine import communicator
+
+TIMEOUT_SECONDS = 432.0
+
+
+def have_timeouts(case: dict[str, Any]) -> None:
+    """On a CPU channels get groups too, as where backends ignore tags."""
+    communicator.HOST_BACKENDS = ()
+    layers, batch, first = models(case["model"])
+    pulse = {"timeout_seconds": TIMEOUT_SECONDS, "solver_seconds": 0, "placement": "wave"}
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731
+    engine = begun(case, layers(), sgd, {"pulse": pulse}, input=first)
+    engine.train_batch(data_iter=(batch(number, 0, engine.grid.data_parallel_id) for number in range(case["M"])))
+    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    found = {group.group_name: _timeout(group) for group in groups}
+    assert set(found.values()) == {TIMEOUT_SECONDS}, found
+    grid, channels = engine.grid, engine._steps.lowering.communicator._groups
+    assert len(found) >= len(channels) + 3
+    assert grid.get_model_parallel_group() is grid.get_pipe_parallel_group()
+    others = {id(group) for group in groups} - {id(group) for group in channels.values()}
+    assert len({id(group) for group in channels.values()}) == len(channels) == 2 and len(others) == len(groups) - 2
+
+
+def _timeout(group: Any) -> float:
+    """Seconds; a group of the stand-in has its options itself."""
+    options = getattr(group, "options", None) or group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
