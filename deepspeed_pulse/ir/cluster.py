@@ -14,7 +14,7 @@ MEASURED = "measured"
 """Name of a cluster whose links were measured by the job that runs on it."""
 
 HCCL_BUFFER_MB, HCCL_MESSAGE_MB = 200, 20
-"""Of a communicator, each way: HCCL's own size, and torch-npu's for messages between two ranks (its release 7.1.0 and later)."""
+"""Of a communicator, each way: HCCL's own size, and torch-npu's for messages between two ranks (since 7.1.0)."""
 
 
 @dataclass(frozen=True, kw_only=True)
