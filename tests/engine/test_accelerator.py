@@ -324,7 +324,7 @@ def product_of(world: int) -> list[dict[str, Any]]:
     cases = []
     for ranks in RANKS[world]:
         cases += [case("noisy", ranks, interval=2), case("noisy", ranks, interval=1, reentrant=True)]
-        cases += [case("assorted", ranks), case("assorted", ranks, placement="linear")]
+        cases += [case("assorted", ranks, placement="linear"), *([case("assorted", ranks)] if ranks <= 3 else [])]
         cases += [case("tokens", ranks, dynamic=True), case("unet buckets", ranks, dynamic=True, M=2)]
     for ranks, clip, placement in itertools.product(RANKS[world], (0.0, 0.1), PLACEMENTS):
         if 2 * ranks * placement.get("W", 1) <= 10:
