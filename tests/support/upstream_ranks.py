@@ -11,20 +11,28 @@ import torch
 from support.parity import TOLERANCE, mse, share_groups
 from support.reference import Unpartitioned, train
 from support.toy import WIDTH
-from support.versions import has_checkpoints
+from support.versions import has_checkpoints, plain_microbatches
 from torch import nn
 
 WAVE = {"solver_seconds": 0, "placement": "wave"}
 LINEAR = {"solver_seconds": 0, "placement": "linear"}
+THEIRS = "theirs"
+"""In place of a block: upstream's own module."""
+WITHOUT_A_PLAN = (False, THEIRS) if plain_microbatches() > 1 else (False,)
+EVERY = (WAVE, LINEAR, *WITHOUT_A_PLAN)
 CONFIG = {"gradient_clipping": 0.0, "steps_per_print": 10**9}
 
 
 def engine_of(layers: Any, config: dict[str, Any], *, initialize: Any = None, lr: float = 0.1, **arguments: Any) -> Any:
     import deepspeed
 
-    from deepspeed_pulse import PipelineModule
+    import deepspeed_pulse
 
-    module = PipelineModule(layers=layers, config=config, **arguments)
+    if config["pulse"] == THEIRS:
+        config = {key: value for key, value in config.items() if key != "pulse"}
+        module = deepspeed.pipe.PipelineModule(layers=layers, **arguments)
+    else:
+        module = deepspeed_pulse.PipelineModule(layers=layers, config=config, **arguments)
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config, **(initialize or {}))[0]
 
@@ -47,8 +55,8 @@ def sequential() -> None:
     given = torch.randn(1, 32)
     with torch.no_grad():
         expected = model(given)
-    for pulse in (WAVE, LINEAR, False):
-        for interval in (0, 1) if pulse or has_checkpoints() else (0,):
+    for pulse in EVERY:
+        for interval in (0, 1) if pulse not in WITHOUT_A_PLAN or has_checkpoints() else (0,):
             for compiled in (False, True):
                 found = evaluated_sequential(copy.deepcopy(model), given, pulse, interval, compiled)
                 assert torch.allclose(found, expected, atol=1e-6), (pulse, interval, compiled, found, expected)
@@ -64,15 +72,16 @@ def evaluated_sequential(model: nn.Sequential, given: torch.Tensor, pulse: Any, 
         "pulse": pulse,
         "pipeline": {"activation_checkpoint_interval": interval},
     }
-    engine = engine_of(model, config, num_stages=2, partition_method="uniform" if pulse is False else None)
+    method = {"partition_method": "uniform"} if pulse in WITHOUT_A_PLAN else {}
+    engine = engine_of(model, config, num_stages=2, **method)
     if compiled:
         engine.module.compile(backend="eager")
-    count = torch.tensor(sum(p.numel() for p in engine.module.parameters()))
+    count = torch.tensor(sum(p.numel() for p in engine.module.parameters()), device=engine.device)
     torch.distributed.all_reduce(count, group=engine.grid.get_pipe_parallel_group())
     assert int(count) == sum(p.numel() for p in model.parameters())
     found = engine.eval_batch(iter(RepeatingLoader([(given, 0)])))
     engine.destroy()
-    return found
+    return found.cpu()
 
 
 # -- gradient-accumulation scaling -----------------------------------------------------------
@@ -83,7 +92,7 @@ def scaling() -> None:
     lr = 0.1
     for microbatches in (1, 2, 5):
         for settings in ({}, {"zero_optimization": {"stage": 1}}):
-            for pulse in (WAVE, LINEAR, False):
+            for pulse in EVERY:
                 layers = [nn.Linear(1, 1, bias=False) for _ in range(4)]
                 for layer in layers:
                     layer.weight.data.fill_(1.0)
@@ -98,7 +107,7 @@ def scaling() -> None:
                 engine = engine_of(layers, config, num_stages=2, loss_fn=nn.MSELoss(), lr=lr)
                 engine.train_batch(iter([(torch.ones(1, 1), torch.zeros(1, 1))] * microbatches))
                 for weight in engine.module.parameters():
-                    assert torch.allclose(weight, torch.tensor(1.0 - 2.0 * lr)), (microbatches, settings, pulse, weight)
+                    assert torch.allclose(weight.cpu(), torch.tensor(1.0 - 2.0 * lr)), (config, weight)
                 engine.destroy()
 
 
@@ -244,7 +253,7 @@ def sets_a_loader(engine: Any) -> None:
 
 def not_a_number() -> None:
     """As upstream: a loss of NaN is returned on every rank, nothing is raised or skipped, and weights are lost."""
-    for pulse in (WAVE, False):
+    for pulse in (WAVE, *WITHOUT_A_PLAN):
         config = {**CONFIG, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "pulse": pulse}
         config["gradient_clipping"] = 1.0
         engine = engine_of([nn.Linear(2, 2) for _ in range(4)], config, num_stages=2, loss_fn=mse)
