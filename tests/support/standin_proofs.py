@@ -273,6 +273,49 @@ def collectives_and_messages(rank: int) -> None:
 
 
 @proof(ranks=2)
+def collectives_of_several_tensors(rank: int) -> None:
+    """And those with a root, which change nothing elsewhere but ``reduce``."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    mine, other = torch.arange(4.0, device="npu") + 10 * rank, torch.arange(4.0, device="npu") + 10 * (1 - rank)
+    total = mine + other
+    summed, found = [mine.clone(), mine.clone()], [torch.empty(8, device="npu") for _ in range(2)]
+    with _coalescing_manager():
+        for tensor in summed:
+            dist.all_reduce(tensor)
+    with _coalescing_manager(async_ops=True) as both:
+        for tensor in found:
+            dist.all_gather_single(tensor, mine)
+    both.wait()
+    assert all(torch.equal(tensor.cpu(), total.cpu()) for tensor in summed)
+    assert all(torch.equal(tensor[4 * (1 - rank) :][:4].cpu(), other.cpu()) for tensor in found)
+    halves = [torch.empty(2, device="npu") for _ in range(3)]
+    with _coalescing_manager():
+        for half in halves[:2]:
+            dist.reduce_scatter_single(half, mine)
+    dist.reduce_scatter(halves[2], list(mine.split(2)))
+    assert all(half.tolist() == total[2 * rank :][:2].tolist() for half in halves)
+    swapped, listed = torch.empty(4, device="npu"), [torch.empty(2, device="npu") for _ in range(2)]
+    dist.all_to_all_single(swapped, mine)
+    dist.all_to_all(listed, list(mine.split(2)))
+    parts = [tensor[2 * rank :][:2].tolist() for tensor in ((mine, other) if rank == 0 else (other, mine))]
+    assert swapped.tolist() == parts[0] + parts[1] and [part.tolist() for part in listed] == parts
+    uneven = torch.empty((2, 6)[rank], device="npu")
+    dist.all_to_all_single(uneven, mine, output_split_sizes=[(1, 3)[rank]] * 2, input_split_sizes=[1, 3])
+    assert uneven.tolist() == ([0, 10], [1, 2, 3, 11, 12, 13])[rank]
+    dist.scatter(listed[0], list(mine.split(2)) if rank == 1 else None, src=1)
+    assert listed[0].tolist() == ([10, 11], [12, 13])[rank]
+    gathered = [torch.empty(4, device="npu") for _ in range(2)] if rank == 0 else None
+    dist.gather(mine, gathered, dst=0)
+    assert gathered is None or gathered[1].tolist() == other.tolist()
+    last, words = mine.clone(), ["of rank 1" if rank == 1 else None]
+    dist.reduce(last, dst=0)
+    dist.broadcast_object_list(words, src=1)
+    assert words == ["of rank 1"] and (rank == 1 or last.tolist() == total.tolist())
+
+
+@proof(ranks=2)
 def a_send_waits_for_its_receive_and_the_host_for_nobody(rank: int) -> None:
     import torch.distributed as dist
     from torch_npu import counters

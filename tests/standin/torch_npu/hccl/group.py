@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -154,12 +155,53 @@ class Group(dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         return self._reduce_scatter_base(outputs[0], torch.cat([part.view(-1) for part in inputs[0]]), opts)
 
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        root = opts.rootRank if opts is not None else 0
+        nobody: list[torch.Tensor | None] = [None] * self._size
+        sent = inputs[0] if self._rank == root else nobody
+        found = [outputs[0] if rank == root else None for rank in range(self._size)]
+        return self._exchange(sent, found, "scatter")
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return self._exchange(inputs, outputs, "all_to_all")
+
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, found: list[int], sent: list[int], opts: Any = None
+    ) -> Work:
+        """``found``, ``sent``: rows from and to each rank; empty: as many for each."""
+        parts, outputs = (
+            list(tensor.split(rows or tensor.shape[0] // self._size))
+            for tensor, rows in ((source, sent), (output, found))
+        )
+        return self._exchange(parts, outputs, "all_to_all")
+
+    def _exchange(self, sent: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None], name: str) -> Work:
+        """A tensor to each rank and one from each, where there is one."""
+        mine, own = sent[self._rank], found[self._rank]
+        if mine is not None and own is not None:
+            own.copy_(mine)
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        given = [(sent[rank], -1 - rank) for rank in others] + [(found[rank], rank) for rank in others]
+        tensors, peers = [t for t, _ in given if t is not None], [peer for t, peer in given if t is not None]
+        return self.whole().run(lambda c: c.batch(tensors, peers), tensors, name)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return [self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
     def barrier(self, opts: Any = None) -> Work:
         """The host waits too, as those of NCCL and HCCL do."""
         work = self.whole().run(lambda c: c.barrier(), [], "barrier")
         work.end.synchronize()
         return work
 
+    alltoall_base = all_to_all_single
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     getRank, getSize = rank, size
