@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.launch import launch
 from support.standin import environment, needs_standin
 from support.standin_proofs import PROOFS
 
@@ -33,3 +34,10 @@ def test_the_stand_in(name: str, proofs: tuple[dict[str, int], str]) -> None:
     statuses, output = proofs
     expected = -signal.SIGSEGV if "the_host_dies" in name else 0
     assert statuses.get(name) == expected, f"{name}: {statuses.get(name)}\n{output[-6000:]}"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("waits", ["hccl", "nccl"])
+def test_deepspeed_without_pipelines_trains_on_it_as_torch_on_the_cpu(waits: str) -> None:
+    """Replicas, ZeRO-1 and 2, its fused optimizer, in fp32, bf16, fp16 and with autocast."""
+    launch("support.data_parallel_ranks:trains", 2, timeout=250, environment=environment(waits=waits))
