@@ -148,6 +148,21 @@ def autocast_and_types() -> None:
 
 
 @proof()
+def a_module_moves_with_its_parameters() -> None:
+    """So that an optimizer may be made before, as on CUDA and with torch-npu."""
+    layer = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    before = layer.weight.detach().clone()
+    layer.to("npu")
+    assert layer.weight.device.type == "npu" and layer.weight is optimizer.param_groups[0]["params"][0]
+    layer(torch.ones(1, 2, device="npu")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    layer.cpu()
+    torch.testing.assert_close(layer.weight.detach(), before - 1)
+
+
+@proof()
 def generators_do_not_wait() -> None:
     from torch_npu import counters
     from torch_npu.streams import gate

@@ -54,6 +54,12 @@ inline at::Scalar value_of(const at::Tensor& tensor) {
   return kernel_view(tensor).item();
 }
 
+// A parameter stays the same object when its module moves between the host and the device, as torch-npu has it.
+inline bool may_become(const at::Tensor& tensor, const at::Tensor& value) {
+  auto is_plain = [](const at::Tensor& t) { return t.layout() == at::kStrided && (t.is_cpu() || on_device(t)); };
+  return is_plain(tensor) && is_plain(value);
+}
+
 inline void record_stream(at::Tensor& tensor, c10::Stream stream) {
   memory().used_on(const_cast<void*>(tensor.storage().data()), stream.id());
 }
@@ -123,6 +129,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_and_resize);
   m.impl("_local_scalar_dense", value_of);
   m.impl("record_stream", record_stream);
+  m.impl("_has_compatible_shallow_copy_type", may_become);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_part_of_storage);
   m.impl("set_.source_Tensor", set_tensor);
