@@ -149,6 +149,27 @@ def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, mo
     assert min(reached, default=900) > 300, "no time limit was near"
 
 
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_search_whose_orders_never_fit_ends_by_itself(capped):
+    """Also where the stash is not what is too much, so that less of it changes nothing."""
+    problem = Problem(plan(Placement.wave(2), 6), uneven(2, 1), cluster())
+    cap = count_cap(problem, 8) if capped else None
+    start = list_schedule(problem, 6, cap=count_cap(problem, 2))
+    refused = []
+    improver = improve.Improver(
+        problem=problem,
+        split=False,
+        cap=cap,
+        target_ms=0.0,
+        seed=0,
+        deadline=float("inf"),
+        keep=lambda order: bool(refused.append(order)),
+    )
+    improver.improve([start])
+    assert refused
+    assert improver.best_ms == float("inf")
+
+
 def test_a_pattern_extends_to_any_number_of_microbatches():
     small = Problem(plan(Placement.wave(4), 12), uniform(8), cluster())
     order = dualpipev(4, 12)

@@ -27,6 +27,10 @@ _NODES_A_ROUND = 400_000
 _PATIENCE = 12
 """Rounds without a better order after which the last search ends."""
 
+_REJECTED = 35
+"""Orders in a row that do not fit the memory after which a search ends: half of the stash is left, and what is too
+much may be received values, which the stash does not count."""
+
 _LARGE = 5_000
 """Nodes above which only the best start is searched from."""
 
@@ -84,14 +88,16 @@ class Improver:
     def _exhaust(self, search: Search, patience: int) -> None:
         size = len(self.net.duration)
         steps = max(20, min(_NODES_A_ROUND // size, 8 * size))
-        idle = 0
-        while idle < patience and not self._over:
+        idle = rejected = 0
+        while idle < patience and rejected < _REJECTED and not self._over:
             before = (search.best_rows, search.best_ms)
             better = search.run(steps, self.deadline)
             if better and self.keep(self.net.schedule(search.best_rows)):
                 self.best_ms = min(self.best_ms, search.best_ms)
+                rejected = 0
             elif better:
                 search.reject(*before, _TIGHTER)
+                rejected += 1
             idle = 0 if better else idle + 1
 
     def _reorder_windows(self, search: Search) -> None:
