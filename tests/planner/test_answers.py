@@ -1,0 +1,21 @@
+"""Answers stay as they are: every one that is kept in answers.json is given again (see answers.py)."""
+
+from __future__ import annotations
+
+import json
+
+import answers
+import pytest
+
+KEPT = json.loads(answers.FILE.read_text())
+AGAIN = "where that is meant: PYTHONPATH=tests python tests/planner/answers.py"
+
+
+@pytest.mark.parametrize("name", answers.CASES)
+def test_the_answer_is_the_kept_one(name):
+    found = json.loads(json.dumps(answers.CASES[name]()))
+    assert found == KEPT.get(name), f"another answer to {name!r}; {AGAIN}"
+
+
+def test_no_answer_is_kept_to_what_nobody_asks():
+    assert list(KEPT) == list(answers.CASES), AGAIN
