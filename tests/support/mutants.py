@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -32,6 +32,11 @@ class Mutant:
         return str(mutate_code(self.path.read_text(), get_operator(self.operator)(), self.occurrence))
 
     @property
+    def kind(self) -> str:
+        """Of the change: `+` may become many things."""
+        return self.operator.rsplit("_", 1)[0]
+
+    @property
     def is_python(self) -> bool:
         """Not so where the star before keyword arguments became another sign."""
         try:
@@ -47,18 +52,26 @@ class Mutant:
 
 
 def draw(paths: list[Path], count: int, seed: int) -> list[Mutant]:
-    """So many mutants, no two of one place and kind of change."""
-    chance = random.Random(seed)
-    places = [place for path in sorted(paths) for place in _places(path)]
-    chance.shuffle(places)
-    drawn = (chance.choice(place) for place in places)
-    return list(islice((mutant for mutant in drawn if mutant.is_python), count))
+    """So many mutants, no two of one place and kind of change.
+
+    A place is drawn by the seed and by what stands there, so a change of other lines leaves it drawn or not as it was.
+    """
+    drawn: list[tuple[float, Mutant]] = []
+    for path in sorted(paths):
+        lines, alike = path.read_text().splitlines(), Counter[str]()
+        for place in _places(path):
+            name = f"{seed} {path.name} {place[0].kind} {lines[place[0].line - 1].strip()}"
+            alike[name] += 1
+            chance = random.Random(f"{name} {alike[name]}")
+            drawn.append((chance.random(), chance.choice(place)))
+    drawn.sort(key=lambda entry: entry[0])
+    return list(islice((mutant for _, mutant in drawn if mutant.is_python), count))
 
 
 def _places(path: Path) -> list[list[Mutant]]:
-    """The mutants of a file, those of one place and kind together: `+` may become many things."""
+    """The mutants of a file, those of one place and kind together."""
     text = path.read_text()
-    hidden = _annotations(text)
+    hidden = _without_effect(text)
     tree = get_ast(text)
     found: dict[tuple[str, tuple[int, int]], list[Mutant]] = defaultdict(list)
     for name in sorted(operator_names()):
@@ -70,16 +83,23 @@ def _places(path: Path) -> list[list[Mutant]]:
         for occurrence, start in enumerate(positions):
             if not any(begin <= start < end for begin, end in hidden):
                 mutant = Mutant(path=path, operator=name, occurrence=occurrence, line=start[0])
-                found[name.rsplit("_", 1)[0], start].append(mutant)
+                found[mutant.kind, start].append(mutant)
     return list(found.values())
 
 
-def _annotations(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where annotations begin and end: nothing reads most of them when the program runs."""
-    nodes = [node for parent in ast.walk(ast.parse(text)) for node in _annotated(parent)]
-    return [
-        ((node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0)) for node in nodes
-    ]
+def _without_effect(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where that begins and ends which no test can notice.
+
+    Annotations: nothing reads most of them when the program runs. Decorators that keep results of pure functions: with
+    another size, or without them, the same results are computed again.
+    """
+    hidden = []
+    for parent in ast.walk(ast.parse(text)):
+        # A decorator begins with its @.
+        for node, at in (*((node, 0) for node in _annotated(parent)), *((node, 1) for node in _caching(parent))):
+            end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+            hidden.append(((node.lineno, node.col_offset - at), end))
+    return hidden
 
 
 def _annotated(node: ast.AST) -> Iterator[ast.expr]:
@@ -87,3 +107,9 @@ def _annotated(node: ast.AST) -> Iterator[ast.expr]:
         yield node.annotation
     if isinstance(node, ast.FunctionDef) and node.returns is not None:
         yield node.returns
+
+
+def _caching(node: ast.AST) -> Iterator[ast.expr]:
+    for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+        if ast.unparse(decorator).split("(")[0].split(".")[-1] in ("cache", "lru_cache"):
+            yield decorator
