@@ -319,7 +319,8 @@ def cut_lists(rng: random.Random) -> Answer:
     with mock.patch.multiple(cuts, _EVALUATIONS=150, _ENUMERABLE=500, _MOST_LAYERS=10 if few_layers else 100):
         for share, tolerance in ((9.0, 0.0), (9.0, 0.1), (1.3, 0.0), (0.7, 0.0)):
             limited = replace(job, memory_bytes=int(share * total / ranks))
-            for placement in (Placement.wave(ranks), Placement.linear(ranks), Placement.wave(ranks, 2)):
+            loop = Placement.loop(ranks, 2)
+            for placement in (Placement.wave(ranks), Placement.linear(ranks), Placement.wave(ranks, 2), loop):
                 if len(placement) <= 12 or not tolerance:
                     name = f"{placement.name} of {len(placement)}, memory {share:g}, tolerance {tolerance:g}"
                     found[name] = _cut(limited, placement, tolerance)
@@ -505,18 +506,18 @@ def choices(rng: random.Random) -> Answer:
         frozen=frozen,
     )
     seconds, exhaustive = (UNHURRIED if rng.random() < 0.3 else 0.0), rng.random() < 0.3
-    done: list[float] = []
+    done: list[str] = []
     try:
         with short_searches(), mock.patch.object(fill, "MOST_COLUMNS", 0):
             found = tune(
                 job,
                 solver_seconds=seconds,
                 exhaustive=exhaustive,
-                progress=lambda at, of, best: done.append(number(best)),
+                progress=lambda at, of, best: done.append(f"{at}/{of} {best:.6g}"),
             )
     except PulseError as problem:
         return {"error": str(problem), "needed_bytes": getattr(problem, "needed_bytes", None)}
-    return {"trials": [_trial(trial) for trial in found.trials], "progress": " ".join(f"{best:g}" for best in done)}
+    return {"trials": [_trial(trial) for trial in found.trials], "progress": ", ".join(done)}
 
 
 # -- figures -------------------------------------------------------------------------------------
@@ -540,7 +541,8 @@ def figures(rng: random.Random) -> Answer:
         "whole": number(lower_bound_ms(problem, job.microbatches)),
         "split": number(lower_bound_ms(problem, job.microbatches, split=True)),
         "step": number(least_step_ms(problem)),
-        "ideal": number(ideal_ms(job.profile, made.placement, job.microbatches, reduction_ms=2.0)),
+        "ideal": number(ideal_ms(job.profile, made.placement, job.microbatches)),
+        "ideal with reduction": number(ideal_ms(job.profile, made.placement, job.microbatches, reduction_ms=40.0)),
     }
     differs = {name: number(value) for name, value in asdict(told).items() if isinstance(value, float)}
     return planned(made) | {"memory": memory, "bounds_ms": bounds, "stage": told.stage, "explained": differs}

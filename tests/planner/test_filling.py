@@ -176,6 +176,32 @@ def test_memory_counts_both_buffers():
     assert full[1] > base[1] + 1_000_000
 
 
+def test_memory_counts_a_result_until_the_layer_that_reads_it_has_run():
+    """Layer 1 needs 2 MB to run; where layer 0 ran long before it, that one's result of 1 MB lies there beside."""
+    made = filled_by_hand()
+    _, (_, sent, other, other_sent) = made.fill.rows
+    row = (
+        *(replace(filling, position=0) for filling in (other, other_sent)),
+        Filling(1, FrozenRun("text", 0, 1, 0)),
+        Filling(4, FrozenRun("text", 1, 2, 0)),
+        replace(sent, position=4),
+    )
+    later = replace(made, fill=replace(made.fill, rows=((), row)))
+    assert violations(later, num_layers=2, values=()) == []
+    peaks = [estimate(found, uniform(2), cluster()).peak_bytes[1] for found in (made, later)]
+    assert peaks[1] == peaks[0] + 1_000_000
+
+
+def test_of_many_layers_that_never_run_some_are_shown_and_the_rest_is_counted():
+    made = filled_by_hand()
+    long = part("text", *[0.5] * 6)
+    wrong = replace(made, fill=Fill(parts=(long,), rows=((), (Filling(0, FrozenRun("text", 5, 6, 0)),))))
+    found = violations(wrong, num_layers=2, values=())
+    assert "fill: part 'text': never runs: layer [0]@0, [1]@0, [2]@0, [3]@0 and 7 more" in found
+    few = replace(wrong, fill=replace(wrong.fill, parts=(part("text", 0.5, 0.5),), rows=((), ())))
+    assert "fill: part 'text': never runs: layer [0]@0, [1]@0, [0]@1, [1]@1" in violations(few, num_layers=2, values=())
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -136,6 +136,28 @@ def test_zero_1_is_taken_where_the_optimizer_state_does_not_fit():
     assert "optimizer state alone need" in alone.reason
 
 
+def test_what_fits_exactly_fits():
+    """So there is nothing that a shared optimizer would gain."""
+    costs = uniform(8, param_bytes=100, activation_bytes=0)
+    found = tuned(costs, box(memory_bytes=3200), 16)
+    assert found.best.needed_bytes == 3200
+    shared = next(trial for trial in found.rejected if trial.choice.pipeline_ranks == 1 and trial.choice.zero_stage)
+    assert shared.verdict is Verdict.NO_GAIN
+
+
+def test_cuts_of_two_waves_are_those_of_the_first_microbatch_size():
+    """Finding them takes seconds: once for so many ranks and pipelines, though other sizes might be cut elsewhere."""
+    one = profile([layer(forward_ms=ms, backward_ms=2 * ms) for ms in (1, 1, 1, 1, 1, 1, 1, 1, 9, 1)])
+    two = profile(
+        [layer(forward_ms=ms, backward_ms=2 * ms) for ms in (9, 1, 1, 1, 1, 1, 1, 1, 1, 1)], microbatch_size=2
+    )
+    settled = Constraints(pipeline_ranks=2, waves=(1, 2))
+    found = tuned([one, two], box(1, 2), 4, given=settled, exhaustive=True)
+    cuts = {(t.choice.waves, t.choice.microbatch_size): t.planned.boundaries for t in found.ranked}
+    assert cuts[1, 1] != cuts[1, 2]
+    assert cuts[2, 1] == cuts[2, 2]
+
+
 def test_layers_are_recomputed_where_that_is_the_only_way():
     costs = uniform(4, activation_bytes=100, output_bytes=1)
     found = tuned(costs, box(ranks_per_node=1, memory_bytes=250), 4)
@@ -171,6 +193,13 @@ def test_a_search_makes_the_best_no_worse():
     plain, searched = (tuned(heavy, cluster, 8, solver_seconds=seconds) for seconds in (0, 3))
     assert searched.best.planned.estimate.step_ms <= plain.best.planned.estimate.step_ms
     assert searched.best.planned.solver.generator is not None
+
+
+@pytest.mark.parametrize(("layers", "seconds"), [(uniform(8), 9.0), (random_profile(random.Random(3), 12), 0.0)])
+def test_nothing_is_searched_without_time_or_where_nothing_can_be_better(layers, seconds, monkeypatch):
+    """No bubble: no order is shorter than the one that is known."""
+    monkeypatch.setattr("deepspeed_pulse.planner.tuning.tuner.synthesize", lambda *a: pytest.fail("searched"))
+    assert tuned(layers, box(), 16, solver_seconds=seconds).best.plan is not None
 
 
 def test_a_choice_that_only_search_makes_the_best_is_searched():

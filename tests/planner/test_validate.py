@@ -108,6 +108,24 @@ def test_broken_schedules(schedule, message):
     assert any(message in line for line in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("schedule", "missing"),
+    [
+        (rows("0B0 0F1 0B1", "1F0 1B0 1F1 1B1"), "schedule of rank 0: never runs: 0F0"),
+        (rows("0F0 0W0 0F1 0B1", "1F0 1B0 1F1 1B1"), "schedule of rank 0: never runs: 0I0"),
+    ],
+)
+def test_what_never_runs_is_not_said_to_run_too_late(schedule, missing):
+    lines = violations(plan((0, 1), 2, schedule=schedule), num_layers=2, values=())
+    assert [line for line in lines if line.startswith("schedule")] == [missing]
+
+
+def test_of_many_actions_some_are_shown_and_the_rest_is_counted():
+    order = rows("0F0 0B0", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5")
+    lines = violations(plan((0, 1), 6, schedule=order), num_layers=2, values=())
+    assert lines[0] == "schedule of rank 0: never runs: 0F1, 0B1, 0F2, 0B2 and 6 more"
+
+
 def test_all_are_listed_at_once_and_marked_in_the_rows():
     broken = plan((0, 1), 2, schedule=rows("0F0 0F1 0B1 0B0", "1B0 1F0 1F1"))
     with pytest.raises(PlanError) as caught:

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from deepspeed_pulse.errors import GraphError, RunError
 from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, changed_from_outside, with_versions
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.runtime.discovery import begin, discover
+from deepspeed_pulse.runtime.discovery import Extent, _renewed, begin, discover
 from deepspeed_pulse.runtime.local import LocalWorld
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.stage import BoundLayer
@@ -153,3 +153,16 @@ def test_trying_layers_holds_what_one_of_them_keeps_for_backward() -> None:
 
     found(*((Layer(name=str(i)), layer) for i in range(6)))
     assert max(most) <= 2, "this layer's, and the one's before until it is over"
+
+
+@pytest.mark.parametrize(
+    ("wants", "detached", "gradient"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_changed_value_wants_the_gradient_that_its_tensor_has_in_its_graph(
+    wants: bool, detached: bool, gradient: bool
+) -> None:
+    """What the layer got of it without its graph wants none, nor does what a layer changed that trains nothing."""
+    before = Extent(memory=3, offset=0, shape=(2,), stride=(1,), graph=5, gradient=not gradient)
+    version = Version(name="v", is_tuple=False, tensors=(Argument(index=1, tensor=0, detached=detached),))
+    (after,) = _renewed((before,), version, [torch.zeros(2), torch.zeros(2, requires_grad=wants)])
+    assert (after.memory, after.gradient) == (3, gradient)

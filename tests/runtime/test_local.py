@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.schedule import WHOLE, Action
 from deepspeed_pulse.planner import forward_schedule
-from deepspeed_pulse.runtime.local import LocalWorld
+from deepspeed_pulse.runtime.local import LocalDevice, LocalWorld
 from deepspeed_pulse.runtime.roots import takes_edges
 
 GRAPH = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(toy_layers())))
@@ -186,3 +186,19 @@ def test_live_bytes_count_what_the_order_keeps() -> None:
         world, batches = world_of(plan, Unpartitioned(toy_layers()))
         peaks.append(sum(stats.peak_live_bytes for stats in world.step(batches)))
     assert 0 < peaks[0] < peaks[1]
+
+
+def test_marks_are_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, clock = LocalDevice(microbatches=1), iter((1.5, 2.0))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    first, second = device.times_ms([device.mark(), device.mark()])
+    assert second - first == 500.0
+
+
+@pytest.mark.parametrize("refusal", [AttributeError, TypeError, RuntimeError])
+def test_a_torch_that_refuses_edges_is_given_tensors(refusal: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any) -> None:
+        raise refusal("no edges")
+
+    monkeypatch.setattr(torch.autograd, "backward", refused)
+    assert not takes_edges.__wrapped__()

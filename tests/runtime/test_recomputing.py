@@ -191,3 +191,12 @@ def test_without_gradients_nothing_is_run_twice() -> None:
     with torch.no_grad():
         stage(*layers).run(torch.ones(1), lambda name: None)
     assert len(count) == 1
+
+
+def test_the_layer_that_returned_what_cannot_travel_is_named() -> None:
+    """The last of those that are not recomputed, when the first that is gets it."""
+    names, same = ("one", "two", "three", "four"), lambda x: x
+    functions = [same, same, lambda x: "text", same]
+    bound = [BoundLayer(Layer(name=n), f, recompute=n == "four") for n, f in zip(names, functions, strict=True)]
+    with pytest.raises(GraphError, match="layer three returned"):
+        Stage(bound, (), checkpoint=non_reentrant, interval=1).run(torch.randn(2, 4), lambda name: None)
