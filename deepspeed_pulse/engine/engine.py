@@ -115,7 +115,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def _held_bytes(self) -> int:
         """State of the layers and of the frozen parts on this rank."""
-        shards = self.dp_world_size if self.zero_optimization_stage() == 1 else 1
+        shards = self.dp_world_size if self.zero_optimization_stage() == 1 else None
         fill = self.module.plan.fill
         frozen = 0 if fill is None else fill.param_bytes(self.stage_id)
         return state_bytes(self.module.parameters(), shards=shards) + int(frozen)

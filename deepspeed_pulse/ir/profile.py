@@ -17,6 +17,12 @@ def state_factor(dtype: str) -> int:
     return 8 if dtype in ("float16", "bfloat16") else 4
 
 
+def optimizer_factor(dtype: str, *, zero: bool) -> int:
+    """The optimizer's part of k. DeepSpeed's ZeRO keeps master weights beside weights in float32 too."""
+    factor = state_factor(dtype)
+    return factor - 1 if zero and factor == state_factor("float32") else factor - 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """Times in ms and sizes in bytes of one layer for one microbatch.

@@ -34,9 +34,9 @@ class Rules:
     def shards_optimizer(self) -> bool:
         return self.zero_stage > 0
 
-    def shards(self, data_parallel: int) -> int:
-        """Parts that the optimizer state is cut into."""
-        return data_parallel if self.shards_optimizer else 1
+    def shards(self, data_parallel: int) -> int | None:
+        """Parts that ZeRO cuts the optimizer state into; None without."""
+        return data_parallel if self.shards_optimizer else None
 
     def check_form(self, fields: Fields) -> None:
         if self.zero_stage > 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.ir.profile import LayerCost, Profile, optimizer_factor
 
 NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
 """What is assumed of a link nobody measured: one PCIe 4.0 x16 or 200 Gbit/s port."""
@@ -67,11 +67,11 @@ def default_cluster(num_ranks: int, memory_bytes: int) -> Cluster:
     )
 
 
-def state_bytes(profile: Profile, param_bytes: int, *, shards: int = 1) -> int:
+def state_bytes(profile: Profile, param_bytes: int, *, shards: int | None = None) -> int:
     """Weights, gradients and optimizer state of ``param_bytes`` of parameters.
 
-    ``shards`` > 1: the optimizer part (fp32 master weights and two Adam moments) is divided by it, as ZeRO-1 does;
-    weights and gradients are not.
+    ``shards``: under ZeRO-1, by which the optimizer part (fp32 master weights and two Adam moments) is divided; weights
+    and gradients are not.
     """
-    factor = profile.state_factor
-    return 2 * param_bytes + -(-(factor - 2) * param_bytes // shards)
+    factor = optimizer_factor(profile.dtype, zero=shards is not None)
+    return 2 * param_bytes + -(-factor * param_bytes // (shards or 1))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from deepspeed_pulse.ir.profile import state_factor
+from deepspeed_pulse.ir.profile import optimizer_factor, state_factor
 
 
 def param_bytes(parameters: Iterable[torch.Tensor]) -> int:
@@ -18,15 +18,21 @@ def param_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(p.nbytes if p.requires_grad else -(-p.nbytes // _factor(p)) for p in parameters)
 
 
-def state_bytes(parameters: Iterable[torch.Tensor], *, shards: int = 1) -> int:
+def state_bytes(parameters: Iterable[torch.Tensor], *, shards: int | None = None) -> int:
     """Weights, and for the trainable parameters gradients and optimizer state.
 
-    ``shards``: so many data-parallel ranks share the optimizer state (ZeRO-1).
+    ``shards``: under ZeRO-1, so many data-parallel ranks share the optimizer state.
     """
-    return sum(
-        2 * p.nbytes + -(-(_factor(p) - 2) * p.nbytes // shards) if p.requires_grad else p.nbytes for p in parameters
-    )
+
+    def trained(p: torch.Tensor) -> int:
+        return 2 * p.nbytes + -(-optimizer_factor(_dtype(p), zero=shards is not None) * p.nbytes // (shards or 1))
+
+    return sum(trained(p) if p.requires_grad else p.nbytes for p in parameters)
 
 
 def _factor(parameter: torch.Tensor) -> int:
-    return state_factor(str(parameter.dtype).removeprefix("torch."))
+    return state_factor(_dtype(parameter))
+
+
+def _dtype(parameter: torch.Tensor) -> str:
+    return str(parameter.dtype).removeprefix("torch.")

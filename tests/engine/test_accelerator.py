@@ -277,7 +277,7 @@ HELD = {
     4: [
         case("uvit", 4, M=8),
         case("uvit", 2, M=3),
-        case("uvit", 2, M=3, zero=1, within=0.06),  # and the copy that ZeRO-1 keeps of fp32 weights
+        case("uvit", 2, M=3, zero=1),
         case("unet", 4, M=6, clip=1.0),
     ],
 }

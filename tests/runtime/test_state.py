@@ -14,13 +14,14 @@ from deepspeed_pulse.ir.profile import state_factor
 from deepspeed_pulse.runtime.state import param_bytes, state_bytes
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 4), (torch.bfloat16, 8)])
-def test_state_of_trained_and_frozen(dtype: torch.dtype, factor: int) -> None:
+@pytest.mark.parametrize(("dtype", "factor", "shared"), [(torch.float32, 4, 3), (torch.bfloat16, 8, 6)])
+def test_state_of_trained_and_frozen(dtype: torch.dtype, factor: int, shared: int) -> None:
+    """ZeRO-1 shares moments and master weights, which it keeps of fp32 weights too."""
     layer = torch.nn.Linear(16, 16, dtype=dtype)
     layer.bias.requires_grad_(False)
     weight, bias = layer.weight.nbytes, layer.bias.nbytes
     assert state_bytes(layer.parameters()) == factor * weight + bias
-    assert state_bytes(layer.parameters(), shards=2) == (2 + (factor - 2) // 2) * weight + bias
+    assert state_bytes(layer.parameters(), shards=2) == 2 * weight + shared * weight // 2 + bias
     assert factor * param_bytes(layer.parameters()) == factor * weight + bias
 
 

@@ -266,7 +266,7 @@ class Tuner:
 
     def least_held_bytes(self, choice: Choice) -> int:
         """No cuts have less on their fullest rank: state in equal parts, and what communicators hold."""
-        profile, shards = self.sizes.at(choice.microbatch_size), choice.data_parallel if choice.zero_stage else 1
+        profile, shards = self.sizes.at(choice.microbatch_size), choice.data_parallel if choice.zero_stage else None
         sizes = [state_bytes(profile, layer.param_bytes, shards=shards) for layer in profile.layers]
         buffers = min(fewest_bytes(self.job.chosen(choice).grid, choice.placement, self.job.cluster))
         return max(-(-sum(sizes) // choice.pipeline_ranks), *sizes) + buffers
