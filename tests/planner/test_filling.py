@@ -192,6 +192,15 @@ def test_memory_counts_a_result_until_the_layer_that_reads_it_has_run():
     assert peaks[1] == peaks[0] + 1_000_000
 
 
+def test_a_part_that_nobody_reads_is_a_violation():
+    made = filled_by_hand()
+    (frozen,) = made.fill.parts
+    read = replace(frozen, targets=())
+    for parts, wrong in (((read,), True), ((read, part("more", 0.5, needs=("text",))), False)):
+        found = violations(replace(made, fill=replace(made.fill, parts=parts)), num_layers=2, values=())
+        assert ("fill: nobody reads part 'text': it has no targets and no part needs it" in found) is wrong
+
+
 def test_of_many_layers_that_never_run_some_are_shown_and_the_rest_is_counted():
     made = filled_by_hand()
     long = part("text", *[0.5] * 6)

@@ -108,6 +108,22 @@ def test_broken_schedules(schedule, message):
     assert any(message in line for line in lines), lines
 
 
+@pytest.mark.parametrize(("cuts", "layers"), [((0, 1, 2), 3), ((0, 1, 2), 1), ((), 2)])
+def test_a_plan_of_fewer_or_more_layers_is_another_models(cuts, layers):
+    order = rows("0F0 0B0", "1F0 1B0")
+    lines = violations(replace(plan((0, 1), 1, schedule=order), boundaries=cuts), num_layers=layers, values=())
+    assert lines[0] == (
+        f"boundaries: the plan cuts {cuts[-1] if cuts else 0} layers, the model has {layers}; it was made for another "
+        "model"
+    )
+
+
+def test_of_a_backward_that_also_runs_in_halves_the_first_half_is_marked():
+    broken = plan((0, 1), 1, schedule=rows("0F0 0B0 0I0 0W0", "1F0 1B0"))
+    with pytest.raises(PlanError, match=r"rank 0: 0F0 0B0 >>0I0<< 0W0"):
+        check(broken, num_layers=2, values=())
+
+
 @pytest.mark.parametrize(
     ("schedule", "missing"),
     [

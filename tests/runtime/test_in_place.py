@@ -140,6 +140,20 @@ def test_trying_a_layer_leaves_it_as_it_was(kind: type[Counts]) -> None:
     assert kind is Uncopied or layer.calls == 0
 
 
+def test_a_function_with_a_module_moves_its_buffers() -> None:
+    class Calls:
+        def __init__(self) -> None:
+            self.module = Counts()
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x) * 2
+
+    layer = Calls()
+    (effects,) = found((Layer(name="calls"), layer))
+    assert effects.buffers == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    assert layer.module.calls == 0
+
+
 def test_trying_layers_holds_what_one_of_them_keeps_for_backward() -> None:
     """A model that fits only with recomputation must fit while it is tried."""
     kept: list[StorageWeakRef] = []

@@ -188,6 +188,40 @@ def test_live_bytes_count_what_the_order_keeps() -> None:
     assert 0 < peaks[0] < peaks[1]
 
 
+def test_received_values_are_counted_until_they_were_read_or_sent_on() -> None:
+    """Rank 1 only passes the skip on. However many microbatches follow one another, no rank holds more of them."""
+    layers = [torch.nn.Linear(64, 64) for _ in range(3)]
+    functions = [lambda x: (y := layers[0](x), y), layers[1], lambda x, skip: layers[2](x + skip)]
+    graph = Graph(
+        layers=(Layer(name="first", stash=("skip",)), Layer(name="second"), Layer(name="last", pop=("skip",)))
+    )
+    peaks = []
+    for microbatches in (3, 8):
+        plan = Plan(
+            pipeline_ranks=3,
+            data_parallel=1,
+            microbatches=microbatches,
+            microbatch_size=1,
+            boundaries=(0, 1, 2, 3),
+            placement=Placement.linear(3),
+            schedule=tuple(tuple(Action(s, op, m) for m in range(microbatches) for op in WHOLE) for s in range(3)),
+            routes=(Route(name="skip", source_stage=0, hops=((0, 1), (1, 2))),),
+        )
+        world = LocalWorld(plan, graph, functions, lambda output, m: output.mean())
+        peaks.append([stats.peak_live_bytes for stats in world.step([(torch.ones(50, 64), {})] * microbatches)])
+    assert peaks[0] == peaks[1]
+
+
+def test_edges_are_taken_where_this_torch_begins_backward_at_them() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    try:
+        torch.autograd.backward([torch.autograd.graph.get_gradient_edge(leaf * 3)], [torch.ones(2)])  # type: ignore[list-item]
+    except (AttributeError, TypeError, RuntimeError):
+        assert not takes_edges()
+    else:
+        assert takes_edges() and leaf.grad.tolist() == [3.0, 3.0]
+
+
 def test_marks_are_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     device, clock = LocalDevice(microbatches=1), iter((1.5, 2.0))
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))

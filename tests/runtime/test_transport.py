@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from deepspeed_pulse.errors import BatchError, RunError
+from deepspeed_pulse.errors import BatchError, PeerError, RunError
 from deepspeed_pulse.ir.program import Channel, Message
 from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.runtime.local import LocalDevice, Mailboxes
@@ -155,6 +155,23 @@ def test_shapes_are_agreed_on_once_a_key_and_forgotten_alike() -> None:
         for end in ends:
             end.drain()
     assert metadata == [2, 0, 1, 1], "8 was used last before 9, so 7 was forgotten"
+
+
+def test_what_is_wrong_with_a_message_is_said_in_one_line() -> None:
+    class Broken(Mailboxes):
+        def irecv(self, tensor, channel):  # type: ignore[no-untyped-def]
+            handle = super().irecv(tensor, channel)
+            handle.wait = lambda timeout_seconds: _raise(RuntimeError("connection closed\nby the peer\nat line 7"))
+            return handle
+
+    end = Transport(1, Broken(), LocalDevice(1), 1.0)
+    end.begin({DOWN: [message(0)]}, {DOWN: 1}, ShapeBook().of("train", [0]))
+    with pytest.raises(PeerError, match=r"pipeline rank 0 did not send .*, or died: connection closed; see the other"):
+        end.receive(message(0))
+
+
+def _raise(problem: Exception) -> None:
+    raise problem
 
 
 def test_signature_round_trip() -> None:
