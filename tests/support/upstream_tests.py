@@ -27,14 +27,14 @@ PIPELINES = {
 }
 """Files whose ``PipelineModule`` may be ours, each with what pytest selects of it."""
 
-UNLESS_OFFLOADED = "not True-1 and not True-2 and not True-3"
-"""Offloading compiles a kernel for a real device."""
+UP_TO_ZERO_2 = "not True-1 and not True-2 and not -3] and not test[3] and not Zero3"
+"""Without offloading, which compiles a kernel for a real device, and without ZeRO-3, whose norm HCCL cannot sum."""
 
 PLAIN = {
     "unit/comm/test_dist.py": "",
     "unit/runtime/comm/test_coalesced_collectives.py": "",
     "unit/runtime/half_precision/test_dynamic_loss_scale.py": "",
-    "unit/runtime/half_precision/test_fp16.py": UNLESS_OFFLOADED,
+    "unit/runtime/half_precision/test_fp16.py": UP_TO_ZERO_2,
     "unit/runtime/test_autocast.py": "",
     "unit/runtime/test_data.py": "",
     "unit/runtime/test_multi_output_model.py": "",
@@ -75,9 +75,17 @@ OTHERWISE = (
     Otherwise("TestDistributedFixture::", "error", "not found", "pytest 9 takes no class for a fixture"),
     Otherwise("TestLocoQuantized::", "failure", "not compiled with CUDA", "asks for CUDA by name"),
     Otherwise("test_autocast::test_get_autocast_decorators_use_legacy", "skipped", "", "for an older torch"),
+    Otherwise(
+        "TestGradientAllreduceOpTraining::test[muon", "failure", "InductorError", "torch compiles nothing for it"
+    ),
     *(
         Otherwise(test, "failure", "a leaf Variable", "DeepSpeed's Lamb for this device writes to weights")
-        for test in ("TestUnfused::", "TestLambFP16::", "TestFP16OptimizerForMoE::test_lamb_gradnorm[True]")
+        for test in (
+            "TestUnfused::test_no_overflow",
+            "TestUnfused::test_some_overflow",
+            "TestLambFP16::",
+            "TestFP16OptimizerForMoE::test_lamb_gradnorm[True]",
+        )
     ),
 )
 
