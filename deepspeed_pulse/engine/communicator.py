@@ -115,17 +115,22 @@ class PipelineCommunicator:
         return self._started(irecv, tensor, self._global_ranks[channel.source_rank], channel)
 
     def send_object(self, item: Any, channel: Channel) -> None:
-        """Send anything that can be pickled, between two steps; returns when the peer has it, or the device will."""
+        """Send anything that can be pickled, between two steps; returns when the peer has it, or the device will.
+
+        By torch's functions: upstream's communication logger counts the messages of steps.
+        """
+        peer = self._global_ranks[channel.target_rank]
         content = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         for tensor in (torch.tensor([content.numel()]), content):
-            self.isend(tensor.to(self._seat.device), channel).wait(self._patience)
+            self._started(torch.distributed.isend, tensor.to(self._seat.device), peer, channel).wait(self._patience)
 
     def receive_object(self, channel: Channel) -> Any:
         """What the peer sends by :meth:`send_object`."""
-        size = torch.empty(1, dtype=torch.int64, device=self._seat.device)
-        self.irecv(size, channel).wait(self._patience)
-        content = torch.empty(int(size), dtype=torch.uint8, device=self._seat.device)
-        self.irecv(content, channel).wait(self._patience)
+        peer, device = self._global_ranks[channel.source_rank], self._seat.device
+        size = torch.empty(1, dtype=torch.int64, device=device)
+        self._started(torch.distributed.irecv, size, peer, channel).wait(self._patience)
+        content = torch.empty(int(size), dtype=torch.uint8, device=device)
+        self._started(torch.distributed.irecv, content, peer, channel).wait(self._patience)
         return pickle.loads(content.cpu().numpy().tobytes())
 
     def _started(self, start: Callable[..., Any], tensor: torch.Tensor, peer: int, channel: Channel) -> _Message:

@@ -13,7 +13,7 @@ from support.launch import launch
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine import communicator
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
-from deepspeed_pulse.engine.groups import GroupOptions, check_backend
+from deepspeed_pulse.engine.groups import GroupOptions, check_options
 from deepspeed_pulse.engine.plans.machines import with_communicators
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import ConfigError
@@ -88,12 +88,12 @@ def test_options_arrive_where_they_are_meant(monkeypatch: pytest.MonkeyPatch, ba
 def test_an_option_of_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch, key: str, value: Any) -> None:
     for backend, meant in (("gloo", False), ("hccl", key.startswith("hccl")), ("nccl", key.startswith("nccl"))):
         monkeypatch.setattr(torch.distributed, "get_backend", lambda backend=backend: backend)
-        check_backend(PulseConfig())
+        check_options(PulseConfig())
         if meant:
-            check_backend(PulseConfig(**{key: value}))
+            check_options(PulseConfig(**{key: value}))
         else:
             with pytest.raises(ConfigError, match=rf"key '{key}': an option of .* backend is '{backend}'.*remove"):
-                check_backend(PulseConfig(**{key: value}))
+                check_options(PulseConfig(**{key: value}))
 
 
 @pytest.mark.parametrize(

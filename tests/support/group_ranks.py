@@ -22,8 +22,8 @@ def have_timeouts(case: dict[str, Any]) -> None:
     engine = begun(case, layers(), sgd, {"pulse": pulse}, input=first)
     engine.train_batch(data_iter=(batch(number, 0, engine.grid.data_parallel_id) for number in range(case["M"])))
     groups = list(torch.distributed.distributed_c10d._world.pg_map)
-    found = {group.group_name: _timeout(group) for group in groups}
-    assert set(found.values()) == {TIMEOUT_SECONDS}, found
+    found = [(group.size(), _timeout(group)) for group in groups]
+    assert {seconds for _, seconds in found} == {TIMEOUT_SECONDS}, found
     grid, channels = engine.grid, engine._steps.lowering.communicator._groups
     assert len(found) >= len(channels) + 3
     assert grid.get_model_parallel_group() is grid.get_pipe_parallel_group()
