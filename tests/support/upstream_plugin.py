@@ -7,10 +7,12 @@ Their ranks are processes that import the tests anew; a test brings this module 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 from typing import Any
 
@@ -21,6 +23,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 MODULE = os.environ.get("UPSTREAM_MODULE", "theirs")
 """``theirs``: nothing is replaced; ``ours``: our module without a plan; ``line``: the plan comes with
 ``deepspeed.initialize``; ``wave``: the module is made with one."""
+
+
+def die_with_the_parent() -> None:
+    """Whatever happens to that: nobody else ends a rank that hangs."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+die_with_the_parent()  # pytest, and the process that ranks are forked from
 
 
 def block() -> dict[str, Any]:
@@ -77,6 +88,7 @@ class Images(torch.utils.data.Dataset[Any]):
 
 def made(module: str, name: str) -> Any:
     """A test of theirs in a rank's process, after the replacement."""
+    die_with_the_parent()
     replace()
     found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     if "unit.alexnet_model" in sys.modules:
