@@ -20,6 +20,7 @@ from deepspeed_pulse.planner.schedules.listing import list_schedule
 from deepspeed_pulse.planner.schedules.templates import dualpipev
 from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search import improve
+from deepspeed_pulse.planner.search.improve import Improver
 from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.paths import Move, Paths
 from deepspeed_pulse.planner.search.synthesize import synthesize
@@ -150,13 +151,14 @@ def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, mo
 
 
 @pytest.mark.parametrize("capped", [False, True])
-def test_a_search_whose_orders_never_fit_ends_by_itself(capped):
+def test_a_search_whose_orders_never_fit_ends_by_itself(capped, monkeypatch):
     """Also where the stash is not what is too much, so that less of it changes nothing."""
+    monkeypatch.setattr(improve, "_NODES_A_ROUND", 1_000)
     problem = Problem(plan(Placement.wave(2), 6), uneven(2, 1), cluster())
     cap = count_cap(problem, 8) if capped else None
     start = list_schedule(problem, 6, cap=count_cap(problem, 2))
     refused = []
-    improver = improve.Improver(
+    improver = Improver(
         problem=problem,
         split=False,
         cap=cap,
@@ -183,13 +185,19 @@ def test_a_pattern_extends_to_any_number_of_microbatches():
         assert extra == pytest.approx(6 * (microbatches - 12))
 
 
-def test_many_microbatches_are_solved_through_few():
+def test_many_microbatches_are_solved_through_few(monkeypatch):
+    """No known order is the best, of forty or of six; so one of six is searched for."""
+    searched, made = [], Improver.__post_init__
+    monkeypatch.setattr(
+        Improver, "__post_init__", lambda self: (searched.append(self.problem.plan.microbatches), made(self))[1]
+    )
     found = synthesize(
         plan(Placement.wave(2), 40),
-        Job.of(plan(Placement.wave(2), 40), uneven(2, 3), cluster()),
+        Job.of(plan(Placement.wave(2), 40), uneven(2, 2), cluster()),
         SearchOptions(solver_seconds=30),
     )
     assert found.estimate.gap < 1e-9
+    assert searched == [40, 6]
 
 
 def test_preemptive_bound_by_hand():
