@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.runtime.roots import Root
 
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends that keep messages apart by tag, and that cannot send device memory."""
@@ -135,18 +134,18 @@ class EngineDevice(DeviceClock):
 
     Args:
         device: where tensors live.
-        backward: runs autograd under the engine's prologue and epilogue.
+        accumulating: the engine's prologue and epilogue of a backward.
         scale_loss: divides by the accumulation steps and applies loss scaling.
     """
 
     def __init__(
         self,
         device: torch.device,
-        backward: Callable[[Sequence[Root], Sequence[torch.Tensor | None]], None],
+        accumulating: Callable[[], AbstractContextManager[None]],
         scale_loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__(device)
-        self._device, self.backward, self.scale_loss = device, backward, scale_loss
+        self._device, self.accumulating, self.scale_loss = device, accumulating, scale_loss
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)

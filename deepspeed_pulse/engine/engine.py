@@ -72,7 +72,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         """Everything that upstream's engine does not know of."""
         seat, watchdog, timeout = Seat.of(self), self._watchdog, module.pulse.timeout_seconds
         losses = Losses(self, lambda microbatch: self._runtime.named(LABELS, microbatch))
-        self._device = EngineDevice(seat.device, losses.backward, losses.scale)
+        self._device = EngineDevice(seat.device, losses.accumulating, losses.scale)
         self._breakdown = Breakdown(self)
         self._orders = Orders(module, watchdog)
         communicator = PipelineCommunicator(seat, GroupOptions.of(module.pulse))

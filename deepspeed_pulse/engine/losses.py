@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from deepspeed_pulse.engine.gradients.scaling import scaled
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.runtime.roots import Root
 
 
 class Losses:
@@ -46,8 +46,9 @@ class Losses:
         """The loss as the optimizer expects the sum of its gradients over a step."""
         return scaled(loss / self._engine.gradient_accumulation_steps(), self._engine.optimizer)
 
-    def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
-        """One traversal, between what upstream does before and after it."""
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """What upstream does before and after a backward."""
         engine = self._engine
         if engine.using_bf16_optimizer:
             # To None, not to zero: after backward the optimizer adds whatever is there, of every stage.
@@ -56,7 +57,7 @@ class Losses:
         engine._running_engine_backward = True
         try:
             engine._backward_prologue()
-            torch.autograd.backward(roots, gradients)
+            yield
             engine._backward_epilogue()
         finally:
             engine._running_engine_backward = False

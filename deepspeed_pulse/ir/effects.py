@@ -53,6 +53,11 @@ class Effects:
     aliases: tuple[tuple[Argument, Argument], ...] = ()
     buffers: tuple[str, ...] = ()
 
+    @property
+    def leaves_alone(self) -> bool:
+        """What the layer reads is after it as it was before."""
+        return not (self.changes or self.versions or self.aliases)
+
 
 def with_versions(graph: Graph, effects: Sequence[Effects]) -> Graph:
     """The layer list with a name for every version of a value; as it is where no layer changes one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,6 @@ from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.discovery import begin, discover
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime, Stats
 from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant
-from deepspeed_pulse.runtime.roots import Root
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
 
@@ -76,8 +76,8 @@ class LocalDevice:
     def times_ms(self, marks: Sequence[float]) -> list[float]:
         return list(marks)
 
-    def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
-        torch.autograd.backward(roots, gradients)
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss / self.microbatches

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_pulse.ir.program import Channel, Step
-from deepspeed_pulse.runtime.roots import Root
 
 
 class Handle(Protocol):
@@ -41,8 +40,8 @@ class Device(Protocol):
     def times_ms(self, marks: Sequence[Any]) -> list[float]:
         """When the device came to marks, ms on the host's clock, which ranks of one machine share. Waits for it."""
 
-    def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Accumulate gradients of all leaves below ``roots`` in one traversal."""
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Around a backward that adds to gradients of weights."""
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as backward needs it: divided by the number of microbatches, and loss-scaled."""

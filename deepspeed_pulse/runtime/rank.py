@@ -27,6 +27,7 @@ from deepspeed_pulse.runtime.roots import Root, roots_of
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import SavedBytes, Stage
 from deepspeed_pulse.runtime.stopwatch import Stopwatch
+from deepspeed_pulse.runtime.tape import Tape
 from deepspeed_pulse.runtime.transport import Transport
 from deepspeed_pulse.runtime.usage import Usage
 from deepspeed_pulse.runtime.values import ValueBuffer, gradient_of
@@ -66,6 +67,8 @@ class _Forward:
     outputs: tuple[Root | None, ...]
     exported: dict[str, tuple[Root | None, ...]]
     loss: torch.Tensor | None
+    tape: Tape | None
+    """Where backward runs in halves."""
 
 
 @dataclass
@@ -119,6 +122,13 @@ class RankRuntime:
         """Bytes by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
         self._waiting: dict[int, int] = {}
         """Of those, per microbatch, gradients that wait for the backward or the message that takes them."""
+        self._runs = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.INPUT_GRAD: self._input_half,
+            Op.WEIGHT_GRAD: self._weight_half,
+        }
+        self._late: dict[tuple[int, int], Tape] = {}
         self.stopwatch: Stopwatch[Action] = Stopwatch(rank, device)
         """Of the last step's actions."""
         self.stats = Stats()
@@ -148,6 +158,7 @@ class RankRuntime:
         self._stages, self._first_number, self._number = part.stages, first_number, number
         self._held = part.held or [Held()] * plan.num_stages
         self._releases = traffic.releases[self.rank]
+        self._in_halves = {(a.stage, a.microbatch) for a in plan.schedule[self.rank] if a.op is Op.INPUT_GRAD}
         self._top_stage = max(plan.stages_of(self.rank))
         self._position = 0
         self.stats = Stats()
@@ -199,10 +210,7 @@ class RankRuntime:
 
     def _compute(self, step: Step) -> None:
         with self.stopwatch.running(step.action):
-            if step.action.op is Op.FORWARD:
-                self._forward(step.action.stage, step.action.microbatch)
-            else:
-                self._backward(step.action.stage, step.action.microbatch)
+            self._runs[step.action.op](step.action.stage, step.action.microbatch)
 
     def _send(self, step: Step) -> None:
         """Start messages, and drop what is needed no more."""
@@ -218,8 +226,9 @@ class RankRuntime:
     def finish(self) -> Stats:
         """End the step: all sends are over and every buffer is empty."""
         self._transport.drain()
-        assert not (self._forwards or self._hidden or self._hidden_grads or self._values.live), (
+        assert not (self._forwards or self._late or self._hidden or self._hidden_grads or self._values.live), (
             self._forwards.keys(),
+            self._late.keys(),
             self._hidden.keys(),
             self._hidden_grads.keys(),
             self._values.live,
@@ -246,7 +255,8 @@ class RankRuntime:
         def lookup(name: str) -> Any:
             return self.named(name, m)
 
-        run = partial(self._stages[stage].run, entry, lookup, number=self._first_number + m)
+        tape = Tape(leaves) if self._training and (stage, m) in self._in_halves else None
+        run = partial(self._stages[stage].run, entry, lookup, number=self._first_number + m, tape=tape)
         shapes = self._shapes[m]
         if self._training and stage not in shapes.activation_bytes:
             with SavedBytes((*self._parameters, *self._values.tensors(m))) as saved:
@@ -257,7 +267,7 @@ class RankRuntime:
             shapes.unkept_bytes[stage] = saved.bytes - shapes.activation_bytes[stage]
         else:
             output, exported = run()
-        self._keep(stage, m, leaves, output, exported)
+        self._keep(stage, m, leaves, output, exported, tape)
 
     def _arrived(self, stage: int) -> bool:
         """True where a stage's input comes in a message, so that nobody else reads that memory."""
@@ -271,7 +281,13 @@ class RankRuntime:
         return tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
 
     def _keep(
-        self, stage: int, m: int, leaves: tuple[torch.Tensor, ...], output: Any, exported: dict[str, Any]
+        self,
+        stage: int,
+        m: int,
+        leaves: tuple[torch.Tensor, ...],
+        output: Any,
+        exported: dict[str, Any],
+        tape: Tape | None,
     ) -> None:
         last = stage == self._plan.num_stages - 1
         for name, value in exported.items():
@@ -292,6 +308,7 @@ class RankRuntime:
                 outputs=roots_of(outputs),
                 exported={name: roots_of(tensors_of(value)) for name, value in exported.items()},
                 loss=loss,
+                tape=tape,
             )
             self._count("activations", self._shapes[m].activation_bytes[stage], self._held[stage].workspace)
 
@@ -299,6 +316,40 @@ class RankRuntime:
 
     def _backward(self, stage: int, m: int) -> None:
         forward = self._forwards.pop((stage, m))
+        roots, gradients = self._given_back(forward, stage, m)
+        for name, exported in forward.exported.items():
+            _pair(exported, self._values.gradients(name, m), roots, gradients)
+        held = self._held[stage]
+        self._count("recomputed", held.recomputed, held.workspace)
+        if roots:
+            with self._device.accumulating():
+                torch.autograd.backward(roots, gradients)
+        self._count("recomputed", -held.recomputed)
+        self._hand_back(forward, stage, m)
+        self._end_backward(stage, m)
+
+    def _input_half(self, stage: int, m: int) -> None:
+        forward = self._forwards.pop((stage, m))
+        assert forward.tape is not None
+        roots, gradients = self._given_back(forward, stage, m)
+        for name in forward.exported:
+            forward.tape.add_gradients(name, self._values.gradients(name, m))
+        held = self._held[stage]
+        self._count("recomputed", held.recomputed, held.workspace)
+        forward.tape.input_half(roots, gradients, self._device.accumulating)
+        self._hand_back(forward, stage, m)
+        self._count_gradients(m)
+        self._late[stage, m] = forward.tape
+
+    def _weight_half(self, stage: int, m: int) -> None:
+        held = self._held[stage]
+        self._count("recomputed", 0, held.workspace)
+        self._late.pop((stage, m)).weight_half(self._device.accumulating)
+        self._count("recomputed", -held.recomputed)
+        self._end_backward(stage, m)
+
+    def _given_back(self, forward: _Forward, stage: int, m: int) -> tuple[list[Root], list[torch.Tensor | None]]:
+        """Where backward begins of what the stage handed on, and with which gradients."""
         roots: list[Root] = []
         gradients: list[torch.Tensor | None] = []
         if forward.loss is not None:
@@ -307,16 +358,14 @@ class RankRuntime:
         else:
             received = self._hidden_grads.pop((stage + 1, m), None) or [None] * len(forward.outputs)
             _pair(forward.outputs, received, roots, gradients)
-        for name, exported in forward.exported.items():
-            _pair(exported, self._values.gradients(name, m), roots, gradients)
-        held = self._held[stage]
-        self._count("recomputed", held.recomputed, held.workspace)
-        if roots:
-            self._device.backward(roots, gradients)
-        self._count("recomputed", -held.recomputed)
-        self._count_fresh(self._stages[stage].parameters)
+        return roots, gradients
+
+    def _hand_back(self, forward: _Forward, stage: int, m: int) -> None:
         if stage > 0:
             self._hidden_grads[stage, m] = [gradient_of(leaf) for leaf in forward.inputs]
+
+    def _end_backward(self, stage: int, m: int) -> None:
+        self._count_fresh(self._stages[stage].parameters)
         self._count("activations", -self._shapes[m].activation_bytes[stage])
         self._count_gradients(m)
 

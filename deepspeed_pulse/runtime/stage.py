@@ -16,7 +16,8 @@ from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, change
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import as_payload, tensors_in
-from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant, recomputed
+from deepspeed_pulse.runtime.recomputing import Checkpoint, RunLater, non_reentrant, recomputed
+from deepspeed_pulse.runtime.tape import Tape
 
 Lookup = Callable[[str], Any]
 
@@ -59,11 +60,10 @@ class Stage:
         checkpoint: Checkpoint = non_reentrant,
         interval: int = 1,
     ) -> None:
-        parts = list(_parts(layers, interval))
-        self._runs = tuple(
-            _Segment(part, [layer for others in parts[number + 1 :] for layer in others])
-            for number, part in enumerate(parts)
-        )
+        self._runs = _segments(layers, interval, together=True)
+        self._cuts = all(layer.effects is not None and layer.effects.leaves_alone for layer in layers)
+        self._pieces = _segments(layers, interval, together=False) if self._cuts else self._runs
+        """What runs where a backward in halves follows; each has a graph of its own where no layer changes values."""
         self.changes = _changes(layers, ())
         self.parameters = [p for run in self._runs for p in run.parameters]
         self.exports = tuple(exports)
@@ -72,7 +72,13 @@ class Stage:
         """Name of the last layer."""
 
     def run(
-        self, hidden: Any, lookup: Lookup, *, number: int = 0, saved: SavedBytes | None = None
+        self,
+        hidden: Any,
+        lookup: Lookup,
+        *,
+        number: int = 0,
+        saved: SavedBytes | None = None,
+        tape: Tape | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Hidden state out, and the exported values by name.
 
@@ -81,30 +87,61 @@ class Stage:
             lookup: gives a popped value that was not stashed in this stage.
             number: of the microbatch, for layers that are seeded.
             saved: told what is kept for layers that run again.
+            tape: where a backward in halves follows, takes what that needs; it knows what ``hidden`` was made of.
         """
         stashed: dict[str, Any] = {}
+        cut = tape if self._cuts else None
 
         def find(name: str) -> Any:
+            value = stashed[name] if name in stashed else lookup(name)
+            if tape is not None and (self._cuts or name not in stashed):
+                tape.reads(tensors_in(value))
             if name not in stashed and name in self.changes:
-                stashed[name] = copied(lookup(name))
-            return stashed[name] if name in stashed else lookup(name)
+                value = stashed[name] = copied(value)
+            return value
 
-        for position, run in enumerate(self._runs):
+        segments = self._runs if tape is None else self._pieces
+        for position, run in enumerate(segments):
             if position:
-                hidden = as_payload(hidden, f"layer {self._runs[position - 1].last} returned")
+                hidden = as_payload(hidden, f"layer {segments[position - 1].last} returned")
+            if cut is not None and position:
+                hidden = cut.go_on(hidden)
             if run.recompute and torch.is_grad_enabled():
-                hidden, more = run.recomputed(self._checkpoint, hidden, find, number, saved)
+                checkpoint = self._checkpoint if tape is None else self._for_halves(tape)
+                hidden, more = run.recomputed(checkpoint, hidden, find, number, saved)
             else:
                 hidden, more = run(hidden, find, number)
-            stashed.update(more)
+            stashed.update(more if cut is None else {name: cut.stash(name, value) for name, value in more.items()})
+        if cut is not None and segments[-1].recompute:
+            hidden = cut.go_on(as_payload(hidden, f"layer {self.last} returned"))
+        if tape is not None and not self._cuts:
+            stashed.update({name: tape.stash(name, stashed[name]) for name in self.exports})
         return hidden, {name: stashed[name] for name in self.exports}
 
+    def _for_halves(self, tape: Tape) -> Checkpoint:
+        """The checkpoint function of a piece; with one of the user's, or changes in place, it stays whole."""
+        if not self._cuts or self._checkpoint is not non_reentrant:
+            tape.keep_whole()
+            return self._checkpoint
+        later = RunLater()
+        tape.run_later(later)
+        return later
 
-def _parts(layers: Sequence[BoundLayer], interval: int) -> Iterator[Sequence[BoundLayer]]:
-    """Layers that are kept, as many as follow one another, and ``interval`` at most that are recomputed."""
+
+def _segments(layers: Sequence[BoundLayer], interval: int, *, together: bool) -> tuple[_Segment, ...]:
+    """``together``: layers that are kept, as many as follow one another."""
+    parts = list(_parts(layers, interval, together=together))
+    return tuple(
+        _Segment(part, [layer for others in parts[number + 1 :] for layer in others])
+        for number, part in enumerate(parts)
+    )
+
+
+def _parts(layers: Sequence[BoundLayer], interval: int, *, together: bool) -> Iterator[Sequence[BoundLayer]]:
+    """Layers that are kept, all that follow one another or each for itself, and ``interval`` recomputed at most."""
     for recompute, group in itertools.groupby(layers, key=lambda layer: layer.recompute):
         same = list(group)
-        size = interval if recompute else len(same)
+        size = interval if recompute else len(same) if together else 1
         for start in range(0, len(same), size):
             yield same[start : start + size]
 

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.reference import Unpartitioned
 from torch import nn
+from torch.nn.functional import mse_loss
+
+from deepspeed_pulse.engine.specs import describe
+from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
 
 WIDTH = 4
 
@@ -138,3 +144,51 @@ def sketch_batch(step: int, microbatch: int, data_index: int, *, dtype: torch.dt
     generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + data_index)
     hidden, labels = (torch.randn(2, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
     return {"hidden": hidden, "ids": torch.randint(0, 5, (2, WIDTH), generator=generator)}, labels
+
+
+def graph_of(sketch: Sketch) -> Graph:
+    return Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(sketch_layers(sketch))))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Of the unpartitioned model: every gradient; bytes forward and backward behind each layer and of each value."""
+
+    gradients: dict[str, torch.Tensor]
+    hidden: list[tuple[int, int]]
+    values: dict[str, tuple[int, int]]
+
+
+def reference(sketch: Sketch, microbatches: int) -> Reference:
+    model, graph = Unpartitioned(sketch_layers(sketch)).double(), graph_of(sketch)
+    hidden: list[tuple[int, int]] = []
+    values: dict[str, tuple[int, int]] = {}
+
+    def watched(layer: Layer, function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            result = function(*args)
+            first, *stashed = result if layer.stash else (result,)
+            hidden.append(sizes(first))
+            values.update(zip(layer.stash, map(sizes, stashed), strict=True))
+            return result
+
+        return run
+
+    model.functions = [watched(*pair) for pair in zip(graph.layers, model.functions, strict=True)]
+    for inputs, labels in data(microbatches):
+        (mse_loss(model(inputs), labels) / microbatches).backward()
+    gradients = {name: gradient(p) for name, p in model.named_parameters()}
+    return Reference(gradients, hidden[: sketch.num_layers], values)
+
+
+def sizes(value: Any) -> tuple[int, int]:
+    tensors = tensors_in(value)
+    return num_bytes(tensors), num_bytes([t for t in tensors if t.requires_grad])
+
+
+def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def data(microbatches: int) -> list[Any]:
+    return [sketch_batch(0, m, 0, dtype=torch.float64) for m in range(microbatches)]

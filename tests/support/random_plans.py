@@ -11,7 +11,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Message, lower
-from deepspeed_pulse.ir.schedule import Action, Op, Schedule, backward, forward
+from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Op, Schedule
 
 
 def random_plan(
@@ -22,11 +22,13 @@ def random_plan(
     microbatches: int,
     greedy_forward: bool = False,
     placement: Sequence[int] | None = None,
+    halves: float = 0.0,
 ) -> Plan:
     """A valid plan with random cuts and a random order.
 
     Args:
         greedy_forward: all forwards first.
+        halves: share of the backwards that run as ``I`` and ``W``.
         placement: rank of each stage; left out, one or two waves.
     """
     source = random.Random(seed)
@@ -45,29 +47,31 @@ def random_plan(
         schedule=((),) * ranks,
         routes=make_routes(bounds, placement, graph.values),
     )
-    schedule = random_order(unordered, source, greedy_forward)
+    schedule = random_order(unordered, source, greedy_forward, halves)
     return replace(unordered, schedule=schedule)
 
 
-def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Schedule:
+def random_order(plan: Plan, source: random.Random, greedy_forward: bool, halves: float = 0.0) -> Schedule:
     """Repeatedly let a random rank run a random action that is ready."""
+
+    def actions(stage: int, microbatch: int) -> list[Action]:
+        ops = SPLIT if halves and source.random() < halves else WHOLE
+        return [Action(stage, op, microbatch) for op in ops]
+
     todo = {
-        rank: [
-            a for s in plan.stages_of(rank) for m in range(plan.microbatches) for a in (forward(s, m), backward(s, m))
-        ]
+        rank: [a for s in plan.stages_of(rank) for m in range(plan.microbatches) for a in actions(s, m)]
         for rank in range(plan.pipeline_ranks)
     }
     full = replace(plan, schedule=tuple(tuple(todo[rank]) for rank in sorted(todo)))
     steps = {step.action: step for row in lower(full) for step in row}
     rows: dict[int, list[Action]] = {rank: [] for rank in todo}
     arrived: set[Message] = set()
-    done: set[Action] = set()
     given: set[object] = set()
 
     def ready(action: Action) -> bool:
-        earlier = Action(action.stage, action.op, action.microbatch - 1)
+        earlier = [Action(action.stage, action.op, m) for m in range(action.microbatch)]
         return (
-            (action.microbatch == 0 or earlier in done)
+            not any(other in todo[plan.placement[action.stage]] for other in earlier)
             and all(message in arrived for message in steps[action].receives)
             and all(need in given for need in local_needs(action, full.placement))
         )
@@ -79,7 +83,6 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool) -> Sch
         rank, action = source.choice(choices)
         rows[rank].append(action)
         todo[rank].remove(action)
-        done.add(action)
         given.add(key_of(action))
         arrived.update(steps[action].sends)
     return tuple(tuple(rows[rank]) for rank in sorted(rows))

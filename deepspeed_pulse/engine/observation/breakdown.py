@@ -20,10 +20,10 @@ from deepspeed.runtime.pipe.engine import (
 )
 
 from deepspeed_pulse.ir.program import Step
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.schedule import Direction, Op
 
-RECEIVING = {Op.FORWARD: PIPE_RECV_INPUT_TIMER, Op.BACKWARD: PIPE_RECV_GRAD_TIMER}
-SENDING = {Op.FORWARD: PIPE_SEND_OUTPUT_TIMER, Op.BACKWARD: PIPE_SEND_GRAD_TIMER}
+RECEIVING = {Direction.FORWARD: PIPE_RECV_INPUT_TIMER, Direction.BACKWARD: PIPE_RECV_GRAD_TIMER}
+SENDING = {Direction.FORWARD: PIPE_SEND_OUTPUT_TIMER, Direction.BACKWARD: PIPE_SEND_GRAD_TIMER}
 
 
 class Breakdown:
@@ -36,13 +36,13 @@ class Breakdown:
         """For what the runtime does; None where nothing is to be timed."""
 
     def receiving(self, step: Step) -> Any:
-        return self._timed([RECEIVING[step.action.op]] if step.receives else [])
+        return self._timed([RECEIVING[step.receives[0].direction]] if step.receives else [])
 
     def computing(self, step: Step) -> Any:
         return self._timed(self._engine.engine_timers.forward_timers if step.action.op is Op.FORWARD else [])
 
     def sending(self, step: Step) -> Any:
-        return self._timed([SENDING[step.action.op]] if step.sends else [])
+        return self._timed([SENDING[step.sends[0].direction]] if step.sends else [])
 
     def drawing(self) -> Any:
         return self._timed([BATCH_INPUT_TIMER])
