@@ -34,6 +34,8 @@ class LayerCost:
     ``workspace_bytes``: what a forward or a backward holds at most beyond ``activation_bytes`` while it runs, if it was
     measured.
     ``weight_grad_ms``: the part of ``backward_ms`` that computes weight gradients, if known.
+    ``input_grad_ms``: what the other half of a backward in two halves takes, if it was measured; where it is left out,
+    the rest of ``backward_ms``.
     ``spread``: (longest - shortest) / median of the times that were measured, if they were.
     """
 
@@ -41,6 +43,7 @@ class LayerCost:
     forward_ms: float
     backward_ms: float
     weight_grad_ms: Annotated[float | None, Form(left_out=True, place=1)] = None
+    input_grad_ms: Annotated[float | None, Form(left_out=True, place=1)] = None
     param_bytes: int
     activation_bytes: int
     output_bytes: int
@@ -51,6 +54,15 @@ class LayerCost:
     def check_form(self, fields: Fields) -> None:
         if self.weight_grad_ms is not None and self.weight_grad_ms > self.backward_ms:
             raise fields.error("weight_grad_ms", f"at most backward_ms = {self.backward_ms:g}")
+        if self.input_grad_ms is not None:
+            self._check_halves(fields, self.input_grad_ms)
+
+    def _check_halves(self, fields: Fields, input_grad_ms: float) -> None:
+        if self.weight_grad_ms is None:
+            raise fields.error("input_grad_ms", "weight_grad_ms beside it")
+        rest = self.backward_ms - self.weight_grad_ms
+        if input_grad_ms < rest * (1 - 1e-9):
+            raise fields.error("input_grad_ms", f"at least backward_ms - weight_grad_ms = {rest:g}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,11 @@ class Profile(File):
     def param_bytes(self) -> int:
         """Of all layers."""
         return sum(layer.param_bytes for layer in self.layers)
+
+    @property
+    def knows_halves(self) -> bool:
+        """It was measured what a backward in two halves takes."""
+        return all(layer.input_grad_ms is not None for layer in self.layers)
 
     @property
     def state_factor(self) -> int:

@@ -32,7 +32,7 @@ class CriticalPaths:
         self.actions += [Action(s, Op.WEIGHT_GRAD, 0) for s in stages if split]
         self.delays = _message_delays(problem, self.actions)
         self._edges = {key_of(a): self._incoming(a) for a in self.actions}
-        self._duration = duration = {key_of(a): problem.duration_ms(a) for a in self.actions}
+        self._duration = duration = {key_of(a): problem.least_ms(a) for a in self.actions}
         self.head_ms: dict[Key, float] = {}
         self.tail_ms: dict[Key, float] = dict.fromkeys(self._edges, 0.0)
         for key, edges in self._edges.items():
@@ -100,7 +100,7 @@ def _rank_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     heads, tails = paths.heads_of(microbatches), paths.tails_of(microbatches)
     jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(problem.num_ranks)]
     for action in paths.actions:
-        key, duration = key_of(action), problem.duration_ms(action)
+        key, duration = key_of(action), problem.least_ms(action)
         row = jobs[problem.placement[action.stage]]
         row += [(head, tail, duration) for head, tail in zip(heads[key], tails[key], strict=True)]
     return [preemptive_ms(row) for row in jobs]
@@ -136,11 +136,11 @@ def _port_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     last: dict[Port, float] = {}
     for action in paths.actions:
         key = key_of(action)
-        end = paths.head_ms[key] + problem.duration_ms(action)
+        end = paths.head_ms[key] + problem.least_ms(action)
         for message in problem.step(action).sends:
             port, (transfer_ms, latency_ms) = problem.port_of(message), problem.delay(message)
             target = (message.target_stage, key[1], 0)
-            consumer = problem.duration_ms(Action(message.target_stage, action.op, 0))
+            consumer = problem.least_ms(Action(message.target_stage, action.op, 0))
             after = latency_ms + consumer + paths.tail_ms[target]
             work[port] += transfer_ms
             first[port] = min(first.get(port, end), end)

@@ -18,12 +18,14 @@ class StageCosts:
     """Per stage and microbatch: times in ms, sizes in bytes.
 
     ``weight_grad_ms`` is the part of ``backward_ms`` that a ``W`` action does (half of it where the profile
-    does not say); ``output_bytes`` is the hidden state that leaves the stage's last layer.
+    does not say), ``input_grad_ms`` what an ``I`` takes; ``output_bytes`` is the hidden state that leaves the stage's
+    last layer.
     """
 
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
     weight_grad_ms: tuple[float, ...]
+    input_grad_ms: tuple[float, ...]
     param_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
@@ -36,6 +38,7 @@ class StageCosts:
             forward_ms=tuple(sum(x.forward_ms for x in stage) for stage in stages),
             backward_ms=tuple(sum(x.backward_ms for x in stage) for stage in stages),
             weight_grad_ms=tuple(sum(weight_grad_ms(x) for x in stage) for stage in stages),
+            input_grad_ms=tuple(sum(input_grad_ms(x) for x in stage) for stage in stages),
             param_bytes=tuple(sum(x.param_bytes for x in stage) for stage in stages),
             activation_bytes=tuple(sum(x.activation_bytes for x in stage) for stage in stages),
             output_bytes=tuple(stage[-1].output_bytes if stage else 0 for stage in stages),
@@ -47,6 +50,7 @@ class StageCosts:
             self,
             forward_ms=tuple(a + b for a, b in zip(self.forward_ms, forward_ms, strict=True)),
             backward_ms=tuple(a + b for a, b in zip(self.backward_ms, backward_ms, strict=True)),
+            input_grad_ms=tuple(a + b for a, b in zip(self.input_grad_ms, backward_ms, strict=True)),
         )
 
     def work_ms(self, stage: int) -> float:
@@ -57,6 +61,11 @@ class StageCosts:
 def weight_grad_ms(layer: LayerCost) -> float:
     """The layer's ``weight_grad_ms``, or half of its backward where the profile does not say."""
     return layer.backward_ms / 2 if layer.weight_grad_ms is None else layer.weight_grad_ms
+
+
+def input_grad_ms(layer: LayerCost) -> float:
+    """The layer's ``input_grad_ms``, or what :func:`weight_grad_ms` leaves of its backward."""
+    return layer.backward_ms - weight_grad_ms(layer) if layer.input_grad_ms is None else layer.input_grad_ms
 
 
 def default_cluster(num_ranks: int, memory_bytes: int) -> Cluster:

@@ -41,6 +41,12 @@ class Problem:
         ]
         self.costs = StageCosts.of(layers, plan.boundaries).with_overheads(*overheads)
         """Of layers, and of their messages what these cost the rank."""
+        self._durations_ms = {
+            Op.FORWARD: self.costs.forward_ms,
+            Op.BACKWARD: self.costs.backward_ms,
+            Op.INPUT_GRAD: self.costs.input_grad_ms,
+            Op.WEIGHT_GRAD: self.costs.weight_grad_ms,
+        }
 
     def with_plan(self, plan: Plan) -> Problem:
         """Another plan with the same costs."""
@@ -52,14 +58,14 @@ class Problem:
         return sum(self._link(message).overhead_ms for message in (*step.receives, *step.sends))
 
     def duration_ms(self, action: Action) -> float:
-        """Time that an action keeps its rank; ``I`` and ``W`` share the backward."""
-        costs, stage = self.costs, action.stage
-        if action.op is Op.FORWARD:
-            return costs.forward_ms[stage]
-        if action.op is Op.BACKWARD:
-            return costs.backward_ms[stage]
-        weight = costs.weight_grad_ms[stage]
-        return weight if action.op is Op.WEIGHT_GRAD else costs.backward_ms[stage] - weight
+        """Time that an action keeps its rank."""
+        return self._durations_ms[action.op][action.stage]
+
+    def least_ms(self, action: Action) -> float:
+        """Part of an action's time, so that ``I`` and ``W`` together take no longer than ``B``."""
+        if action.op is not Op.INPUT_GRAD:
+            return self.duration_ms(action)
+        return self.costs.backward_ms[action.stage] - self.costs.weight_grad_ms[action.stage]
 
     def num_bytes(self, message: Message) -> int:
         """Size of a message: a gradient has the size of its value."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Held, LayerCost, Profile
-from deepspeed_pulse.planner.cost import weight_grad_ms
+from deepspeed_pulse.planner.cost import input_grad_ms, weight_grad_ms
 
 CHOICES = ("none", "all", "auto")
 
@@ -57,8 +57,8 @@ def with_recompute(profile: Profile, layers: Collection[int]) -> Profile:
 
 def _recomputed(layer: LayerCost, kept: int) -> LayerCost:
     weight = weight_grad_ms(layer)  # of the backward alone, not of the forward in it
-    backward = layer.backward_ms + layer.forward_ms
-    return replace(layer, backward_ms=backward, weight_grad_ms=weight, activation_bytes=kept)
+    backward, inputs = layer.backward_ms + layer.forward_ms, input_grad_ms(layer) + layer.forward_ms
+    return replace(layer, backward_ms=backward, weight_grad_ms=weight, input_grad_ms=inputs, activation_bytes=kept)
 
 
 def _kept_bytes(profile: Profile) -> list[int]:

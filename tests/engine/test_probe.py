@@ -141,6 +141,7 @@ def test_what_is_measured_is_warm_and_says_the_weights_share(monkeypatch: pytest
     first, second, last = measured.layers
     assert (first.forward_ms, first.backward_ms, first.weight_grad_ms, first.spread) == (1.0, 3.0, 3.0, 0.0)
     assert (second.forward_ms, second.backward_ms, second.weight_grad_ms) == (1.0, 5.0, 3.0)
+    assert (first.input_grad_ms, second.input_grad_ms, last.input_grad_ms) == (0.0, 2.0, 0.0)
     assert (last.forward_ms, last.weight_grad_ms, last.spread) == (0.0, 0.0, 0.0)
 
 
@@ -155,3 +156,37 @@ def test_views_of_a_storage_and_parameters_are_not_counted_twice() -> None:
     measured = measure_layers(chain(3), layers, torch.randn(2, 4), {}, CPU)
     assert [cost.activation_bytes for cost in measured.layers] == [4 * 2 * 4, 4 * (2 * 8 + 2 * 4), 4 * 2 * 4]
     assert [cost.output_bytes for cost in measured.layers] == [4 * 2 * 8, 4 * 2 * 4, 4 * 2 * 4]
+
+
+class _Once(torch.autograd.Function):
+    """Lets go of what it saved, as some packages' kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.kept = [weight]
+        return hidden * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        weight = ctx.kept.pop()
+        return gradients[0] * weight, gradients[0].sum()
+
+
+class Once(Layered):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Once.apply(hidden, self.weight)
+
+
+class Twice(Layered):
+    """Its weight stands behind itself."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Work.apply(Work.apply(hidden, self.weight), self.weight)
+
+
+def test_of_a_layer_that_cannot_be_divided_no_halves_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ticks, "now", 0.0)
+    measured = measure_layers(chain(3), [Layered, Once, Twice], torch.randn(2, 4), {}, CPU, Ticks(CPU))
+    _, once, twice = measured.layers
+    assert (once.weight_grad_ms, once.input_grad_ms) == (None, None)
+    assert (twice.weight_grad_ms, twice.input_grad_ms, twice.backward_ms) == (0.0, 10.0, 10.0)

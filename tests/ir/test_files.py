@@ -45,6 +45,13 @@ def test_anything_else_is_no_action(text):
         Action.parse(text)
 
 
+HALVES = (
+    {"weight_grad_ms": st.none() | times},
+    {"weight_grad_ms": st.just(4e5), "input_grad_ms": st.floats(6e5, 2e6)},
+)
+"""What is known of a backward of 1e6 ms in two halves."""
+
+
 @st.composite
 def profiles(draw):
     layers = draw(
@@ -57,7 +64,7 @@ def profiles(draw):
                 param_bytes=sizes,
                 activation_bytes=sizes,
                 output_bytes=sizes,
-                weight_grad_ms=st.none() | times,
+                **draw(st.sampled_from(HALVES)),
                 spread=st.none() | times,
             ),
             min_size=2,
@@ -178,6 +185,7 @@ def broken(thing, path, value):
         (PROFILE, ["layers", 1, "forward_ms"], 10**400, ["'forward_ms'", "a finite number"]),
         (PROFILE, ["layers", 1, "param_bytes"], 2**63, ["'param_bytes'", "an integer"]),
         (PROFILE, ["layers", 1, "weight_grad_ms"], 3, ["'weight_grad_ms'", "at most backward_ms = 2"]),
+        (PROFILE, ["layers", 1, "input_grad_ms"], 3, ["'input_grad_ms'", "weight_grad_ms beside it"]),
         (PROFILE, ["layers", 1, "output_bytes"], DELETE, ["'output_bytes'", "found nothing"]),
         (PROFILE, ["skips", 0, "target"], 3, ["skips[0] (s)", "'target'", "below 3", "found 3"]),
         (PROFILE, ["skips", 0, "source"], 2, ["skips[0] (s)", "runs forward"]),

@@ -251,10 +251,12 @@ def test_what_is_given_limits_what_would_do():
 
 def test_larger_microbatches_are_scaled_and_say_so():
     costs = profile(
-        [layer(1, 2, 7, 5, 3, weight_grad_ms=1.5, workspace_bytes=2)] * 2, [skip("a", 0, 1, 11)], microbatch_size=2
+        [layer(1, 2, 7, 5, 3, weight_grad_ms=1.5, input_grad_ms=1.0, workspace_bytes=2)] * 2,
+        [skip("a", 0, 1, 11)],
+        microbatch_size=2,
     )
     found = scaled(costs, 6)
-    assert found.layers[0] == layer(3, 6, 7, 15, 9, weight_grad_ms=4.5, workspace_bytes=6)
+    assert found.layers[0] == layer(3, 6, 7, 15, 9, weight_grad_ms=4.5, input_grad_ms=3.0, workspace_bytes=6)
     assert (found.skips[0].bytes, found.microbatch_size) == (33, 6)
     assert found.device == "none, scaled from microbatches of 2"
     assert Sizes([costs]).up_to(9) == (2, 4, 8)

@@ -62,11 +62,13 @@ def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCos
     times = _times(probe, clock)
     both = [forward + backward for forward, backward in times]
     backward_ms = statistics.median(backward for _, backward in times)
+    input_grad_ms, weight_grad_ms = _halves(probe, clock, backward_ms)
     return LayerCost(
         name=probe.name,
         forward_ms=statistics.median(forward for forward, _ in times),
         backward_ms=backward_ms,
-        weight_grad_ms=_weight_grad_ms(probe, clock, backward_ms),
+        weight_grad_ms=weight_grad_ms,
+        input_grad_ms=input_grad_ms,
         param_bytes=param_bytes(probe.parameters),
         activation_bytes=kept.activation_bytes,
         output_bytes=kept.output_bytes,
@@ -102,14 +104,22 @@ def _times(probe: Probe, clock: DeviceClock) -> list[tuple[float, float]]:
     return times
 
 
-def _weight_grad_ms(probe: Probe, clock: DeviceClock, backward_ms: float) -> float:
-    """What a backward takes longer than one that computes no gradients of weights."""
-    if not any(parameter.requires_grad for parameter in probe.parameters):
-        return 0.0
+def _halves(probe: Probe, clock: DeviceClock, backward_ms: float) -> tuple[float | None, float | None]:
+    """What a backward in two halves takes for inputs and for weights, together no less than a whole one.
+
+    None where it cannot be run in halves: a layer's own autograd function may be differentiated once only.
+    """
     times = []
     for _ in range(_FEWEST_REPEATS):
-        probe.run()
+        probe.run(in_halves=True)
         start = clock.mark()
-        probe.backward(inputs_only=True)
-        times.append(clock.mean_ms([(start, clock.mark())]))
-    return max(0.0, backward_ms - statistics.median(times))
+        try:
+            probe.input_half()
+            middle = clock.mark()
+            probe.weight_half()
+        except Exception:  # whatever a layer's own function raises
+            return None, None
+        times.append((clock.mean_ms([(start, middle)]), clock.mean_ms([(middle, clock.mark())])))
+    inputs, weights = (statistics.median(column) for column in zip(*times, strict=True))
+    weight_ms = min(weights, backward_ms)
+    return max(inputs + weights, backward_ms) - weight_ms, weight_ms

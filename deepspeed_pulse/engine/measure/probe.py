@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,23 @@ from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import as_payload, map_tensors, num_bytes, tensors_in
+from deepspeed_pulse.runtime.roots import roots_of
 from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage, module_of, naming, versions_of
+from deepspeed_pulse.runtime.tape import Tape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One forward of a layer: the leaves it read, these or copies as they were given to it, its output and stashes."""
+    """One forward of a layer: the leaves it read, these or copies as they were given to it, its output and stashes.
+
+    ``tape``: for a backward in halves.
+    """
 
     read: tuple[torch.Tensor, ...]
     given: tuple[torch.Tensor, ...]
     output: Any
     stashed: dict[str, Any]
+    tape: Tape | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ class Probe:
         floating = [p.dtype for p in self.parameters if p.is_floating_point()]
         return str(floating[0]).removeprefix("torch.") if floating else None
 
-    def run(self) -> Pass:
+    def run(self, *, in_halves: bool = False) -> Pass:
         """One forward, on leaves of its own."""
         hidden = map_tensors(self._hidden, _cut)
         popped = {name: map_tensors(self._values[name], _cut) for name in self._declared.pop}
@@ -70,11 +76,12 @@ class Probe:
             name: copied(value) if name in self._changes else value for name, value in {**popped, INPUT: hidden}.items()
         }
         before = {name: versions_of([given[name]]) for name in self._changes}
-        output, stashed = self._stage.run(given[INPUT], given.__getitem__)
-        self._changes = frozenset(name for name, versions in before.items() if versions_of([given[name]]) != versions)
         read = tuple(t for value in (hidden, *popped.values()) for t in tensors_in(value))
+        tape = Tape(read) if in_halves else None
+        output, stashed = self._stage.run(given[INPUT], given.__getitem__, tape=tape)
+        self._changes = frozenset(name for name, versions in before.items() if versions_of([given[name]]) != versions)
         own = tuple(t for value in given.values() for t in tensors_in(value))
-        self._last = Pass(read=read, given=own, output=output, stashed=stashed)
+        self._last = Pass(read=read, given=own, output=output, stashed=stashed, tape=tape)
         return self._last
 
     def first_run(self) -> Kept:
@@ -101,6 +108,22 @@ class Probe:
         options: dict[str, Any] = {"inputs": wanted, "retain_graph": True} if inputs_only else {}
         with naming(self._declared):
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots], **options)
+
+    def input_half(self) -> None:
+        """Of a backward of the last run, which was one for halves, from everything the layer gave."""
+        assert self._last is not None and self._last.tape is not None
+        tape = self._last.tape
+        for name, value in self._last.stashed.items():
+            tape.add_gradients(name, [torch.ones_like(t) for t in tensors_in(value)])
+        roots = [t for t in tensors_in(self._last.output) if t.requires_grad]
+        with naming(self._declared):
+            tape.input_half([r for r in roots_of(roots) if r], [torch.ones_like(t) for t in roots], nullcontext)
+
+    def weight_half(self) -> None:
+        """What :meth:`input_half` has left."""
+        assert self._last is not None and self._last.tape is not None
+        with naming(self._declared):
+            self._last.tape.weight_half(nullcontext)
 
     def forget(self) -> None:
         """Free what the last run gave."""

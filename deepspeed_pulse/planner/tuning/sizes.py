@@ -73,6 +73,7 @@ def _scaled(layer: LayerCost, times: int) -> LayerCost:
         forward_ms=layer.forward_ms * times,
         backward_ms=layer.backward_ms * times,
         weight_grad_ms=None if layer.weight_grad_ms is None else layer.weight_grad_ms * times,
+        input_grad_ms=None if layer.input_grad_ms is None else layer.input_grad_ms * times,
         activation_bytes=layer.activation_bytes * times,
         workspace_bytes=layer.workspace_bytes * times,
         rerun_bytes=None if layer.rerun_bytes is None else layer.rerun_bytes * times,
