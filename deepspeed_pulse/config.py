@@ -36,8 +36,9 @@ class PulseConfig(BaseModel):
     schedule: Schedule = Field(default="auto", description=f"one of {', '.join(get_args(Schedule))}")
     """"auto": the best order that fits memory; or a generator's name."""
 
-    split_backward: Flag = False
-    """True: schedules may use I and W (input and weight gradients apart)."""
+    split_backward: Auto | Flag = Field(default="auto", description='"auto", true or false')
+    """True: schedules may use I and W (input and weight gradients apart). "auto": where that is faster, by measured
+    costs."""
 
     profile: Path = Field(default="auto", description='"auto" or a path')
     """"auto": layer costs measured from ``example_batch``, else from parameter counts; or a profile file."""
@@ -94,6 +95,11 @@ class PulseConfig(BaseModel):
     exactly, which on an accelerator costs waiting for it before and after.
     """
 
+    @property
+    def halves(self) -> bool | None:
+        """``split_backward``; None: where that is faster."""
+        return None if self.split_backward == "auto" else bool(self.split_backward)
+
 
 def parse_pulse(block: Any, where: str = 'the "pulse" block') -> PulseConfig | None:
     """The block as configuration; None when there is no block.
@@ -113,7 +119,7 @@ def parse_pulse(block: Any, where: str = 'the "pulse" block') -> PulseConfig | N
         config = PulseConfig(**block)
     except (ValidationError, TypeError) as problem:
         raise ConfigError(f"{where}: " + "; ".join(_explain(problem, block))) from None
-    _check_later(config, where)
+    _check_together(config, where)
     return config
 
 
@@ -131,11 +137,6 @@ def _explain(problem: Exception, block: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _check_later(config: PulseConfig, where: str) -> None:
+def _check_together(config: PulseConfig, where: str) -> None:
     if config.trace_steps is not None and config.trace is None:
         raise ConfigError(f"{where}: key 'trace_steps': expected \"trace\" beside it, a path to write to")
-    if config.split_backward:
-        raise ConfigError(
-            f"{where}: key 'split_backward': the engine cannot run plans with split backward (I and W actions) yet; "
-            "set it to false"
-        )

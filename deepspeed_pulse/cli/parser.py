@@ -88,7 +88,8 @@ def _plan(add: Add) -> None:
     add("--waves", default=1, type=_count, metavar="W", help="stages = 2 * P * W")
     add("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
     add("--schedule", default="auto", metavar="S", help='"auto" or a schedule\'s name')
-    add("--split-backward", action="store_true", help="input and weight gradients apart (I and W)")
+    halves = "input and weight gradients apart (I and W); default: where that is faster, if the profile knows halves"
+    add("--split-backward", action=argparse.BooleanOptionalAction, help=halves)
     add("--solver-seconds", default=30.0, type=_seconds, metavar="T")
     add("--tolerance", default=0.0, type=_share, metavar="T", help="share of the load to give up for fewer bytes sent")
     first = "first layer of each stage but the first"

@@ -67,6 +67,7 @@ class Constraints:
         reduce_early: gradients are summed early whatever the ZeRO stage, or never; None: as the engine does.
         schedule: a generator's name, or "auto".
         recompute: layers that run again in backward; None: as memory needs it.
+        split_backward: backwards may run in halves; None: where it is known what these take.
     """
 
     pipeline_ranks: int | None = None
@@ -78,6 +79,7 @@ class Constraints:
     layout: Layout | None = None
     schedule: str = "auto"
     recompute: tuple[int, ...] | None = None
+    split_backward: bool | None = None
 
     def rules(self, zero_stage: int) -> Rules:
         """Of a choice with this ZeRO stage."""

@@ -6,7 +6,8 @@ last action. So for every stage i, with the later stages j >= i of its rank,
 
     makespan >= sum of s_k over k < i  +  M * sum of s_j.
 
-The bound is the smallest makespan over all shares that sum to one: a linear program.
+Where backward runs in halves, of what comes before stage i only the forward is in the way: weights' halves may come
+last. The bound is the smallest makespan over all shares that sum to one: a linear program.
 """
 
 from __future__ import annotations
@@ -22,26 +23,30 @@ _TOLERANCE = 1e-6
 """Of the solver."""
 
 
-def ideal_ms(profile: Profile, placement: Placement, microbatches: int, *, reduction_ms: float = 0.0) -> float:
+def ideal_ms(
+    profile: Profile, placement: Placement, microbatches: int, *, reduction_ms: float = 0.0, split: bool = False
+) -> float:
     """No plan of this placement has a shorter step; layers are whole, messages take no time.
 
-    ``reduction_ms``: of all gradients over data-parallel peers, one rank after the other. A rank reduces its own after
-    its work, or with several stages at least after all their forwards; on average that is a P-th of all.
+    ``split``: backward may run in halves. ``reduction_ms``: of all gradients over data-parallel peers, one rank after
+    the other. A rank reduces its own after its work, or with several stages at least after all their forwards; on
+    average that is a P-th of all.
     """
     work = [layer.forward_ms + layer.backward_ms for layer in profile.layers]
     ranks = placement.num_ranks
     shares = [layer.forward_ms / ms for layer, ms in zip(profile.layers, work, strict=True) if ms]
-    first = 1.0 if len(placement) == ranks else min(shares, default=1.0)
+    forward = min(shares, default=1.0)
+    first = 1.0 if len(placement) == ranks else forward
     return max(
-        sum(work) * least_makespan(placement, microbatches),
+        sum(work) * least_makespan(placement, microbatches, forward if split else 1.0),
         microbatches * max(work),
         (microbatches * sum(work) * first + reduction_ms) / ranks,
     )
 
 
 @lru_cache(maxsize=4096)
-def least_makespan(placement: Placement, microbatches: int) -> float:
-    """In units of one microbatch's work on all stages."""
+def least_makespan(placement: Placement, microbatches: int, before: float = 1.0) -> float:
+    """In units of one microbatch's work on all stages; ``before``: how much of it must come before later stages."""
     from scipy.optimize import linprog  # 0.3 s at the start of every rank, though only planning needs it
 
     stages, rows = len(placement), []
@@ -49,7 +54,7 @@ def least_makespan(placement: Placement, microbatches: int) -> float:
         held = placement.stages_of(rank)
         for at, stage in enumerate(held):
             row = np.zeros(stages + 1)
-            row[:stage] = 1.0
+            row[:stage] = before
             row[list(held[at:])] = microbatches
             row[stages] = -1.0
             rows.append(row)

@@ -80,7 +80,8 @@ class SearchOptions:
         placement: "wave", "linear", or "auto": the one that is faster in simulation, the wave among equals.
         boundaries: explicit cuts, 0 and the layer count included; "auto" placement then follows from their number.
         schedule: "auto" or a generator's name.
-        split_backward: the order may run backward as ``I`` and ``W``.
+        split_backward: the order may run backward as ``I`` and ``W``; None: if that is faster by a profile that knows
+            what halves take, or if the schedule needs it.
         solver_seconds: search for better orders; 0: known ones only.
         tolerance: share of the largest load that may be given up for fewer bytes between ranks.
         within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
@@ -92,7 +93,7 @@ class SearchOptions:
     waves: int = 1
     boundaries: Sequence[int] | None = None
     schedule: str = "auto"
-    split_backward: bool = False
+    split_backward: bool | None = None
     solver_seconds: float = 30.0
     seed: int = 0
     tolerance: float = 0.0

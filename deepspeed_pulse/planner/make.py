@@ -21,7 +21,7 @@ from deepspeed_pulse.planner.making.best import best_plan
 from deepspeed_pulse.planner.making.maker import Maker
 from deepspeed_pulse.planner.partition.cuts import require_layers
 from deepspeed_pulse.planner.recompute import recomputed_layers
-from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for
+from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for, halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
 
 MOST_STAGES = 10_000
@@ -153,7 +153,7 @@ def _placements(job: Job, options: SearchOptions) -> list[Placement]:
         places = enough or places[-1:]
     for place in places:
         require_layers(profile, place)
-        generators_for(schedule, place, split=options.split_backward)
+        generators_for(schedule, place, split=halves_tried(options, profile)[-1])
     return places
 
 

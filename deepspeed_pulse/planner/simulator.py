@@ -200,18 +200,20 @@ def _reduction_end_ms(problem: Problem, timeline: Timeline) -> float:
     return max((end + gather[rank] for rank, end in ends.items()), default=0.0)
 
 
-def least_step_ms(problem: Problem) -> float:
+def least_step_ms(problem: Problem, *, split: bool = False) -> float:
     """No order has a shorter step: :func:`lower_bound_ms`, and for each rank what must come before its reductions.
 
     The last backward of a stage comes after all its rank's forwards of earlier stages and after all work of its own
-    and later ones; gradients of the stage and of the earlier ones are reduced after that.
+    and later ones, weights' halves of later ones apart; gradients of the stage and of the earlier ones are reduced
+    after that.
     """
     costs, microbatches = problem.costs, problem.plan.microbatches
-    found = lower_bound_ms(problem, microbatches)
+    found = lower_bound_ms(problem, microbatches, split=split)
     for rank in range(problem.num_ranks if problem.plan.data_parallel > 1 else 0):
         stages = problem.plan.stages_of(rank)
         for at, stage in enumerate(stages):
-            work = sum(costs.work_ms(s) for s in stages[at:]) + sum(costs.forward_ms[s] for s in stages[:at])
+            later = sum(costs.work_ms(s) - (costs.weight_grad_ms[s] if split else 0.0) for s in stages[at + 1 :])
+            work = costs.work_ms(stage) + later + sum(costs.forward_ms[s] for s in stages[:at])
             reduced = sum(reduction_ms(problem, s) for s in stages if s <= stage)
             found = max(found, microbatches * work + reduced)
     return found

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from support.asked import asked
@@ -127,7 +128,10 @@ def test_explicit_cuts_are_kept_and_decide_the_placement():
         ({"pipeline_ranks": True}, "pipeline_ranks: expected an integer >= 1, found True"),
         ({"data_parallel": 99}, "pipeline ranks x data-parallel = 198 ranks, the cluster 'toy' has 64"),
         ({"schedule": "wavy"}, "schedule 'wavy' is not available"),
-        ({"schedule": "zbv"}, "schedule 'zbv' does not fit placement wave of 2 ranks without split backward"),
+        (
+            {"schedule": "zbv", "split_backward": False},
+            "schedule 'zbv' does not fit placement wave of 2 ranks without split backward",
+        ),
         ({"schedule": "1f1b", "placement": "wave"}, "schedule '1f1b' does not fit placement wave of 2 ranks"),
     ],
 )
@@ -202,13 +206,34 @@ def test_interleaved_brings_its_own_placement():
     assert (found.placement, found.solver.name) == ((0, 1, 0, 1), "interleaved")
 
 
-def test_split_backward_is_faster_and_only_on_demand():
+def stages_by_op(plan):
+    """Per op, the stages that run it."""
+    actions = [action for row in plan.schedule for action in row]
+    return {op: {a.stage for a in actions if a.op.value == op} for op in sorted({a.op.value for a in actions})}
+
+
+def test_split_backward_is_faster_and_nothing_waits_for_the_first_stages():
     whole, halves = made(uniform(8), 2, 4), made(uniform(8), 2, 4, split_backward=True)
-    assert {a.op.value for row in halves.schedule for a in row} == {"F", "I", "W"}
-    assert {a.op.value for row in whole.schedule for a in row} == {"F", "B"}
+    assert stages_by_op(halves) == {"B": {0}, "F": {0, 1, 2, 3}, "I": {1, 2, 3}, "W": {1, 2, 3}}
+    assert set(stages_by_op(whole)) == {"F", "B"}
     assert halves.estimate.makespan_ms < whole.estimate.makespan_ms
     assert reorder(
         whole,
         Job.of(whole, uniform(8), cluster(), microbatches=4),
         SearchOptions(split_backward=True, solver_seconds=0),
     )
+
+
+@pytest.mark.parametrize(("inputs", "ops"), [(None, {"F", "B"}), (1.0, {"F", "B", "I", "W"}), (1.9, {"F", "B"})])
+def test_backwards_are_divided_where_that_is_known_to_be_faster(inputs, ops):
+    """A backward of 2 ms whose halves are not known, take 1 and 1 ms, or 1.9 and 1."""
+    layers = [replace(x, weight_grad_ms=1.0, input_grad_ms=inputs) for x in uniform(8).layers]
+    found = made(replace(uniform(8), layers=tuple(layers)), 2, 4)
+    assert set(stages_by_op(found)) == ops
+    assert found.estimate.makespan_ms <= made(uniform(8), 2, 4).estimate.makespan_ms
+
+
+def test_a_stage_without_weights_gradients_keeps_its_backward_whole():
+    layers = [replace(x, weight_grad_ms=0.0 if i == 7 else 1.0) for i, x in enumerate(uniform(8).layers)]
+    found = made(replace(uniform(8), layers=tuple(layers)), 2, 4, split_backward=True, boundaries=(0, 2, 4, 7, 8))
+    assert stages_by_op(found)["B"] == {0, 3}

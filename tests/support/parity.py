@@ -12,6 +12,7 @@ from support.reference import Unpartitioned, error, train
 from support.versions import reentrant_checkpoint
 
 import deepspeed_pulse.engine.engine  # noqa: F401  once, before ranks are forked
+from deepspeed_pulse.ir.schedule import Op
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -172,6 +173,8 @@ def run_case(case: dict[str, Any]) -> None:
     )
     optimizer = RecordingSGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    if pulse.get("split_backward") and case["P"] > 1:
+        assert any(action.op is Op.INPUT_GRAD for row in module.plan.schedule for action in row), case
     if "pipelines" in case:
         assert engine.grid.topology().get_axis_comm_lists("pipe") == case["pipelines"]
     data_parallel, data_index = engine.grid.data_parallel_size, engine.grid.data_parallel_id

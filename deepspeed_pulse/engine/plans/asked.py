@@ -98,6 +98,7 @@ def asked_of(
         zero_stage=check_zero_stage(stage if isinstance(stage, int) else 0),  # upstream says what is wrong with another
         layout=None if topology is None else layout_of(topology),
         schedule=pulse.schedule,
+        split_backward=pulse.halves,
     )
     if plan is not None:
         given = _of_plan(given, plan)

@@ -126,6 +126,7 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
         waves=int(request.pulse.waves),
         boundaries=_explicit_cuts(request),
         schedule=request.pulse.schedule,
+        split_backward=request.pulse.halves,
         solver_seconds=request.pulse.solver_seconds,
     )
     plan = planner.make_plan(job, options, plan_cache=request.pulse.plan_cache)
@@ -161,7 +162,7 @@ def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     check_may_differ(planned, pulse, microbatches)
     assert planned.profile is not None and planned.cluster is not None
     job = Job.of(planned.plan, planned.profile, planned.cluster, microbatches=microbatches)
-    options = SearchOptions(schedule=pulse.schedule, solver_seconds=pulse.solver_seconds)
+    options = SearchOptions(schedule=pulse.schedule, split_backward=pulse.halves, solver_seconds=pulse.solver_seconds)
     return planner.reorder(planned.plan, job, options)
 
 
@@ -191,8 +192,6 @@ def _given(request: PlanRequest) -> Planned:
                 f"{path}: field {name!r}: expected {expected} as this job runs, found {found}; plan anew with "
                 "ds_pulse plan, or change the job"
             )
-    if any(action.op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD) for row in plan.schedule for action in row):
-        raise PlanError(f"{path}: the schedule splits backward into I and W, which the engine cannot run yet; use B")
     if (plan.fill is None) == request.has_frozen:
         have, lacks = ("the module", "the plan") if request.has_frozen else ("the plan", "the module")
         raise PlanError(
@@ -212,7 +211,10 @@ def held(planned: Planned, interval: int) -> tuple[Held, ...]:
     """Per stage, what its backward holds while it runs, as profiled; nothing where no profile is known."""
     if planned.profile is None:
         return ()
-    return held_in_backward(planned.profile, planned.plan, interval=max(1, interval))
+    profile, plan, interval = planned.profile, planned.plan, max(1, interval)
+    whole, halves = (held_in_backward(profile, plan, split=split, interval=interval) for split in (False, True))
+    in_halves = {action.stage for row in plan.schedule for action in row if action.op is Op.INPUT_GRAD}
+    return tuple(halves[stage] if stage in in_halves else held for stage, held in enumerate(whole))
 
 
 def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:

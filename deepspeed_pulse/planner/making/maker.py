@@ -17,6 +17,7 @@ from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.schedules.heuristics import halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import least_step_ms, reduction_ms
 
@@ -85,7 +86,7 @@ class Maker:
 
     def _promising(self, plan: Plan, within_ms: float) -> Plan:
         if within_ms < math.inf:
-            bound_ms = least_step_ms(Problem(plan, self.job.profile, self.job.cluster))
+            bound_ms = least_step_ms(Problem(plan, self.job.profile, self.job.cluster), split=self._halves)
             if bound_ms > within_ms:
                 raise TooSlow(bound_ms)
         return plan
@@ -96,7 +97,8 @@ class Maker:
         problem = Problem(own, self.job.profile, self.job.cluster)
         reduced = sum(reduction_ms(problem, stage) for stage in range(own.num_stages))
         profile = with_recompute(self.job.profile, self.recompute)
-        if ideal_ms(profile, own.placement, self.job.microbatches, reduction_ms=reduced) > within_ms:
+        placement, count = own.placement, self.job.microbatches
+        if ideal_ms(profile, placement, count, reduction_ms=reduced, split=self._halves) > within_ms:
             return []
         estimated = own.estimate
         hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
@@ -104,6 +106,11 @@ class Maker:
         views = _other_views(self.job, skipless=self._may_part(own), weighed=weighed)
         plans = {plan.boundaries: plan for plan in (self.cut(own.placement, view) for view in views)}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
+
+    @property
+    def _halves(self) -> bool:
+        """Backwards may run in halves."""
+        return halves_tried(self.options, self.job.profile)[-1]
 
     def quick(self) -> Maker:
         """The same without a search."""

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import Kind, Placement
+from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule, backward, forward
+from deepspeed_pulse.planner.job import SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules import templates
 from deepspeed_pulse.planner.schedules.listing import Cap, Prefer, list_schedule
@@ -192,6 +194,15 @@ GENERATORS: dict[str, Generator] = {
     "vmin": Generator(fits=lambda placement: placement.is_v, orders=_block_orders(templates.V_MIN), needs_split=True),
     "gpipe": Generator(fits=lambda placement: True, orders=_gpipe_orders),
 }
+
+
+def halves_tried(options: SearchOptions, profile: Profile) -> tuple[bool, ...]:
+    """Backwards that are whole, in halves, or both."""
+    if options.split_backward is not None:
+        return (options.split_backward,)
+    if options.schedule in GENERATORS and GENERATORS[options.schedule].needs_split:
+        return (True,)
+    return (False, True) if profile.knows_halves else (False,)
 
 
 def generators_for(schedule: str, placement: Placement, *, split: bool = False) -> dict[str, Generator]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deepspeed_pulse.ir.schedule import Action, Op, Schedule
+from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.search.net import Net
@@ -124,15 +124,3 @@ class Improver:
     @property
     def _over(self) -> bool:
         return self.best_ms <= self.target_ms * (1 + 1e-9) or time.monotonic() >= self.deadline
-
-
-def split_backwards(schedule: Schedule) -> Schedule:
-    """Every ``B`` as ``I`` and ``W``, one right after the other."""
-    return tuple(
-        tuple(
-            Action(action.stage, op, action.microbatch)
-            for action in row
-            for op in ((Op.INPUT_GRAD, Op.WEIGHT_GRAD) if action.op is Op.BACKWARD else (action.op,))
-        )
-        for row in schedule
-    )

@@ -13,6 +13,7 @@ from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Direction, Op, Sch
 from deepspeed_pulse.planner.bounds import CriticalPaths
 from deepspeed_pulse.planner.links import Port
 from deepspeed_pulse.planner.problem import Problem
+from deepspeed_pulse.planner.schedules.halves import in_halves
 
 Rows = list[list[int]]
 """Per rank, nodes in order."""
@@ -91,7 +92,8 @@ class Net:
             self.message_nodes.setdefault(node, []).append(sent)
 
     def rows(self, schedule: Schedule) -> Rows:
-        return [[self.index[action] for action in row] for row in schedule]
+        apart = in_halves(schedule) if self.split else schedule
+        return [[self.index[action] for action in row] for row in apart]
 
     def schedule(self, rows: Rows) -> Schedule:
         return tuple(tuple(self.actions[node] for node in row) for row in rows)

@@ -18,10 +18,11 @@ from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for
+from deepspeed_pulse.planner.schedules.halves import in_halves, joined, without_gaps
+from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for, halves_tried
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.schedules.unroll import unrolled
-from deepspeed_pulse.planner.search.improve import Improver, split_backwards
+from deepspeed_pulse.planner.search.improve import Improver
 from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
 from deepspeed_pulse.planner.simulator import always_held, rank_state_bytes, run, summarize
 
@@ -62,27 +63,56 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
         ConfigError: the schedule is not available or does not fit the placement; lists those that do.
         InfeasibleError: no order fits the memory; says how much would be needed.
     """
-    seed, deadline = options.seed, time.monotonic() + options.solver_seconds
     bare = replace(plan, schedule=((),) * plan.pipeline_ranks)
     problem = Problem(bare, job.profile, job.cluster)
-    pool = _Pool(problem, job.limit_bytes, options.split_backward, progress)
-    pool.generate(options.schedule)
-    start: Candidate | None = None
-    if options.schedule == "auto" and options.solver_seconds > 0 and not pool.proven:
-        start = pool.best
-        _solve_exactly(pool, seed, deadline)
-        _improve(pool, seed, deadline)
-    best = pool.best
+    kinds = halves_tried(options, job.profile)
+    found: list[_Found] = []
+    problems: list[InfeasibleError] = []
+    for split in kinds:
+        pool = _Pool(problem, job.limit_bytes, split, progress)
+        if found and found[0].best.estimate.step_ms <= pool.bound_ms * (1 + _PROVEN):
+            break
+        try:
+            found.append(_searched(pool, options, options.solver_seconds / len(kinds)))
+        except InfeasibleError as reason:
+            problems.append(reason)
+    if not found:
+        raise problems[0]
+    chosen = min(found, key=lambda one: one.best.rank)
+    best, start = chosen.best, chosen.start
     solver = Solver(
         name=best.name,
-        optimal=pool.optimal,
-        seed=seed,
+        optimal=chosen.optimal,
+        seed=options.seed,
         generator=start.name if start else None,
         generator_step_ms=start.estimate.step_ms if start else None,
     )
     return replace(
         plan, schedule=best.schedule, estimate=best.estimate, solver=solver, profile_fingerprint=job.profile.fingerprint
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The best order, the one that a search began with, and whether no order is shorter."""
+
+    best: Candidate
+    start: Candidate | None
+    optimal: bool
+
+
+def _searched(pool: _Pool, options: SearchOptions, seconds: float) -> _Found:
+    """The best order with backwards that are whole, or in halves."""
+    seed, deadline = options.seed, time.monotonic() + seconds
+    pool.generate(options.schedule)
+    start: Candidate | None = None
+    if options.schedule == "auto" and options.solver_seconds > 0 and not pool.proven:
+        start = pool.best
+        _solve_exactly(pool, seed, deadline)
+        _improve(pool, seed, deadline)
+    if pool.split:
+        pool.offer(pool.best.name, without_gaps(pool.best.schedule))
+    return _Found(best=pool.best, start=start, optimal=pool.optimal)
 
 
 class _Pool:
@@ -114,7 +144,8 @@ class _Pool:
 
     def generate(self, schedule: str) -> None:
         smallest: int | None = None
-        for candidate in _candidates(self.problem, schedule, self.caps, self.split):
+        for name, order in _orders(self.problem, schedule, self.caps, self.split):
+            candidate = self._simulated(name, order)
             peak = max(candidate.estimate.peak_bytes)
             smallest = peak if smallest is None else min(smallest, peak)
             self.fits_all = self._keep(candidate) and self.fits_all
@@ -135,13 +166,21 @@ class _Pool:
     def offer(self, name: str, schedule: Schedule) -> bool:
         """Keep an order that fits; whether it does."""
         try:
-            candidate = _simulated(self.problem, name, schedule)
+            candidate = self._simulated(name, schedule)
         except PulseError:  # rounding of a solver's starts can part an order from its precedence
             return False
         return self._keep(candidate)
 
+    def _simulated(self, name: str, schedule: Schedule) -> Candidate:
+        """Without halves that bring nothing, if that fits: a gradient may wait longer for a whole backward."""
+        found = _simulated(self.problem, name, joined(self.problem, schedule) if self.split else schedule)
+        return found if self._fits(found) or not self.split else _simulated(self.problem, name, schedule)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return max(candidate.estimate.peak_bytes) <= self.memory_bytes
+
     def _keep(self, candidate: Candidate) -> bool:
-        if max(candidate.estimate.peak_bytes) > self.memory_bytes:
+        if not self._fits(candidate):
             return False
         self.fitting.append(candidate)
         if self.progress is not None:
@@ -203,17 +242,20 @@ def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
         pool.bound_ms, pool.solver_bound = min(solved.bound_ms, makespan), True
 
 
-def _candidates(problem: Problem, schedule: str, caps: tuple[Cap | None, ...], split: bool) -> Iterator[Candidate]:
+def _orders(
+    problem: Problem, schedule: str, caps: tuple[Cap | None, ...], split: bool
+) -> Iterator[tuple[str, Schedule]]:
+    """Of the generators that may be, each once."""
     found: set[Schedule] = set()
     for name, generator in generators_for(schedule, problem.placement, split=split).items():
         for make in generator.orders(problem, caps, split):
             try:
-                order = split_backwards(make()) if split else make()
+                order = in_halves(make()) if split else make()
             except InfeasibleError:
                 continue
             if order not in found:
                 found.add(order)
-                yield _simulated(problem, name, order)
+                yield name, order
 
 
 def _caps(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:

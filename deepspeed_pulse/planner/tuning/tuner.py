@@ -22,7 +22,7 @@ from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.recompute import cheapest_first
-from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
+from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import estimate
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
@@ -129,7 +129,13 @@ class Tuner:
         profile = self.sizes.at(choice.microbatch_size)
         if profile.num_layers < len(choice.placement):
             return math.inf
-        return ideal_ms(profile, choice.placement, choice.microbatches, reduction_ms=self._reduction_ms(choice))
+        return ideal_ms(
+            profile,
+            choice.placement,
+            choice.microbatches,
+            reduction_ms=self._reduction_ms(choice),
+            split=halves_tried(self._order_options(), profile)[-1],
+        )
 
     def _reduction_ms(self, choice: Choice) -> float:
         """Of all gradients, at least."""
@@ -220,15 +226,19 @@ class Tuner:
         return make_plan(job, self._options(choice))
 
     def _options(self, choice: Choice, boundaries: tuple[int, ...] | None = None) -> SearchOptions:
-        return SearchOptions(
+        return replace(
+            self._order_options(),
             placement="wave" if choice.waves else "linear",
             waves=choice.waves or 1,
             boundaries=boundaries,
-            schedule=self.given.schedule,
-            solver_seconds=0.0,
             within_ms=self._within_ms,
             part_skips=True,
         )
+
+    def _order_options(self) -> SearchOptions:
+        """Of any choice, without a search."""
+        given = self.given
+        return SearchOptions(schedule=given.schedule, split_backward=given.split_backward, solver_seconds=0.0)
 
     def _unbound(self, choice: Choice, free: Plan | None) -> Trial | None:
         """The plan without regard to memory, if it fits."""
@@ -291,7 +301,7 @@ class Tuner:
 
     def _better(self, trial: Trial, seconds: float) -> Trial:
         choice, job = trial.choice, self.job.chosen(trial.choice)
-        options = SearchOptions(schedule=self.given.schedule, solver_seconds=seconds)
+        options = replace(self._order_options(), solver_seconds=seconds)
         plan = synthesize(replace(trial.planned, fill=None), job, options)
         try:
             plan = fill_plan(plan, job, solver_seconds=seconds) if job.frozen else plan
