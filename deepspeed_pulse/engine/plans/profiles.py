@@ -54,6 +54,7 @@ def estimate_profile(workload: Workload, *, tflops: float, watch: Watch | None =
             forward_ms=count.forward_flop / flop_a_ms,
             backward_ms=count.backward_flop / flop_a_ms,
             weight_grad_ms=count.weight_grad_flop / flop_a_ms,
+            input_grad_ms=(count.backward_flop - count.weight_grad_flop) / flop_a_ms,
             param_bytes=count.param_bytes,
             activation_bytes=count.activation_bytes,
             output_bytes=count.output_bytes,
