@@ -16,6 +16,7 @@ def slower(profile: Profile, times: float) -> Profile:
             forward_ms=layer.forward_ms * times,
             backward_ms=layer.backward_ms * times,
             weight_grad_ms=(layer.weight_grad_ms or 0.0) * times,
+            input_grad_ms=None if layer.input_grad_ms is None else layer.input_grad_ms * times,
         )
         for layer in profile.layers
     )

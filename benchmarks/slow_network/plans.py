@@ -100,6 +100,7 @@ def as_profile(case: Case) -> Profile:
                 forward_ms=layer.forward_ms,
                 backward_ms=layer.input_ms + layer.weight_ms,
                 weight_grad_ms=layer.weight_ms,
+                input_grad_ms=layer.input_ms,
                 param_bytes=layer.param_bytes,
                 activation_bytes=layer.activation_bytes,
                 output_bytes=layer.output_bytes,

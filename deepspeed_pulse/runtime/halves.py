@@ -25,7 +25,6 @@ class Fork:
     """A node with weights below it, and the gradients that have arrived there."""
 
     node: Node
-    weights: list[torch.Tensor]
     arrived: list[torch.Tensor | None] | None = None
 
     def keep(self, gradients: Gradients) -> Gradients | None:
@@ -38,27 +37,40 @@ class Fork:
             return None
         return tuple(self.arrived)
 
+    def given(self) -> list[tuple[Root, torch.Tensor]]:
+        """Where a backward of the weights begins."""
+        return [(GradientEdge(self.node, i), g) for i, g in enumerate(self.arrived or ()) if g is not None]
+
+
+@dataclass
+class Bunch:
+    """Forks that have weights in common, mostly one, and all weights below them."""
+
+    forks: list[Fork]
+    weights: dict[int, torch.Tensor]
+
     def run(self) -> None:
         """Add to the weights' gradients."""
-        pairs = [(GradientEdge(self.node, i), g) for i, g in enumerate(self.arrived or ()) if g is not None]
+        pairs = [pair for fork in self.forks for pair in fork.given()]
         if pairs:
             edges, gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(edges, gradients, inputs=self.weights, retain_graph=True)
+            weights = list(self.weights.values())
+            torch.autograd.backward(edges, gradients, inputs=weights, retain_graph=True)
 
 
 @dataclass
 class WeightHalf:
     """What is left of a backward when its input half has run."""
 
-    forks: list[Fork] = field(default_factory=list)
+    bunches: list[Bunch] = field(default_factory=list)
     roots: list[Root] = field(default_factory=list)
     """Of a part that nothing was read for: all of its backward."""
     gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     def run(self) -> None:
         """Add to the weights' gradients. The graph goes with this object."""
-        for fork in self.forks:
-            fork.run()
+        for bunch in self.bunches:
+            bunch.run()
         if self.roots:
             torch.autograd.backward(self.roots, self.gradients, retain_graph=True)
 
@@ -71,7 +83,7 @@ def input_half(roots: Sequence[Root], gradients: Gradients, leaves: Iterable[tor
 
     Returns:
         What is to be run later; None where the graph cannot be divided and nothing was done: a weight hangs from two
-        places, one of them behind the other.
+        forks, one of them behind the other.
     """
     wanted = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
     if not wanted or not roots:
@@ -79,14 +91,15 @@ def input_half(roots: Sequence[Root], gradients: Gradients, leaves: Iterable[tor
     if not takes_edges():
         return None
     graph = _Graph(roots, wanted)
-    forks = graph.forks()
-    if forks is None:
+    bunches = graph.bunches()
+    if bunches is None:
         return None
     apart = [(root, g) for root, g in zip(roots, gradients, strict=True) if root.node not in graph.between]
-    hooks = [fork.node.register_prehook(fork.keep) for fork in forks]
-    del hooks  # they stay: the weight half needs them, and they go with the graph
+    for bunch in bunches:
+        for fork in bunch.forks:
+            fork.node.register_prehook(fork.keep)  # for the weight half too; it goes with the graph
     torch.autograd.backward(roots, gradients, inputs=wanted, retain_graph=True)
-    return WeightHalf(forks, [root for root, _ in apart], [g for _, g in apart])
+    return WeightHalf(bunches, [root for root, _ in apart], [g for _, g in apart])
 
 
 class _Graph:
@@ -114,15 +127,25 @@ class _Graph:
             else:
                 self._below[node] = [leaf]
 
-    def forks(self) -> list[Fork] | None:
-        """Those nearest the leaves first; None where a weight hangs from two of them."""
-        found = [
-            Fork(node, weights)
-            for node, following in self._order
-            if node in self.between and (weights := self._weights(following))
-        ]
-        hung = [id(weight) for fork in found for weight in fork.weights]
-        return found if len(hung) == len(set(hung)) else None
+    def bunches(self) -> list[Bunch] | None:
+        """Those nearest the leaves first; None where a fork of one stands behind another."""
+        found: list[Bunch] = []
+        for node, following in self._order:
+            weights = {id(weight): weight for weight in self._weights(following)} if node in self.between else {}
+            if weights:
+                shared = [bunch for bunch in found if bunch.weights.keys() & weights.keys()]
+                forks = [fork for bunch in shared for fork in bunch.forks]
+                if forks and self._reaches(node, {fork.node for fork in forks}):
+                    return None
+                for bunch in shared:
+                    found.remove(bunch)
+                    weights = bunch.weights | weights
+                found.append(Bunch([*forks, Fork(node)], weights))
+        return found
+
+    def _reaches(self, node: Node, others: set[Node]) -> bool:
+        """Whether gradients go from a node to one of those, which come before it."""
+        return not others.isdisjoint(other for other, _ in _leaves_first([node]))
 
     def _weights(self, nodes: Iterable[Node]) -> list[torch.Tensor]:
         return list({id(weight): weight for node in nodes for weight in self._below.get(node, ())}.values())

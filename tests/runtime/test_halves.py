@@ -101,6 +101,29 @@ def test_a_weight_behind_itself_cannot_be_divided() -> None:
     assert leaf.grad is None and layer.weight.grad is None
 
 
+def test_a_weight_that_several_outputs_share_is_differentiated_once() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+            self.runs = 0
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            scale = torch.exp(self.scale)
+            scale.register_hook(lambda _: setattr(self, "runs", self.runs + 1))
+            inner = self.inner(hidden)
+            return torch.sin(inner) * scale + torch.cos(inner) * scale
+
+    torch.manual_seed(0)
+    layer, leaf = Shared(), torch.randn(3, 6, requires_grad=True)
+    expected = gradients(layer, leaf)
+    late = halves_of(layer, leaf)
+    assert layer.scale.grad is None
+    late.run()
+    assert layer.runs == 2, "once in each backward"
+    assert all(error(found, wanted) < 1e-6 for found, wanted in zip(cleared(layer, leaf), expected, strict=True))
+
+
 def test_a_branch_of_weights_alone_waits_for_the_weight_half() -> None:
     torch.manual_seed(0)
     layer, leaf = Apart(), torch.randn(3, 6, requires_grad=True)
