@@ -19,6 +19,9 @@ from deepspeed_pulse.runtime.roots import Root, takes_edges
 
 Gradients = Sequence[torch.Tensor | None]
 
+_NEEDS_INPUT = "NativeGroupNormBackward0"
+"""torch's kernel for tensors of channels last in the host's memory dies (SIGSEGV, torch 2.13) without its input's."""
+
 
 @dataclass
 class Fork:
@@ -37,6 +40,18 @@ class Fork:
             return None
         return tuple(self.arrived)
 
+    @property
+    def needs_input(self) -> bool:
+        """Gradients of weights can be had only together with the input's."""
+        return self.node.name() == _NEEDS_INPUT and any(g is not None and g.is_cpu for g in self.arrived or ())
+
+    @property
+    def input(self) -> Root:
+        """Where the gradient of the node's first input goes."""
+        node, number = self.node.next_functions[0]
+        assert node is not None
+        return GradientEdge(node, number)
+
     def given(self) -> list[tuple[Root, torch.Tensor]]:
         """Where a backward of the weights begins."""
         return [(GradientEdge(self.node, i), g) for i, g in enumerate(self.arrived or ()) if g is not None]
@@ -52,10 +67,16 @@ class Bunch:
     def run(self) -> None:
         """Add to the weights' gradients."""
         pairs = [pair for fork in self.forks for pair in fork.given()]
-        if pairs:
-            edges, gradients = zip(*pairs, strict=True)
-            weights = list(self.weights.values())
+        if not pairs:
+            return
+        edges, gradients = zip(*pairs, strict=True)
+        weights = list(self.weights.values())
+        unwanted: list[Any] = [fork.input for fork in self.forks if fork.needs_input]
+        if not unwanted:
             torch.autograd.backward(edges, gradients, inputs=weights, retain_graph=True)
+            return
+        found = torch.autograd.grad(edges, [*weights, *unwanted], gradients, retain_graph=True)[: len(weights)]
+        torch.autograd.backward(weights, found)  # through the hooks that optimizers have there
 
 
 @dataclass

@@ -77,6 +77,18 @@ def test_a_convolution_computes_each_gradient_once() -> None:
     assert inputs.get_total_flops() == weights.get_total_flops() == whole.get_total_flops() / 2 > 0
 
 
+def test_a_group_norm_of_channels_last_survives_without_its_inputs_gradient() -> None:
+    """torch's kernel for it dies when it is asked for the weights' alone."""
+    torch.manual_seed(0)
+    layer, leaf = nn.GroupNorm(2, 8), torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    expected = gradients(layer, leaf)
+    hooked: list[int] = []
+    layer.weight.register_post_accumulate_grad_hook(lambda _: hooked.append(1))
+    halves_of(layer, leaf).run()
+    assert hooked == [1]
+    assert all(torch.equal(found, wanted) for found, wanted in zip(cleared(layer, leaf), expected, strict=True))
+
+
 class Twice(nn.Linear):
     """The same weight, one use behind the other."""
 

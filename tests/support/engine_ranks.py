@@ -348,7 +348,8 @@ def recomputes(folder: str) -> None:
     planned = make_engine(torch_world(), 4, model="unet").module.planned
     # measured bytes, but times that are the same on every machine, so that the plans are
     layers = tuple(
-        replace(layer, forward_ms=1.0, backward_ms=2.0, weight_grad_ms=1.0) for layer in planned.profile.layers
+        replace(layer, forward_ms=1.0, backward_ms=2.0, weight_grad_ms=1.0, input_grad_ms=1.0)
+        for layer in planned.profile.layers
     )
     profile = replace(planned.profile, layers=layers)
     path = Path(folder, "profile.json")
@@ -356,7 +357,7 @@ def recomputes(folder: str) -> None:
         path.write_text(profile.to_json())
     torch.distributed.barrier()
     job = Job(profile=profile, cluster=planned.cluster, pipeline_ranks=torch_world(), microbatches=4, recompute="all")
-    plan = make_plan(job, SearchOptions(placement="wave", solver_seconds=0))
+    plan = make_plan(job, SearchOptions(placement="wave", split_backward=False, solver_seconds=0))
     cap = max(plan.estimate.peak_bytes) * 1.02 / 1e9
     pulse = {"solver_seconds": 0, "placement": "wave", "profile": str(path)}
     found = []
