@@ -80,6 +80,15 @@ def test_cuts_weigh_what_ranks_have_to_reduce_where_nothing_hides_it():
     assert cuts == {1.0: (0, 5, 8), 1000.0: (0, 4, 8)}
 
 
+@pytest.mark.parametrize(("microbatches", "cuts"), [(2, (0, 4, 6)), (8, (0, 3, 6)), (16, (0, 3, 6))])
+def test_few_microbatches_are_cut_by_fill_and_drain_too(microbatches, cuts):
+    """Two of six equal layers: an even split takes 27 ms, with less work after what both ends wait for it takes 26."""
+    even = made(uniform(6), 2, microbatches, placement="linear", boundaries=(0, 3, 6)).estimate.step_ms
+    found = made(uniform(6), 2, microbatches, placement="linear")
+    assert found.boundaries == cuts
+    assert (found.estimate.step_ms < even) is (cuts != (0, 3, 6))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_are_never_slower_than_with_the_partitioners_cuts(seed):
     rng = random.Random(seed)
@@ -97,14 +106,14 @@ def test_plans_are_never_slower_than_with_the_partitioners_cuts(seed):
     options["part_skips"] = rng.random() < 0.5
     partitioned = made(costs, 3, microbatches, boundaries=own, **options).estimate.step_ms
     step_ms = made(costs, 3, microbatches, **options).estimate.step_ms
-    assert step_ms == pytest.approx(partitioned) or step_ms <= 0.95 * partitioned
+    assert step_ms == pytest.approx(partitioned) or step_ms <= 0.99 * partitioned
     with pytest.raises(TooSlow, match="a step takes at least"):
         made(costs, 3, microbatches, within_ms=0.1 * step_ms, **options)
 
 
 def test_auto_takes_linear_when_there_are_too_few_layers_for_the_wave():
     found = made(uniform(3), 2, 4)
-    assert (found.placement.name, found.waves, found.solver.name) == ("linear", 0, "1f1b")
+    assert (found.placement.name, found.waves) == ("linear", 0)
 
 
 def test_a_named_schedule_decides_the_placement():

@@ -16,7 +16,7 @@ from deepspeed_pulse.planner import simulate
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.heuristics import gpipe
+from deepspeed_pulse.planner.schedules.heuristics import gpipe, wave
 
 
 @pytest.mark.parametrize("seed", [*range(120), 159])
@@ -33,6 +33,33 @@ def test_equals_brute_force(seed):
     assert found.exact or expected[0] > 0
     if expected[0] <= 0:
         assert found.bound_ms <= found.score.load_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equals_brute_force_with_fill_and_drain(seed):
+    case = random_case(seed)
+    weights = case.weights.filling(1 + seed % 9)
+    case = dataclasses.replace(case, weights=weights)
+    found = best_partition(weights, microbatches=MICROBATCHES, tolerance=case.tolerance)
+    depth, expected = brute_force(case)
+    assert agrees(key_of(case, found.cuts, depth, expected), expected)
+    assert found.exact or expected[0] > 0
+    assert found.score.load_ms * (1 + 1e-9) >= weights.ideal_ms
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_step_is_shorter_than_its_loads_with_fill_and_drain(seed):
+    rng = random.Random(seed)
+    costs, microbatches = random_profile(rng, 12, temb=True, strict=False), rng.randrange(1, 9)
+    placement = rng.choice([Placement.wave(3), Placement.wave(2, 2), Placement.linear(4), Placement.loop(2, 3)])
+    cuts = tuple(sorted({0, 12, *rng.sample(range(1, 12), len(placement) - 1)}))
+    blank = plan(placement, microbatches, boundaries=cuts, of=costs)
+    weights = CutCosts(job_on(placement, costs), placement).filling(microbatches)
+    load = weights.score(cuts, (1,) * len(placement)).load_ms
+    for make in (gpipe, wave):
+        order = make(Problem(blank, costs, cluster()), microbatches)
+        timeline = simulate(dataclasses.replace(blank, schedule=order), costs, cluster())
+        assert timeline.makespan_ms * (1 + 1e-9) >= microbatches * load
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -24,6 +24,20 @@ from deepspeed_pulse.planner.simulator import least_step_ms, reduction_ms
 _WORTH_CHANGING = 0.95
 """Of the step with the partitioner's own cuts, what others may take at most: a simulation does not count everything."""
 
+_WORTH_MOVING = 0.99
+"""The same for cuts that send no more bytes."""
+
+_FILLED = 4
+"""Microbatches per rank up to which cuts are tried that count fill and drain. By the bound of ``planner/ideal.py`` even
+cuts of fine layers take 1.16 times the best there are at two of them, 1.10 at four and 1.05 at eight."""
+
+_FILLINGS = (1, 2)
+"""Times the microbatches that fill and drain are spread over: all of them count, or half, as some idle time is left
+anyway."""
+
+_MANY_FORWARDS = 300
+"""Above, one of the cuts that count fill and drain is ordered; else so many as there are fillings."""
+
 _HIDDEN = 1.02
 """Step over makespan up to which gradients count as reduced behind other work."""
 
@@ -51,7 +65,7 @@ class Maker:
     def plan(self, placement: Placement) -> Plan:
         """With the partitioner's cuts, or with others where known orders of those are well faster."""
         own = self.cut(placement, self.job.profile)
-        others = self.job.data_parallel > 1 or self._may_part(own)
+        others = self.job.data_parallel > 1 or self._may_part(own) or self._fills
         settled = self.options.boundaries or self.options.waves > 1  # cuts of several waves take seconds to find
         if settled or not others:
             return self.order(self._promising(own, self.options.within_ms))
@@ -64,9 +78,10 @@ class Maker:
         most, too_slow = self.options.within_ms, []
         try:
             best = self.order(self._promising(own, most))
-            most = min(most, _WORTH_CHANGING * step_ms(best))
+            most = min(most, _WORTH_MOVING * step_ms(best))
         except TooSlow as reason:
             too_slow.append(reason)
+        first = best
         for rival in self._rivals(best or own, most):
             try:
                 found = self.order(self._promising(rival, most))
@@ -75,25 +90,31 @@ class Maker:
             except InfeasibleError:  # its memory; the partitioner's cuts fit, or are too slow
                 continue
             else:
-                if step_ms(found) <= most:
+                if step_ms(found) <= min(most, _most_ms(found, first)):
                     best, most = found, step_ms(found)
         if best is None:
             raise min(too_slow, key=lambda reason: reason.bound_ms)
         return best
+
+    @property
+    def _fills(self) -> bool:
+        """Fill and drain are a share of the step that other cuts may lower."""
+        ranks, microbatches = self.job.pipeline_ranks, self.job.microbatches
+        return ranks > 1 and 1 < microbatches <= _FILLED * ranks
 
     def _may_part(self, own: Plan) -> bool:
         return self.options.parts_skips and bool(self.job.profile.skips) and own.waves > 0
 
     def _promising(self, plan: Plan, within_ms: float) -> Plan:
         if within_ms < math.inf:
-            bound_ms = least_step_ms(Problem(plan, self.job.profile, self.job.cluster), split=self._halves)
+            bound_ms = self._bound_ms(plan)
             if bound_ms > within_ms:
                 raise TooSlow(bound_ms)
         return plan
 
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
         """Cuts by other views of the profile, if any could be as fast as that; gradients are weighed where the order of
-        ``own`` does not hide their reduction."""
+        ``own`` does not hide their reduction. Then those that count fill and drain, the most promising of them."""
         problem = Problem(own, self.job.profile, self.job.cluster)
         reduced = sum(reduction_ms(problem, stage) for stage in range(own.num_stages))
         profile = with_recompute(self.job.profile, self.recompute)
@@ -105,12 +126,27 @@ class Maker:
         weighed = self.job.data_parallel > 1 and not hidden
         views = _other_views(self.job, skipless=self._may_part(own), weighed=weighed)
         plans = {plan.boundaries: plan for plan in (self.cut(own.placement, view) for view in views)}
+        plans |= {plan.boundaries: plan for plan in self._filling(own) if plan.boundaries not in plans}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
 
     @property
     def _halves(self) -> bool:
         """Backwards may run in halves."""
         return halves_tried(self.options, self.job.profile)[-1]
+
+    def _filling(self, own: Plan) -> list[Plan]:
+        """Cuts that count fill and drain, with skips and without regard to them; those with the smallest bounds."""
+        if not self._fills:
+            return []
+        views = [self.job.profile, *_other_views(self.job, skipless=self._may_part(own), weighed=False)]
+        fillings = [times * self.job.microbatches for times in _FILLINGS]
+        cut = [self.cut(own.placement, view, filling=filling) for view in views for filling in fillings]
+        plans = {plan.boundaries: plan for plan in cut if plan.boundaries != own.boundaries}
+        few = 1 if own.num_stages * own.microbatches > _MANY_FORWARDS else len(_FILLINGS)
+        return sorted(plans.values(), key=self._bound_ms)[:few]
+
+    def _bound_ms(self, plan: Plan) -> float:
+        return least_step_ms(Problem(plan, self.job.profile, self.job.cluster), split=self._halves)
 
     def quick(self) -> Maker:
         """The same without a search."""
@@ -136,10 +172,11 @@ class Maker:
         ordered = synthesize(plan, replace(self.job, memory_bytes=memory_bytes), self.options, self.progress)
         return fill_plan(ordered, self.job, solver_seconds=self.options.solver_seconds / 2)
 
-    def cut(self, placement: Placement, view: Profile) -> Plan:
-        """Without an order; cut as a view of the profile asks for."""
+    def cut(self, placement: Placement, view: Profile, *, filling: int = 0) -> Plan:
+        """Without an order; cut as a view of the profile asks for, fill and drain spread over so many microbatches."""
         viewed = replace(self.job, profile=with_recompute(view, self.recompute))
-        cuts = self.options.boundaries or partition(viewed, placement, tolerance=self.options.tolerance)
+        tolerance = self.options.tolerance
+        cuts = self.options.boundaries or partition(viewed, placement, tolerance=tolerance, filling=filling)
         return Plan(
             pipeline_ranks=self.job.pipeline_ranks,
             data_parallel=self.job.data_parallel,
@@ -158,6 +195,15 @@ class Maker:
 def step_ms(plan: Plan) -> float:
     assert plan.estimate is not None
     return plan.estimate.step_ms
+
+
+def _most_ms(rival: Plan, own: Plan | None) -> float:
+    """How long a rival's step may be; ``own``: the plan with the partitioner's cuts, if there is one."""
+    if own is None:
+        return math.inf
+    assert own.estimate is not None and rival.estimate is not None
+    more = rival.estimate.p2p_bytes_per_microbatch > own.estimate.p2p_bytes_per_microbatch
+    return (_WORTH_CHANGING if more else _WORTH_MOVING) * step_ms(own)
 
 
 def _other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:

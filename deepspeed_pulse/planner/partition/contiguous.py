@@ -23,7 +23,10 @@ class ConsecutiveCuts(CutSpace[int]):
         n, left, work, most = self.num_layers, self.num_ranks - k, self.weights.work_ms, slack(self.most_ms)
         if k in (0, self.num_ranks):
             return [0 if k == 0 else n]
-        return [b for b in range(k, n - left + 1) if work[b] <= most * k and work[-1] - work[b] <= most * left]
+        fill = self.weights.fill * work
+        return [
+            b for b in range(k, n - left + 1) if work[b] <= most * k and work[-1] - work[b] <= (most - fill[b]) * left
+        ]
 
     def _window(self, state: int) -> slice:
         return slice(min(int(self._first[state]), state), state)
@@ -36,6 +39,9 @@ class ConsecutiveCuts(CutSpace[int]):
 
     def _work_ms(self, state: int) -> Floats:
         return np.asarray(self.weights.work_ms[state] - self.weights.work_ms[self._window(state)])
+
+    def _busy_ms(self, state: int) -> Floats:
+        return self._work_ms(state) + self.weights.fill * self.weights.work_ms[self._window(state)]
 
     def _hidden(self, state: int) -> Floats:
         return np.asarray(self.weights.cut_bytes[self._window(state)])

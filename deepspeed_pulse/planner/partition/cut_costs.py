@@ -16,6 +16,7 @@ from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.plan import stage_of
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cost import state_bytes
+from deepspeed_pulse.planner.ideal import least_makespan
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.routes import named_values
@@ -33,7 +34,8 @@ class Score:
 
     ``excess_bytes``: how far the fullest rank is above the memory limit.
     ``load_ms``: the largest of all ranks' compute and all directed links' bytes/bandwidth: hidden states and named
-    values that change ranks, and the gradients of both.
+    values that change ranks, and the gradients of both. Of costs with :meth:`CutCosts.filling` a rank's load also has
+    its share of fill and drain.
     ``stage_ms``: the largest stage. ``bytes``: all that changes ranks.
     """
 
@@ -84,6 +86,10 @@ class CutCosts:
         links, ranks = Links(job.cluster, job.grid), range(job.pipeline_ranks)
         self.clean = False
         """Whether only cuts that part none of these count."""
+        self.fill = 0.0
+        """Of the work before a stage, what counts as its rank's load (:meth:`filling`)."""
+        self.least_work = 1 / self.placement.num_ranks
+        """Of all work, what the most loaded rank has at least."""
         self._slow = np.array([[links.between(a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
         """ms a byte, per directed pair of ranks."""
 
@@ -92,6 +98,16 @@ class CutCosts:
         free = copy.copy(self)
         free.memory_bytes = None
         return free
+
+    def filling(self, microbatches: int) -> CutCosts:
+        """The same with loads that count fill and drain: no step of whole backwards is shorter than so many times that.
+
+        A stage and the later ones of its rank run between the first microbatch's forward and the last one's backward of
+        all stages before it (``planner/ideal.py``).
+        """
+        other = copy.copy(self)
+        other.fill, other.least_work = 1 / microbatches, least_makespan(self.placement, microbatches) / microbatches
+        return other
 
     def binding(self, values: Sequence[Value]) -> CutCosts:
         """The same with other paired values, which no cuts may part."""
@@ -107,7 +123,7 @@ class CutCosts:
     @property
     def ideal_ms(self) -> float:
         """No cuts have a smaller load: an even split, or the largest layer."""
-        return float(max(self.work_ms[-1] / self.placement.num_ranks, np.diff(self.work_ms).max()))
+        return float(max(self.least_work * self.work_ms[-1], np.diff(self.work_ms).max()))
 
     def parts(self, boundaries: Sequence[int]) -> bool:
         """Does any paired value change ranks?"""
@@ -119,15 +135,27 @@ class CutCosts:
         ranks, cuts = self.placement.num_ranks, list(boundaries)
         work = np.diff(self.work_ms[cuts])
         memory = np.diff(self.state[cuts]) + np.diff(self.activations[cuts]) * in_flight
-        held = np.bincount(self.placement, weights=work, minlength=ranks)
         full = np.bincount(self.placement, weights=memory, minlength=ranks)
         traffic = self.traffic(enumerate(itertools.pairwise(cuts)))
         return Score(
             excess_bytes=0.0 if self.memory_bytes is None else max(0.0, float(full.max()) - self.memory_bytes),
-            load_ms=round(float(max(held.max(), self.link_ms(traffic))), _DIGITS),
+            load_ms=round(float(max(self._busy_ms(cuts), self.link_ms(traffic))), _DIGITS),
             stage_ms=round(float(work.max()), _DIGITS),
             bytes=float(sum(traffic.values())),
         )
+
+    def _busy_ms(self, cuts: list[int]) -> float:
+        """Of the busiest rank: compute, with fill and drain where they count."""
+        work, before = np.diff(self.work_ms[cuts]), self.fill * self.work_ms[cuts[:-1]]
+        if not self.fill:
+            return float(np.bincount(self.placement, weights=work).max())
+        later = [0.0] * self.placement.num_ranks
+        busiest = 0.0
+        for stage in reversed(range(len(work))):
+            rank = self.placement[stage]
+            later[rank] += work[stage]
+            busiest = max(busiest, later[rank] + before[stage])
+        return busiest
 
     def link_ms(self, traffic: Mapping[Pair, float]) -> float:
         """Of the busiest directed link."""

@@ -44,9 +44,14 @@ _MOST_LAYERS = 100
 be kept together. Beyond, the ideal load stands for the best one."""
 
 
-def partition(job: Job, placement: Sequence[int], *, tolerance: float = 0.0) -> Cuts:
-    """Boundaries, one more than there are stages: the cuts of :func:`best_partition`."""
-    return best_partition(CutCosts(job, placement), microbatches=job.microbatches, tolerance=tolerance).cuts
+def partition(job: Job, placement: Sequence[int], *, tolerance: float = 0.0, filling: int = 0) -> Cuts:
+    """Boundaries, one more than there are stages: the cuts of :func:`best_partition`.
+
+    ``filling``: loads count fill and drain as spread over so many microbatches; 0: they do not.
+    """
+    weights = CutCosts(job, placement)
+    weights = weights.filling(filling) if filling else weights
+    return best_partition(weights, microbatches=job.microbatches, tolerance=tolerance).cuts
 
 
 def best_partition(weights: CutCosts, *, microbatches: int, tolerance: float = 0.0) -> Solution:

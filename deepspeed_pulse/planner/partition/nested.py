@@ -44,7 +44,9 @@ class NestedCuts(CutSpace[State]):
         inside = work[None, :] - work[:, None]
         fits = (i >= k) & (j <= n - k) & (j - i >= 2 * left) & self._clean
         with np.errstate(invalid="ignore"):
-            fits &= (inside <= slack(self.most_ms) * left) & (work[-1] - inside <= slack(self.most_ms) * max(k, 1))
+            most = slack(self.most_ms)
+            fits &= inside <= (most - self.weights.fill * work[:, None]) * left
+            fits &= work[-1] - inside <= most * max(k, 1)
         if k == 0:
             fits = (i == 0) & (j == n)
         return [(int(a), int(b)) for a, b in zip(*np.nonzero(fits), strict=True)]
@@ -66,9 +68,11 @@ class NestedCuts(CutSpace[State]):
         (i, j), (rows, columns) = state, self._window(state)
         return (prefix[i] - prefix[rows])[:, None], (prefix[columns] - prefix[j])[None, :]
 
-    def _work_ms(self, state: State) -> Floats:
-        down, up = self._pair(self.weights.work_ms, state)
-        return down + up
+    def _busy_ms(self, state: State) -> Floats:
+        work, fill, (_, j), (rows, _) = self.weights.work_ms, self.weights.fill, state, self._window(state)
+        down, up = self._pair(work, state)
+        load = down + up
+        return np.maximum(load + fill * work[rows, None], up + fill * work[j]) if fill else load
 
     def _hidden(self, state: State) -> Floats:
         """Bytes of each directed link to the rank outside: a hidden state and the other cut's gradient."""

@@ -45,9 +45,10 @@ class CutSpace(abc.ABC, Generic[S]):
     def __init__(self, weights: CutCosts, in_flight: tuple[int, ...], num_ranks: int, most_ms: float) -> None:
         self.weights, self.in_flight, self.num_ranks, self.most_ms = weights, in_flight, num_ranks, most_ms
         self.num_layers, work = weights.num_layers, weights.work_ms
-        self._first = np.searchsorted(work, work - slack(most_ms), side="left")
+        beyond = (1 - weights.fill) * work
+        self._first = np.searchsorted(beyond, work - slack(most_ms), side="left")
         """Per end of a stage, its smallest first layer within ``most_ms``."""
-        self._last = np.searchsorted(work, work + slack(most_ms), side="right") - 1
+        self._last = np.searchsorted(work, beyond + slack(most_ms), side="right") - 1
         self.states = [self._states_after(k) for k in range(num_ranks + 1)]
         self.masks: dict[tuple[int, S], Bools] = {}
         """Edges that are left after the keys solved so far."""
@@ -68,8 +69,8 @@ class CutSpace(abc.ABC, Generic[S]):
         """What rank k-1 holds."""
 
     @abc.abstractmethod
-    def _work_ms(self, state: S) -> Floats:
-        """Compute of the rank."""
+    def _busy_ms(self, state: S) -> Floats:
+        """Compute of the rank, with fill and drain where they count."""
 
     @abc.abstractmethod
     def _hidden(self, state: S) -> Floats:
@@ -77,7 +78,7 @@ class CutSpace(abc.ABC, Generic[S]):
 
     def load_ms(self, k: int, state: S) -> Floats:
         """Largest of the rank's compute and its links' hidden states; named values not counted."""
-        load = self._work_ms(state)
+        load = self._busy_ms(state)
         return np.maximum(load, self._hidden(state) * self.weights.ms_per_byte(k - 1)) if k > 1 else load
 
     @abc.abstractmethod
