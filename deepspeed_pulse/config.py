@@ -27,11 +27,17 @@ class PulseConfig(BaseModel):
     enabled: Flag = True
     """False: stock 1F1B with skips relayed in the tuple, the baseline."""
 
-    placement: Literal["auto", "wave", "linear"] = Field(default="auto", description='"auto", "wave" or "linear"')
-    """wave: stages i and 2P-1-i on rank i. linear: one stage a rank."""
+    placement: Literal["auto", "wave", "linear", "loop"] = Field(
+        default="auto", description='"auto", "wave", "linear" or "loop"'
+    )
+    """wave: stages i and 2P-1-i on rank i. linear: one stage a rank. loop: stages i, P+i, .. on rank i, interleaved.
+
+    "auto": wave or linear, whichever is faster; where microbatches are few, two waves and loops of two and four rounds,
+    too, where they are well faster.
+    """
 
     waves: Auto | Count = Field(default=1, description="an integer from 1 to 1000")
-    """Number of waves W: stages = 2 * ranks * W; "auto": 1 or 2, whichever is faster."""
+    """Number of waves W, of a loop half of its rounds: stages = 2 * ranks * W; "auto": 1 or 2, whichever is faster."""
 
     schedule: Schedule = Field(default="auto", description=f"one of {', '.join(get_args(Schedule))}")
     """"auto": the best order that fits memory; or a generator's name."""

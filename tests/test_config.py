@@ -50,7 +50,7 @@ MEMORY, SOLVER, TIMEOUT = '"auto" or a finite number > 0', "a finite number >= 0
 BUFFER = "an integer from 1 to 65536, or null"
 WRONG = [
     *[("enabled", value, FLAG) for value in (1, "true", None)],
-    *[("placement", value, '"auto", "wave" or "linear"') for value in ("waves", None, 1, ["wave"])],
+    *[("placement", value, '"auto", "wave", "linear" or "loop"') for value in ("waves", None, 1, ["wave"])],
     *[("waves", value, COUNT) for value in (0, -1, True, "2", 1.0, 2.5, None, 10**30, math.nan)],
     *[("schedule", value, "one of auto, gpipe, 1f1b") for value in ("wav", "1F1B", 3, None, "")],
     *[("split_backward", value, '"auto", true or false') for value in ("no", 0, None)],

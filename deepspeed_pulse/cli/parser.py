@@ -84,8 +84,8 @@ def _plan(add: Add) -> None:
     add("--pipeline-ranks", required=True, type=_count, metavar="P")
     add("--microbatches", required=True, type=_count, metavar="M", help="of one step and pipeline")
     add("--data-parallel", default=1, type=_count, metavar="G", help="pipelines side by side")
-    add("--placement", default="auto", choices=("auto", "wave", "linear"))
-    add("--waves", default=1, type=_count, metavar="W", help="stages = 2 * P * W")
+    add("--placement", default="auto", choices=("auto", "wave", "linear", "loop"))
+    add("--waves", default=1, type=_count, metavar="W", help="stages = 2 * P * W, of a wave or a loop (2 W rounds)")
     add("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
     add("--schedule", default="auto", metavar="S", help='"auto" or a schedule\'s name')
     halves = "input and weight gradients apart (I and W); default: where that is faster, if the profile knows halves"

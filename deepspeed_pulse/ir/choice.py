@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from deepspeed_pulse.ir.codec import File
+from deepspeed_pulse.ir.codec import File, Form
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
@@ -17,7 +17,8 @@ from deepspeed_pulse.ir.rules import Rules
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """``waves`` 0: linear placement. ``zero_stage`` 1: data-parallel peers share the optimizer state."""
+    """``waves`` 0: linear placement; of a ``loop``, half of its rounds. ``zero_stage`` 1: data-parallel peers share the
+    optimizer state."""
 
     pipeline_ranks: int
     data_parallel: int
@@ -26,12 +27,12 @@ class Choice:
     microbatches: int
     zero_stage: int = 0
     layout: Layout = Layout.PIPE_MAJOR
+    loop: Annotated[bool, Form(left_out=True)] = False
 
     @property
     def placement(self) -> Placement:
         """Rank of each stage."""
-        ranks = self.pipeline_ranks
-        return Placement.wave(ranks, self.waves) if self.waves else Placement.linear(ranks)
+        return Placement.shaped(self.pipeline_ranks, self.waves, loop=self.loop)
 
     @property
     def grid(self) -> Grid:
@@ -64,6 +65,7 @@ class Constraints:
 
     Attributes:
         waves: numbers that are tried, 0 for linear placement.
+        loops: the same of loops, which are tried where microbatches are few.
         reduce_early: gradients are summed early whatever the ZeRO stage, or never; None: as the engine does.
         schedule: a generator's name, or "auto".
         recompute: layers that run again in backward; None: as memory needs it.
@@ -74,6 +76,7 @@ class Constraints:
     microbatch_size: int | None = None
     microbatches: int | None = None
     waves: tuple[int, ...] = (0, 1, 2)
+    loops: tuple[int, ...] = (1, 2)
     zero_stage: int | None = None
     reduce_early: bool | None = None
     layout: Layout | None = None
@@ -193,6 +196,7 @@ class Option:
             "num_stages": choice.pipeline_ranks,
             "data_parallel": choice.data_parallel,
             "waves": choice.waves,
+            **({"loop": True} if choice.loop else {}),
             "train_micro_batch_size_per_gpu": choice.microbatch_size,
             "gradient_accumulation_steps": choice.microbatches,
             "layout": choice.layout.value,

@@ -42,6 +42,17 @@ class Placement(tuple[int, ...]):
     def loop(cls, ranks: int, rounds: int) -> Placement:
         return cls(tuple(range(ranks)) * rounds)
 
+    @classmethod
+    def shaped(cls, ranks: int, waves: int, *, loop: bool = False) -> Placement:
+        """``waves`` 0: linear; of a loop, half of its rounds.
+
+        >>> Placement.shaped(2, 0), Placement.shaped(2, 1), Placement.shaped(2, 1, loop=True)
+        ((0, 1), (0, 1, 1, 0), (0, 1, 0, 1))
+        """
+        if loop:
+            return cls.loop(ranks, 2 * waves)
+        return cls.wave(ranks, waves) if waves else cls.linear(ranks)
+
     @cached_property
     def num_ranks(self) -> int:
         return max(self) + 1

@@ -77,7 +77,9 @@ class SearchOptions:
     """Which cuts and orders of a job are looked at, and for how long.
 
     Attributes:
-        placement: "wave", "linear", or "auto": the one that is faster in simulation, the wave among equals.
+        placement: "wave", "linear", "loop", or "auto": wave or linear, the one that is faster in simulation, the wave
+            among equals; where microbatches are few also two waves or a loop, if that is well faster.
+        waves: of a wave; of a loop, half of its rounds: 2 * ranks * waves stages either way.
         boundaries: explicit cuts, 0 and the layer count included; "auto" placement then follows from their number.
         schedule: "auto" or a generator's name.
         split_backward: the order may run backward as ``I`` and ``W``; None: if that is faster by a profile that knows

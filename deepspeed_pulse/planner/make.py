@@ -18,13 +18,16 @@ from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.making.best import best_plan
-from deepspeed_pulse.planner.making.maker import Maker
+from deepspeed_pulse.planner.making.maker import Maker, are_few
 from deepspeed_pulse.planner.partition.cuts import require_layers
 from deepspeed_pulse.planner.recompute import recomputed_layers
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for, halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
 
 MOST_STAGES = 10_000
+MOST_RIVAL_FORWARDS = 1_500
+"""Of placements that are tried beside others, so that planning stays within seconds."""
+
 MOST_FORWARDS = 500_000
 """Stages times microbatches of an order that is made in minutes and a few GB."""
 
@@ -46,14 +49,15 @@ def make_plan(
         TooSlow: cuts that fit the memory are slower than ``within_ms``.
     """
     maker, places = _maker(job, options, progress)
+    rivals = _rivals(job, options)
     if plan_cache is None or options.solver_seconds <= 0:
-        return best_plan(maker, places)
+        return best_plan(maker, places, rivals)
     # The file is named by everything that the plan depends on.
     known, settings = vars(maker.job).copy(), vars(maker.options)
     profile, cluster = known.pop("profile"), known.pop("cluster")
     known |= {"rules": to_data(job.rules), "frozen": [to_data(part) for part in job.frozen]}
     file = file_of(plan_cache, Plan, [profile], cluster, places=places, **known, **settings)
-    return kept(file, Plan, lambda: best_plan(maker, places))
+    return kept(file, Plan, lambda: best_plan(maker, places, rivals))
 
 
 def cuts(job: Job, options: SearchOptions) -> tuple[int, ...]:
@@ -135,15 +139,15 @@ def _placements(job: Job, options: SearchOptions) -> list[Placement]:
     """What to try, the preferred first. Raises when nothing can work."""
     profile, ranks, waves = job.profile, job.pipeline_ranks, options.waves
     placement, schedule = options.placement, options.schedule
-    wave, linear = Placement.wave(ranks, waves), Placement.linear(ranks)
-    known = {"auto": [wave, linear], "wave": [wave], "linear": [linear]}
+    wave, linear, loop = Placement.wave(ranks, waves), Placement.linear(ranks), Placement.loop(ranks, 2 * waves)
+    known = {"auto": [wave, linear], "wave": [wave], "linear": [linear], "loop": [loop]}
     if placement not in known:
         raise ConfigError(
             f"placement: expected one of {', '.join(known)}, found {placement!r}{did_you_mean(placement, known)}"
         )
     places = known[placement]
     if placement == "auto" and schedule == "interleaved":
-        places = [Placement.loop(ranks, 2 * waves)]
+        places = [loop]
     if options.boundaries is not None:
         places = _that_fit_boundaries(profile, places, options.boundaries)
     if placement == "auto":
@@ -155,6 +159,24 @@ def _placements(job: Job, options: SearchOptions) -> list[Placement]:
         require_layers(profile, place)
         generators_for(schedule, place, split=halves_tried(options, profile)[-1])
     return places
+
+
+def _rivals(job: Job, options: SearchOptions) -> list[Placement]:
+    """What "auto" tries beside a wave and a linear placement: fill and drain are shorter with more stages a rank.
+
+    They send more, part skips, and their cuts take seconds to find: so where microbatches are few.
+    """
+    ranks, schedule = job.pipeline_ranks, options.schedule
+    settled = options.placement != "auto" or options.waves > 1 or options.boundaries is not None
+    if settled or schedule == "interleaved" or not are_few(job.microbatches, ranks):
+        return []
+    places = [Placement.wave(ranks, 2), Placement.loop(ranks, 2), Placement.loop(ranks, 4)]
+    fitting = [place for place in places if schedule == "auto" or GENERATORS[schedule].fits(place)]
+    return [
+        place
+        for place in fitting
+        if len(place) <= job.profile.num_layers and len(place) * job.microbatches <= MOST_RIVAL_FORWARDS
+    ]
 
 
 def _that_fit_boundaries(profile: Profile, places: list[Placement], boundaries: Sequence[int]) -> list[Placement]:

@@ -65,9 +65,11 @@ def _choice(choice: Choice) -> tuple[str, ...]:
 
 
 def placement_name(choice: Choice) -> str:
-    """``data parallel``, ``data parallel in 2 stages``, ``linear``, ``wave``, ``wave x 2``."""
+    """``data parallel``, ``data parallel in 2 stages``, ``linear``, ``wave``, ``wave x 2``, ``loop x 2``."""
     if choice.pipeline_ranks == 1:
         return "data parallel" + (f" in {2 * choice.waves} stages" if choice.waves else "")
+    if choice.loop:
+        return choice.placement.name
     return {0: "linear", 1: "wave"}.get(choice.waves, f"wave x {choice.waves}")
 
 

@@ -87,9 +87,9 @@ BATCH, SIZE, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "grad
 @pytest.mark.parametrize(
     ("config", "stages", "pulse", "batch", "given"),
     [
-        ({BATCH: 8}, "auto", True, 8, Constraints(waves=(0, 1), zero_stage=0)),
-        ({BATCH: 8, SIZE: "auto"}, 2, True, 8, Constraints(pipeline_ranks=2, waves=(0, 1), zero_stage=0)),
-        ({SIZE: 3}, "auto", True, 12, Constraints(microbatch_size=3, waves=(0, 1), zero_stage=0)),
+        ({BATCH: 8}, "auto", True, 8, Constraints(waves=(0, 1), loops=(1,), zero_stage=0)),
+        ({BATCH: 8, SIZE: "auto"}, 2, True, 8, Constraints(pipeline_ranks=2, waves=(0, 1), loops=(1,), zero_stage=0)),
+        ({SIZE: 3}, "auto", True, 12, Constraints(microbatch_size=3, waves=(0, 1), loops=(1,), zero_stage=0)),
         (
             {SIZE: 3, STEPS: 2},
             2,
@@ -102,14 +102,21 @@ BATCH, SIZE, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "grad
             4,
             {"waves": "auto", "placement": "wave"},
             8,
-            Constraints(pipeline_ranks=4, microbatches=1, waves=(1, 2), zero_stage=0),
+            Constraints(pipeline_ranks=4, microbatches=1, waves=(1, 2), loops=(), zero_stage=0),
         ),
         (
             {BATCH: 8, "zero_optimization": {"stage": 1}},
             "auto",
             {"placement": "linear", "schedule": "1f1b"},
             8,
-            Constraints(waves=(0,), zero_stage=1, schedule="1f1b"),
+            Constraints(waves=(0,), loops=(), zero_stage=1, schedule="1f1b"),
+        ),
+        (
+            {BATCH: 8},
+            "auto",
+            {"placement": "loop", "schedule": "interleaved"},
+            8,
+            Constraints(waves=(), loops=(1,), zero_stage=0, schedule="interleaved"),
         ),
     ],
 )

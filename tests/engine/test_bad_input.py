@@ -126,7 +126,6 @@ CONSTRUCTION = {
     "auto and autotuning": ("ConfigError", "beside DeepSpeed's autotuning", 'remove the "autotuning" block'),
     "auto and tensor parallel": ("ConfigError", "expected no tensor_parallel.autotp_size", "found 2", "remove it"),
     "auto and a topology": ("ConfigError", "beside topology=", "leave one of them out"),
-    "auto and interleaved": ("ConfigError", '"interleaved" does not fit', "give numbers"),
     "auto and too little memory": (
         "InfeasibleError",
         "nothing fits 0.001 GB a rank on 2 ranks, layers recomputed: ",

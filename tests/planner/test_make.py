@@ -46,6 +46,25 @@ def test_auto_takes_the_wave_for_uniform_layers():
     assert found.estimate.makespan_ms == pytest.approx(57)
 
 
+def test_auto_takes_more_stages_a_rank_where_few_microbatches_make_that_well_faster():
+    wave = made(uniform(16), 4, 4, placement="wave").estimate
+    found = made(uniform(16), 4, 4, placement="auto")
+    assert found.placement in (Placement.wave(4, 2), Placement.loop(4, 2), Placement.loop(4, 4))
+    assert found.estimate.step_ms <= 0.95 * wave.step_ms
+    searched = made(uniform(16), 4, 4, placement="auto", solver_seconds=0.5)
+    assert searched.estimate.step_ms <= found.estimate.step_ms
+    assert made(uniform(16), 4, 17, placement="auto").placement == Placement.wave(4)
+    assert made(uniform(16), 4, 4, placement="auto", waves=2).placement == Placement.wave(4, 2)
+
+
+def test_a_loop_by_name_has_as_many_stages_as_waves():
+    for waves in (1, 2):
+        found = made(uniform(8), 2, 4, placement="loop", waves=waves)
+        assert found.placement == Placement.loop(2, 2 * waves)
+    with pytest.raises(ConfigError, match="schedule '1f1b' does not fit placement loop x 2 of 2 ranks"):
+        made(uniform(8), 2, 4, placement="loop", schedule="1f1b")
+
+
 def test_auto_takes_linear_where_it_is_faster():
     """One layer has three quarters of the work and cannot be cut: the V gives its rank a second stage on top."""
     costs = profile([layer(output_bytes=10**6)] * 3 + [layer(30, 60, output_bytes=10**6)] * 1)
@@ -132,7 +151,10 @@ def test_explicit_cuts_are_kept_and_decide_the_placement():
         ({"boundaries": (0, 1, 2, 6)}, "expected 3 (wave placement) or 1 (linear placement) inner cuts, found 2"),
         ({"boundaries": (0, 3, 2, 4, 6)}, "strictly increasing layer indices from 0 to the layer count 6"),
         ({"boundaries": (0, 1, 2, 3, 5)}, "from 0 to the layer count 6, found [0, 1, 2, 3, 5]"),
-        ({"placement": "wavy"}, "placement: expected one of auto, wave, linear, found 'wavy' (did you mean \"wave\"?)"),
+        (
+            {"placement": "wavy"},
+            "placement: expected one of auto, wave, linear, loop, found 'wavy' (did you mean \"wave\"?)",
+        ),
         ({"microbatches": 0}, "microbatches: expected an integer >= 1, found 0"),
         ({"pipeline_ranks": True}, "pipeline_ranks: expected an integer >= 1, found True"),
         ({"data_parallel": 99}, "pipeline ranks x data-parallel = 198 ranks, the cluster 'toy' has 64"),

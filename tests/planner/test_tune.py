@@ -151,7 +151,7 @@ def test_cuts_of_two_waves_are_those_of_the_first_microbatch_size():
     two = profile(
         [layer(forward_ms=ms, backward_ms=2 * ms) for ms in (9, 1, 1, 1, 1, 1, 1, 1, 1, 1)], microbatch_size=2
     )
-    settled = Constraints(pipeline_ranks=2, waves=(1, 2))
+    settled = Constraints(pipeline_ranks=2, waves=(1, 2), loops=())
     found = tuned([one, two], box(1, 2), 4, given=settled, exhaustive=True)
     cuts = {(t.choice.waves, t.choice.microbatch_size): t.planned.boundaries for t in found.ranked}
     assert cuts[1, 1] != cuts[1, 2]
@@ -170,6 +170,16 @@ def test_linear_placement_is_chosen_where_it_is_faster():
     layers = [layer(output_bytes=10**6)] * 3 + [layer(30, 60, output_bytes=10**6, param_bytes=10**8)]
     found = tuned(profile(layers), box(ranks_per_node=2, intra=0.01), 4)
     assert (found.best.choice.pipeline_ranks, found.best.choice.waves) == (2, 0)
+
+
+def test_a_loop_is_chosen_where_it_is_faster():
+    """Four microbatches on four ranks: with four stages a rank fill and drain are a quarter of one stage's."""
+    settled = Constraints(pipeline_ranks=4, microbatch_size=1)
+    best = tuned(uniform(16), box(), 4, given=settled).best
+    assert best.choice.waves == 2
+    loops = tuned(uniform(16), box(), 4, given=replace(settled, waves=())).best
+    assert loops.choice.placement == loops.planned.placement == Placement.loop(4, 4)
+    assert best.figures.step_ms <= loops.figures.step_ms
 
 
 @pytest.mark.parametrize("heavy", ["weights", "activations"])
@@ -205,7 +215,7 @@ def test_nothing_is_searched_without_time_or_where_nothing_can_be_better(layers,
 def test_a_choice_that_only_search_makes_the_best_is_searched():
     """The order of one wave is at its bound; two waves are better, but not in any known order."""
     costs = profile([layer(forward_ms=ms, backward_ms=2 * ms) for ms in (3, 2, 1, 1, 1, 1, 1, 1, 1)])
-    settled = Constraints(pipeline_ranks=2, microbatch_size=1)
+    settled = Constraints(pipeline_ranks=2, microbatch_size=1, loops=())
     plain, searched = (tuned(costs, box(1, 2), 2, given=settled, solver_seconds=seconds).best for seconds in (0, 3))
     assert plain.choice.waves == 1
     assert plain.planned.estimate.step_ms == plain.planned.estimate.lower_bound_ms == 48
@@ -222,7 +232,9 @@ def test_a_choice_that_only_search_makes_the_best_is_searched():
         ({"pipeline_ranks": 4}, {"pipeline_ranks": {4}, "waves": {0, 1, 2}}),
         ({"pipeline_ranks": 2, "microbatches": 4}, {"microbatch_size": {2}, "data_parallel": {2}}),
         ({"microbatch_size": 8}, {"microbatch_size": {8}, "pipeline_ranks": {2, 4}}),
-        ({"waves": (1,)}, {"waves": {1}, "pipeline_ranks": {1, 2, 4}}),
+        ({"waves": (1,), "loops": ()}, {"waves": {1}, "loop": {False}, "pipeline_ranks": {1, 2, 4}}),
+        ({"waves": (), "loops": (1,)}, {"waves": {1}, "loop": {True}, "pipeline_ranks": {1, 2, 4}}),
+        ({"schedule": "interleaved", "pipeline_ranks": 2}, {"waves": {1, 2}, "loop": {True}}),
         ({"schedule": "1f1b"}, {"waves": {0}}),
         ({"zero_stage": 1}, {"zero_stage": {1}}),
         ({"recompute": (0, 1)}, {}),

@@ -192,7 +192,6 @@ def auto_cases(paths: dict[str, str]) -> dict[str, Case]:
         "auto and autotuning": lambda: choose(given={**batch, **auto, "autotuning": {"enabled": True}}),
         "auto and tensor parallel": lambda: choose(given={**batch, **auto, "tensor_parallel": {"autotp_size": 2}}),
         "auto and a topology": lambda: choose(topology=topology(pipe=2, data=1)),
-        "auto and interleaved": lambda: choose({"schedule": "interleaved"}),
         "auto and too little memory": lambda: choose({"memory_gb": 1e-7, "profile": profile}),
         "auto and a profile of larger microbatches": lambda: choose(
             {"profile": profile}, given={**batch, size: 1, steps: "auto"}

@@ -94,7 +94,8 @@ def asked_of(
         pipeline_ranks=_ranks(num_stages, topology, world),
         microbatch_size=size,
         microbatches=steps,
-        waves={"auto": (0, *waves), "wave": waves, "linear": (0,)}[pulse.placement],  # 0: linear placement
+        waves={"auto": (0, *waves), "wave": waves, "linear": (0,), "loop": ()}[pulse.placement],  # 0: linear placement
+        loops=waves if pulse.placement in ("auto", "loop") else (),
         zero_stage=check_zero_stage(stage if isinstance(stage, int) else 0),  # upstream says what is wrong with another
         layout=None if topology is None else layout_of(topology),
         schedule=pulse.schedule,
@@ -156,11 +157,6 @@ def _refuse(names: tuple[str, ...], num_stages: Any, topology: Any, config: Conf
         raise ConfigError(
             f"{what} chooses pipeline and data-parallel ranks only: expected no tensor_parallel.autotp_size and no "
             f"sequence_parallel_size, found {split or config.get('sequence_parallel_size')}; remove it"
-        )
-    if pulse.schedule == "interleaved":
-        raise ConfigError(
-            f'{what} chooses among wave and linear placements, which the schedule "interleaved" does not fit; give '
-            'numbers, or "schedule": "auto"'
         )
 
 

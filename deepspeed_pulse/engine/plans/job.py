@@ -104,11 +104,12 @@ class TrainingJob:
     def keep_cuts(self, cuts: Sequence[int]) -> None:
         """Plan these inner cuts, one stage a rank, whatever else the block leaves open: the layers are cut already.
 
-        A ConfigError where the block asks for a wave.
+        A ConfigError where the block asks for several stages a rank.
         """
         assert self.pulse is not None
-        if self.pulse.placement == "wave" or self.pulse.waves not in (1, AUTO):
-            key = "placement" if self.pulse.placement == "wave" else "waves"
+        several = self.pulse.placement in ("wave", "loop")
+        if several or self.pulse.waves not in (1, AUTO):
+            key = "placement" if several else "waves"
             raise ConfigError(
                 f'the "pulse" block asks for {key} {getattr(self.pulse, key)!r}, but the layers are already cut into '
                 "one stage a rank: by a subclass of PipelineModule, or because the block came only with "

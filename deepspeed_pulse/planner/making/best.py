@@ -9,7 +9,7 @@ from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES
-from deepspeed_pulse.planner.making.maker import Maker, TooSlow, step_ms
+from deepspeed_pulse.planner.making.maker import WORTH_CHANGING, Maker, TooSlow, step_ms
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.simulator import estimate
 
@@ -17,10 +17,14 @@ _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of the layers worth recomputing, how many are tried in search of the fastest plan."""
 
 
-def best_plan(maker: Maker, places: Sequence[Placement]) -> Plan:
-    """The fastest plan; where memory binds and it may, one that recomputes layers if that is faster than other cuts."""
+def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement] = ()) -> Plan:
+    """The fastest plan; where memory binds and it may, one that recomputes layers if that is faster than other cuts.
+
+    ``rivals``: placements that are taken where they are well faster. Finding their cuts takes seconds, so they are not
+    tried beside layers that are recomputed.
+    """
     if maker.job.recompute != "auto" or _fits_freely(maker, places):
-        return _fastest(maker, places)
+        return _with_rivals(maker, places, rivals) if rivals else _fastest(maker, places)
     layers = cheapest_first(maker.job.profile)
     found: list[Plan] = []
     problems: list[InfeasibleError] = []
@@ -65,22 +69,46 @@ def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:
     return _dropped(_dropped(plan, maker, layers[:half]), maker, layers[half:]) if half else plan
 
 
+def _with_rivals(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement]) -> Plan:
+    """Known orders decide which plans are searched for better ones: so many as there are places."""
+    known = _each(maker.quick(), places)
+    fastest = min(known, key=step_ms)
+    for place in rivals:
+        found = maker.rival(place, WORTH_CHANGING * step_ms(fastest))
+        if found is not None:
+            known.append(found)
+            fastest = found
+    if not maker.options.solver_seconds:
+        return _first(known)
+    return _first([maker.order(plan) for plan in sorted(known, key=step_ms)[: len(places)]])
+
+
 def _fastest(maker: Maker, places: Sequence[Placement]) -> Plan:
     """The plan with the shortest step, the first among equals; an error only when no placement is feasible."""
-    best: Plan | None = None
+    return _first(_each(maker, places))
+
+
+def _first(plans: Sequence[Plan]) -> Plan:
+    """The one with the shortest step, the first among equals."""
+    best = plans[0]
+    for plan in plans[1:]:
+        best = plan if step_ms(plan) < step_ms(best) * (1 - 1e-9) else best
+    return best
+
+
+def _each(maker: Maker, places: Sequence[Placement]) -> list[Plan]:
+    """A plan for each feasible placement; an error when there is none."""
+    plans: list[Plan] = []
     problems: list[InfeasibleError] = []
     for place in places:
         try:
-            plan = maker.plan(place)
+            plans.append(maker.plan(place))
         except InfeasibleError as problem:
             problems.append(problem)
-            continue
-        if best is None or step_ms(plan) < step_ms(best) * (1 - 1e-9):
-            best = plan
-    if best is None:
+    if not plans:
         named = zip(places, problems, strict=True)
         raise _joined(problems, "\n".join(f"{place.name} placement: {text}" for place, text in named))
-    return best
+    return plans
 
 
 def _joined(problems: Sequence[InfeasibleError], text: str) -> InfeasibleError:

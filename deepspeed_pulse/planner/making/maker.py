@@ -21,19 +21,23 @@ from deepspeed_pulse.planner.schedules.heuristics import halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import least_step_ms, reduction_ms
 
-_WORTH_CHANGING = 0.95
+WORTH_CHANGING = 0.95
 """Of the step with the partitioner's own cuts, what others may take at most: a simulation does not count everything."""
 
 _WORTH_MOVING = 0.99
 """The same for cuts that send no more bytes."""
 
-_FILLED = 4
-"""Microbatches per rank up to which cuts are tried that count fill and drain. By the bound of ``planner/ideal.py`` even
-cuts of fine layers take 1.16 times the best there are at two of them, 1.10 at four and 1.05 at eight."""
+_FEW = 4
+"""Microbatches per rank up to which cuts are tried that count fill and drain, and placements that shorten both. By the
+bound of ``planner/ideal.py`` even cuts of fine layers take up to 1.18 times the best there are at two of them, 1.11 at
+four and 1.06 at eight; a wave's own fill and drain are 7 % of a step at two of them and 2 % at four."""
 
 _FILLINGS = (1, 2)
 """Times the microbatches that fill and drain are spread over: all of them count, or half, as some idle time is left
 anyway."""
+
+_SEVERAL_FILLINGS = (1, 2, 10)
+"""The same where cuts come from a local search; the last hardly counts them."""
 
 _MANY_FORWARDS = 300
 """Above, one of the cuts that count fill and drain is ordered; else so many as there are fillings."""
@@ -72,6 +76,25 @@ class Maker:
         known = self.quick()._fastest_cuts(own)
         return self.order(known) if self.options.solver_seconds else known
 
+    def rival(self, placement: Placement, within_ms: float) -> Plan | None:
+        """A plan of known orders for several waves or a loop, if one is so fast; few of their cuts are looked at."""
+        profile, within_ms = with_recompute(self.job.profile, self.recompute), min(within_ms, self.options.within_ms)
+        if ideal_ms(profile, placement, self.job.microbatches, split=self._halves) > within_ms:
+            return None
+        fillings = [times * self.job.microbatches for times in _SEVERAL_FILLINGS]
+        cut = [self.cut(placement, self.job.profile, filling=filling) for filling in fillings]
+        best: Plan | None = None
+        for plan in self._promising_first({plan.boundaries: plan for plan in cut}):
+            if self._bound_ms(plan) > within_ms:
+                break
+            try:
+                found = self.quick().order(plan)
+            except InfeasibleError:
+                continue
+            if step_ms(found) <= within_ms:
+                best, within_ms = found, step_ms(found)
+        return best
+
     def _fastest_cuts(self, own: Plan) -> Plan:
         """Ordered; of the partitioner's cuts and their rivals."""
         best: Plan | None = None
@@ -99,8 +122,7 @@ class Maker:
     @property
     def _fills(self) -> bool:
         """Fill and drain are a share of the step that other cuts may lower."""
-        ranks, microbatches = self.job.pipeline_ranks, self.job.microbatches
-        return ranks > 1 and 1 < microbatches <= _FILLED * ranks
+        return are_few(self.job.microbatches, self.job.pipeline_ranks)
 
     def _may_part(self, own: Plan) -> bool:
         return self.options.parts_skips and bool(self.job.profile.skips) and own.waves > 0
@@ -142,8 +164,13 @@ class Maker:
         fillings = [times * self.job.microbatches for times in _FILLINGS]
         cut = [self.cut(own.placement, view, filling=filling) for view in views for filling in fillings]
         plans = {plan.boundaries: plan for plan in cut if plan.boundaries != own.boundaries}
-        few = 1 if own.num_stages * own.microbatches > _MANY_FORWARDS else len(_FILLINGS)
-        return sorted(plans.values(), key=self._bound_ms)[:few]
+        return self._promising_first(plans)
+
+    def _promising_first(self, plans: dict[tuple[int, ...], Plan]) -> list[Plan]:
+        """Those with the smallest bounds, so many as may be ordered."""
+        ranked = sorted(plans.values(), key=self._bound_ms)
+        many = ranked[0].num_stages * self.job.microbatches > _MANY_FORWARDS if ranked else False
+        return ranked[: 1 if many else len(_FILLINGS)]
 
     def _bound_ms(self, plan: Plan) -> float:
         return least_step_ms(Problem(plan, self.job.profile, self.job.cluster), split=self._halves)
@@ -192,6 +219,11 @@ class Maker:
         )
 
 
+def are_few(microbatches: int, ranks: int) -> bool:
+    """So few that fill and drain are a share of the step that other cuts and placements may lower."""
+    return ranks > 1 and 1 < microbatches <= _FEW * ranks
+
+
 def step_ms(plan: Plan) -> float:
     assert plan.estimate is not None
     return plan.estimate.step_ms
@@ -203,7 +235,7 @@ def _most_ms(rival: Plan, own: Plan | None) -> float:
         return math.inf
     assert own.estimate is not None and rival.estimate is not None
     more = rival.estimate.p2p_bytes_per_microbatch > own.estimate.p2p_bytes_per_microbatch
-    return (_WORTH_CHANGING if more else _WORTH_MOVING) * step_ms(own)
+    return (WORTH_CHANGING if more else _WORTH_MOVING) * step_ms(own)
 
 
 def _other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:

@@ -38,6 +38,9 @@ _ENUMERABLE = 7000
 _EVALUATIONS = 10_000
 """Cuts that local search looks at."""
 
+_FEWER_EVALUATIONS = 2_500
+"""The same for cuts that count fill and drain, of which several are made."""
+
 _SHIFTS = (-3, -2, -1, 1, 2, 3)
 _MOST_LAYERS = 100
 """Of models whose cuts are all looked at: for the smallest fullest rank, and for the best load when some values cannot
@@ -202,7 +205,7 @@ def _searched(weights: CutCosts, depth: Cuts, found: Solution | None) -> Solutio
     def key(cuts: Cuts) -> tuple[bool, Score]:
         return weights.clean and weights.parts(cuts), weights.score(cuts, depth)
 
-    cuts = _kicked(key, cuts)
+    cuts = _kicked(key, cuts, min(_EVALUATIONS, _FEWER_EVALUATIONS) if weights.fill else _EVALUATIONS)
     if weights.clean and weights.parts(cuts):
         return None
     bound = found.bound_ms if found else weights.ideal_ms
@@ -245,11 +248,11 @@ def _descent(key: Key, cuts: Cuts) -> tuple[tuple[bool, Score], Cuts, int]:
     return best, cuts, evaluations
 
 
-def _kicked(key: Key, cuts: Cuts) -> Cuts:
+def _kicked(key: Key, cuts: Cuts, most: int) -> Cuts:
     """Descents from the best cuts so far with a few of them moved, the same every time."""
     rng = random.Random(0)
     best, cuts, evaluations = _descent(key, cuts)
-    while evaluations < _EVALUATIONS:
+    while evaluations < most:
         at = rng.sample(range(1, len(cuts) - 1), min(3, len(cuts) - 2))
         for start in _shifted(cuts, {i: rng.choice(_SHIFTS) for i in at}):
             value, found, more = _descent(key, start)

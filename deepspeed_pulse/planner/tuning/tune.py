@@ -92,7 +92,8 @@ def _is_frugal(tuner: Tuner, choice: Choice) -> bool:
     small = choice.microbatch_size == tuner.sizes.smallest.microbatch_size or given.sets_microbatches
     shared = choice.zero_stage == 1 or choice.data_parallel == 1 or given.zero_stage is not None
     plain = choice.layout is Layout.PIPE_MAJOR or given.layout is not None
-    return small and shared and plain and choice.waves <= max(1, min(given.waves))
+    fewest = choice.waves <= max(1, min(given.waves or given.loops)) and choice.loop <= (not given.waves)
+    return small and shared and plain and fewest
 
 
 def _least_memory(tuner: Tuner, choice: Choice) -> float:

@@ -20,7 +20,7 @@ from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, SearchOptions
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan
-from deepspeed_pulse.planner.making.maker import TooSlow
+from deepspeed_pulse.planner.making.maker import TooSlow, are_few
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
@@ -75,19 +75,21 @@ class Tuner:
         for ranks in (n for n in range(1, self.job.world + 1) if self.job.world % n == 0):
             group = self.job.world // ranks
             for size in self._sizes(ranks, group):
-                for waves, layout in itertools.product(self._waves(ranks), self._layouts(ranks)):
+                microbatches = self.job.global_batch // (group * size)
+                for (waves, loop), layout in itertools.product(self._shapes(ranks, microbatches), self._layouts(ranks)):
                     choice = Choice(
                         pipeline_ranks=ranks,
                         data_parallel=group,
                         waves=waves,
                         microbatch_size=size,
-                        microbatches=self.job.global_batch // (group * size),
+                        microbatches=microbatches,
                         layout=layout,
+                        loop=loop,
                     )
                     # One rank has several stages only to reduce later ones' gradients while it works on the earlier.
                     if (
                         ranks > 1
-                        or waves == self._waves(ranks)[0]
+                        or waves == self._shapes(ranks, microbatches)[0][0]
                         or self._reduction_ms(choice) > _WORTH_HIDING * self._ideal_ms(choice)
                     ):
                         found = True
@@ -101,11 +103,17 @@ class Tuner:
             return ()
         return tuple(size for size in self.given.sizes_of(share, self.sizes.up_to(share)) if self.sizes.has(size))
 
-    def _waves(self, ranks: int) -> tuple[int, ...]:
-        if self.given.schedule == "auto":
-            return self.given.waves
-        fits = GENERATORS[self.given.schedule].fits
-        return tuple(w for w in self.given.waves if fits(Placement.wave(ranks, w) if w else Placement.linear(ranks)))
+    def _shapes(self, ranks: int, microbatches: int) -> list[tuple[int, bool]]:
+        """Waves, and whether of a loop. Loops only shorten fill and drain, so beside others where those count."""
+        schedule = self.given.schedule
+
+        def fits(waves: int, loop: bool) -> bool:
+            return schedule == "auto" or GENERATORS[schedule].fits(Placement.shaped(ranks, waves, loop=loop))
+
+        shapes = [(waves, False) for waves in self.given.waves if fits(waves, False)]
+        if are_few(microbatches, ranks) or not shapes:
+            shapes += [(waves, True) for waves in self.given.loops if fits(waves, True)]
+        return shapes
 
     def _layouts(self, ranks: int) -> tuple[Layout, ...]:
         """One where both are the same."""
@@ -161,7 +169,7 @@ class Tuner:
         try:
             free = self._free(family)
         except TooSlow as slow:
-            if family.waves > 1:  # its cuts are not made anew for less memory
+            if _several(family):  # its cuts are not made anew for less memory
                 yield from (self._too_slow(choice, slow.bound_ms) for choice in stages)
                 return
         unbound = False
@@ -206,8 +214,8 @@ class Tuner:
         Its cuts do not depend on the microbatch size where costs are in proportion. Those of several waves take seconds
         to find and are no proven best: they are found once for P and G.
         """
-        one = family.waves > 1
-        key = (family.pipeline_ranks, family.waves, None if one else family.layout)
+        one = _several(family)
+        key = (family.pipeline_ranks, family.waves, family.loop, None if one else family.layout)
         job = replace(self.job.chosen(family), memory_bytes=UNLIMITED_BYTES)
         if job.recompute == "auto":
             job = replace(job, recompute="none")
@@ -228,7 +236,7 @@ class Tuner:
     def _options(self, choice: Choice, boundaries: tuple[int, ...] | None = None) -> SearchOptions:
         return replace(
             self._order_options(),
-            placement="wave" if choice.waves else "linear",
+            placement="loop" if choice.loop else "wave" if choice.waves else "linear",
             waves=choice.waves or 1,
             boundaries=boundaries,
             within_ms=self._within_ms,
@@ -257,7 +265,7 @@ class Tuner:
             state = f"weights, gradients and optimizer state{buffers}"
             reason = f"{state} alone need {gigabytes(least, enough=True)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
-        cuts = None if free is None or choice.waves <= 1 else free.boundaries
+        cuts = free.boundaries if free is not None and _several(choice) else None
         try:
             return _success(choice, make_plan(self.job.chosen(choice), self._options(choice, cuts)))
         except TooSlow as slow:
@@ -308,6 +316,11 @@ class Tuner:
         except InfeasibleError:  # a better order may keep more activations, and leave no room
             return trial
         return min(trial, _success(choice, plan), key=rank_of)
+
+
+def _several(choice: Choice) -> bool:
+    """Its cuts come from a local search, which takes seconds."""
+    return choice.waves > 1 or choice.loop
 
 
 def rank_of(trial: Trial) -> tuple[bool, float, int, int, int]:
