@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -56,8 +55,7 @@ def launch(
         folder = Path(name)
         asked = [target, json.dumps(arguments), str(folder), str(world), str(timeout), str(grace)]
         log = folder / "parent.log"
-        run = _fresh if environment else _forked
-        status = run(whole, asked, log, timeout + 120)
+        status = _run(whole, asked, log, timeout + 120)
         if status != 0:
             raise AssertionError(f"{target}: no ranks:\n{log.read_text(errors='replace')[-6000:]}")
         statuses = json.loads((folder / "statuses.json").read_text())
@@ -73,7 +71,11 @@ def launch(
 PER_LAUNCH = ("WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "PYTEST_CURRENT_TEST")
 """What no import depends on."""
 
-_server: Server | None = None
+_SERVERS = 4
+"""At most so many at a time, some 300 MB each: the CPU's, and the stand-in's under both kinds of wait, late and not."""
+
+_servers: list[Server] = []
+"""The one that was asked last comes last."""
 
 
 def _environment(world: int) -> dict[str, str]:
@@ -89,27 +91,17 @@ def _environment(world: int) -> dict[str, str]:
     }
 
 
-def _forked(environment: dict[str, str], asked: list[str], log: Path, timeout: float) -> int:
+def _run(environment: dict[str, str], asked: list[str], log: Path, timeout: float) -> int:
     """Exit status of the parent of ranks, forked from a process that imported under the same environment."""
-    global _server
     settled = {name: value for name, value in environment.items() if name not in PER_LAUNCH}
-    if _server is not None and _server.environment != settled:
-        _server.end()
-    if _server is None or not _server.works:
-        _server = Server("support.forkserver", TESTS.parent, settled)
-    return int(_server.ask({"arguments": asked, "environment": environment, "log": str(log)}, timeout))
-
-
-def _fresh(environment: dict[str, str], asked: list[str], log: Path, timeout: float) -> int:
-    """The same of a parent that imports by itself: on another device imports find other things."""
-    command = [sys.executable, "-m", "support.launch", *asked]
-    with log.open("w") as file:
-        parent = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=TESTS.parent)
-        try:
-            return parent.wait(timeout)
-        finally:
-            parent.kill()  # which ends what ranks are left
-            parent.wait(timeout=30)
+    server = next((one for one in _servers if one.works and one.environment == settled), None)
+    if server is None:
+        server = Server("support.forkserver", TESTS.parent, settled)
+    kept = [one for one in _servers if one.works and one is not server]
+    for old in kept[: 1 - _SERVERS]:
+        old.end()
+    _servers[:] = [*kept[1 - _SERVERS :], server]
+    return int(server.ask({"arguments": asked, "environment": environment, "log": str(log)}, timeout))
 
 
 def launch_ranks(target: str, arguments: str, folder: str, world: str, timeout: str, grace: str) -> None:
@@ -177,7 +169,3 @@ def end_all(ranks: list[int], timeout: float, grace: float) -> list[int]:
                     os.kill(rank, signal.SIGKILL)
         time.sleep(0.05)
     return [statuses[rank] for rank in ranks]
-
-
-if __name__ == "__main__":
-    launch_ranks(*sys.argv[1:])
