@@ -63,7 +63,8 @@ class PulseConfig(BaseModel):
     """Activation and state budget of a rank, GB (1e9 bytes)."""
 
     solver_seconds: float = Field(default=30.0, ge=0.0, description="a finite number >= 0")
-    """Time the synthesiser may take; 0 keeps the best generator's order."""
+    """Processor time the synthesiser may take, so that a busy machine finds what a quiet one does; 0 keeps the best
+    generator's order."""
 
     timeout_seconds: float = Field(default=600.0, gt=0.0, le=1e7, description="a number > 0 and at most 1e7")
     """A peer silent for longer ends the run with an error naming rank, stage, microbatch and action."""

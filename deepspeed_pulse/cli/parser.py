@@ -90,7 +90,7 @@ def _plan(add: Add) -> None:
     add("--schedule", default="auto", metavar="S", help='"auto" or a schedule\'s name')
     halves = "input and weight gradients apart (I and W); default: where that is faster, if the profile knows halves"
     add("--split-backward", action=argparse.BooleanOptionalAction, help=halves)
-    add("--solver-seconds", default=30.0, type=_seconds, metavar="T")
+    add("--solver-seconds", default=30.0, type=_seconds, metavar="T", help="processor time to search for better orders")
     add("--tolerance", default=0.0, type=_share, metavar="T", help="share of the load to give up for fewer bytes sent")
     first = "first layer of each stage but the first"
     add("--cuts", type=lambda text: text.split(","), metavar="A,B,..", help=first)
@@ -109,7 +109,13 @@ def _tune(add: Add) -> None:
     add("--global-batch", required=True, type=_count, metavar="B", help="samples of one step, all ranks")
     add("--world", type=_count, metavar="N", help="ranks to use; default: the cluster's")
     add("--memory-gb", type=_positive, metavar="X", help="of one rank; default: the cluster's")
-    add("--solver-seconds", default=10.0, type=_seconds, metavar="T", help="search for better orders of the best")
+    add(
+        "--solver-seconds",
+        default=10.0,
+        type=_seconds,
+        metavar="T",
+        help="processor time to search for better orders of the best",
+    )
     encoders = "encoders that run in idle time (pulse-frozen/1); default: their results are cached, nothing to fill"
     add("--frozen", metavar="FILE", help=encoders)
     add("--exhaustive", action="store_true", help="simulate what bounds exclude, too")

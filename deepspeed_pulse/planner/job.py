@@ -84,7 +84,7 @@ class SearchOptions:
         schedule: "auto" or a generator's name.
         split_backward: the order may run backward as ``I`` and ``W``; None: if that is faster by a profile that knows
             what halves take, or if the schedule needs it.
-        solver_seconds: search for better orders; 0: known ones only.
+        solver_seconds: search for better orders, in processor time; 0: known ones only.
         tolerance: share of the largest load that may be given up for fewer bytes between ranks.
         within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
         part_skips: cuts of a wave may also send skips that could stay, for a better balance, where that is well faster

@@ -58,7 +58,7 @@ def test_a_search_keeps_the_cap_and_is_never_worse(problem, split, room):
     net = Net(problem, problem.plan.microbatches, split=split)
     start = list_schedule(problem, problem.plan.microbatches, cap=cap, split=split)
     search = Search(net, cap, net.rows(start), seed=room, target_ms=0.0)
-    search.run(60, time.monotonic() + 60)
+    search.run(60, time.process_time() + 60)
     found = net.schedule(search.best_rows)
     figures = assert_sound(problem, found)
     assert figures.makespan_ms == pytest.approx(search.best_ms)
@@ -121,7 +121,7 @@ def test_known_optima_under_a_cap(cap, best):
     problem = Problem(plan(Placement.wave(4), 8), uniform(8), cluster())
     net, limit = Net(problem, 8), count_cap(problem, cap)
     search = Search(net, limit, net.rows(list_schedule(problem, 8, cap=count_cap(problem, 4))), seed=0, target_ms=best)
-    search.run(2000, time.monotonic() + 60)
+    search.run(2000, time.process_time() + 60)
     assert search.best_ms == best
 
 

@@ -81,7 +81,7 @@ class Improver:
         spans: dict[Schedule, float] = {}
         for order in orders:
             rows = self.net.rows(order)
-            if time.monotonic() < self.deadline and self.net.chained(rows) is not None:
+            if time.process_time() < self.deadline and self.net.chained(rows) is not None:
                 spans[order] = Paths(self.net, rows).span
         return min(spans, key=lambda order: spans[order], default=None)
 
@@ -111,7 +111,7 @@ class Improver:
 
     def _reorder(self, search: Search, number: int) -> bool:
         spans = windows(Paths(self.net, search.best_rows))
-        left = self.deadline - time.monotonic()
+        left = self.deadline - time.process_time()
         if number >= len(spans) or self._over:
             return False
         rows = reordered(self.net, search.best_rows, spans[number], search.change, search.limits, seconds=left)
@@ -123,4 +123,4 @@ class Improver:
 
     @property
     def _over(self) -> bool:
-        return self.best_ms <= self.target_ms * (1 + 1e-9) or time.monotonic() >= self.deadline
+        return self.best_ms <= self.target_ms * (1 + 1e-9) or time.process_time() >= self.deadline

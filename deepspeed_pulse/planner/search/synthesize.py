@@ -103,7 +103,7 @@ class _Found:
 
 def _searched(pool: _Pool, options: SearchOptions, seconds: float) -> _Found:
     """The best order with backwards that are whole, or in halves."""
-    seed, deadline = options.seed, time.monotonic() + seconds
+    seed, deadline = options.seed, time.process_time() + seconds
     pool.generate(options.schedule)
     start: Candidate | None = None
     if options.schedule == "auto" and options.solver_seconds > 0 and not pool.proven:
@@ -190,7 +190,7 @@ class _Pool:
 
 def _improve(pool: _Pool, seed: int, deadline: float) -> None:
     """Local search from the best orders, and from what a search with fewer microbatches found."""
-    now = time.monotonic()
+    now = time.process_time()
     if pool.proven or now >= deadline:
         return
     improver = _improver(pool, seed, deadline)
@@ -233,7 +233,7 @@ def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
     if pool.split or not pool.fits_all or not small:
         return
     starts = {span.work: span.start_ms for span in best.timeline.spans}
-    makespan, seconds = best.estimate.makespan_ms, deadline - time.monotonic()
+    makespan, seconds = best.estimate.makespan_ms, deadline - time.process_time()
     solved = solve_order(problem, starts, makespan, seconds=max(0.0, seconds), seed=seed)
     if solved is None:
         return

@@ -42,7 +42,7 @@ class Search:
         """Whether a better order was found."""
         before, since = self.best_ms, 0
         for _ in range(steps):
-            if self.best_ms <= self.target_ms * (1 + _EPSILON) or time.monotonic() > deadline:
+            if self.best_ms <= self.target_ms * (1 + _EPSILON) or time.process_time() > deadline:
                 break
             self.step += 1
             if not self._advance():
