@@ -23,27 +23,37 @@ _NEEDS_INPUT = "NativeGroupNormBackward0"
 """torch's kernel for tensors of channels last in the host's memory dies (SIGSEGV, torch 2.13) without its input's."""
 
 
-@dataclass
-class Fork:
-    """A node with weights below it, and the gradients that have arrived there."""
+class Arrived:
+    """The gradients that have arrived at a node.
 
-    node: Node
-    arrived: list[torch.Tensor | None] | None = None
+    The node has it as a hook, so it must not have the node: the graph would stay until the garbage collector comes.
+    """
 
-    def keep(self, gradients: Gradients) -> Gradients | None:
+    def __init__(self) -> None:
+        self.gradients: list[torch.Tensor | None] | None = None
+
+    def __call__(self, gradients: Gradients) -> Gradients | None:
         """Called with what arrives: kept the first time, put in its place the second.
 
         Hooks that tensors have were called before, and would change a gradient twice.
         """
-        if self.arrived is None:
-            self.arrived = list(gradients)
+        if self.gradients is None:
+            self.gradients = list(gradients)
             return None
-        return tuple(self.arrived)
+        return tuple(self.gradients)
+
+
+@dataclass
+class Fork:
+    """A node with weights below it."""
+
+    node: Node
+    arrived: Arrived = field(default_factory=Arrived)
 
     @property
     def needs_input(self) -> bool:
         """Gradients of weights can be had only together with the input's."""
-        return self.node.name() == _NEEDS_INPUT and any(g is not None and g.is_cpu for g in self.arrived or ())
+        return self.node.name() == _NEEDS_INPUT and any(g.is_cpu for _, g in self.given())
 
     @property
     def input(self) -> Root:
@@ -54,7 +64,7 @@ class Fork:
 
     def given(self) -> list[tuple[Root, torch.Tensor]]:
         """Where a backward of the weights begins."""
-        return [(GradientEdge(self.node, i), g) for i, g in enumerate(self.arrived or ()) if g is not None]
+        return [(GradientEdge(self.node, i), g) for i, g in enumerate(self.arrived.gradients or ()) if g is not None]
 
 
 @dataclass
@@ -118,7 +128,7 @@ def input_half(roots: Sequence[Root], gradients: Gradients, leaves: Iterable[tor
     apart = [(root, g) for root, g in zip(roots, gradients, strict=True) if root.node not in graph.between]
     for bunch in bunches:
         for fork in bunch.forks:
-            fork.node.register_prehook(fork.keep)  # for the weight half too; it goes with the graph
+            fork.node.register_prehook(fork.arrived)  # for the weight half too; it goes with the graph
     torch.autograd.backward(roots, gradients, inputs=wanted, retain_graph=True)
     return WeightHalf(bunches, [root for root, _ in apart], [g for _, g in apart])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from support.irregular import data, draw_sketch, gradient, graph_of, reference, 
 from support.random_plans import random_plan
 from support.reference import Unpartitioned, error
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -243,6 +245,29 @@ def test_a_layer_that_runs_again_does_so_once_and_draws_the_same_numbers() -> No
         found[recompute] = [p.grad.clone() for layer in layers for p in layer.parameters()]
         assert Noisy.runs == 4 * 2 * (2 if recompute else 1)
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+@pytest.mark.parametrize("recompute", [(), (0, 1, 2, 3)])
+def test_nothing_is_left_of_a_step(recompute: tuple[int, ...]) -> None:
+    """Not even until the garbage collector comes."""
+    made: list[StorageWeakRef] = []
+
+    class Watched(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            output = torch.tanh(super().forward(hidden))
+            made.append(StorageWeakRef(output.untyped_storage()))
+            return output
+
+    graph = Graph(layers=tuple(Layer(name=str(i)) for i in range(4)))
+    world = LocalWorld(one_rank(4, recompute), graph, [Watched(6, 6) for _ in range(4)], lambda o, m: o.square().mean())
+    gc.disable()
+    try:
+        world.step([(torch.randn(3, 6), {}) for _ in range(2)])
+        world.losses.clear()
+    finally:
+        gc.enable()
+    assert len(made) >= 8
+    assert [number for number, output in enumerate(made) if not output.expired()] == []
 
 
 def test_weights_have_no_gradient_before_their_own_half() -> None:
