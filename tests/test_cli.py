@@ -248,7 +248,7 @@ ERRORS = {
     PLAN + " --cuts 1,4": "expected 3 (wave placement) or 1 (linear placement) inner cuts, found 2",
     PLAN + " --cuts 4,1,6": "strictly increasing layer indices",
     PLAN + " --placement wave --schedule 1f1b": "those that do:",
-    PLAN + " --placement loop": "--placement: invalid choice: 'loop'",
+    PLAN + " --placement ring": "--placement: invalid choice: 'ring'",
     PLAN.replace("plan.json", "."): "cannot write .: it is a directory",
     PLAN.replace("profile.json", "broken.json"): "broken.json: not a JSON file",
 }

@@ -55,10 +55,7 @@ def write_files(folder: Path) -> dict[str, str]:
     wider = replace(profile, layers=(replace(first, param_bytes=2 * first.param_bytes), *rest))
     shorter = replace(profile, layers=profile.layers[:9], skips=tuple(s for s in profile.skips if s.target < 9))
     data = plan.to_dict()
-    split = [
-        [x for a in row for x in ((a,) if "B" not in a else (a.replace("B", "I"), a.replace("B", "W")))]
-        for row in data["schedule"]
-    ]
+    inputs = [[action.replace("B", "I") for action in row] for row in data["schedule"]]
     renamed = [{**route, "name": route["name"].replace("s3", "s_3")} for route in data["routes"]]
     texts = {
         "broken": '{"pulse": ',
@@ -68,7 +65,7 @@ def write_files(folder: Path) -> dict[str, str]:
         "plan of another model": toy_plan(shorter).to_json(),
         "plan with unknown routes": json.dumps({**data, "routes": renamed}),
         "plan in deadlock": json.dumps({**data, "schedule": DEADLOCK}),
-        "plan with split backward": json.dumps({**data, "schedule": split}),
+        "plan without weights' halves": json.dumps({**data, "schedule": inputs}),
         "plan of other ranks": toy_plan(ranks=3).to_json(),
         "plan of other replicas": replace(plan, data_parallel=2).to_json(),
         "plan of other microbatches": toy_plan(microbatches=3).to_json(),
@@ -176,7 +173,7 @@ CONSTRUCTION = {
     ),
     "plan with unknown routes": ("PlanError", "route 's_3': the model has no such value", 'did you mean "s3"?'),
     "plan in deadlock": ("PlanError", "deadlock: rank 1 is stuck at 1F1, which waits for 0F1 of rank 0", ">>1F1<<"),
-    "plan with split backward": ("PlanError", "splits backward into I and W", "use B"),
+    "plan without weights' halves": ("PlanError", "never runs: ", "plan anew with ds_pulse plan"),
     "plan of other ranks": ("PlanError", "field 'pipeline_ranks': expected 2 as this job runs, found 3"),
     "plan of other replicas": ("PlanError", "field 'data_parallel': expected 1 as this job runs, found 2"),
     "plan of other microbatches": ("PlanError", "field 'microbatches': expected 2 as this job runs, found 3"),

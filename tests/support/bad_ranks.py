@@ -309,7 +309,7 @@ def construction(paths: dict[str, str]) -> None:
                 "of another model",
                 "with unknown routes",
                 "in deadlock",
-                "with split backward",
+                "without weights' halves",
                 "of other ranks",
                 "of other replicas",
                 "of other microbatches",

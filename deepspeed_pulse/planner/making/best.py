@@ -72,12 +72,12 @@ def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:
 def _with_rivals(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement]) -> Plan:
     """Known orders decide which plans are searched for better ones: so many as there are places."""
     known = _each(maker.quick(), places)
-    fastest = min(known, key=step_ms)
+    most = WORTH_CHANGING * min(map(step_ms, known))
     for place in rivals:
-        found = maker.rival(place, WORTH_CHANGING * step_ms(fastest))
+        found = maker.rival(place, most)
         if found is not None:
             known.append(found)
-            fastest = found
+            most = step_ms(found)
     if not maker.options.solver_seconds:
         return _first(known)
     return _first([maker.order(plan) for plan in sorted(known, key=step_ms)[: len(places)]])

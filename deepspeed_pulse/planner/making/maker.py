@@ -32,6 +32,9 @@ _FEW = 4
 bound of ``planner/ideal.py`` even cuts of fine layers take up to 1.18 times the best there are at two of them, 1.11 at
 four and 1.06 at eight; a wave's own fill and drain are 7 % of a step at two of them and 2 % at four."""
 
+_QUICK = 512
+"""Ranks times microbatches whose orders take about a second; beyond, half as many per rank are few."""
+
 _FILLINGS = (1, 2)
 """Times the microbatches that fill and drain are spread over: all of them count, or half, as some idle time is left
 anyway."""
@@ -221,7 +224,8 @@ class Maker:
 
 def are_few(microbatches: int, ranks: int) -> bool:
     """So few that fill and drain are a share of the step that other cuts and placements may lower."""
-    return ranks > 1 and 1 < microbatches <= _FEW * ranks
+    per_rank = _FEW if ranks * microbatches <= _QUICK else _FEW // 2
+    return ranks > 1 and 1 < microbatches <= per_rank * ranks
 
 
 def step_ms(plan: Plan) -> float:

@@ -38,7 +38,7 @@ _ENUMERABLE = 7000
 _EVALUATIONS = 10_000
 """Cuts that local search looks at."""
 
-_FEWER_EVALUATIONS = 2_500
+_FEWER_EVALUATIONS = 1_000
 """The same for cuts that count fill and drain, of which several are made."""
 
 _SHIFTS = (-3, -2, -1, 1, 2, 3)
