@@ -617,7 +617,8 @@ def fail(case: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     os.write(1, f"PID {os.getpid()}\n".encode())  # one write: lines of ranks do not mix
     bad = LayerSpec(Failing, case["how"], pop="temb", stash="s2", layer_name="moody")
-    made = engine({"timeout_seconds": case["timeout_seconds"]}, layers=layers_with(2, bad), stages=3)
+    pulse = {"timeout_seconds": case["timeout_seconds"], "placement": "wave"}  # where each rank waits is known
+    made = engine(pulse, layers=layers_with(2, bad), stages=3)
     for step in range(4):
         ends = step == 1 and (case["how"] == "data" or (case["how"] == "loader" and rank() == 2))
         data = batches(step, 1 if ends else None)
