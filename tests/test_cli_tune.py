@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -73,6 +75,23 @@ def test_two_runs_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         assert run(TUNE) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+def test_a_search_that_is_ended_leaves_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with SIGTERM, which cleans up, and not with SIGKILL, which cannot: nothing is there before the end."""
+    before, handler, seen = sorted(folder.iterdir()), signal.getsignal(signal.SIGTERM), []
+
+    def ended(*_: object, **__: object) -> None:
+        seen.extend(sorted(folder.iterdir()))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("deepspeed_pulse.planner.tune", ended)
+    assert run(f"{TUNE} --out plan.json --config ds.json --profile-out b.json --picture tuned.png") == 2
+    assert capsys.readouterr().err == "ds_pulse: error: interrupted\n"
+    assert seen == sorted(folder.iterdir()) == before
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 class Terminal(io.StringIO):

@@ -5,9 +5,13 @@ Exit status: 0, 1 for a failed check, 2 for unusable input (one line on stderr, 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from deepspeed_pulse.cli.parser import make_parser
 from deepspeed_pulse.errors import PulseError, shortened
@@ -21,8 +25,9 @@ LONGEST_LINE = 1000
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
-        arguments = make_parser(str(__doc__)).parse_args(argv)
-        return arguments.command(arguments) or OK
+        with _ending_is_interrupting():
+            arguments = make_parser(str(__doc__)).parse_args(argv)
+            return arguments.command(arguments) or OK
     except PulseError as problem:
         return _complain(str(problem))
     except BrokenPipeError:
@@ -31,6 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except KeyboardInterrupt:
         return _complain("interrupted")
+
+
+@contextlib.contextmanager
+def _ending_is_interrupting() -> Iterator[None]:
+    """SIGTERM (``timeout``, a cluster's scheduler) cleans up as Ctrl-C does: no files or processes are left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _complain(message: str) -> int:

@@ -56,9 +56,10 @@ def write_rows(path: Path, rows: Sequence[tuple[str, Timeline]], placement: Plac
 
 @contextlib.contextmanager
 def replacing(name: str) -> Iterator[Path]:
-    """A file beside ``name`` that takes its place when the block ends well, and is removed otherwise.
+    """A path beside ``name``; what the block writes there takes its place when the block ends well.
 
-    What is there and is no regular file (a device, a pipe) is written to as it is.
+    Whether it can be written is known before the block begins, and nothing lies there until the block writes, so that
+    a search that is killed leaves no file. What is there and is no regular file (a device, a pipe) is written to.
     """
     target = Path(os.path.realpath(name))
     if target.exists() and not target.is_file() and not target.is_dir():
@@ -69,6 +70,7 @@ def replacing(name: str) -> Iterator[Path]:
         if target.is_dir():
             raise IsADirectoryError("it is a directory")
         beside.touch()
+        beside.unlink()
         try:
             yield beside
             beside.replace(target)

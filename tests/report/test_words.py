@@ -1,6 +1,7 @@
 """Numbers as a person reads them."""
 
 import doctest
+import io
 
 import pytest
 
@@ -33,3 +34,14 @@ def test_milliseconds(ms: float, text: str) -> None:
 def test_progress_is_one_line() -> None:
     assert doctest.testmod(progress).failed == 0
     assert "\n" not in progress.describe(57.0, 57.0)
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 4.0, 11.0, 15.0, 22.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 10.0)
+    file = io.StringIO()
+    with progress.counting(file) as move:
+        for done in range(4):
+            move(done + 1, 9, 10.0 * done)
+    assert file.getvalue() == "2 of 9, 11 s: best 10 samples/s\n4 of 9, 22 s: best 30 samples/s\n"
