@@ -151,6 +151,9 @@ class _Pool:
             self.fits_all = self._keep(candidate) and self.fits_all
             if self.fitting and self.proven:
                 return
+        if not self.fitting and self.split:
+            for name, order in _orders(self.problem, schedule, self.caps, self.split):
+                self.offer(name, without_gaps(joined(self.problem, order)))
         if not self.fitting:
             raise _too_little_memory(self.problem, self.memory_bytes, smallest)
 
