@@ -33,7 +33,7 @@ class PulseConfig(BaseModel):
     """wave: stages i and 2P-1-i on rank i. linear: one stage a rank. loop: stages i, P+i, .. on rank i, interleaved.
 
     "auto": wave or linear, whichever is faster; where microbatches are few, two waves and loops of two and four rounds,
-    too, where they are well faster.
+    too, where they are faster.
     """
 
     waves: Auto | Count = Field(default=1, description="an integer from 1 to 1000")

@@ -78,7 +78,7 @@ class SearchOptions:
 
     Attributes:
         placement: "wave", "linear", "loop", or "auto": wave or linear, the one that is faster in simulation, the wave
-            among equals; where microbatches are few also two waves or a loop, if that is well faster.
+            among equals; where microbatches are few also two waves or a loop, if that is 1 % faster.
         waves: of a wave; of a loop, half of its rounds: 2 * ranks * waves stages either way.
         boundaries: explicit cuts, 0 and the layer count included; "auto" placement then follows from their number.
         schedule: "auto" or a generator's name.
@@ -87,7 +87,7 @@ class SearchOptions:
         solver_seconds: search for better orders, in processor time; 0: known ones only.
         tolerance: share of the largest load that may be given up for fewer bytes between ranks.
         within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
-        part_skips: cuts of a wave may also send skips that could stay, for a better balance, where that is well faster
+        part_skips: cuts of a wave may also send skips that could stay, for a better balance, where that is faster
             in known orders. None: if ``placement`` is "auto".
     """
 

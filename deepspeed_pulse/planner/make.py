@@ -15,14 +15,13 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import file_of, kept
-from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.making.best import best_plan
 from deepspeed_pulse.planner.making.maker import Maker, are_few
+from deepspeed_pulse.planner.making.ordered import ordered
 from deepspeed_pulse.planner.partition.cuts import require_layers
 from deepspeed_pulse.planner.recompute import recomputed_layers
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_only, generators_for, halves_tried
-from deepspeed_pulse.planner.search.synthesize import synthesize
 
 MOST_STAGES = 10_000
 MOST_RIVAL_FORWARDS = 1_500
@@ -91,10 +90,8 @@ def reorder(plan: Plan, job: Job, options: SearchOptions = DEFAULTS) -> Plan:
     """The same cuts, placement, routes, rules and frozen parts in another order, for the job's microbatches."""
     _check_counts(microbatches=job.microbatches)
     _check_forwards(plan.num_stages, job.microbatches)
-    found = synthesize(replace(plan, microbatches=job.microbatches, fill=None), job, options)
-    if plan.fill is None:
-        return found
-    return fill_plan(found, replace(job, frozen=plan.fill.parts), solver_seconds=options.solver_seconds / 2)
+    frozen = () if plan.fill is None else plan.fill.parts
+    return ordered(replace(plan, microbatches=job.microbatches), replace(job, frozen=frozen), options)
 
 
 def forward_schedule(plan: Plan, microbatches: int) -> Schedule:

@@ -9,7 +9,8 @@ from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES
-from deepspeed_pulse.planner.making.maker import WORTH_CHANGING, Maker, TooSlow, step_ms
+from deepspeed_pulse.planner.making.maker import WORTH_CHANGING, Maker, TooSlow
+from deepspeed_pulse.planner.making.ordered import step_ms
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.simulator import estimate
 
@@ -20,7 +21,7 @@ _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement] = ()) -> Plan:
     """The fastest plan; where memory binds and it may, one that recomputes layers if that is faster than other cuts.
 
-    ``rivals``: placements that are taken where they are well faster. Finding their cuts takes seconds, so they are not
+    ``rivals``: placements that are taken where they are faster. Finding their cuts takes seconds, so they are not
     tried beside layers that are recomputed.
     """
     if maker.job.recompute != "auto" or _fits_freely(maker, places):

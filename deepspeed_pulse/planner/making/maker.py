@@ -9,23 +9,23 @@ from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
 from deepspeed_pulse.planner.links import Links
+from deepspeed_pulse.planner.making.ordered import ordered, step_ms
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
-from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import least_step_ms, reduction_ms
 
-WORTH_CHANGING = 0.95
-"""Of the step with the partitioner's own cuts, what others may take at most: a simulation does not count everything."""
+WORTH_CHANGING = 0.99
+"""Of the step of a wave or a linear placement, what other placements may take at most: they have more actions and
+messages, and a simulation does not count all that those cost."""
 
-_WORTH_MOVING = 0.99
-"""The same for cuts that send no more bytes."""
+_WORTH_MOVING = 0.999
+"""Of the step with the partitioner's own cuts, what others may take at most: among equals, what keeps skips local."""
 
 _FEW = 4
 """Microbatches per rank up to which cuts are tried that count fill and drain, and placements that shorten both. By the
@@ -70,7 +70,7 @@ class Maker:
     progress: Progress | None = None
 
     def plan(self, placement: Placement) -> Plan:
-        """With the partitioner's cuts, or with others where known orders of those are well faster."""
+        """With the partitioner's cuts, or with others where known orders of those are faster."""
         own = self.cut(placement, self.job.profile)
         others = self.job.data_parallel > 1 or self._may_part(own) or self._fills
         settled = self.options.boundaries or self.options.waves > 1  # cuts of several waves take seconds to find
@@ -107,7 +107,6 @@ class Maker:
             most = min(most, _WORTH_MOVING * step_ms(best))
         except TooSlow as reason:
             too_slow.append(reason)
-        first = best
         for rival in self._rivals(best or own, most):
             try:
                 found = self.order(self._promising(rival, most))
@@ -116,7 +115,7 @@ class Maker:
             except InfeasibleError:  # its memory; the partitioner's cuts fit, or are too slow
                 continue
             else:
-                if step_ms(found) <= min(most, _most_ms(found, first)):
+                if step_ms(found) <= most:
                     best, most = found, step_ms(found)
         if best is None:
             raise min(too_slow, key=lambda reason: reason.bound_ms)
@@ -184,23 +183,7 @@ class Maker:
 
     def order(self, plan: Plan) -> Plan:
         """The plan with the best order of its cuts, and frozen work in the time that leaves idle."""
-        if not self.job.frozen:
-            return synthesize(plan, self.job, self.options, self.progress)
-        plan = replace(plan, fill=None)
-        try:
-            return self._filled(plan, self.job.memory_bytes)
-        except InfeasibleError as reason:
-            if reason.needed_bytes is None:
-                raise
-            spare = self.job.limit_bytes - (reason.needed_bytes - self.job.limit_bytes)
-            if spare <= 0:
-                raise
-        return self._filled(plan, spare)
-
-    def _filled(self, plan: Plan, memory_bytes: int | None) -> Plan:
-        """Ordered within that much memory, then filled."""
-        ordered = synthesize(plan, replace(self.job, memory_bytes=memory_bytes), self.options, self.progress)
-        return fill_plan(ordered, self.job, solver_seconds=self.options.solver_seconds / 2)
+        return ordered(plan, self.job, self.options, self.progress)
 
     def cut(self, placement: Placement, view: Profile, *, filling: int = 0) -> Plan:
         """Without an order; cut as a view of the profile asks for, fill and drain spread over so many microbatches."""
@@ -226,20 +209,6 @@ def are_few(microbatches: int, ranks: int) -> bool:
     """So few that fill and drain are a share of the step that other cuts and placements may lower."""
     per_rank = _FEW if ranks * microbatches <= _QUICK else _FEW // 2
     return ranks > 1 and 1 < microbatches <= per_rank * ranks
-
-
-def step_ms(plan: Plan) -> float:
-    assert plan.estimate is not None
-    return plan.estimate.step_ms
-
-
-def _most_ms(rival: Plan, own: Plan | None) -> float:
-    """How long a rival's step may be; ``own``: the plan with the partitioner's cuts, if there is one."""
-    if own is None:
-        return math.inf
-    assert own.estimate is not None and rival.estimate is not None
-    more = rival.estimate.p2p_bytes_per_microbatch > own.estimate.p2p_bytes_per_microbatch
-    return (WORTH_CHANGING if more else _WORTH_MOVING) * step_ms(own)
 
 
 def _other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:

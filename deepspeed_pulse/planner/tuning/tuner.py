@@ -15,15 +15,14 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.cost import state_bytes
-from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, SearchOptions
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan
 from deepspeed_pulse.planner.making.maker import TooSlow, are_few
+from deepspeed_pulse.planner.making.ordered import ordered
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, halves_tried
-from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import estimate
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
 
@@ -310,9 +309,8 @@ class Tuner:
     def _better(self, trial: Trial, seconds: float) -> Trial:
         choice, job = trial.choice, self.job.chosen(trial.choice)
         options = replace(self._order_options(), solver_seconds=seconds)
-        plan = synthesize(replace(trial.planned, fill=None), job, options)
         try:
-            plan = fill_plan(plan, job, solver_seconds=seconds) if job.frozen else plan
+            plan = ordered(trial.planned, job, options)
         except InfeasibleError:  # a better order may keep more activations, and leave no room
             return trial
         return min(trial, _success(choice, plan), key=rank_of)

@@ -1,0 +1,60 @@
+"""The best order of a plan's cuts, with the job's frozen work in the time that leaves idle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.planner.filling.fill import fill_plan
+from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
+from deepspeed_pulse.planner.schedules.heuristics import halves_tried
+from deepspeed_pulse.planner.search.synthesize import synthesize
+
+
+def ordered(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress: Progress | None = None) -> Plan:
+    """The plan with the best order and fill found; its own schedule and fill are not looked at.
+
+    ``options.solver_seconds`` are for the order; filling takes half as many in addition.
+
+    Raises:
+        ConfigError: the schedule is not available or does not fit the placement; lists those that do.
+        InfeasibleError: no order fits the memory, or no rank has room for a part; says how much would be needed.
+    """
+    plan = replace(plan, fill=None)
+    if not job.frozen:
+        return synthesize(plan, job, options, progress)
+    try:
+        return _filled(plan, job, job.limit_bytes, options, progress)
+    except InfeasibleError as reason:
+        if reason.needed_bytes is None:
+            raise
+        spare = job.limit_bytes - (reason.needed_bytes - job.limit_bytes)
+        if spare <= 0:
+            raise
+    return _filled(plan, job, spare, options, progress)
+
+
+def step_ms(plan: Plan) -> float:
+    assert plan.estimate is not None
+    return plan.estimate.step_ms
+
+
+def _filled(plan: Plan, job: Job, memory_bytes: int, options: SearchOptions, progress: Progress | None) -> Plan:
+    """Ordered within that much memory, then filled: with backwards whole and in halves where both may be.
+
+    Weight halves and frozen work want the same idle time, so what has the shorter step is known once both are filled.
+    """
+    kinds, within = halves_tried(options, job.profile), replace(job, memory_bytes=memory_bytes)
+    seconds = options.solver_seconds / len(kinds)
+    found: list[Plan] = []
+    problems: list[InfeasibleError] = []
+    for split in kinds:
+        one = replace(options, split_backward=split, solver_seconds=seconds)
+        try:
+            found.append(fill_plan(synthesize(plan, within, one, progress), job, solver_seconds=seconds / 2))
+        except InfeasibleError as reason:
+            problems.append(reason)
+    if not found:
+        raise min(problems, key=lambda reason: reason.needed_bytes or 0)
+    return min(found, key=step_ms)

@@ -1,0 +1,33 @@
+"""Summing a stage's gradients over its data-parallel peers: how long that takes, and how much of it has to wait."""
+
+from __future__ import annotations
+
+import math
+
+from deepspeed_pulse.planner.problem import Problem
+
+
+def reduction_ms(problem: Problem, stage: int) -> float:
+    """Ring all-reduce of a stage's gradients over its data-parallel peers."""
+    return problem.links.reduction_ms(problem.placement[stage], problem.costs.param_bytes[stage])
+
+
+def pieces(problem: Problem, stage: int, start_ms: float, end_ms: float) -> tuple[tuple[float, float], ...]:
+    """When a stage's gradients are whole and how long to sum them takes: (ms, ms), first to last.
+
+    ``start_ms``, ``end_ms``: of the stage's last backward. Summed early, gradients leave while it runs: one piece
+    stands for all layers but the first, which is exact where sums take much longer than the backward, or much shorter.
+    """
+    costs, total = problem.costs, reduction_ms(problem, stage)
+    first, last = costs.first_whole[stage], costs.last_whole[stage]
+    if last == 1.0:
+        return ((end_ms, total),)
+    return (start_ms + first * (end_ms - start_ms), (1.0 - last) * total), (end_ms, last * total)
+
+
+def behind_ms(problem: Problem, stage: int, backward_ms: float) -> float:
+    """What is left to sum when a stage's last backward, so long, ends, if nothing else keeps the link."""
+    end = -math.inf
+    for ready, ms in pieces(problem, stage, -backward_ms, 0.0):
+        end = max(end, ready) + ms
+    return end
