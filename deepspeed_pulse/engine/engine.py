@@ -285,6 +285,10 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._ahead.run(position)
         self._watchdog.gave()
 
+    def _exec_expect_stage_grads(self, stage: int) -> None:
+        assert self._reduction.sums is not None
+        self._reduction.sums.expect(stage)
+
     def _exec_reduce_stage_grads(self, stage: int) -> None:
         assert self._reduction.sums is not None
         self._reduction.sums.start(stage)
@@ -316,6 +320,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.RunStep: _exec_run_step,
         schedule.RunFrozen: _exec_run_frozen,
+        schedule.ExpectStageGrads: _exec_expect_stage_grads,
         schedule.ReduceStageGrads: _exec_reduce_stage_grads,
         schedule.FinishStep: _exec_finish_step,
         schedule.CompleteTiedGrads: _exec_complete_tied_grads,

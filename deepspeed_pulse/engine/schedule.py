@@ -29,8 +29,12 @@ class CompleteTiedGrads(upstream.PipeInstruction):
     """Give tied weights without a gradient a zero one, so that all their ranks take part in the reduction."""
 
 
+class ExpectStageGrads(upstream.PipeInstruction):
+    """The last backward of a stage comes: sum its gradients over the data-parallel replicas as they become whole."""
+
+
 class ReduceStageGrads(upstream.PipeInstruction):
-    """Start summing the gradients of a stage, whose last backward has ended, over the data-parallel replicas."""
+    """Start summing what is left of the gradients of a stage, whose last backward has ended."""
 
 
 class PulseSchedule(upstream.TrainSchedule):
@@ -60,9 +64,11 @@ class PulseSchedule(upstream.TrainSchedule):
         for position, step in enumerate(self._steps):
             if position in self._frozen_at:
                 yield [RunFrozen(position=position)]
-            yield [RunStep(step=step)]
+            stage = step.action.stage
             if step.action in self._reduce_after:
-                yield [ReduceStageGrads(stage=step.action.stage)]
+                yield [ExpectStageGrads(stage=stage), RunStep(step=step), ReduceStageGrads(stage=stage)]
+            else:
+                yield [RunStep(step=step)]
         if len(self._steps) in self._frozen_at:
             yield [RunFrozen(position=len(self._steps))]
         yield [FinishStep()]

@@ -19,7 +19,7 @@ class Rules:
 
     Attributes:
         zero_stage: 1: data-parallel peers share the optimizer state, and weights are gathered at the end of a step.
-        reduce_early: a stage's gradients are summed from its last backward on, not all after the rank's last action.
+        reduce_early: a stage's gradients are summed while its last backward runs, not all after the rank's last action.
     """
 
     zero_stage: Annotated[int, Form(required=True)] = 0

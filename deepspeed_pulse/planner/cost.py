@@ -17,6 +17,10 @@ NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
 class StageCosts:
     """Per stage and microbatch: times in ms, sizes in bytes.
 
+    While a stage's backward runs, gradients become whole from its last layer with parameters to its first:
+    ``first_whole`` is the share of the backward's time after which the first of them are, ``last_whole`` the share of
+    bytes that are at its end only.
+
     ``weight_grad_ms`` is the part of ``backward_ms`` that a ``W`` action does (half of it where the profile
     does not say), ``input_grad_ms`` what an ``I`` takes; ``output_bytes`` is the hidden state that leaves the stage's
     last layer.
@@ -29,6 +33,8 @@ class StageCosts:
     param_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
+    first_whole: tuple[float, ...]
+    last_whole: tuple[float, ...]
 
     @classmethod
     def of(cls, profile: Profile, boundaries: Sequence[int]) -> StageCosts:
@@ -42,6 +48,8 @@ class StageCosts:
             param_bytes=tuple(sum(x.param_bytes for x in stage) for stage in stages),
             activation_bytes=tuple(sum(x.activation_bytes for x in stage) for stage in stages),
             output_bytes=tuple(stage[-1].output_bytes if stage else 0 for stage in stages),
+            first_whole=tuple(map(_first_whole, stages)),
+            last_whole=tuple(map(_last_whole, stages)),
         )
 
     def with_overheads(self, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> StageCosts:
@@ -56,6 +64,17 @@ class StageCosts:
     def work_ms(self, stage: int) -> float:
         """Forward and backward of one microbatch."""
         return self.forward_ms[stage] + self.backward_ms[stage]
+
+
+def _first_whole(stage: Sequence[LayerCost]) -> float:
+    behind = [at for at, layer in enumerate(stage) if layer.param_bytes]
+    total = sum(layer.backward_ms for layer in stage)
+    return sum(layer.backward_ms for layer in stage[behind[-1] :]) / total if behind and total else 1.0
+
+
+def _last_whole(stage: Sequence[LayerCost]) -> float:
+    sizes = [layer.param_bytes for layer in stage if layer.param_bytes]
+    return sizes[0] / sum(sizes) if sizes else 1.0
 
 
 def weight_grad_ms(layer: LayerCost) -> float:

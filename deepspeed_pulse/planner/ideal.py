@@ -29,14 +29,14 @@ def ideal_ms(
     """No plan of this placement has a shorter step; layers are whole, messages take no time.
 
     ``split``: backward may run in halves. ``reduction_ms``: of all gradients over data-parallel peers, one rank after
-    the other. A rank reduces its own after its work, or with several stages at least after all their forwards; on
-    average that is a P-th of all.
+    the other. A rank reduces its own after all its work but one backward, or with several stages at least after all
+    their forwards; on average that is a P-th of all.
     """
     work = [layer.forward_ms + layer.backward_ms for layer in profile.layers]
     ranks = placement.num_ranks
     shares = [layer.forward_ms / ms for layer, ms in zip(profile.layers, work, strict=True) if ms]
     forward = min(shares, default=1.0)
-    first = 1.0 if len(placement) == ranks else forward
+    first = 1.0 - (1.0 - forward) / microbatches if len(placement) == ranks else forward
     return max(
         sum(work) * least_makespan(placement, microbatches, forward if split else 1.0),
         microbatches * max(work),

@@ -9,7 +9,7 @@ another through it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from deepspeed_pulse.ir.cluster import Cluster
@@ -25,6 +25,7 @@ from deepspeed_pulse.planner.cost import state_bytes
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.memory import memory_over_time
 from deepspeed_pulse.planner.problem import Problem
+from deepspeed_pulse.planner.reduction import behind_ms, pieces, reduction_ms
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -100,12 +101,16 @@ class _Clock:
         start = max([self.rank_free[rank], *(self._arrived[message] for message in step.receives)])
         end = self.rank_free[rank] = start + self._duration_ms(step.action)
         self.spans.append(Span(rank=rank, work=step.action, start_ms=start, end_ms=end))
+        port, leaving = self.problem.links.sums_port(rank), self._leaving(rank, step.action, start, end)
+        sums = [self._ports.occupy(port, *piece) for piece in leaving[:-1]]
         for message in step.sends:
             size = self.problem.num_bytes(message)
             self.transfers.append(self._sent(message, *self.problem.link_of(message), size, end))
             self._arrived[message] = self.transfers[-1].arrive_ms
-        if self._backwards and step.action.op is not Op.FORWARD:
-            self._count_down(rank, step.action.stage, end)
+        sums += [self._ports.occupy(port, *piece) for piece in leaving[-1:]]
+        if sums:
+            (begin, _), (_, over) = sums[0], sums[-1]
+            self.reductions.append(Reduction(rank=rank, stage=step.action.stage, start_ms=begin, end_ms=over))
 
     def _run_frozen(self, rank: int, work: FrozenWork) -> None:
         """It starts when the rank is free and holds what the work reads; hand-overs occupy links as messages do."""
@@ -126,19 +131,22 @@ class _Clock:
             message=message, source_rank=source, target_rank=target, leave_ms=leave, arrive_ms=arrive, num_bytes=size
         )
 
-    def _count_down(self, rank: int, stage: int, end: float) -> None:
-        """A backward is done: behind a stage's last one come its gradients, now or when the rank has nothing to do."""
-        self._backwards[stage] -= 1
-        if not self._backwards[stage]:
-            if self.problem.rules.reduce_early:
-                self.reduce(rank, stage, end)
-            else:
-                self.unreduced.append((rank, stage))
+    def _leaving(self, rank: int, action: Action, start: float, end: float) -> Sequence[tuple[float, float]]:
+        """Gradients that leave with an action: those of a stage with its last backward, unless all leave at the end."""
+        if not self._backwards or action.op is Op.FORWARD:
+            return ()
+        self._backwards[action.stage] -= 1
+        if self._backwards[action.stage]:
+            return ()
+        if self.problem.rules.reduce_early:
+            return pieces(self.problem, action.stage, start, end)
+        self.unreduced.append((rank, action.stage))
+        return ()
 
     def reduce(self, rank: int, stage: int, ready: float) -> None:
-        """With a sharded optimizer, gradients that are not summed early are only scattered: half of an all-reduce."""
+        """After the rank's last action; a sharded optimizer only scatters gradients: half of an all-reduce."""
         problem = self.problem
-        share = 0.5 if problem.rules.shards_optimizer and not problem.rules.reduce_early else 1.0
+        share = 0.5 if problem.rules.shards_optimizer else 1.0
         start, end = self._ports.occupy(problem.links.sums_port(rank), ready, share * reduction_ms(problem, stage))
         self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
 
@@ -204,8 +212,8 @@ def least_step_ms(problem: Problem, *, split: bool = False) -> float:
     """No order has a shorter step: :func:`lower_bound_ms`, and for each rank what must come before its reductions.
 
     The last backward of a stage comes after all its rank's forwards of earlier stages and after all work of its own
-    and later ones, weights' halves of later ones apart; gradients of the stage and of the earlier ones are reduced
-    after that.
+    and later ones, weights' halves of later ones apart; gradients of the earlier stages are reduced after that, and of
+    its own what does not leave while it runs.
     """
     costs, microbatches = problem.costs, problem.plan.microbatches
     found = lower_bound_ms(problem, microbatches, split=split)
@@ -214,11 +222,9 @@ def least_step_ms(problem: Problem, *, split: bool = False) -> float:
         for at, stage in enumerate(stages):
             later = sum(costs.work_ms(s) - (costs.weight_grad_ms[s] if split else 0.0) for s in stages[at + 1 :])
             work = costs.work_ms(stage) + later + sum(costs.forward_ms[s] for s in stages[:at])
-            reduced = sum(reduction_ms(problem, s) for s in stages if s <= stage)
+            own = reduction_ms(problem, stage)
+            if problem.rules.reduce_early:
+                own = behind_ms(problem, stage, costs.backward_ms[stage])
+            reduced = own + sum(reduction_ms(problem, s) for s in stages[:at])
             found = max(found, microbatches * work + reduced)
     return found
-
-
-def reduction_ms(problem: Problem, stage: int) -> float:
-    """Ring all-reduce of a stage's gradients over its data-parallel peers."""
-    return problem.links.reduction_ms(problem.placement[stage], problem.costs.param_bytes[stage])

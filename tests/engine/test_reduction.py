@@ -12,7 +12,10 @@ from deepspeed_pulse.ir.program import lower
 from deepspeed_pulse.ir.schedule import Action
 
 ORDER = {0: "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", 1: "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"}
-MARKED = {0: "0F0 0F1 3F0 3B0 3F1 3B1 reduce3 0B0 0B1 reduce0", 1: "1F0 2F0 1F1 2F1 2B0 1B0 2B1 reduce2 1B1 reduce1"}
+MARKED = {
+    0: "0F0 0F1 3F0 3B0 3F1 expect3 3B1 reduce3 0B0 expect0 0B1 reduce0",
+    1: "1F0 2F0 1F1 2F1 2B0 1B0 expect2 2B1 reduce2 expect1 1B1 reduce1",
+}
 
 
 @pytest.mark.timeout(400)
@@ -48,6 +51,6 @@ def instructions(rank: int, *, reduce_early: bool) -> str:
     for instruction in (i for step in schedule.steps() for i in step):
         if instruction.name == "RunStep":
             found.append(str(instruction.step.action))
-        elif instruction.name == "ReduceStageGrads":
-            found.append(f"reduce{instruction.stage}")
+        elif instruction.name in ("ExpectStageGrads", "ReduceStageGrads"):
+            found.append(f"{instruction.name[:6].lower()}{instruction.stage}")
     return " ".join(found)

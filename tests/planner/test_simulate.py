@@ -14,6 +14,7 @@ from deepspeed_pulse.planner import estimate, simulate
 from deepspeed_pulse.planner.checks.audit import audit
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import forward_only, gpipe, one_f_one_b, wave
+from deepspeed_pulse.planner.simulator import least_step_ms
 
 
 def under(plan: Plan, *, zero_stage: int = 0, reduce_early: bool = True) -> Plan:
@@ -193,6 +194,40 @@ def test_gradient_reduction_is_hidden_except_for_its_tail():
     slower = cluster(replace(link, bus_gb_per_s=0.5))
     assert estimate(plan((0, 1), 1, schedule=order, data_parallel=2), costs, slower).step_ms == pytest.approx(8)
     assert estimate(plan((0, 1), 1, schedule=order), costs, cluster(link)).step_ms == pytest.approx(6)
+
+
+def summed_layer_by_layer(layers, start_ms, ms_per_byte):
+    """When the last of a stage's gradients is summed, each layer's leaving as soon as its backward is over."""
+    now, free = start_ms, 0.0
+    for one in reversed(layers):
+        now += one.backward_ms
+        if one.param_bytes:
+            free = max(free, now) + one.param_bytes * ms_per_byte
+    return max(now, free)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "step_ms"),
+    [
+        ([1, 1, 1, 1], 12 + 1),  # one layer's is left
+        ([4, 4, 4, 4], 4 + 2 + 16),  # the link is busy from the last layer's on
+        ([0, 1, 1, 1], 12 + 1),  # and the first layer's 2 ms count as waited for: never too short
+        ([1, 1, 0, 0], 12 + 1),
+        ([4, 0, 0, 0], 12 + 4),
+        ([0, 0, 0, 0], 12),
+    ],
+)
+def test_gradients_leave_while_the_last_backward_runs(sizes, step_ms):
+    """Four layers of 1 + 2 ms in one stage; 1 MB takes 1 ms."""
+    layers = [layer(param_bytes=size * 10**6) for size in sizes]
+    found = plan((0,), 1, schedule=rows("0F0 0B0"), data_parallel=2, boundaries=(0, 4))
+    made = estimate(found, profile(layers), cluster(Link(bandwidth_gb_per_s=1.0, latency_us=0.0)))
+    assert made.step_ms == pytest.approx(step_ms)
+    exact = max(12, summed_layer_by_layer(layers, 4.0, 1e-6))
+    assert exact - 1e-9 <= made.step_ms <= exact + 2
+    assert least_step_ms(Problem(found, profile(layers), cluster(Link(bandwidth_gb_per_s=1.0, latency_us=0.0)))) <= (
+        made.step_ms * (1 + 1e-9)
+    )
 
 
 def test_a_sharded_optimizer_scatters_and_gathers_at_the_end():

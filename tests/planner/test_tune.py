@@ -108,15 +108,27 @@ def test_a_model_that_fits_everywhere_runs_data_parallel():
     assert all(trial.reason for trial in found.rejected)
 
 
-def test_data_parallel_stages_reduce_their_gradients_while_earlier_ones_work():
-    """Eight layers of 10 ms a step, 1 ms to reduce each: with n stages all but the first's 8/n ms are hidden."""
+def test_gradients_are_reduced_while_earlier_layers_work():
+    """Eight layers of 3 ms a step, 1 ms to reduce each: all but the first's are hidden, with one stage as with more."""
     costs, cluster = uniform(8, param_bytes=10**3, output_bytes=1), box(intra=1.5e-3, inter=1.5e-3)
     found = tuned(costs, cluster, 4, given=Constraints(pipeline_ranks=1), exhaustive=True)
     hidden = {trial.choice.waves: trial.planned.estimate for trial in found.ranked if not trial.choice.zero_stage}
     assert {waves: figures.step_ms - figures.makespan_ms for waves, figures in hidden.items()} == pytest.approx(
-        {0: 8.0, 1: 4.0, 2: 2.0}
+        {0: 1.0, 1: 1.0, 2: 1.0}
     )
-    assert found.best.choice.waves == 2
+    assert found.best.choice.waves == 0
+
+
+def test_several_stages_a_rank_reduce_the_later_ones_gradients_before_the_last_microbatch():
+    """40 ms of reduction behind a backward of 16 ms: what a stage has done by then has a head start."""
+    costs, cluster = uniform(8, param_bytes=10**3, output_bytes=1), box(intra=3e-4, inter=3e-4)
+    found = tuned(costs, cluster, 16, given=Constraints(pipeline_ranks=1, microbatches=4), exhaustive=True)
+    behind = {
+        trial.choice.waves: trial.planned.estimate.step_ms - trial.planned.estimate.makespan_ms
+        for trial in found.ranked
+        if not trial.choice.zero_stage
+    }
+    assert behind[0] == pytest.approx(26.0) and behind[2] < behind[1] < behind[0]
 
 
 def test_slow_links_and_large_weights_make_pipelines():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from support.engine_ranks import as_bf16, data_of, make_engine, torch_world
 from support.parity import RecordingSGD, mse, run_case, share_groups
 
@@ -41,6 +42,9 @@ def reduces(cases: Any) -> None:
     for options in OPTIONS:
         as_at_the_end(options, bucket_bytes=SMALL_BUCKET, waves=1)
     stages_leave_before_the_last_action()
+    for options in OPTIONS[0], OPTIONS[6], OPTIONS[8]:
+        buckets_leave_while_the_last_backward_runs(options)
+    several_backwards_in_a_layer()
     for case in cases:
         run_case(case)
     uneven_batches()
@@ -90,6 +94,63 @@ def stages_leave_before_the_last_action() -> None:
     assert sorted(stage for stage, _ in counts) == sorted(mine)
     assert counts[0][1] < counts[-1][1] == len(engine.module.plan.schedule[engine.stage_id]), counts
     engine.destroy()
+
+
+def buckets_leave_while_the_last_backward_runs(options: dict[str, Any]) -> None:
+    """From the second step on, which knows what a backward adds to once; in the same order on all replicas."""
+    before, reduction.BUCKET_BYTES = reduction.BUCKET_BYTES, SMALL_BUCKET
+    engine = make_engine(2, 3, optimizer=lambda p: RecordingSGD(p, lr=0.05, momentum=0.9), **options)
+    sums, started = engine._reduction.sums, []
+    start = sums._start
+
+    def noted(bucket: Any) -> None:
+        started.append((torch._C._current_graph_task_id() != -1, [sums._names[p] for p in bucket]))
+        start(bucket)
+
+    sums._start = noted
+    trained(engine, 1)
+    first = list(started)
+    assert first and not any(within for within, _ in first), first
+    trained(engine, 1)
+    second = started[len(first) :]
+    assert [names for _, names in second] == [names for _, names in first]
+    assert sum(within for within, _ in second) > len(second) / 2, second
+    everybody: list[Any] = [None] * torch_world()
+    torch.distributed.all_gather_object(everybody, (engine.stage_id, [names for _, names in second]))
+    assert all(names == [n for _, n in second] for stage, names in everybody if stage == engine.stage_id), everybody
+    engine.destroy()
+    reduction.BUCKET_BYTES = before
+
+
+class Twice(torch.nn.Module):
+    """Runs a weight in two checkpoints that run backwards of their own, so it gets two gradients in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_() if not x.requires_grad else x
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+def several_backwards_in_a_layer() -> None:
+    """Such a weight leaves with the end of the stage's backward, in every step."""
+    from deepspeed_pulse import LayerSpec
+
+    found = []
+    for early in (True, False):
+        layers = [LayerSpec(torch.nn.Linear, 4, 4), *(LayerSpec(Twice) for _ in range(3))]
+        engine = plain_engine(layers)
+        if not early:
+            engine._reduction.sums = None
+        for _ in range(3):
+            engine.train_batch(iter(batches_for(engine.grid.data_parallel_id)))
+        found.append([p.detach().clone() for p in engine.module.parameters()])
+        engine.destroy()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class Choice(torch.nn.Module):
@@ -203,7 +264,7 @@ def falls_back() -> None:
     expect("parameter 0.table.weight has a sparse gradient", hidden, fails=hidden.stage_id == 0)
     for more in ({}, {"bf16": {"enabled": True}}):
         lent = plain_engine([LayerSpec(Borrower), *linears(2), LayerSpec(Lender)], **more)
-        expect("parameter 3.weight got a gradient after the last backward of its stage", lent, fails=lent.stage_id == 0)
+        expect("3.weight got a gradient after the last backward of its stage", lent, fails=lent.stage_id == 0)
 
 
 def as_bf16_pair(batch: Any) -> Any:

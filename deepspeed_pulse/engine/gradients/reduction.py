@@ -1,9 +1,9 @@
 """Gradients summed over data-parallel replicas, a stage at a time, while other stages still work.
 
-Upstream sums everything when the step's last backward has ended. Here a stage's gradients leave when
-its own last backward has; what belongs to no single stage (tied weights, a placeholder) still goes
-upstream's way at the end. What is sent and how it is scaled is upstream's arithmetic, so results are
-the same up to the order in which a collective adds more than two replicas.
+Upstream sums everything when the step's last backward has ended. Here a stage's gradients leave while its own last
+backward runs, a bucket as soon as it is whole, as torch's DDP does; what belongs to no single stage (tied weights, a
+placeholder) still goes upstream's way at the end. What is sent and how it is scaled is upstream's arithmetic: results
+are the same up to the order in which a collective adds more than two replicas.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ BUCKET_BYTES = 2**22
 """Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count, and
 are views of what was gathered from then on."""
 
+
+_SHOWN = 4
+"""Parameters that an error names."""
 
 _COPIES = 2
 """Buckets of copies that an asynchronous device has at a time: one is summed while the other is put back."""
@@ -90,6 +93,9 @@ class OwnGradients:
             )
         return parameter.grad
 
+    def collect(self, parameter: torch.nn.Parameter) -> None:
+        """A backward that is not over yet has given its gradient."""
+
     def becomes(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> bool:
         """Whether a part of a bucket is the gradient from now on, so that nothing has to be copied back."""
         gradient = self.of(parameter)
@@ -108,9 +114,9 @@ class OwnGradients:
         if parameter in self._versions:
             self._versions[parameter] += 1
 
-    def changed(self) -> torch.nn.Parameter | None:
-        """A parameter that got a gradient after it was remembered."""
-        return next((p for p, v in self._versions.items() if p.grad is None or p.grad._version != v), None)
+    def changed(self) -> list[torch.nn.Parameter]:
+        """Those of which one got a gradient after it was remembered: parts of a bucket cannot be told apart."""
+        return [p for p, v in self._versions.items() if p.grad is None or p.grad._version != v]
 
 
 class MasterGradients:
@@ -120,6 +126,12 @@ class MasterGradients:
     """
 
     def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._places = {
+            parameter: (group, at)
+            for group, held in enumerate(optimizer.bf16_groups)
+            for at, parameter in enumerate(held)
+        }
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {
             parameter: buffer
             for group, buffers in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
@@ -137,6 +149,11 @@ class MasterGradients:
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return self._buffers[parameter]
 
+    @torch.no_grad()
+    def collect(self, parameter: torch.nn.Parameter) -> None:
+        optimizer = self._optimizer
+        optimizer._update_hp_grad(parameter, *self._places[parameter], clear_lp_grads=False)
+
     def becomes(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> bool:
         return False
 
@@ -147,8 +164,8 @@ class MasterGradients:
     def wrote(self, parameter: torch.nn.Parameter) -> None:
         pass
 
-    def changed(self) -> torch.nn.Parameter | None:
-        return next((p for p in self._ended if p.grad is not None), None)
+    def changed(self) -> list[torch.nn.Parameter]:
+        return [p for p in self._ended if p.grad is not None]
 
 
 @dataclass(frozen=True)
@@ -196,12 +213,22 @@ class StageReduction:
         self._timeout_seconds, self._count, self._aside = timeout_seconds, count, aside
         self._waits_for: dict[torch.nn.Parameter, set[int]] = {}
         self._left: dict[torch.nn.Parameter, None] = {}
+        self._queue: deque[list[torch.nn.Parameter]] = deque()
+        """Buckets of the stage whose last backward runs, in the order in which all replicas sum them."""
+        self._whole: set[torch.nn.Parameter] = set()
+        """Of those, whose gradients that backward adds no more to."""
+        self._times: dict[torch.nn.Parameter, int] = {}
+        """How often that backward has added to them."""
+        self._once: dict[torch.nn.Parameter, bool] = {}
+        """Whether the last backwards of earlier steps added to them once each, so that one may leave at once."""
+        self._hooks: list[Any] = []
         self._under_way: list[_Bucket] = []
         self._copied: deque[_Bucket] = deque()
         """Of those under way, copies that no gradient is a part of: nobody reads them once they are put back."""
 
     def begin(self) -> None:
         """Start a step: nothing has been summed."""
+        self._forget()  # where a step before failed
         self._gradients.begin()
         self._left = {p: None for p in self._names if p.requires_grad and p.numel()}
         self._waits_for = {}
@@ -209,27 +236,88 @@ class StageReduction:
             for parameter in held:
                 self._waits_for.setdefault(parameter, set()).add(stage)
 
+    def expect(self, stage: int) -> None:
+        """The last backward of a stage comes next: sum what it has made whole while it makes the rest.
+
+        Buckets and their order follow from the layers alone, so that all replicas have the same; when one leaves is up
+        to each. What was added to several times in one backward (a checkpoint that runs a backward of its own) leaves
+        at the end, as in the first step all does.
+        """
+        ready = []
+        for parameter in reversed(self._parameters[stage]):
+            if parameter in self._left:
+                self._waits_for[parameter].remove(stage)
+                if not self._waits_for[parameter]:
+                    ready.append(parameter)
+        self._queue.extend(_buckets(ready))
+        self._whole.clear()
+        self._times.clear()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in ready]
+
+    def _arrived(self, parameter: torch.nn.Parameter) -> None:
+        self._times[parameter] = self._times.get(parameter, 0) + 1
+        if not self._once.get(parameter):
+            return
+        self._whole.add(parameter)
+        while self._queue and self._whole.issuperset(self._queue[0]):
+            bucket = self._queue.popleft()
+            for one in bucket:
+                self._gradients.collect(one)
+            self._start(bucket)
+
     def start(self, stage: int) -> None:
-        """Start summing the gradients of a stage whose last backward has just ended; returns at once.
+        """Start summing what is left of the gradients of a stage whose last backward has just ended; returns at once.
 
         Raises:
             RunError: that backward added to a gradient which has left already.
         """
+        queue = list(self._queue)
+        self._forget()
+        for parameter, times in self._times.items():
+            self._once[parameter] = times == 1 and self._once.get(parameter, True)
         late = self._gradients.changed()
-        if late is not None:
-            raise RunError(
-                f"parameter {self._names[late]} got a gradient after the last backward of its stage: a layer of stage "
-                f"{stage} uses it without holding it; make it a submodule of every layer that uses it, or tie them "
-                "with TiedLayerSpec"
-            )
-        held = [p for p in self._parameters[stage] if p in self._left]
-        for parameter in held:
-            self._waits_for[parameter].remove(stage)
+        if late:
+            raise self._changed(stage, late)
         while self._copied and self._copied[0].work.is_completed():
             self._finish(self._copied.popleft())
-        ready = [p for p in held if not self._waits_for[p]]
-        self._start_all(_buckets(ready))
-        for parameter in ready:
+        for bucket in queue:
+            self._start(bucket)
+        if self._aside is not None and self._copied:
+            with self._aside.entered():
+                self._finish_copied(0)
+
+    def _changed(self, stage: int, late: Sequence[torch.nn.Parameter]) -> RunError:
+        named = " or ".join(sorted(self._names[parameter] for parameter in late[:_SHOWN]))
+        if not self._times.keys().isdisjoint(late):
+            return RunError(
+                f"parameter {named} got two gradients in the last backward of this step and one in those of earlier "
+                f"steps: a checkpoint in a layer of stage {stage} runs it a changing number of times; use "
+                "use_reentrant=False there"
+            )
+        return RunError(
+            f"parameter {named} got a gradient after the last backward of its stage: a layer of stage {stage} uses it "
+            "without holding it; make it a submodule of every layer that uses it, or tie them with TiedLayerSpec"
+        )
+
+    def _forget(self) -> None:
+        """Nothing is expected."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._queue.clear()
+
+    def _start(self, bucket: Sequence[torch.nn.Parameter]) -> None:
+        """Start summing; from now on nothing may be added."""
+        gradients = [self._gradients.of(p) for p in bucket]
+        if not self._is_copied(gradients):
+            self._under_way.append(self._started(bucket, gradients))
+        elif self._aside is None:
+            self._copied.append(self._started(bucket, gradients))
+        else:
+            with self._aside.entered():
+                self._finish_copied(_COPIES - 1)
+                self._copied.append(self._started(bucket, gradients))
+        for parameter in bucket:
             del self._left[parameter]
             self._gradients.remember(parameter)
 
@@ -244,21 +332,6 @@ class StageReduction:
         if self._aside is not None:
             self._aside.join()
         return [self._gradients.of(p) for p in self._left]
-
-    def _start_all(self, buckets: Iterable[Sequence[torch.nn.Parameter]]) -> None:
-        for parameters in buckets:
-            gradients = [self._gradients.of(p) for p in parameters]
-            if not self._is_copied(gradients):
-                self._under_way.append(self._started(parameters, gradients))
-            elif self._aside is None:
-                self._copied.append(self._started(parameters, gradients))
-            else:
-                with self._aside.entered():
-                    self._finish_copied(_COPIES - 1)
-                    self._copied.append(self._started(parameters, gradients))
-        if self._aside is not None and self._copied:
-            with self._aside.entered():
-                self._finish_copied(0)
 
     def _finish_copied(self, left: int) -> None:
         """The oldest, until so many are left."""

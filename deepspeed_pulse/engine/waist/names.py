@@ -37,9 +37,9 @@ NAMES = {
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": """
-        _hp_grad _hp_mapping _hp_optimizer_states_linked _link_all_hp_params _param_slice_mappings bf16_groups
-        clear_lp_grads fp32_groups_flat_partition fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm
-        optimizer param_groups scale_if_loss state
+        _hp_grad _hp_mapping _hp_optimizer_states_linked _link_all_hp_params _param_slice_mappings _update_hp_grad
+        bf16_groups clear_lp_grads fp32_groups_flat_partition fp32_groups_gradients fp32_groups_has_gradients
+        get_grads_for_norm optimizer param_groups scale_if_loss state
     """,
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": "TorchCheckpointEngine",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",

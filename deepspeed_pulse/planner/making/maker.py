@@ -16,9 +16,10 @@ from deepspeed_pulse.planner.making.ordered import ordered, step_ms
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
+from deepspeed_pulse.planner.reduction import reduction_ms
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
-from deepspeed_pulse.planner.simulator import least_step_ms, reduction_ms
+from deepspeed_pulse.planner.simulator import least_step_ms
 
 WORTH_CHANGING = 0.99
 """Of the step of a wave or a linear placement, what other placements may take at most: they have more actions and

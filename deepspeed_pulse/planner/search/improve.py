@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.problem import Problem
+from deepspeed_pulse.planner.reduction import behind_ms, reduction_ms
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.paths import Paths
 from deepspeed_pulse.planner.search.tabu import Search
 from deepspeed_pulse.planner.search.windows import reordered, windows
-from deepspeed_pulse.planner.simulator import reduction_ms
 
 _STARTS = 16
 _NODES_A_ROUND = 400_000
@@ -54,7 +54,11 @@ class Improver:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        finish = tuple(reduction_ms(problem, stage) for stage in range(problem.num_stages))
+        last_ms = problem.costs.weight_grad_ms if self.split else problem.costs.backward_ms
+        finish = tuple(
+            behind_ms(problem, stage, ms) if problem.rules.reduce_early else reduction_ms(problem, stage)
+            for stage, ms in enumerate(last_ms)
+        )
         self.net = Net(problem, problem.plan.microbatches, split=self.split, finish_ms=finish)
 
     def improve(self, starts: Sequence[Schedule]) -> None:
