@@ -23,14 +23,17 @@ from ranks import RanksFailed, launch
 from real_compute.cases import MODELS, SAMPLES, RealCase
 from slow_network import rank
 from slow_network.others import other_sides
-from slow_network.plans import pipelined
+from slow_network.plans import data_parallel, pipelined, tuned
 from slow_network.rank import Job
 
+from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
 
 HERE = Path(__file__).resolve().parent
 BEGIN = "<!-- tables: written by run.py -->"
 TIMEOUT = 200.0
+CLOSE = 0.99
+"""Of a side's rate, what is as fast."""
 
 
 def main() -> int:
@@ -64,7 +67,8 @@ def measured(case: RealCase, arguments: argparse.Namespace) -> dict[str, Any]:
     failed: dict[str, str] = {}
     with bridged(case.ranks) as homes:
         profile = launch(profiled, case.ranks, Job(side="pulse", case=case), namespaces=homes, timeout=TIMEOUT)
-        sides = all_sides(case, Profile.from_json(json.dumps(profile)), steps)
+        cluster = launch(connected, case.ranks, Job(side="pulse", case=case), namespaces=homes, timeout=TIMEOUT)
+        sides = all_sides(case, Profile.from_json(json.dumps(profile)), Cluster.from_json(json.dumps(cluster)), steps)
         wanted = arguments.sides or [""]
         jobs = [(name, job) for name, job in sides if any(part in name for part in wanted)]
         for _ in range(rounds):
@@ -98,22 +102,38 @@ def profiled(job: Job) -> Any:
     return rank.profile(job)
 
 
+def connected(job: Job) -> Any:
+    own_core(int(os.environ["RANK"]))
+    return rank.links(job)
+
+
 def own_core(index: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
 
 
-def all_sides(case: RealCase, profile: Profile, steps: int) -> Iterator[tuple[str, Job]]:
+def all_sides(case: RealCase, profile: Profile, cluster: Cluster, steps: int) -> Iterator[tuple[str, Job]]:
     speeds = {"free": None}
     yield from other_sides(case, profile, speeds, steps=steps)
-    for placement in ("linear", "wave"):
-        options = pipelined(case, profile, placement)
-        yield placement, Job(side="pulse", case=case, options=options, speeds=speeds, steps=steps)
+    ours = {
+        "linear": pipelined(case, profile, "linear", cluster),
+        "wave": pipelined(case, profile, "wave", cluster),
+        "data parallel": data_parallel(case, profile, cluster),
+        "tuned": tuned(case, profile, cluster),
+    }
+    for name, options in ours.items():
+        yield name, Job(side="pulse", case=case, options=options, speeds=speeds, steps=steps)
 
 
 def promises(case: dict[str, Any]) -> Iterator[str]:
-    """What is missed: the wave is at least as fast as DeepSpeed's pipelines on the U-Net."""
+    """What is missed: the tuner's choice is as fast as any side, ours data parallel as DDP, the wave as DeepSpeed's
+    pipelines on the U-Net."""
     sides = case["sides"]
+    for name, side in sides.items():
+        if "tuned" in sides and sides["tuned"]["step_ms"] > side["step_ms"] / CLOSE:
+            yield f"{case['title']}: tuned at least {CLOSE} of {name}"
+    if {"DDP", "data parallel"} <= sides.keys() and sides["data parallel"]["step_ms"] > sides["DDP"]["step_ms"] / CLOSE:
+        yield f"{case['title']}: data parallel at least {CLOSE} of DDP"
     for name in ("1F1B, stock", "1F1B", "DualPipeV, stock", "DualPipeV") if case["model"] == "unet" else ():
         if name in sides and ("wave" not in sides or sides["wave"]["step_ms"] > sides[name]["step_ms"]):
             yield f"{case['title']}: the wave at least as fast as {name}"

@@ -67,6 +67,19 @@ def pipelined(case: Case, profile: Profile, placement: str, cluster: Cluster | N
     return {"plan": plan.to_json(), "samples": 1, "zero": 0}
 
 
+def data_parallel(case: Case, profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    """The same for all ranks with a whole model each."""
+    job = Job(
+        profile=profile,
+        cluster=cluster,
+        pipeline_ranks=1,
+        data_parallel=case.ranks,
+        microbatches=case.microbatches // case.ranks,
+    )
+    plan = make_plan(job, SearchOptions(placement="linear", solver_seconds=0.0))
+    return {"plan": plan.to_json(), "samples": 1, "zero": 0}
+
+
 def tuned(case: Case, profile: Profile, cluster: Cluster) -> dict[str, Any]:
     """The same for what the tuner chooses."""
     best = tune(

@@ -62,7 +62,7 @@ def _rate(found: Tuning, ranks: int) -> str:
 def _largest(profile: Profile, ranks: int) -> int:
     """Power of two, nothing recomputed."""
     sizes, best = Sizes([profile]), 0
-    for size in sizes.up_to(1024):
+    for size in sizes.dividing(1024):
         try:
             make_plan(
                 Job(

@@ -283,14 +283,16 @@ def test_larger_microbatches_are_scaled_and_say_so():
     assert found.layers[0] == layer(3, 6, 7, 15, 9, weight_grad_ms=4.5, input_grad_ms=3.0, workspace_bytes=6)
     assert (found.skips[0].bytes, found.microbatch_size) == (33, 6)
     assert found.device == "none, scaled from microbatches of 2"
-    assert Sizes([costs]).up_to(9) == (2, 4, 8)
+    assert Sizes([costs]).dividing(24) == (2, 4, 6, 8, 12, 24)
+    assert Sizes([costs]).dividing(9) == ()
     assert Sizes([costs]).at(2) is costs
 
 
 def test_given_sizes_are_taken_as_they_are():
     """A device that is much faster per sample with four is used with four."""
     one, four = uniform(4), replace(uniform(4, forward_ms=2, backward_ms=4), microbatch_size=4)
-    assert Sizes([four, one]).up_to(100) == (1, 4)
+    assert Sizes([four, one]).dividing(100) == (1, 4)
+    assert Sizes([four, one]).dividing(102) == (1,)
     best = tuned([one, four], box(ranks_per_node=2), 16).best
     assert (best.choice.microbatch_size, best.planned.microbatch_size) == (4, 4)
 

@@ -70,7 +70,11 @@ def sums_copies(case: dict[str, Any]) -> None:
 
 
 def _watched(engine: Any, sums: Any, counters: Any, memory: Any) -> dict[str, Any]:
-    """One more step: what starting to sum takes, as counted and as the allocator says, and the host's waits in it."""
+    """One more step: what starting to sum takes, as counted and as the allocator says, and the host's waits in it.
+
+    Everything leaves behind the backward, as in a first step, so that the allocator counts nothing else.
+    """
+    sums._once.clear()
     figures: dict[str, Any] = {"counted": 0, "left": 0}
     start, count = sums.start, sums._count
 

@@ -36,12 +36,11 @@ class Sizes:
     def smallest(self) -> Profile:
         return self._given[min(self._given)]
 
-    def up_to(self, most: int) -> tuple[int, ...]:
-        """Microbatch sizes to try: those given, or one and its doubles."""
-        if not self.in_proportion:
-            return tuple(size for size in sorted(self._given) if size <= most)
+    def dividing(self, share: int) -> tuple[int, ...]:
+        """Microbatch sizes to try for so many samples: those given, or multiples of one, that the share is made of."""
         first = self.smallest.microbatch_size
-        return tuple(first << n for n in range((most // first).bit_length()))
+        sizes = range(first, share + 1, first) if self.in_proportion else sorted(self._given)
+        return tuple(size for size in sizes if share % size == 0)
 
     def has(self, size: int) -> bool:
         """A profile was given for the size, or the one that was given can be scaled to it."""

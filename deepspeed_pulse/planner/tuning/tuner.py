@@ -100,7 +100,7 @@ class Tuner:
         share, rest = divmod(self.job.global_batch, group)
         if rest or self.given.pipeline_ranks not in (None, ranks):
             return ()
-        return tuple(size for size in self.given.sizes_of(share, self.sizes.up_to(share)) if self.sizes.has(size))
+        return tuple(size for size in self.given.sizes_of(share, self.sizes.dividing(share)) if self.sizes.has(size))
 
     def _shapes(self, ranks: int, microbatches: int) -> list[tuple[int, bool]]:
         """Waves, and whether of a loop. Loops only shorten fill and drain, so beside others where those count."""
