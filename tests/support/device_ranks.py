@@ -72,9 +72,17 @@ def sums_copies(case: dict[str, Any]) -> None:
 def _watched(engine: Any, sums: Any, counters: Any, memory: Any) -> dict[str, Any]:
     """One more step: what starting to sum takes, as counted and as the allocator says, and the host's waits in it.
 
-    Everything leaves behind the backward, as in a first step, so that the allocator counts nothing else.
+    Everything leaves behind the backward, as in a first step, and gradients that the bf16 optimizer has stay: so the
+    allocator counts nothing else.
     """
     sums._once.clear()
+    kept, remember = [], sums._gradients.remember
+
+    def remembered(parameter: Any) -> None:
+        kept.append(parameter.grad)
+        remember(parameter)
+
+    sums._gradients.remember = remembered
     figures: dict[str, Any] = {"counted": 0, "left": 0}
     start, count = sums.start, sums._count
 

@@ -278,7 +278,7 @@ class StageReduction:
         late = self._gradients.changed()
         if late:
             raise self._changed(stage, late)
-        while self._copied and self._copied[0].work.is_completed():
+        while self._aside is None and self._copied and self._copied[0].work.is_completed():
             self._finish(self._copied.popleft())
         for bucket in queue:
             self._start(bucket)
