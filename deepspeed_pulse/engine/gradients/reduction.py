@@ -215,8 +215,11 @@ class StageReduction:
         self._left: dict[torch.nn.Parameter, None] = {}
         self._queue: deque[list[torch.nn.Parameter]] = deque()
         """Buckets of the stage whose last backward runs, in the order in which all replicas sum them."""
-        self._whole: set[torch.nn.Parameter] = set()
-        """Of those, whose gradients that backward adds no more to."""
+        self._missing: deque[int] = deque()
+        """Of each of them, how many gradients are not whole yet."""
+        self._bucket_of: dict[torch.nn.Parameter, int] = {}
+        """Their numbers, those that have left counted; of parameters whose gradients may leave before the end."""
+        self._gone = 0
         self._times: dict[torch.nn.Parameter, int] = {}
         """How often that backward has added to them."""
         self._once: dict[torch.nn.Parameter, bool] = {}
@@ -250,16 +253,21 @@ class StageReduction:
                 if not self._waits_for[parameter]:
                     ready.append(parameter)
         self._queue.extend(_buckets(ready))
-        self._whole.clear()
+        self._missing.extend(map(len, self._queue))
+        self._bucket_of = {p: n for n, bucket in enumerate(self._queue) for p in bucket if self._once.get(p)}
+        self._gone = 0
         self._times.clear()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in ready]
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
-        self._times[parameter] = self._times.get(parameter, 0) + 1
-        if not self._once.get(parameter):
+        self._times[parameter] = times = self._times.get(parameter, 0) + 1
+        number = self._bucket_of.get(parameter)
+        if number is None or times > 1:
             return
-        self._whole.add(parameter)
-        while self._queue and self._whole.issuperset(self._queue[0]):
+        self._missing[number - self._gone] -= 1
+        while self._missing and not self._missing[0]:
+            self._missing.popleft()
+            self._gone += 1
             bucket = self._queue.popleft()
             for one in bucket:
                 self._gradients.collect(one)
@@ -305,6 +313,7 @@ class StageReduction:
             hook.remove()
         self._hooks.clear()
         self._queue.clear()
+        self._missing.clear()
 
     def _start(self, bucket: Sequence[torch.nn.Parameter]) -> None:
         """Start summing; from now on nothing may be added."""
