@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from support.random_plans import random_plan
 from support.reference import Unpartitioned, error
 from support.toy import loss_fn, toy_batch, toy_layers
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.ir.graph import Graph, Layer
@@ -63,14 +63,14 @@ def test_evaluation_leaves_nothing_behind() -> None:
 @pytest.mark.skipif(not takes_edges(), reason="this torch begins backward at tensors")
 def test_what_was_sent_is_kept_by_nobody() -> None:
     """All forwards go first: when a gradient comes back, the other ranks have taken all outputs and skips."""
-    made: list[weakref.ref[torch.UntypedStorage]] = []
+    made: list[StorageWeakRef] = []
     alive: list[int] = []
 
     class First(torch.nn.Linear):
         def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             found = super().forward(hidden)
             output = found * 2, found * 3  # of a product by a number, autograd saves nothing
-            made.extend(weakref.ref(tensor.untyped_storage()) for tensor in output)
+            made.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in output)
             return output
 
     class Last(torch.nn.Linear):
@@ -78,7 +78,7 @@ def test_what_was_sent_is_kept_by_nobody() -> None:
             return super().forward(hidden + skip)
 
     layers = First(8, 8), torch.nn.Linear(8, 8), Last(8, 8)
-    layers[0].weight.register_hook(lambda _: alive.append(sum(reference() is not None for reference in made)))
+    layers[0].weight.register_hook(lambda _: alive.append(sum(not output.expired() for output in made)))
     graph = Graph(
         layers=(Layer(name="first", stash=("skip",)), Layer(name="second"), Layer(name="last", pop=("skip",)))
     )
