@@ -289,7 +289,7 @@ def test_parts_that_do_not_fit_the_model(parts, problem):
         Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2), SearchOptions(solver_seconds=0.0)
     )
     with pytest.raises(PlanError, match=problem):
-        fill_plan(made, Job.of(made, costs, cluster(), frozen=parts))
+        fill_plan(made, Job.of(made, costs, cluster(), frozen=parts), solver_seconds=0.0)
 
 
 FROZEN = {

@@ -158,6 +158,10 @@ def test_explicit_cuts_are_kept_and_decide_the_placement():
         ({"microbatches": 0}, "microbatches: expected an integer >= 1, found 0"),
         ({"pipeline_ranks": True}, "pipeline_ranks: expected an integer >= 1, found True"),
         ({"data_parallel": 99}, "pipeline ranks x data-parallel = 198 ranks, the cluster 'toy' has 64"),
+        (
+            {"microbatches": 200_000},
+            "200000 of 4 stages are 800000 forwards, at most 500000 are planned; use at most 125000 microbatches",
+        ),
         ({"schedule": "wavy"}, "schedule 'wavy' is not available"),
         (
             {"schedule": "zbv", "split_backward": False},

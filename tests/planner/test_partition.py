@@ -243,6 +243,13 @@ def test_memory_moves_the_cut():
     assert (free, tight) == ((0, 4, 8), (0, 3, 8))
 
 
+def test_of_cuts_that_need_least_memory_the_balanced_ones_are_taken():
+    """All weights are in the first and the last layer, so every cut between them is as good."""
+    costs = profile([layer(param_bytes=1000 if i in (0, 5) else 0, activation_bytes=0) for i in range(6)])
+    cuts = partition(job_on(Placement.linear(2), costs, memory_bytes=1), Placement.linear(2))
+    assert cuts == (0, 3, 6)
+
+
 @pytest.mark.parametrize(("num_layers", "ranks", "waves"), [(100, 8, 1), (46, 4, 1), (60, 4, 2)])
 def test_is_quick_on_real_sizes_and_close_to_balance(num_layers, ranks, waves):
     rng = random.Random(0)

@@ -227,6 +227,7 @@ def test_windows_find_what_a_bad_order_misses_within_the_cap():
     figures = assert_sound(problem, net.schedule(rows))
     assert figures.makespan_ms == pytest.approx(figures.lower_bound_ms)
     assert max(figures.peak_bytes) <= 7000
+    assert reordered(net, rows, windows(Paths(net, rows))[0], search.change, search.limits, seconds=60) is None
 
 
 @settings(max_examples=25, deadline=None)

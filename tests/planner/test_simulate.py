@@ -7,11 +7,13 @@ from toys import INSTANT, cluster, layer, plan, profile, rows, skip, uniform
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.layout import Grid
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import estimate, simulate
 from deepspeed_pulse.planner.checks.audit import audit
+from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import forward_only, gpipe, one_f_one_b, wave
 from deepspeed_pulse.planner.simulator import least_step_ms
@@ -116,6 +118,14 @@ def test_values_that_stay_cost_nothing_and_those_without_gradient_send_nothing_b
     assert estimate(found, costs, cluster()).p2p_bytes_per_microbatch == 4 * 10 + 7 + 2 * 5
 
 
+@pytest.mark.parametrize("name", ["a", "hidden", "z"])
+def test_no_name_of_a_value_makes_it_send_a_gradient(name):
+    costs = profile(uniform(2, output_bytes=10).layers, [skip(name, 0, 1, 7, gradient=False)])
+    found = plan(Placement.linear(2), 1, schedule=rows("0F0 0B0", "1F0 1B0"), of=costs)
+    sent = [t.message.label for t in simulate(found, costs, cluster()).transfers]
+    assert sorted(sent) == sorted(["hidden", f"value:{name}", "hidden_grad"])
+
+
 def test_messages_to_two_ranks_queue_where_one_port_is_all_there_is():
     """3 ms for the next rank, 3 ms for the one after it: side by side, or one after the other."""
     costs = uniform(3, output_bytes=3_000_000)
@@ -126,6 +136,15 @@ def test_messages_to_two_ranks_queue_where_one_port_is_all_there_is():
         link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0, one_port=one_port)
         sent = [t for t in simulate(found, costs, cluster(link)).transfers if t.source_rank == 0]
         assert [(t.leave_ms, t.arrive_ms - t.leave_ms) for t in sent] == [(start, 3) for start in leave]
+
+
+def test_a_card_is_not_the_link_to_the_first_rank():
+    """Two nodes of two ranks; only within a node do messages leave through one port."""
+    within = Link(bandwidth_gb_per_s=1.0, latency_us=0.0, one_port=True)
+    machines = replace(cluster(ranks=2), nodes=2, intra_node=within)
+    links = Links(machines, Grid(pipeline_ranks=4, data_parallel=1))
+    assert links.port(2, 3) not in {links.port(2, 0), links.port(2, 1)}
+    assert links.port(3, 2) not in {links.port(3, 0), links.port(3, 1), links.port(2, 3)}
 
 
 def test_links_within_and_between_nodes_are_ports_of_their_own():
@@ -341,3 +360,11 @@ def test_a_deadlock_names_every_rank_and_what_it_waits_for():
 def test_a_plan_of_another_model_is_refused():
     with pytest.raises(PlanError, match="cuts 2 layers, the profile 'toy' has 3"):
         simulate(plan((0, 1), 1, schedule=rows("0F0 0B0", "1F0 1B0")), uniform(3), cluster())
+
+
+def test_a_route_beyond_the_stages_is_refused():
+    costs = profile(uniform(2).layers, [skip("far", 0, 1)])
+    found = plan(Placement.linear(2), 1, schedule=rows("0F0 0B0", "1F0 1B0"))
+    far = replace(found, routes=(Route(name="far", source_stage=0, hops=((0, 2),)),))
+    with pytest.raises(PlanError, match=r"the route of 'far' names a stage outside 0\.\.1$"):
+        simulate(far, costs, cluster())

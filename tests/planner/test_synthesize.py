@@ -96,6 +96,14 @@ def test_a_solver_that_errs_is_not_believed(monkeypatch):
         assert (found.schedule, found.solver.name, found.solver.optimal) == (greedy.schedule, greedy.solver.name, False)
 
 
+@pytest.mark.parametrize(("seconds", "begun"), [(0.0, False), (1e-3, True)])
+def test_however_short_a_search_is_it_says_what_it_began_with(seconds, begun):
+    blank = plan(Placement.wave(3), 2)
+    job = Job.of(blank, random_profile(random.Random(25), 6), cluster())
+    found = synthesize(blank, job, SearchOptions(solver_seconds=seconds))
+    assert (found.solver.generator is not None) == begun
+
+
 def test_uniform_stages_reach_the_bound_without_a_solver():
     found = synthesize(
         plan(Placement.wave(4), 8),

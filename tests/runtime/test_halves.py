@@ -138,6 +138,25 @@ def test_a_weight_that_several_outputs_share_is_differentiated_once() -> None:
     assert all(error(found, wanted) < 1e-6 for found, wanted in zip(cleared(layer, leaf), expected, strict=True))
 
 
+def test_what_an_output_of_weights_alone_shares_with_another_is_there_for_both() -> None:
+    torch.manual_seed(0)
+    leaf, scale = torch.randn(3, 6, requires_grad=True), nn.Parameter(torch.randn(6))
+
+    def outputs() -> list[torch.Tensor]:
+        shared = torch.exp(scale)
+        return [leaf * shared, torch.sin(shared)]
+
+    torch.autograd.backward([output.sum() for output in outputs()])
+    assert leaf.grad is not None and scale.grad is not None
+    expected, leaf.grad, scale.grad = (leaf.grad, scale.grad), None, None
+    made = outputs()
+    roots = [root for root in roots_of(made) if root is not None]
+    late = input_half(roots, [torch.ones_like(output) for output in made], [leaf])
+    assert late is not None and scale.grad is None
+    late.run()
+    assert all(error(found, wanted) < 1e-6 for found, wanted in zip((leaf.grad, scale.grad), expected, strict=True))
+
+
 def test_a_branch_of_weights_alone_waits_for_the_weight_half() -> None:
     torch.manual_seed(0)
     layer, leaf = Apart(), torch.randn(3, 6, requires_grad=True)

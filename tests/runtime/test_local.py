@@ -188,6 +188,17 @@ def test_live_bytes_count_what_the_order_keeps() -> None:
     assert 0 < peaks[0] < peaks[1]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_all_bytes_that_were_counted_go_again(seed: int) -> None:
+    plan = random_plan(GRAPH, seed, ranks=2 + seed % 3, microbatches=3, halves=0.5)
+    world, batches = world_of(plan, Unpartitioned(toy_layers()))
+    for _ in range(2):  # the second step finds every boundary agreed on
+        for runtime, stats in zip(world._ranks, world.step(batches), strict=True):
+            assert sum(stats.peak_parts.values()) == stats.peak_live_bytes > 0
+            assert set(runtime._live.values()) == {0}
+            assert (runtime._transport.buffer_bytes, runtime._transport.leaving_bytes) == (0, 0)
+
+
 def test_received_values_are_counted_until_they_were_read_or_sent_on() -> None:
     """Rank 1 only passes the skip on. However many microbatches follow one another, no rank holds more of them."""
     layers = [torch.nn.Linear(64, 64) for _ in range(3)]

@@ -46,7 +46,7 @@ class FillResult:
         return self.estimate.step_ms, self.estimate.makespan_ms
 
 
-def fill_plan(plan: Plan, job: Job, *, solver_seconds: float = 10.0) -> Plan:
+def fill_plan(plan: Plan, job: Job, *, solver_seconds: float) -> Plan:
     """The plan with the job's frozen work for the next step's batch in its idle time.
 
     ``solver_seconds``: for HiGHS, where the problem is small enough for it; 0: less of the greedy, nothing else.
