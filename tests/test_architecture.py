@@ -234,6 +234,35 @@ def test_the_subprocess_check_can_fail(tmp_path: Path) -> None:
     assert loaded_by(["loud"], ("matplotlib", "torch"), tmp_path) == ["matplotlib"]
 
 
+MOST_PARAMETERS = 7
+LONG_SIGNATURES = {
+    "engine.common.load_checkpoint",
+    "models.unets.audioldm2.to_layers",
+    "models.unets.unet_2d.to_layers",
+    "models.weights.lazy.from_config",
+    "models.weights.lazy.from_pretrained",
+    "models.weights.lora.save_lora",
+}
+"""Of calls that users make, in the words of DeepSpeed and diffusers."""
+
+
+def test_functions_take_few_parameters() -> None:
+    found = {
+        f"{module.removeprefix(f'{ROOT}.')}.{function.name}"
+        for module, path in modules(PACKAGE)
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef) and function.name != "__init__"
+        if _count_parameters(function.args) > MOST_PARAMETERS
+    }
+    assert found == LONG_SIGNATURES
+
+
+def _count_parameters(arguments: ast.arguments) -> int:
+    named = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    rest = [a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    return len([*named, *rest]) - len({"self", "cls"}.intersection(named))
+
+
 def test_public_names() -> None:
     assert deepspeed_pulse.__all__ == [
         "FrozenSpec",

@@ -11,7 +11,7 @@ from cases import Case, blank, cluster, costs
 
 from deepspeed_pulse.planner import Job, SearchOptions, check
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.heuristics import wave
+from deepspeed_pulse.planner.schedules.listing import Prefer, list_schedule
 from deepspeed_pulse.planner.schedules.templates import dualpipev
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import run, summarize
@@ -30,7 +30,10 @@ def parts(case: Case) -> Iterator[Bound]:
     for name in ("dualpipev", "wave"):
         began = time.perf_counter()
         problem = Problem(blank(case), costs(case), cluster(case))
-        order = dualpipev(case.ranks, case.microbatches) if name == "dualpipev" else wave(problem, case.microbatches)
+        if name == "dualpipev":
+            order = dualpipev(case.ranks, case.microbatches)
+        else:
+            order = list_schedule(problem, case.microbatches, prefer=Prefer.FIRST_HOME)
         figures = summarize(problem, run(problem, order))
         check(replace(blank(case), schedule=order), num_layers=2 * case.ranks, values=())
         took = time.perf_counter() - began

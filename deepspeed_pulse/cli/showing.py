@@ -124,7 +124,7 @@ def _costs(arguments: argparse.Namespace, path: str, plan: Plan) -> tuple[Plan, 
         profile = Profile.load(arguments.profile)
         _check_origin(path, plan, arguments.profile, profile)
         cluster = load_cluster(arguments.cluster)
-    if plan.pipeline_ranks * plan.data_parallel > cluster.num_ranks:
+    if plan.grid.num_ranks > cluster.num_ranks:
         raise PlanError(
             f"{path} is for {plan.pipeline_ranks} x {plan.data_parallel} ranks, {arguments.cluster} has "
             f"{cluster.num_ranks}; give a larger cluster"

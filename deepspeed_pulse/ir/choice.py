@@ -40,7 +40,7 @@ class Choice:
 
     @property
     def num_ranks(self) -> int:
-        return self.pipeline_ranks * self.data_parallel
+        return self.grid.num_ranks
 
     @property
     def global_batch(self) -> int:

@@ -120,7 +120,7 @@ def _of_rank(
 ) -> Communicators:
     pipeline = tuple(grid.global_rank(r, data_index) for r in range(grid.pipeline_ranks))
     peers = tuple(grid.global_rank(rank, d) for d in range(grid.data_parallel))
-    world = tuple(range(grid.pipeline_ranks * grid.data_parallel))
+    world = tuple(range(grid.num_ranks))
     me, groups = pipeline[rank], [pipeline, peers]
     groups += [tuple(grid.global_rank(r, data_index) for r in tie) for tie in ties if rank in tie]
     pairs = {(min(pair), max(pair)) for pair in itertools.pairwise(pipeline)}

@@ -224,6 +224,11 @@ def in_order(parts: Sequence[P]) -> tuple[P, ...]:
     return tuple(found)
 
 
+def is_read(part: Part, parts: Sequence[Part]) -> bool:
+    """By a layer of the model, or by another part."""
+    return bool(part.targets) or any(part.name in other.needs for other in parts)
+
+
 def check_parts(parts: Sequence[Part], fields: Fields) -> None:
     """Raise a :class:`FileError` unless the parts have names of their own and can run one after another."""
     names = [part.name for part in parts]

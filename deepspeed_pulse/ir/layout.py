@@ -24,6 +24,10 @@ class Grid:
     data_parallel: int = 1
     layout: Layout = Layout.PIPE_MAJOR
 
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline_ranks * self.data_parallel
+
     def global_rank(self, pipeline_rank: int, data_index: int) -> int:
         """
         >>> [Grid(pipeline_ranks=4, data_parallel=2, layout=layout).global_rank(1, 1) for layout in Layout]

@@ -92,11 +92,6 @@ Schedule = tuple[tuple[Action, ...], ...]
 """Per rank, its compute actions in order."""
 
 
-def parse_schedule(rows: tuple[tuple[str, ...], ...]) -> Schedule:
-    """One text per action, one row per rank."""
-    return tuple(tuple(Action.parse(text) for text in row) for row in rows)
-
-
 def format_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
-    """Inverse of :func:`parse_schedule`."""
+    """One text per action, one row per rank."""
     return tuple(tuple(str(action) for action in row) for row in schedule)

@@ -72,6 +72,11 @@ class Links:
         link = self.of_peers(rank)
         return 2 * (group - 1) * (link.bus_ms(num_bytes) / group + link.latency_ms)
 
+    def least_reduction_ms(self, rank: int, num_bytes: int) -> float:
+        """The same without latencies, of which there are as many as there are all-reduces."""
+        group = self._grid.data_parallel
+        return 2 * (group - 1) / group * self.of_peers(rank).bus_ms(num_bytes)
+
 
 class Ports:
     """When each port is free; what leaves through one goes one after the other."""

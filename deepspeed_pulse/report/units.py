@@ -30,7 +30,7 @@ def with_unit_costs(plan: Plan) -> tuple[Plan, Profile, Cluster]:
         LayerCost(name=str(index), forward_ms=share, backward_ms=2 * share, weight_grad_ms=share, **_NO_BYTES)
         for index, share in enumerate(shares)
     )
-    size, name, ranks = plan.microbatch_size, "unit times", plan.pipeline_ranks * plan.data_parallel
+    size, name, ranks = plan.microbatch_size, "unit times", plan.grid.num_ranks
     profile = Profile(name=name, device="none", dtype="float32", microbatch_size=size, layers=layers, skips=skips)
     instant = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
     cluster = Cluster(name=name, nodes=1, ranks_per_node=ranks, memory_bytes=1, intra_node=instant, inter_node=instant)

@@ -197,8 +197,3 @@ def _leaves_first(roots: Sequence[Node]) -> list[tuple[Node, list[Node]]]:
             open_.append((node, following))
             open_.extend((other, None) for other in following if other not in seen)
     return order
-
-
-def accumulated(leaf: Any, gradient: torch.Tensor) -> None:
-    """Add a gradient to a leaf's, as autograd does."""
-    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient

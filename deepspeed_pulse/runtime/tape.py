@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_pulse.runtime.halves import WeightHalf, accumulated, input_half
+from deepspeed_pulse.runtime.halves import WeightHalf, input_half
 from deepspeed_pulse.runtime.payload import Payload, map_tensors, tensors_of
 from deepspeed_pulse.runtime.recomputing import RunLater
 from deepspeed_pulse.runtime.roots import Root, roots_of
@@ -101,7 +101,7 @@ class Tape:
         """What readers outside the stage give for a value that was stashed in it."""
         for leaf, gradient in zip(self._stashed[name], gradients, strict=True):
             if gradient is not None and leaf.requires_grad:
-                accumulated(leaf, gradient)
+                leaf.grad = gradient
 
     def input_half(
         self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None], accumulating: Accumulating

@@ -10,7 +10,7 @@ from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.schedule import parse_schedule
+from deepspeed_pulse.ir.schedule import backward, forward
 from deepspeed_pulse.planner.links import Links
 
 FAST, SLOW = Link(bandwidth_gb_per_s=100.0, latency_us=1.0), Link(bandwidth_gb_per_s=1.0, latency_us=10.0)
@@ -50,7 +50,7 @@ PLAN = Plan(
     microbatch_size=1,
     boundaries=(0, 1),
     placement=(0,),
-    schedule=parse_schedule((("0F0", "0B0"),)),
+    schedule=((forward(0, 0), backward(0, 0)),),
 )
 
 

@@ -5,7 +5,7 @@ import pytest
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.program import Channel, Lowering, channel_of, lower
-from deepspeed_pulse.ir.schedule import Action, parse_schedule
+from deepspeed_pulse.ir.schedule import Action
 
 PLAN = Plan(
     pipeline_ranks=2,
@@ -14,7 +14,7 @@ PLAN = Plan(
     microbatch_size=1,
     boundaries=(0, 2, 3, 5, 9),
     placement=(0, 1, 1, 0),
-    schedule=parse_schedule((("0F0", "3F0", "3B0", "0B0"), ("1F0", "2F0", "2B0", "1B0"))),
+    schedule=tuple(tuple(map(Action.parse, row.split())) for row in ("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")),
     routes=(Route(name="temb", source_stage=0, hops=((0, 1),)), Route(name="s", source_stage=0)),
 )
 

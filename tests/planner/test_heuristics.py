@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import assert_sound, problems
-from toys import cluster, plan, rows, uniform
+from toys import cluster, gpipe, plan, rows, uniform, wave
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
@@ -17,9 +17,7 @@ from deepspeed_pulse.planner.schedules.heuristics import (
     count_cap,
     forward_only,
     generators_for,
-    gpipe,
     one_f_one_b,
-    wave,
 )
 from deepspeed_pulse.planner.schedules.listing import list_schedule
 

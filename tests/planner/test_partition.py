@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.cut_cases import MICROBATCHES, agrees, brute_force, key_of, random_case
-from toys import cluster, job_on, layer, plan, profile, random_profile, skip, uniform
+from toys import cluster, gpipe, job_on, layer, plan, profile, random_profile, skip, uniform, wave
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
@@ -16,7 +16,6 @@ from deepspeed_pulse.planner import simulate
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.heuristics import gpipe, wave
 
 
 @pytest.mark.parametrize("seed", [*range(120), 159])

@@ -4,11 +4,10 @@ import math
 
 import pytest
 from support.published import HUNYUAN, HUNYUAN_NAMED, MIB, RELAYED, UVIT, closed_forms, relayed_mib, sent_mib, uniform
-from toys import cluster, plan
+from toys import cluster, plan, wave
 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.heuristics import wave
 from deepspeed_pulse.planner.simulator import run, summarize
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_plans import random_plan
-from toys import cluster, plan, rows, uniform
+from toys import cluster, plan, rows, uniform, wave
 
 from deepspeed_pulse.ir.channels import MIN_SLOTS, POSTED_AHEAD, arrivals, fewest_slots, make_traffic, unit_clock
 from deepspeed_pulse.ir.graph import Graph, Layer
@@ -18,7 +18,6 @@ from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.heuristics import wave
 
 
 def random_graph(rng, num_layers):

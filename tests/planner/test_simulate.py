@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from toys import INSTANT, cluster, layer, plan, profile, rows, skip, uniform
+from toys import INSTANT, cluster, gpipe, layer, plan, profile, rows, skip, uniform, wave
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.cluster import Cluster, Link
@@ -15,7 +15,7 @@ from deepspeed_pulse.planner import estimate, simulate
 from deepspeed_pulse.planner.checks.audit import audit
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.heuristics import forward_only, gpipe, one_f_one_b, wave
+from deepspeed_pulse.planner.schedules.heuristics import forward_only, one_f_one_b
 from deepspeed_pulse.planner.simulator import least_step_ms
 
 
@@ -116,14 +116,6 @@ def test_values_that_stay_cost_nothing_and_those_without_gradient_send_nothing_b
     sent = {(t.message.label, t.num_bytes) for t in simulate(found, costs, cluster()).transfers}
     assert sent == {("hidden", 10), ("hidden_grad", 10), ("value:mask", 7), ("value:odd", 5), ("value_grad:odd", 5)}
     assert estimate(found, costs, cluster()).p2p_bytes_per_microbatch == 4 * 10 + 7 + 2 * 5
-
-
-@pytest.mark.parametrize("name", ["a", "hidden", "z"])
-def test_no_name_of_a_value_makes_it_send_a_gradient(name):
-    costs = profile(uniform(2, output_bytes=10).layers, [skip(name, 0, 1, 7, gradient=False)])
-    found = plan(Placement.linear(2), 1, schedule=rows("0F0 0B0", "1F0 1B0"), of=costs)
-    sent = [t.message.label for t in simulate(found, costs, cluster()).transfers]
-    assert sorted(sent) == sorted(["hidden", f"value:{name}", "hidden_grad"])
 
 
 def test_messages_to_two_ranks_queue_where_one_port_is_all_there_is():

@@ -4,15 +4,15 @@ import itertools
 import random
 
 import pytest
-from toys import cluster, layer, plan, profile, random_profile, uniform
+from toys import cluster, gpipe, layer, plan, profile, random_profile, uniform
 
 from deepspeed_pulse.errors import InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import backward, forward
 from deepspeed_pulse.planner import Job, SearchOptions
+from deepspeed_pulse.planner.mip import Mip
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.heuristics import gpipe
 from deepspeed_pulse.planner.search.order_model import Solved, whole_model
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import run
@@ -151,7 +151,7 @@ def test_impossible_memory_says_what_would_be_needed():
     assert "smaller microbatch" in text
 
 
-def test_rows_of_the_model_hold_for_a_simulated_order():
+def test_rows_of_the_model_hold_for_a_simulated_order_which_the_solver_begins_with(monkeypatch):
     costs = random_profile(random.Random(2), 4, temb=True)
     blank = plan(Placement.wave(2), 2, of=costs)
     found = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
@@ -162,3 +162,7 @@ def test_rows_of_the_model_hold_for_a_simulated_order():
     value = {**start, "makespan": timeline.makespan_ms, **{p: float(start[p[0]] < start[p[1]]) for p in model.pairs}}
     for terms, right in model.rows():
         assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6
+    given = []
+    monkeypatch.setattr(Mip, "start_from", lambda program, values: given.extend(values))
+    model.program(start)
+    assert given == [value[variable] for variable in (*model.nodes, *model.pairs, "makespan")]

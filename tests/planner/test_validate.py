@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import cluster, layer, plan, profile, random_profile, rows, skip, uniform
+from toys import cluster, layer, plan, profile, random_profile, rows, skip, uniform, wave
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.placement import Placement
@@ -14,7 +14,7 @@ from deepspeed_pulse.ir.plan import Route
 from deepspeed_pulse.planner import check, simulate, violations
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.schedules.heuristics import count_cap, wave
+from deepspeed_pulse.planner.schedules.heuristics import count_cap
 
 VALUES = profile([layer() for _ in range(4)], [skip("temb", 0, 1), skip("temb", 0, 3), skip("odd", 1, 3)])
 

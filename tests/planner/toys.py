@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
-from deepspeed_pulse.ir.schedule import Schedule, parse_schedule
+from deepspeed_pulse.ir.schedule import Action, Schedule
 from deepspeed_pulse.planner import Job
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.schedules.listing import Cap, Prefer, list_schedule
 
 INSTANT = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
 
@@ -55,7 +57,7 @@ def skip(name: str, source: int, target: int, size: int = 1, gradient: bool = Tr
 
 def rows(*texts: str) -> Schedule:
     """One text a rank: ``rows("0F0 0B0", "1F0 1B0")``."""
-    return parse_schedule(tuple(tuple(text.split()) for text in texts))
+    return tuple(tuple(map(Action.parse, text.split())) for text in texts)
 
 
 def plan(
@@ -80,6 +82,16 @@ def plan(
         schedule=schedule if schedule is not None else ((),) * ranks,
         routes=make_routes(bounds, placement, named_values(of)) if of else (),
     )
+
+
+def gpipe(problem: Problem, microbatches: int) -> Schedule:
+    """All forwards of a rank, then all its backwards."""
+    return list_schedule(problem, microbatches, prefer=Prefer.ALL_FORWARDS)
+
+
+def wave(problem: Problem, microbatches: int, cap: Cap | None = None) -> Schedule:
+    """Earliest start first, and first home without a cap."""
+    return list_schedule(problem, microbatches, prefer=Prefer.FORWARD if cap else Prefer.FIRST_HOME, cap=cap)
 
 
 def job_on(placement: Sequence[int], costs: Profile, **more) -> Job:

@@ -39,8 +39,7 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
     """
     about_files = tuple(_files(plan, profile, cluster))
     found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))
-    enough_ranks = plan.pipeline_ranks * plan.data_parallel <= cluster.num_ranks
-    if found or not enough_ranks:
+    if found or plan.grid.num_ranks > cluster.num_ranks:
         return Audit(problems=(*about_files, *found), rows=tuple(marked_rows(plan)))
     problem = Problem(plan, profile, cluster)
     timeline = run(problem, plan.schedule)
@@ -63,11 +62,10 @@ def _files(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
     if plan.microbatch_size != profile.microbatch_size:
         taken = profile.microbatch_size
         yield f"microbatch_size: the plan has {plan.microbatch_size}, the profile was taken with {taken}"
-    needed = plan.pipeline_ranks * plan.data_parallel
-    if needed > cluster.num_ranks:
+    if plan.grid.num_ranks > cluster.num_ranks:
         yield (
-            f"ranks: {plan.pipeline_ranks} pipeline ranks x {plan.data_parallel} data parallel = {needed}, the cluster "
-            f"{cluster.name!r} has {cluster.num_ranks}"
+            f"ranks: {plan.pipeline_ranks} pipeline ranks x {plan.data_parallel} data parallel = "
+            f"{plan.grid.num_ranks}, the cluster {cluster.name!r} has {cluster.num_ranks}"
         )
 
 

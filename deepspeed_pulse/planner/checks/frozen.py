@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from deepspeed_pulse.errors import did_you_mean
 from deepspeed_pulse.ir.dependencies import Result, result_of, walk
-from deepspeed_pulse.ir.fill import Fill, FrozenRun
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, is_read
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import lower
 
@@ -33,7 +33,7 @@ def _parts(plan: Plan, fill: Fill) -> Iterator[str]:
         for layer in part.targets:
             if layer >= plan.num_layers:
                 yield f"fill: part {part.name!r} has target {layer}, the model has layers 0..{plan.num_layers - 1}"
-        if not part.targets and not any(part.name in other.needs for other in fill.parts):
+        if not is_read(part, fill.parts):
             yield f"fill: nobody reads part {part.name!r}: it has no targets and no part needs it"
 
 

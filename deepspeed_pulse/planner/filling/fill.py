@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_pulse.errors import InfeasibleError, PlanError
-from deepspeed_pulse.ir.fill import Fill, FrozenPart, in_order
+from deepspeed_pulse.ir.fill import Fill, FrozenPart, in_order, is_read
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner.filling.assignment import MOST_COLUMNS, Assignment, gaps_of
@@ -68,7 +68,7 @@ def _checked(parts: Sequence[FrozenPart], plan: Plan) -> tuple[FrozenPart, ...]:
                 f"frozen part {part.name!r}: expected targets below the model's {plan.num_layers} layers, found "
                 f"{outside[0]}"
             )
-        if not part.targets and not any(part.name in other.needs for other in parts):
+        if not is_read(part, parts):
             raise PlanError(
                 f"frozen part {part.name!r}: neither a layer of the model (targets) nor a frozen part (needs) reads "
                 "it; name its readers or leave it out"

@@ -228,7 +228,7 @@ def _other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:
 
 def _with_reduction(profile: Profile, job: Job, share: float) -> Profile:
     links = Links(job.cluster, job.grid)
-    group, slowest = job.data_parallel, max(links.of_peers(rank).bus_ms(10**9) for rank in range(job.pipeline_ranks))
-    ms_per_byte = share * 2 * (group - 1) / group * slowest / 1e9 / job.microbatches
+    slowest = max(links.least_reduction_ms(rank, 10**9) for rank in range(job.pipeline_ranks))
+    ms_per_byte = share * slowest / 1e9 / job.microbatches
     layers = (replace(x, backward_ms=x.backward_ms + ms_per_byte * x.param_bytes) for x in profile.layers)
     return replace(profile, layers=tuple(layers))

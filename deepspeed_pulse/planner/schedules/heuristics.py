@@ -39,20 +39,6 @@ _HUGE = 10_000
 """Above so many forwards, one order for each memory cap and two without."""
 
 
-def gpipe(problem: Problem, microbatches: int) -> Schedule:
-    """All forwards of a rank, then all its backwards; any placement."""
-    return list_schedule(problem, microbatches, prefer=Prefer.ALL_FORWARDS)
-
-
-def wave(problem: Problem, microbatches: int, cap: Cap | None = None) -> Schedule:
-    """Earliest start first, forward before backward among equals, latest stage first; any placement.
-
-    Without a cap the first microbatch goes before all others once it has turned: so the innermost rank never waits,
-    and uniform stages in a V reach 6M + 3(P-1) half-stages (forward 1, backward 2) for every M >= 1.5 P.
-    """
-    return list_schedule(problem, microbatches, prefer=Prefer.FORWARD if cap else Prefer.FIRST_HOME, cap=cap)
-
-
 def one_f_one_b(problem: Problem, microbatches: int) -> Schedule:
     """Rank r runs P-1-r forwards ahead, then one forward, one backward in turn; linear placement."""
     ranks = problem.num_ranks

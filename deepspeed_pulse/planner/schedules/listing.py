@@ -22,7 +22,8 @@ class Prefer(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     FIRST_HOME = "forward, but the first microbatch before all others on a rank's later stages"
-    """Its backward is the first that the innermost rank of a wave can run: until then forwards must keep it busy."""
+    """Its backward is the first that the innermost rank of a wave can run: until then forwards must keep it busy. So
+    uniform stages in a V reach 6M + 3(P-1) half-stages (forward 1, backward 2) for every M >= 1.5 P."""
     ALL_FORWARDS = "all forwards before any backward"
 
 

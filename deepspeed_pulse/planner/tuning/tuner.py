@@ -146,9 +146,8 @@ class Tuner:
 
     def _reduction_ms(self, choice: Choice) -> float:
         """Of all gradients, at least."""
-        profile, group = self.sizes.at(choice.microbatch_size), choice.data_parallel
-        links, ranks = Links(self.job.cluster, choice.grid), range(choice.pipeline_ranks)
-        return 2 * (group - 1) / group * min(links.of_peers(rank).bus_ms(profile.param_bytes) for rank in ranks)
+        profile, links = self.sizes.at(choice.microbatch_size), Links(self.job.cluster, choice.grid)
+        return min(links.least_reduction_ms(rank, profile.param_bytes) for rank in range(choice.pipeline_ranks))
 
     @property
     def _within_ms(self) -> float:
