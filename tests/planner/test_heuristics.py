@@ -72,6 +72,13 @@ def test_a_capped_wave_keeps_two_p_half_stages_and_beats_one_f_one_b():
     assert figures.makespan_ms < 66
 
 
+@pytest.mark.parametrize(("microbatches", "free", "capped"), [(375, 15, 14), (376, 7, 6), (2500, 7, 6), (2501, 2, 1)])
+def test_fewer_waves_are_tried_where_each_takes_long(microbatches, free, capped):
+    problem = Problem(plan(Placement.wave(2), microbatches), uniform(4), cluster())
+    for cap, count in ((None, free), (count_cap(problem, 9), capped)):
+        assert sum(1 for _ in GENERATORS["wave"].orders(problem, (cap,), False)) == count
+
+
 def test_gpipe_runs_all_forwards_first():
     problem = Problem(plan(Placement.wave(2), 2), uniform(4), cluster())
     assert [[a.op.value for a in row] for row in gpipe(problem, 2)] == [list("FFFFBBBB")] * 2

@@ -118,6 +118,15 @@ def test_values_that_stay_cost_nothing_and_those_without_gradient_send_nothing_b
     assert estimate(found, costs, cluster()).p2p_bytes_per_microbatch == 4 * 10 + 7 + 2 * 5
 
 
+def test_messages_that_queue_bound_a_step():
+    """1 ms until the first leaves, three of 10 ms, and 1 + 2 + 10 + 2 ms behind the last."""
+    costs = uniform(2, output_bytes=10_000_000)
+    order = rows("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    slow = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=0.0))
+    found = estimate(plan(Placement.linear(2), 3, schedule=order), costs, slow)
+    assert found.makespan_ms == found.lower_bound_ms == 46.0
+
+
 def test_messages_to_two_ranks_queue_where_one_port_is_all_there_is():
     """3 ms for the next rank, 3 ms for the one after it: side by side, or one after the other."""
     costs = uniform(3, output_bytes=3_000_000)

@@ -157,11 +157,13 @@ def test_rows_of_the_model_hold_for_a_simulated_order_which_the_solver_begins_wi
     found = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
     problem = Problem(blank, costs, cluster())
     timeline = run(problem, found.schedule)
-    model = whole_model(problem, timeline.makespan_ms)
-    start = {model.net.index[span.work]: span.start_ms for span in timeline.spans}
-    value = {**start, "makespan": timeline.makespan_ms, **{p: float(start[p[0]] < start[p[1]]) for p in model.pairs}}
-    for terms, right in model.rows():
-        assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6
+    for upper_ms in (timeline.makespan_ms, 2 * timeline.makespan_ms):
+        model = whole_model(problem, upper_ms)
+        start = {model.net.index[span.work]: span.start_ms for span in timeline.spans}
+        value = {**start, "makespan": upper_ms, **{p: float(start[p[0]] < start[p[1]]) for p in model.pairs}}
+        for terms, right in model.rows():
+            assert sum(factor * value[variable] for variable, factor in terms) >= right - 1e-6
+    assert model.pairs
     given = []
     monkeypatch.setattr(Mip, "start_from", lambda program, values: given.extend(values))
     model.program(start)
