@@ -81,6 +81,13 @@ def test_links_carry_what_the_simulator_sends(seed):
     assert weights.traffic(enumerate(itertools.pairwise(cuts))) == sent
 
 
+def test_traffic_of_some_stages_is_what_passes_among_them():
+    costs = profile(uniform(6, output_bytes=7).layers, [skip("far", 0, 5, 3), skip("near", 2, 4, 5)])
+    weights = CutCosts(job_on(Placement.linear(3), costs), Placement.linear(3))
+    assert weights.traffic([(1, (2, 4))]) == {}
+    assert weights.traffic([(1, (2, 4)), (2, (4, 6))]) == {(1, 2): 12, (2, 1): 12}
+
+
 def test_a_lone_skip_that_would_ruin_the_balance_travels():
     """0 -> 8 of 16 layers: on one rank of four it would hold half of the model."""
     skips = [skip("lone", 0, 8, 5)]
@@ -101,6 +108,11 @@ def test_a_value_on_one_side_of_the_turn_does_not_hold_the_cuts():
     assert [value.name for value in weights.paired] == ["outer", "middle", "inner"]
     found = best_partition(weights, microbatches=8)
     assert found.cuts == (0, 2, 4, 6, 8, 10, 12, 14, 16)
+
+
+def test_of_values_side_by_side_the_one_in_the_middle_of_the_work_is_paired():
+    costs = profile(uniform(10).layers, [skip("long", 0, 6), skip("late", 7, 9)])
+    assert [value.name for value in CutCosts(job_on(Placement.wave(2), costs), Placement.wave(2)).paired] == ["long"]
 
 
 def test_one_crossing_skip_does_not_part_the_nested_ones():
