@@ -173,7 +173,7 @@ def run_case(case: dict[str, Any]) -> None:
     )
     optimizer = RecordingSGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    if pulse.get("split_backward") and case["P"] > 1:
+    if pulse.get("split_backward") and case["P"] > 1 and not case.get("whole_may_be_faster"):
         assert any(action.op is Op.INPUT_GRAD for row in module.plan.schedule for action in row), case
     if "pipelines" in case:
         assert engine.grid.topology().get_axis_comm_lists("pipe") == case["pipelines"]
