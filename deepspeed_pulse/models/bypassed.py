@@ -51,14 +51,16 @@ def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type
         if id(module) not in called:
             for problem in _problems(module, (*kinds, *CONTAINERS)):
                 found.setdefault(problem, []).append(path or "the model itself")
-    for kind in HOOKS:
-        if getattr(torch_module, f"_global_{kind}_hooks"):
-            problem = (
-                f"has a hook of torch's register_module_{kind}_hook, which would run for layers in place of modules; "
-                "remove it, and register it again behind to_layers() if that is what you want"
-            )
-            found[problem] = ["every module"]
-    refuse(model, told(found))
+    refuse(model, told({**found, **_global_hooks()}))
+
+
+def check_hooks(model: nn.Module, paths: Iterable[str]) -> None:
+    """Refuse hooks on modules at ``paths``, which no layer calls, and hooks on all modules."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        for problem in _hook_problems(model.get_submodule(path)):
+            found.setdefault(problem, []).append(path or "the model itself")
+    refuse(model, told({**found, **_global_hooks()}))
 
 
 def check_switches(model: nn.Module) -> None:
@@ -129,11 +131,23 @@ def _for_sampling(model: Any) -> Iterator[str]:
     yield from told(found)
 
 
-def _problems(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> Iterator[str]:
-    """What about one module no layer would see."""
+def _global_hooks() -> dict[str, list[str]]:
+    problem = (
+        "has a hook of torch's register_module_{}_hook, which would run for layers in place of modules; "
+        "remove it, and register it again behind to_layers() if that is what you want"
+    )
+    return {problem.format(k): ["every module"] for k in HOOKS if getattr(torch_module, f"_global_{k}_hooks")}
+
+
+def _hook_problems(module: nn.Module) -> Iterator[str]:
     if hooks := " and ".join(f"{kind} hooks" for kind in HOOKS if getattr(module, f"_{kind}_hooks")):
         hooks = hooks.replace("_pre ", " pre-")
         yield f"has {hooks}, and no layer calls it: remove them, or put them on what layers are named after"
+
+
+def _problems(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> Iterator[str]:
+    """What about one module no layer would see."""
+    yield from _hook_problems(module)
     kind = next((known for known in type(module).__mro__ if known in kinds), None)
     if kind is None:
         names = ", ".join(known.__name__ for known in kinds if known not in CONTAINERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -16,6 +16,7 @@ from deepspeed_pulse.models.entries import NOT_ENTRIES, set_entry_rules
 from deepspeed_pulse.models.units import Origin, check_cover, without_wrapper
 
 Granularity = Literal["block", "fine"]
+Blocks = Literal["auto"] | Sequence[str]
 
 FAMILIES = {
     "AudioLDM2UNet2DConditionModel": "unets.audioldm2",
@@ -42,10 +43,24 @@ batch entries), its ``TAKES_APART`` names the classes that they stand in for, it
 """
 
 
-def class_of(config: Mapping[str, Any], where: str) -> Any:
-    """The class that a config names, of diffusers or of this package; ``where`` names the config in errors."""
+def class_of(config: Mapping[str, Any], where: str, *, traced: bool = False) -> Any:
+    """The class that a config names, of diffusers or of this package; ``where`` names the config in errors.
+
+    ``traced``: the model is to be traced, so any class of diffusers will do.
+    """
     name = config.get("_class_name")
     if name not in FAMILIES:
+        import diffusers
+
+        found = getattr(diffusers, str(name), None)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            if traced:
+                return found
+            raise FileError(
+                f"{where}: no family knows a {name}, so it is traced: pass example_batch= to from_pretrained() or "
+                "from_config(), a dict of the arguments of its forward; for ds_pulse profile write a function that "
+                "returns to_layers(model, example_batch=batch) and the batch, and give it as package.module:function"
+            )
         raise FileError(
             f"{where}: expected one of {', '.join(FAMILIES)} in _class_name, found {name}"
             f"{did_you_mean(str(name), FAMILIES)}"
@@ -75,11 +90,27 @@ def construct(kind: Any, config: Mapping[str, Any], where: str) -> Any:
         ) from problem
 
 
-def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_the_batch_has: Any) -> list[Declared]:
+def to_layers(
+    model: nn.Module,
+    *,
+    granularity: Granularity = "block",
+    example_batch: Any = None,
+    blocks: Blocks = "auto",
+    trace: bool = False,
+    **what_the_batch_has: Any,
+) -> list[Declared]:
     """The layer list of a model; its modules and weights are the model's own, not copies.
 
+    A model of a class in :data:`FAMILIES`, or derived from one, is cut by code written for it. Any other is traced: its
+    own forward runs once, without numbers, and is cut between its blocks (docs/any_model.md).
+
     Args:
-        model: of one of the classes in :data:`FAMILIES`, or derived from one.
+        model: any module; its weights may be on the meta device.
+        example_batch: for a model that is traced: a dict of the arguments of its forward, the one that the first layer
+            gets first; or a tensor; or a batch ``(inputs, labels)``. Its shapes are looked at, not its numbers.
+        blocks: for a model that is traced: paths of the modules, or of containers of modules, to be layers, each kept
+            whole; ``"auto"`` takes what stands in the model's lists of blocks.
+        trace: trace a model of a known family too.
         granularity: ``"block"``: the finest units at which a single hidden state flows;
             ``"fine"``: transformer blocks are cut further, attention and MLP apart.
         what_the_batch_has: optional batch entries, for example ``attention_mask=True``; the
@@ -92,13 +123,15 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
     """
     if granularity not in ("block", "fine"):
         raise ConfigError(f'granularity: expected "block" or "fine", found {granularity!r}')
+    if not isinstance(model, nn.Module):
+        raise GraphError(f"to_layers() takes a model (a torch.nn.Module), found {type(model).__name__}")
     model = without_wrapper(model)
     found = family_of(model)
-    if found is None:
+    if found is None or trace:
+        return _traced(model, example_batch, granularity, blocks, what_the_batch_has)
+    if blocks != "auto":
         raise GraphError(
-            f"to_layers() takes one of {', '.join(FAMILIES)}, found {type(model).__name__}; "
-            "for another model write the layer list yourself: spec(module, stash=..., pop=..., name=...) "
-            "for each layer, in forward order"
+            f"blocks= is for models that are traced; {found[0].__name__} has a family: pass trace=True too"
         )
     kind, family = found
     _check_names(kind.__name__, family.to_layers, what_the_batch_has)
@@ -109,6 +142,28 @@ def to_layers(model: nn.Module, *, granularity: Granularity = "block", **what_th
     check_bypassed(model, layers, family.TAKES_APART)
     set_entry_rules(model, kind, layers, family.to_layers)
     return layers
+
+
+def _traced(
+    model: nn.Module, example_batch: Any, granularity: Granularity, blocks: Blocks, options: Mapping[str, Any]
+) -> list[Declared]:
+    from deepspeed_pulse.models.traced.layers import traced_layers  # which needs much of torch that families do not
+
+    name = type(model).__name__
+    if example_batch is None:
+        raise GraphError(
+            f"to_layers() knows no family for {name}, so it traces its forward, and needs to know what that is called "
+            "with: pass example_batch=, a dict of the arguments of forward (the one that the first layer gets first), "
+            "with tensors of the shapes to train with"
+        )
+    if options:
+        raise GraphError(
+            f"to_layers() of a {name} that is traced reads from example_batch what the batch has; found the option "
+            f"{next(iter(options))!r}, which is for families: leave it out"
+        )
+    check_switches(model)
+    origin = Origin.of(model)
+    return traced_layers(model, origin, example_batch, blocks=blocks, fine=granularity == "fine")
 
 
 def family_of(model: nn.Module) -> tuple[type[nn.Module], Any] | None:

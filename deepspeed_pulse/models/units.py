@@ -26,9 +26,9 @@ from deepspeed_pulse.errors import ConfigError, GraphError
 class Origin:
     """Where units come from; every unit knows it, so that any rank can write the model's config.
 
-    ``state_keys``: of the model's state dict. ``base_keys``: those without the adapters' (all, when there
-    are none), each to the key it has in the folder of a model without adapters. ``peft_config``: adapter
-    name to its config.
+    ``config_json``: empty for a model that is none of diffusers'. ``state_keys``: of the model's state dict.
+    ``base_keys``: those without the adapters' (all, when there are none), each to the key it has in the folder of a
+    model without adapters. ``peft_config``: adapter name to its config.
     """
 
     model_class: type[nn.Module]
@@ -39,10 +39,10 @@ class Origin:
 
     @classmethod
     def of(cls, model: Any) -> Origin:
-        """The origin of the units of a diffusers ``ModelMixin``."""
+        """The origin of the units of a diffusers ``ModelMixin``, or of a module of any other kind."""
         return cls(
             model_class=type(model),
-            config_json=model.to_json_string(),
+            config_json=model.to_json_string() if hasattr(model, "to_json_string") else "",
             state_keys=tuple(model.state_dict()),
             base_keys=base_keys(model),
             peft_config=peft_configs(model),
@@ -75,7 +75,7 @@ class Unit(nn.Module):
         self.paths = paths or tuple(path for path in self.PARTS if path not in lacking)
         self.entry_rules: EntryRules | None = None
         for path in self.paths:
-            _register(self, path, _part_of(model, path))
+            hold_part(self, model, path)
 
     if TYPE_CHECKING:
 
@@ -162,7 +162,7 @@ def unit_of(layer: Any) -> Unit | None:
 
 def origin_of(layer_list: Iterable[Any], what: str, model_class: type[nn.Module] | None = None) -> Origin:
     """The one model of a list, or the one of ``model_class``; ``what`` asks and is named in the error."""
-    units = [unit for unit in map(unit_of, layer_list) if unit is not None]
+    units = [unit for unit in map(unit_of, layer_list) if unit is not None and unit.origin.config_json]
     origins = {id(unit.origin): unit.origin for unit in units}.values()
     found = [one for one in origins if issubclass(one.model_class, model_class or nn.Module)]
     if len(found) == 1:
@@ -253,6 +253,11 @@ def _base_key(model: nn.Module, key: str) -> str | None:
             kept.append(part)
         module = getattr(module, part, None)
     return ".".join(kept)
+
+
+def hold_part(unit: nn.Module, model: nn.Module, path: str) -> None:
+    """Register the model's module or parameter at ``path`` in ``unit``, under the same path."""
+    _register(unit, path, _part_of(model, path))
 
 
 def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:

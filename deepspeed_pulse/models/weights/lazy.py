@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, LayerSpec
-from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.models.families import Granularity, class_of, construct, to_layers
+from deepspeed_pulse.errors import ConfigError, GraphError
+from deepspeed_pulse.models.families import Blocks, Granularity, class_of, construct, to_layers
 from deepspeed_pulse.models.units import Origin, Unit
 from deepspeed_pulse.models.weights.folder import CONFIG, WeightFiles, read_config, read_object
 from deepspeed_pulse.models.weights.skeleton import Prepare, Skeleton
@@ -70,6 +70,9 @@ def from_pretrained(
     model_class: type[nn.Module] | None = None,
     prepare: Prepare | None = None,
     granularity: Granularity = "block",
+    example_batch: Any = None,
+    blocks: Blocks = "auto",
+    trace: bool = False,
     **what_the_batch_has: Any,
 ) -> list[Any]:
     """The layer list of a diffusers model folder; each rank reads the weights of its own layers only.
@@ -87,7 +90,7 @@ def from_pretrained(
         model_class: a class derived from a known one; left out, the class that ``config.json`` names.
         prepare: is given the model before it is cut, its weights not read yet: to freeze parameters, add
             adapters or set options (:meth:`.Skeleton.prepare`). What it adds keeps its values.
-        granularity, what_the_batch_has: as for :func:`~.families.to_layers`.
+        granularity, example_batch, blocks, trace, what_the_batch_has: as for :func:`~.families.to_layers`.
 
     Raises:
         FileError: the folder, its config or its weights are missing, damaged or do not fit together.
@@ -97,7 +100,7 @@ def from_pretrained(
     dtype = _dtype(dtype, torch_dtype)
     config = read_config(path)
     where = str(path / CONFIG)
-    kind: Any = model_class or class_of(config, where)
+    kind: Any = model_class or class_of(config, where, traced=example_batch is not None)
     skeleton = Skeleton(
         lambda: construct(kind, config, where),
         dtype=dtype or torch.float32,
@@ -106,7 +109,8 @@ def from_pretrained(
     skeleton.model.register_to_config(_name_or_path=str(path))
     files = WeightFiles.find(path, variant, skeleton.model._fix_state_dict_keys_on_load)
     files.check(skeleton.entries, ignored=kind._keys_to_ignore_on_load_unexpected or (), what=kind.__name__)
-    return _lazy_layers(skeleton, files.read, prepare, granularity, what_the_batch_has)
+    how = {"granularity": granularity, "example_batch": example_batch, "blocks": blocks, "trace": trace}
+    return _lazy_layers(skeleton, files.read, prepare, {**how, **what_the_batch_has})
 
 
 def from_config(
@@ -119,6 +123,9 @@ def from_config(
     model_class: type[nn.Module] | None = None,
     prepare: Prepare | None = None,
     granularity: Granularity = "block",
+    example_batch: Any = None,
+    blocks: Blocks = "auto",
+    trace: bool = False,
     **what_the_batch_has: Any,
 ) -> list[Any]:
     """The layer list of a new model; each rank initialises its own layers only.
@@ -132,7 +139,8 @@ def from_config(
         config: a config as diffusers has it, or a folder with ``config.json``, or such a file of any name.
         seed: of the weights.
         dtype: as in ``model.to(dtype)`` after the constructor.
-        subfolder, model_class, prepare, granularity, what_the_batch_has: as for :func:`from_pretrained`.
+        subfolder, model_class, prepare: as for :func:`from_pretrained`.
+        granularity, example_batch, blocks, trace, what_the_batch_has: as for :func:`~.families.to_layers`.
 
     Raises:
         FileError: no usable config.
@@ -140,25 +148,29 @@ def from_config(
     """
     dtype = _dtype(dtype, torch_dtype)
     where, content = _config(config, subfolder)
-    kind = model_class or class_of(content, where)
+    kind = model_class or class_of(content, where, traced=example_batch is not None)
     skeleton = Skeleton(
         lambda: construct(kind, content, where),
         seed=seed,
         cast=lambda model: None if dtype is None else model.to(dtype),
     )
-    return _lazy_layers(skeleton, skeleton.initial, prepare, granularity, what_the_batch_has)
+    how = {"granularity": granularity, "example_batch": example_batch, "blocks": blocks, "trace": trace}
+    return _lazy_layers(skeleton, skeleton.initial, prepare, {**how, **what_the_batch_has})
 
 
-def _lazy_layers(
-    skeleton: Skeleton, fill: Fill, prepare: Prepare | None, granularity: Granularity, what_the_batch_has: Any
-) -> list[Any]:
+def _lazy_layers(skeleton: Skeleton, fill: Fill, prepare: Prepare | None, options: Mapping[str, Any]) -> list[Any]:
     if prepare is not None:
         skeleton.prepare(prepare)
-    layers = to_layers(skeleton.model, granularity=granularity, **what_the_batch_has)
+    layers = to_layers(skeleton.model, **options)
     inside = [module for one in layers if isinstance(one.layer, nn.Module) for module in one.layer.modules()]
     units_of = Counter(map(id, inside))
     # Modules of several units, by id: tables without weights, which a rank holds once.
     shared = {id(module): module for module in inside if units_of[id(module)] > 1}
+    if weighty := [module for module in shared.values() if module.state_dict()]:
+        raise GraphError(
+            f"{type(skeleton.model).__name__} calls one {type(weighty[0]).__name__} in several layers; such a model "
+            "cannot be built layer by layer: build it whole, then use to_layers()"
+        )
     return [LazyLayer(one, skeleton, fill, shared) if isinstance(one.layer, Unit) else one for one in layers]
 
 

@@ -1,0 +1,11 @@
+"""Any model as a layer list: its own forward, run once without numbers, is cut between its blocks.
+
+outline     which modules are kept whole
+batch       the example that the model is run with
+standins    a model and a batch without numbers
+recording   what the model's forward calls, alike: what leaves of one build give
+tracing     one run, and what it takes for given
+cutting     where the calls are cut, and what goes from layer to layer
+code        a layer's calls, played again
+layers      the layer list; other traces for other sizes, modes and dtypes
+"""

@@ -1,0 +1,345 @@
+"""The layer list of any model, from a trace of its own forward."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_pulse.engine.rules import EntryRules
+from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.models.bypassed import check_hooks
+from deepspeed_pulse.models.traced.batch import Given, TensorForm, form_of
+from deepspeed_pulse.models.traced.code import SIZES, Kept, LayerCode, Unknown, evaluated, first_unknown
+from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, cut
+from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
+from deepspeed_pulse.models.traced.standins import Bare
+from deepspeed_pulse.models.traced.tracing import Trace, trace
+from deepspeed_pulse.models.units import Origin, Unit, hold_part
+
+MOST = 64
+"""Traces of one model in one process."""
+
+
+def traced_layers(
+    model: nn.Module, origin: Origin, example_batch: Any, *, blocks: Blocks = "auto", fine: bool = False
+) -> list[Declared]:
+    """The layers of a model, found by running its forward once without numbers.
+
+    Raises :class:`GraphError` where that is not possible, naming the line of the model's code.
+    """
+    outlined = outline(model, blocks, fine=fine)
+    check_hooks(model, outlined.opened)
+    shared = TracedModel(model, Given.of(example_batch), outlined)
+    units = [TracedLayer(model, origin, shared, number) for number in range(len(shared.base.codes))]
+    _add_rest(model, units)
+    found, rules = [], _rules(model, shared.given)
+    for number, unit in enumerate(units):
+        unit.entry_rules = rules
+        code = shared.base.codes[number]
+        stash = [*code.piece.stashes, *([SIZES] if shared.with_sizes and number == 0 else [])]
+        found.append(spec(unit, stash=stash, pop=unit.pops, name=code.piece.name))
+    return found
+
+
+class Traced:
+    """One trace, cut: the code of each layer.
+
+    ``with_sizes``: whether layers are told the sizes of the batch; None: where they need it.
+    """
+
+    def __init__(
+        self,
+        shared: TracedModel,
+        found: Trace,
+        with_sizes: bool | None = None,
+    ) -> None:
+        self.trace = found
+        depends = Dependencies(found, shared.persistent, shared.weights)
+        self.cuts: Cuts = cut(depends, shared.outline)
+        sizes = tuple(found.shape_env.replace(symbol) for symbol in found.symbols)
+        if with_sizes is None:
+            try:
+                self.codes = self._codes(depends, None)
+                plain = any(not entry.forms for entry in found.given.entries)
+                with_sizes = (bool(found.branches) or plain) and len(self.codes) > 1
+            except Unknown:
+                with_sizes = True
+        self.with_sizes = with_sizes
+        try:
+            self.codes = self._codes(depends, sizes if with_sizes else None)
+        except Unknown as problem:
+            raise first_unknown(problem, shared.name) from None
+
+    def _codes(self, depends: Dependencies, sizes: tuple[Any, ...] | None) -> list[LayerCode]:
+        return [
+            LayerCode(self.cuts, depends, piece, first=number == 0, with_sizes=sizes)
+            for number, piece in enumerate(self.cuts.pieces)
+        ]
+
+    def holds(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether sizes, by symbol, keep what the trace took for given."""
+        return all(evaluated(guard, sizes) is True for guard in self.trace.guards)
+
+
+class TracedModel:
+    """What the layers of one model share: the trace, and those for other sizes, modes and dtypes."""
+
+    def __init__(self, model: nn.Module, given: Given, outlined: Outline) -> None:
+        self.name, self.outline, self.given = type(model).__name__, outlined, given
+        self._bare = Bare(model)
+        self.weights = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
+        saved = model.state_dict().keys()
+        self.persistent = frozenset(path for path, _ in model.named_buffers() if path in saved)
+        self.training = model.training
+        self.base = Traced(self, trace(self._bare, outlined, given))
+        self.with_sizes = self.base.with_sizes
+        self.slots = tuple(self.base.trace.symbols.values())
+        """Entry, index in it and dimension of every size of the batch, in the order in which layers are told."""
+        self.kept = Kept()
+        self.cast: torch.dtype | None = None
+        self._variants: dict[Any, Traced] = {}
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> TracedModel:
+        return self
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.base.trace.reads
+
+    def variant(
+        self, sizes: tuple[int, ...], plain: Mapping[str, Any], cast: torch.dtype | None, training: bool | None
+    ) -> Traced:
+        """The trace for sizes of :attr:`slots`, other entries, a dtype of the weights and a mode.
+
+        Raises :class:`BatchError` where the model then hands other values from layer to layer.
+        """
+        key = (sizes, repr(plain), cast, training)
+        with self._lock:
+            if key not in self._variants:
+                self._variants[key] = self._find(sizes, plain, cast, training)
+            return self._variants[key]
+
+    def _find(self, sizes: tuple[int, ...], plain: Mapping[str, Any], cast: Any, training: bool | None) -> Traced:
+        given = self.given.with_plain(plain).with_forms(self._forms(sizes))
+        for (_, had_plain, had_cast, had_training), one in [
+            ((0, repr({}), None, None), self.base),
+            *self._variants.items(),
+        ]:
+            same = (had_plain, had_cast, had_training) == (repr(plain), cast, training)
+            if same and one.holds(self._by_symbol(one, sizes)):
+                return one
+        if len(set(map(id, self._variants.values()))) >= MOST:
+            raise BatchError(
+                f"{self.name} was traced {MOST} times for different batches; make numbers that change from batch to "
+                f"batch tensors, and sizes fewer; the last: {self._told(sizes, plain)}"
+            )
+        found = Traced(self, trace(self._bare, self.outline, given, cast=cast, training=training), self.with_sizes)
+        told, expected = ([code.interface for code in one.codes] for one in (found, self.base))
+        if told != expected:
+            raise BatchError(
+                f"{self.name} hands other values from layer to layer at {self._told(sizes, plain)} than with the "
+                "example_batch that the list was made with, so its layers cannot take this batch; make a list with an "
+                "example_batch like this one"
+            )
+        return found
+
+    def _forms(self, sizes: tuple[int, ...]) -> dict[tuple[str, int], TensorForm]:
+        """Shapes of all entries with these sizes."""
+        known = dict(zip(self.slots, sizes, strict=True))
+        return {
+            (entry.name, at): TensorForm(
+                shape=tuple(known[entry.name, at, dim] for dim in range(len(form.shape))),
+                dtype=form.dtype,
+                device=form.device,
+            )
+            for entry in self.given.entries
+            for at, form in enumerate(entry.forms)
+        }
+
+    def _by_symbol(self, one: Traced, sizes: tuple[int, ...]) -> dict[Any, int]:
+        return dict(zip(one.trace.symbols, sizes, strict=True))
+
+    def _told(self, sizes: tuple[int, ...], plain: Mapping[str, Any]) -> str:
+        shapes = [f"{name} {list(form.shape)}" for (name, _), form in self._forms(sizes).items()]
+        return ", ".join([*shapes, *(f"{name} {value!r}" for name, value in plain.items())])
+
+
+class TracedLayer(Unit):
+    """A run of a model's own calls: leaves whole, and what its code does between them."""
+
+    def __init__(self, model: nn.Module, origin: Origin, shared: TracedModel, number: int) -> None:
+        code = shared.base.codes[number]
+        parameters = [path for kind, path in code.weights if kind == "parameter" and not _within(path, code.leaves)]
+        super().__init__(model, origin, *code.leaves, *parameters)
+        self.paths = (*code.leaves, *parameters)
+        self.shared, self.number = shared, number
+        for kind, path in code.weights:
+            if kind == "buffer" and not _within(path, code.leaves):
+                _hold_buffer(self, model, path)
+        self.training = model.training
+        self._dtypes = {name: p.dtype for name, p in self.named_parameters() if p.is_floating_point()}
+        plain = [entry.name for entry in shared.given.entries if not entry.forms]
+        self._plain = tuple(plain)
+        self.pops = (
+            *code.piece.pops,
+            *(entry.name for entry in code.entries),
+            *plain,
+            *([SIZES] if shared.with_sizes and number else []),
+        )
+
+    def hold(self, model: nn.Module, path: str) -> None:
+        """Take in a weight that the example batch does not use, so that it is trained and saved with the rest."""
+        hold_part(self, model, path)
+        self.paths = (*self.paths, path)
+
+    def forward(self, hidden: Any, *popped: Any) -> Any:
+        shared = self.shared
+        values = dict(zip(self.pops, popped, strict=True))
+        code = self._code(hidden, values)
+        env = code.run(self, hidden, values, shared.kept)
+        piece = code.piece
+        given = tuple(self._own(env[value]) for value in piece.gives)
+        stashed = [self._own(env[value]) for value in piece.stashes.values()]
+        output: Any = given[0] if len(given) == 1 else given or _nothing(hidden)
+        if shared.with_sizes and self.number == 0:
+            sizes = self._sizes(hidden, values) or ()
+            stashed.append(_nothing(hidden).new_zeros((*sizes, 0), dtype=torch.bool))
+        return (output, *stashed) if stashed else output
+
+    @staticmethod
+    def _own(value: Any) -> Any:
+        """A weight as a value, which autograd knows to come from it."""
+        return value.view_as(value) if isinstance(value, nn.Parameter) else value
+
+    def _code(self, hidden: Any, values: Mapping[str, Any]) -> LayerCode:
+        shared = self.shared
+        cast = self._cast()
+        training = self.training if "training" in shared.reads and self.training != shared.training else None
+        fixed = {entry.name: entry.plain for entry in shared.given.entries if not entry.forms}
+        plain = {name: values[name] for name in self._plain if values[name] != fixed[name]}
+        sizes = self._sizes(hidden, values)
+        found = shared.base if sizes is None and not plain and cast is None and training is None else None
+        if found is None:
+            sizes = self._default_sizes() if sizes is None else sizes
+            found = shared.variant(sizes, plain, cast, training)
+            if self.number == 0 and not shared.with_sizes:
+                self._check_others(found, plain, cast, training)
+        return found.codes[self.number]
+
+    def _sizes(self, hidden: Any, values: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Sizes of the batch, where this layer knows them: the first from its entries, others from the first."""
+        shared = self.shared
+        if self.number:
+            return tuple(values[SIZES].shape[:-1]) if shared.with_sizes else None
+        forms: dict[tuple[str, int], TensorForm] = {}
+        for entry in shared.given.entries:
+            if entry.forms:
+                value = hidden if entry.name == shared.given.first else values[entry.name]
+                tensors = entry.tensors(value, shared.name)
+                forms.update({(entry.name, at): form_of(one) for at, one in enumerate(tensors)})
+        self._check_forms(forms)
+        return tuple(forms[name, at].shape[dim] for name, at, dim in shared.slots)
+
+    def _check_forms(self, forms: Mapping[tuple[str, int], TensorForm]) -> None:
+        """What no trace for other sizes could take."""
+        shared = self.shared
+        for entry in shared.given.entries:
+            for at, expected in enumerate(entry.forms):
+                found = forms[entry.name, at]
+                if len(found.shape) != len(expected.shape):
+                    raise BatchError(
+                        f"batch entry {entry.name!r}: {shared.name} was traced with {len(expected.shape)} dimensions, "
+                        f"found the shape {list(found.shape)}; make the list with an example_batch like this one"
+                    )
+
+    def _default_sizes(self) -> tuple[int, ...]:
+        given = self.shared.given
+        return tuple(given[name].forms[at].shape[dim] for name, at, dim in self.shared.slots)
+
+    def _cast(self) -> torch.dtype | None:
+        """The dtype that weights were given since the trace, where the model's code looks at dtypes."""
+        shared = self.shared
+        if "dtype" not in shared.reads:
+            return None
+        for name, dtype in self._dtypes.items():
+            now = self.get_parameter(name).dtype
+            shared.cast = None if now == dtype else now
+            break
+        return shared.cast
+
+    def _check_others(self, found: Traced, plain: Any, cast: Any, training: Any) -> None:
+        """Layers that know no sizes go on as they are: the trace must say so."""
+        shared = self.shared
+        base = shared.variant(self._default_sizes(), plain, cast, training)
+        if found is base:
+            return
+        for mine, other in zip(base.codes[1:], found.codes[1:], strict=True):
+            if mine.signature != other.signature:
+                raise BatchError(
+                    f"{shared.name} does something else in layer {mine.piece.name} with a batch of these sizes than "
+                    "with the example_batch that the list was made with; make the list with an example_batch like "
+                    "this one"
+                )
+
+
+def _rules(model: nn.Module, given: Given) -> EntryRules:
+    """What a batch of a traced model may have: the entries of its example, which are what layers read."""
+    had = {entry.keys[0] for entry in given.entries}
+    parameters = () if given.positional else inspect.signature(model.forward).parameters.values()
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return EntryRules(
+        model=type(model).__name__,
+        numbers={},
+        tensors=frozenset(entry.name for entry in given.entries if entry.forms and entry.name != given.first),
+        unread={name: "make the list with an example_batch that has it" for name in named if name not in had},
+    )
+
+
+def _nothing(hidden: Any) -> Tensor:
+    """A hidden state without content, where a layer hands on named values only."""
+    first = hidden if isinstance(hidden, Tensor) else hidden[0]
+    return first.detach().new_zeros(0)
+
+
+def _within(path: str, leaves: tuple[str, ...]) -> bool:
+    return any(path.startswith(f"{leaf}.") for leaf in leaves)
+
+
+def _hold_buffer(unit: nn.Module, model: nn.Module, path: str) -> None:
+    parent, _, last = path.rpartition(".")
+    owner: Any = unit
+    for name in parent.split(".") if parent else ():
+        if name not in owner._modules:
+            owner.add_module(name, nn.Module())
+        owner = owner._modules[name]
+    persistent = last not in model.get_submodule(parent)._non_persistent_buffers_set
+    owner.register_buffer(last, model.get_buffer(path), persistent=persistent)
+
+
+def _add_rest(model: nn.Module, units: list[TracedLayer]) -> None:
+    """Give what the model has and this batch does not use to the layer with the nearest parts."""
+    held = {key for unit in units for key in unit.state_dict()}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if key in held:
+            continue
+        nearest = max(units, key=lambda unit: max((_common(key, path) for path in unit.paths), default=0))
+        if isinstance(tensor, nn.Parameter):
+            nearest.hold(model, key)
+        else:
+            _hold_buffer(nearest, model, key)
+
+
+def _common(one: str, other: str) -> int:
+    count = 0
+    for a, b in zip(one.split("."), other.split("."), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,396 @@
+"""What a model's own forward does between its leaves, call by call.
+
+A :class:`Recorder` sees every call of torch's functions that Python code makes, as the code made it (``x.reshape``,
+``F.interpolate``), and every call of a leaf. Played again in the same order, the same calls give the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.models.traced.alike import Alike
+from deepspeed_pulse.models.traced.names import FakeTensor, pytree
+
+ENTRY, PARAMETER, BUFFER, CONSTANT = "entry", "parameter", "buffer", "constant"
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An argument: a value of the trace."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """An argument: a number that follows from sizes, as a sympy expression."""
+
+    expr: Any
+
+
+@dataclass(frozen=True)
+class Here:
+    """An argument: the device that the trace took for the model's own."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """An argument: arguments together, as a slice or a shape."""
+
+    kind: Callable[..., Any]
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is set around a call: gradients on, and autocast's (type of device, on, dtype)."""
+
+    gradients: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+
+@dataclass(kw_only=True)
+class Value:
+    """A tensor of the trace. ``kind`` and ``name`` tell where one that no call made comes from.
+
+    ``at``: index among an entry's tensors. ``was``: the value that this one was before a call changed it in place.
+    """
+
+    index: int
+    fake: Tensor = field(repr=False)
+    call: int | None = None
+    kind: str | None = None
+    name: str = ""
+    at: int = 0
+    constant: Tensor | None = field(default=None, repr=False)
+    was: int | None = None
+
+
+@dataclass(kw_only=True)
+class Call:
+    """A call of a function of torch's, or of the leaf at ``path``.
+
+    ``outputs``: place among the tensors of the result, value. ``changes``: value before and after, of what the call
+    changes in place. ``scopes``: numbers of the opened calls around it. ``once``: it has weights or draws
+    random numbers. ``line``: of the model's code.
+    """
+
+    index: int
+    path: str | None
+    function: Callable[..., Any] | None
+    arguments: tuple[Any, ...]
+    spec: Any = field(repr=False)
+    outputs: tuple[tuple[int, int], ...]
+    changes: tuple[tuple[int, int], ...]
+    setting: Setting | None
+    scopes: tuple[int, ...]
+    once: bool
+    line: str
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(one.value for one in self.arguments if isinstance(one, Ref))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """One call of an opened module: its path, and the values it returned."""
+
+    path: str
+    returns: list[int]
+
+
+class Recorder(TorchFunctionMode):
+    """Records while it is active; ``paths`` and ``opened`` say which modules are what.
+
+    Attributes:
+        calls, values, scopes: what was recorded.
+        branches: guards that Python code of the model met, not what it calls.
+        reads_training, reads_dtype: paths and lines where that was asked for.
+    """
+
+    def __init__(
+        self, paths: Mapping[int, str], opened: frozenset[str], device: torch.device, shape_env: Any, is_once: Any
+    ) -> None:
+        super().__init__()
+        self._paths, self._opened, self._device, self._env = paths, opened, device, shape_env
+        self._is_once, self._alike = is_once, Alike()
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.scopes: list[Scope] = []
+        self.branches: list[Any] = []
+        self.reads_dtype = False
+        self._ids: dict[int, int] = {}
+        self._storages: dict[int, list[int]] = {}
+        self._kept: list[Any] = []
+        self._open_scopes: list[int] = []
+        self._inside = 0
+        self._first_setting: Setting | None = None
+        self._guards_seen = 0
+
+    # ------------------------------------------------------------------------------------------ what is known
+
+    def add(self, fake: Tensor, **known: Any) -> int:
+        """A value, from now on what this tensor is."""
+        value = Value(index=len(self.values), fake=fake, **known)
+        self.values.append(value)
+        self._ids[id(fake)] = value.index
+        self._storages.setdefault(fake.untyped_storage()._cdata, []).append(value.index)
+        return value.index
+
+    def value_of(self, tensor: Tensor, where: str) -> int:
+        """The value of a tensor; one that is real is a constant."""
+        if id(tensor) in self._ids:
+            return self._ids[id(tensor)]
+        if not isinstance(tensor, FakeTensor):
+            if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+                raise GraphError(
+                    f"{where}: reads a weight of shape {list(tensor.shape)} that no module of the model has "
+                    "registered, so no layer would train it; make it an attribute of a module"
+                )
+            self._kept.append(tensor)
+            self._ids[id(tensor)] = index = len(self.values)
+            self.values.append(Value(index=index, fake=tensor, kind=CONSTANT, constant=tensor))
+            return index
+        raise GraphError(
+            f"{where}: reads a tensor that no call of torch's made which can be seen from Python (a custom kernel, a "
+            "scripted function, an autograd.Function, or what a block keeps as an attribute); name the module around "
+            "it with blocks=[...], so that the line lies inside a block"
+        )
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        self._python_guards()
+        if getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is Tensor.dtype:
+            self.reads_dtype = True
+        return self._recorded(None, func, func, args, kwargs)
+
+    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What stands for a module's ``__call__``; hooks do not run."""
+        path = self._paths.get(id(module))
+        if self._inside or path is None:
+            return module.forward(*args, **kwargs)
+        if path not in self._opened:
+            return self._recorded(path, None, module.forward, args, kwargs)
+        number = len(self.scopes)
+        self.scopes.append(Scope(path=path, returns=[]))
+        self._open_scopes.append(number)
+        try:
+            result = module.forward(*args, **kwargs)
+        finally:
+            self._open_scopes.pop()
+        found = (self._ids.get(id(one)) for one in pytree.tree_leaves(result) if isinstance(one, Tensor))
+        self.scopes[number].returns.extend(one for one in found if one is not None)
+        return result
+
+    def _recorded(self, path: str | None, function: Any, run: Any, args: Any, kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [one for one in leaves if isinstance(one, Tensor)]
+        before = [one._version for one in tensors]
+        self._inside += 1
+        try:
+            result, random = self._result(path, run, args, kwargs, leaves, spec, tensors)
+        finally:
+            self._inside -= 1
+        self._guards_seen = len(self._env.guards)
+        changed = [one for one, version in zip(tensors, before, strict=True) if one._version != version]
+        given = {id(one) for one in tensors}
+        new = {id(one): one for one in changed}
+        result = pytree.tree_map_only(
+            Tensor, lambda one: _alias(one) if id(one) in given and id(one) not in new else one, result
+        )
+        results = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+        if not results and not changed and path is None:
+            return result
+        where = _line()
+        arguments = tuple(self._argument(one, where) for one in leaves)
+        index = len(self.calls)
+        changes = self._changes(changed, index, where)
+        outputs = []
+        for place, one in enumerate(results):
+            if id(one) not in new:
+                outputs.append((place, self.add(one, call=index)))
+        self.calls.append(
+            Call(
+                index=index,
+                path=path,
+                function=function,
+                arguments=arguments,
+                spec=spec,
+                outputs=tuple(outputs),
+                changes=changes,
+                setting=self._setting(),
+                scopes=tuple(self._open_scopes),
+                once=random or self._is_once(path),
+                line=where,
+            )
+        )
+        self._kept.append((args, kwargs, result))
+        return result
+
+    def _result(
+        self, path: str | None, run: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any, tensors: list[Tensor]
+    ) -> tuple[Any, bool]:
+        """What a call gives, and whether it drew random numbers."""
+        key = None if path is None else self._alike.key(run.__self__, leaves, spec)
+        if (found := self._alike.find(key)) is not None:
+            return found.tensors(), found.once
+        before = [one._version for one in tensors]
+        with _Watch() as watch:
+            result = run(*args, **kwargs)
+        if all(one._version == version for one, version in zip(tensors, before, strict=True)):
+            self._alike.keep(key, result, tensors, watch.random)
+        return result, watch.random
+
+    def _argument(self, one: Any, where: str) -> Any:
+        if isinstance(one, Tensor):
+            return Ref(self.value_of(one, where))
+        if isinstance(one, _NUMBERS):
+            return Size(self._env.replace(one.node.expr))
+        if isinstance(one, torch.device) and one == self._device:
+            return Here()
+        if isinstance(one, nn.Module) and id(one) in self._paths:
+            raise GraphError(f"{where}: hands the module {self._paths[id(one)]} to a call; name a block around it")
+        if isinstance(one, slice):
+            return Group(slice, tuple(self._argument(part, where) for part in (one.start, one.stop, one.step)))
+        if isinstance(one, tuple):
+            return Group(_together(type(one)), tuple(self._argument(part, where) for part in one))
+        if _hides(one):
+            raise GraphError(
+                f"{where}: hands an object of {type(one).__name__} to a call, with tensors or sizes inside that cannot "
+                "be seen; name the module around that line with blocks=[...], so that it is kept whole"
+            )
+        return one
+
+    def _changes(self, changed: list[Tensor], call: int, where: str) -> tuple[tuple[int, int], ...]:
+        """New values for what a call has changed in place, and for all that lies in the same memory."""
+        found: list[tuple[int, int]] = []
+        for storage in {one.untyped_storage()._cdata: one for one in changed}:
+            sharing = {id(self.values[i].fake): i for i in self._storages.get(storage, ())}
+            for old in sharing.values():
+                value = self.values[old]
+                if value.kind in (PARAMETER, BUFFER, CONSTANT):
+                    raise GraphError(f"{where}: changes {value.name or 'a constant'} of the model in place")
+                new = self.add(value.fake, call=call, was=old)
+                found.append((old, new))
+        if changed and not found:
+            raise GraphError(
+                f"{where}: changes a tensor in place that is part of the model and no value of its forward"
+            )
+        return tuple(found)
+
+    def _setting(self) -> Setting | None:
+        """Where it is not what it was at the start."""
+        now = Setting(
+            gradients=torch.is_grad_enabled(),
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in dict.fromkeys(("cpu", self._device.type))
+            ),
+        )
+        self._first_setting = self._first_setting or now
+        return None if now == self._first_setting else now
+
+    def start(self) -> None:
+        """What is set now is what is set around the model."""
+        self._setting()
+        self._guards_seen = len(self._env.guards)
+
+    def _python_guards(self) -> None:
+        """Guards since the last call: Python code of the model asked for them."""
+        self.branches += self._env.guards[self._guards_seen :]
+        self._guards_seen = len(self._env.guards)
+
+    def finish(self) -> None:
+        self._python_guards()
+
+
+def _together(kind: type) -> Callable[..., Any]:
+    return lambda *parts: kind(parts)
+
+
+def _hides(one: Any, depth: int = 3) -> bool:
+    """Whether an object that is no container has tensors without numbers, or sizes, in its attributes."""
+    if isinstance(one, (FakeTensor, *_NUMBERS)):
+        return True
+    if not depth or isinstance(one, (type, nn.Module)) or callable(one):
+        return False
+    inside = one if isinstance(one, (list, tuple, set)) else list(getattr(one, "__dict__", {}).values())
+    inside = list(one.values()) if isinstance(one, dict) else inside
+    return any(_hides(part, depth - 1) for part in inside)
+
+
+class _Watch(TorchDispatchMode):
+    """Notices random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another object for the same memory: a call that gave back what it was given may do otherwise next time."""
+    return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
+
+
+def _line() -> str:
+    """The line of the model's code that runs."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, _TORCH)):
+            return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return "the model"
+
+
+@contextmanager
+def calling(recorder: Recorder) -> Iterator[None]:
+    """While modules are called as the recorder says, by this thread."""
+    call, thread = nn.Module.__call__, threading.get_ident()
+
+    def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return call(module, *args, **kwargs)
+        return recorder.call_module(module, args, kwargs)
+
+    nn.Module.__call__ = recorded  # type: ignore[method-assign]
+    try:
+        with recorder:
+            yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def line_of(problem: BaseException) -> str:
+    """The innermost line outside of torch and of this folder in a traceback."""
+    found, at = "the model", problem.__traceback__
+    while at is not None:
+        name = at.tb_frame.f_code.co_filename
+        if not name.startswith((_HERE, _TORCH)):
+            found = f"{name}:{at.tb_lineno} ({at.tb_frame.f_code.co_name})"
+        at = at.tb_next
+    return found

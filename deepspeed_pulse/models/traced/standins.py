@@ -1,0 +1,103 @@
+"""A model and a batch without numbers: what a trace runs on.
+
+The model is a copy whose weights are stand-ins of the same shapes; caches and counters of the model itself stay as
+they are. Sizes of the batch are symbols.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.models.traced.names import (
+    DimDynamic,
+    FakeTensorMode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+
+class Bare:
+    """A copy of a model without weights, of which every trace takes a copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        memo: dict[int, Any] = {}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
+        for module in model.modules():
+            for kept in vars(module).values():
+                if isinstance(kept, Tensor) and kept.grad_fn is not None:
+                    memo[id(kept)] = kept.detach()
+        try:
+            self.model = copy.deepcopy(model, memo)
+        except Exception as problem:
+            raise GraphError(
+                f"tracing needs a copy of {type(model).__name__} (its weights are shared), and copy.deepcopy() of it "
+                f"fails: {type(problem).__name__}: {problem}"
+            ) from problem
+
+    def stand_in(self, mode: Any, device: torch.device, cast: torch.dtype | None, training: bool | None) -> nn.Module:
+        """A copy for one trace, with floating weights in ``cast``; None leaves dtypes and modes as they are."""
+        memo: dict[int, Any] = {}
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            dtype = cast if cast is not None and tensor.is_floating_point() else tensor.dtype
+            with mode:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+                memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+        made = copy.deepcopy(self.model, memo)
+        return made if training is None else made.train(training)
+
+
+def new_mode() -> Any:
+    """Where tensors have no numbers and sizes are symbols, each its own."""
+    return FakeTensorMode(shape_env=ShapeEnv(duck_shape=False, specialize_zero_one=False), allow_non_fake_inputs=True)
+
+
+def symbolic(mode: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor every size of which is a symbol."""
+    real = torch.empty(shape, dtype=dtype, device="meta")
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * real.ndim)
+    fake = mode.from_tensor(real, symbolic_context=context)
+    with mode:
+        return torch.empty(fake.shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def sizes_can_be_keys() -> Iterator[None]:
+    """While a size may be looked up in a dict or a cache, which fixes it; what caches took in is thrown out again."""
+    unhashable = torch.SymInt.__hash__
+    caches = {id(one): one.cache_info().misses for one in _caches()}
+    torch.SymInt.__hash__ = lambda size: hash(size.node.guard_int("", 0))  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.SymInt.__hash__ = unhashable  # type: ignore[method-assign]
+        for one in _caches():
+            if one.cache_info().misses != caches.get(id(one), 0):
+                one.cache_clear()
+
+
+def _caches() -> list[Any]:
+    kind = type(functools.lru_cache(lambda: None))
+    return [one for one in gc.get_objects() if type(one) is kind]
+
+
+def plain_state(model: nn.Module, opened: frozenset[str]) -> dict[str, Any]:
+    """Numbers, words and switches that opened modules keep as attributes."""
+    modules: Mapping[str, nn.Module] = dict(model.named_modules())
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path in opened
+        for name, value in vars(modules[path]).items()
+        if isinstance(value, (int, float, str, bool, type(None)))
+    }

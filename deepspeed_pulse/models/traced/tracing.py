@@ -1,0 +1,229 @@
+"""One run of a model's forward without numbers, and what came of it."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_pulse.errors import GraphError, PulseError
+from deepspeed_pulse.models.traced import names
+from deepspeed_pulse.models.traced.batch import Given, on_device
+from deepspeed_pulse.models.traced.names import CONTENT, enable_python_dispatcher, pytree
+from deepspeed_pulse.models.traced.outline import Outline
+from deepspeed_pulse.models.traced.recording import (
+    BUFFER,
+    ENTRY,
+    PARAMETER,
+    Call,
+    Recorder,
+    Scope,
+    Value,
+    calling,
+    line_of,
+)
+from deepspeed_pulse.models.traced.standins import Bare, new_mode, plain_state, sizes_can_be_keys, symbolic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """``outputs``: the tensors that the model returned. ``symbols``: each to entry, index in it and dimension.
+
+    ``guards``: what must hold for sizes that the trace is right for; ``branches``: those of them that the model's own
+    code asked for. ``reads``: of "training" and "dtype", what that code looked at.
+    """
+
+    given: Given
+    calls: Sequence[Call] = field(repr=False)
+    values: Sequence[Value] = field(repr=False)
+    scopes: Sequence[Scope] = field(repr=False)
+    outputs: tuple[int, ...]
+    symbols: Mapping[Any, tuple[str, int, int]]
+    guards: tuple[Any, ...]
+    branches: tuple[Any, ...]
+    reads: frozenset[str]
+    shape_env: Any = field(repr=False)
+
+    def expr(self, size: Any) -> Any:
+        """A size as an expression of symbols, or the number that it is fixed to."""
+        return self.shape_env.replace(size.node.expr) if isinstance(size, torch.SymInt) else size
+
+    def shape(self, value: int) -> tuple[Any, ...]:
+        return tuple(self.expr(size) for size in self.values[value].fake.shape)
+
+    def num_bytes(self, value: int) -> int:
+        """Of a value, at the sizes of the example."""
+        fake, count = self.values[value].fake, 1
+        for size in fake.shape:
+            if isinstance(size, torch.SymInt):
+                hint = size.node.hint
+                count *= 1 if hint is None else int(hint)
+            else:
+                count *= size
+        return count * fake.element_size()
+
+
+def trace(
+    bare: Bare, outline: Outline, given: Given, *, cast: torch.dtype | None = None, training: bool | None = None
+) -> Trace:
+    """Run the model once without numbers. Raises :class:`GraphError` naming the line that cannot be traced."""
+    mode, device = new_mode(), given.device
+    model = bare.stand_in(mode, device, cast, training)
+    name = type(model).__name__
+    paths = {id(module): path for path, module in model.named_modules()}
+    reads = set[str]()
+    _note_training(model, outline.opened, reads)
+    stateful = {path for path, module in model.named_modules() if not _can_be_repeated(module)}
+    before = plain_state(model, outline.opened)
+    recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful)
+    positional, keywords, symbols = _arguments(mode, recorder, given)
+    _add_weights(model, recorder)
+    if "return_dict" in inspect.signature(model.forward).parameters and "return_dict" not in keywords:
+        keywords["return_dict"] = False
+    drawn = random.getstate()
+    try:
+        with torch.enable_grad(), _without_checkpoints(), sizes_can_be_keys(), enable_python_dispatcher(), mode:
+            recorder.start()
+            with calling(recorder):
+                result = nn.Module.__call__(model, *positional, **keywords)
+            recorder.finish()
+    except PulseError:
+        raise
+    except CONTENT as problem:
+        raise GraphError(_content(name, problem)) from problem
+    except Exception as problem:
+        raise GraphError(
+            f"{name} cannot be traced with this example_batch: its forward fails at {line_of(problem)}: "
+            f"{type(problem).__name__}: {problem}"
+        ) from problem
+    if random.getstate() != drawn:
+        raise GraphError(
+            f"{name} draws from Python's random in its forward, which a trace would fix to what was drawn once; draw "
+            "in the data, or inside a block named with blocks=[...]"
+        )
+    after = plain_state(model, outline.opened)
+    if changed := [key for key, value in after.items() if key in before and value != before[key]]:
+        raise GraphError(
+            f"{name} changes {changed[0]} in its forward (from {before[changed[0]]!r} to {after[changed[0]]!r}), which "
+            "layers would not; keep such a counter outside of forward, or name the module around it with blocks=[...]"
+        )
+    if recorder.reads_dtype:
+        reads.add("dtype")
+    env = mode.shape_env
+    return Trace(
+        given=given,
+        calls=recorder.calls,
+        values=recorder.values,
+        scopes=recorder.scopes,
+        outputs=_outputs(name, result, recorder),
+        symbols=symbols,
+        guards=tuple(dict.fromkeys(guard.expr for guard in env.guards)),
+        branches=tuple(dict.fromkeys(guard.expr for guard in recorder.branches)),
+        reads=frozenset(reads),
+        shape_env=env,
+    )
+
+
+def _arguments(mode: Any, recorder: Recorder, given: Given) -> tuple[list[Any], dict[str, Any], dict[Any, Any]]:
+    """What forward is called with; and the symbols."""
+    symbols: dict[Any, Any] = {}
+    keywords: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for entry in given.entries:
+        value, fakes = entry.plain, []
+        for at, form in enumerate(entry.forms):
+            fake = symbolic(mode, form.shape, form.dtype, on_device(form.device))
+            sizes: Iterable[Any] = fake.shape
+            symbols |= {size.node.expr: (entry.name, at, dim) for dim, size in enumerate(sizes)}
+            recorder.add(fake, kind=ENTRY, name=entry.name, at=at)
+            fakes.append(fake)
+        values[entry.name] = value = pytree.tree_unflatten(fakes, entry.spec) if fakes else value
+        at_keys = keywords
+        for key in entry.keys[:-1]:
+            at_keys = at_keys.setdefault(key, {})
+        at_keys[entry.keys[-1]] = value
+    if given.positional:
+        inputs = values[given.first]
+        return (list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]), {}, symbols
+    return [], keywords, symbols
+
+
+def _add_weights(model: nn.Module, recorder: Recorder) -> None:
+    for path, parameter in model.named_parameters():
+        recorder.add(parameter, kind=PARAMETER, name=path)
+    for path, buffer in model.named_buffers():
+        recorder.add(buffer, kind=BUFFER, name=path)
+
+
+def _outputs(name: str, result: Any, recorder: Recorder) -> tuple[int, ...]:
+    leaves = [one for one in pytree.tree_leaves(result) if one is not None]
+    if not leaves or not all(isinstance(one, Tensor) for one in leaves):
+        found = ", ".join(dict.fromkeys(type(one).__name__ for one in leaves)) or "nothing"
+        raise GraphError(f"{name}: expected its forward to return a tensor or a structure of tensors, found {found}")
+    return tuple(recorder.value_of(one, f"what {name} returns") for one in leaves)
+
+
+def _content(name: str, problem: BaseException) -> str:
+    return (
+        f"{name} reads the numbers in a tensor at {line_of(problem)}, and what it then does depends on them, so it "
+        "cannot be fixed beforehand; name the module around that line with blocks=[...], so that it is kept whole, or "
+        "hand over what is computed there as a batch entry"
+    )
+
+
+def _note_training(model: nn.Module, opened: frozenset[str], reads: set[str]) -> None:
+    """Let opened modules tell when their code asks whether they train."""
+    for path in opened:
+        module = model.get_submodule(path)
+        kind = type(module)
+
+        def asked(self: nn.Module) -> Any:
+            reads.add("training")
+            return vars(self)["training"]
+
+        def told(self: nn.Module, value: Any) -> None:
+            vars(self)["training"] = value
+
+        module.__class__ = type(
+            kind.__name__, (kind,), {"training": property(asked, told), "__module__": kind.__module__}
+        )
+
+
+def _can_be_repeated(module: nn.Module) -> bool:
+    """A module without saved tensors, that draws no random numbers."""
+    return not module.state_dict() and next(module.parameters(), None) is None
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    """While ``torch.utils.checkpoint.checkpoint`` calls its function and keeps what autograd keeps."""
+
+    class Plain:
+        @staticmethod
+        def apply(function: Any, preserve: Any, *args: Any) -> Any:
+            return function(*args)
+
+    def unchanged(*args: Any, **kwargs: Any) -> Iterator[None]:
+        warnings.warn(
+            "the model's own checkpoints around its blocks are bypassed by a layer list: let the pipeline recompute "
+            "layers instead (activation_checkpoint_interval, or the plan)",
+            stacklevel=2,
+        )
+        yield
+
+    found = {name: getattr(names.checkpoint, name) for name in names.CHECKPOINTS}
+    stand_ins = dict(zip(names.CHECKPOINTS, (Plain, unchanged), strict=True))
+    for name in found:
+        setattr(names.checkpoint, name, stand_ins[name])
+    try:
+        yield
+    finally:
+        for name, one in found.items():
+            setattr(names.checkpoint, name, one)

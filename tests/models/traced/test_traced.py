@@ -1,0 +1,206 @@
+"""Any model as a layer list: output and all gradients equal the model's, bit for bit, at other sizes too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import small_models as unets
+from support import small_transformers as small
+from support.families import assert_transparent, interpret
+from support.plain_nets import Odd, PlainUNet, plain_unet_batch
+from support.traced import assert_equal
+from support.zoo import ZOO
+from torch import Tensor, nn
+
+from deepspeed_pulse.engine.specs import graph_of
+from deepspeed_pulse.errors import BatchError, GraphError
+from deepspeed_pulse.models import to_layers
+
+
+def odd_batch(samples: int = 2, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(samples, 8, generator=generator)}
+
+
+def test_a_plain_unet_at_other_sizes():
+    model = PlainUNet()
+    layers = to_layers(model, example_batch=plain_unet_batch())
+    assert [layer.name for layer in layers] == [
+        "inc", "down1", "down2", "mid", "mid (2)", "up2", "up1", "up0", "out"
+    ]  # fmt: skip
+    assert_equal(model, layers, plain_unet_batch(), plain_unet_batch(3, 24), plain_unet_batch(1, 17))
+
+
+def test_a_plain_unet_under_every_plan():
+    assert_transparent(
+        PlainUNet(),
+        plain_unet_batch(),
+        lambda model, batch: model(**batch),
+        make=lambda model: to_layers(model, example_batch=plain_unet_batch()),
+        one_owner=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        ("buffers_and_constants", {}),
+        ("dropout", {}),
+        ("view_across", {}),
+        ("autocast", {}),
+        ("batch_alone", {"mask": torch.eye(8)[:2], "scale": 0.5}),
+        ("sizes", {}),
+        ("late_input", {}),
+        ("tuples", {}),
+        ("shared_weight", {}),
+    ],
+)
+def test_what_stands_between_blocks(kind, others):
+    model = Odd(kind)
+    batch = {**odd_batch(), **others}
+    layers = to_layers(model, example_batch=batch)
+    assert len(layers) == 3
+    for count in (5, 1):
+        mine = {"mask": torch.eye(8)[:count], "scale": 2.0} if others else {}
+        assert_equal(model, layers, batch, {**odd_batch(count, seed=1), **mine})
+    model.eval()
+    assert_equal(model, [turned(layer) for layer in layers], batch)
+
+
+def turned(layer: Any) -> Any:
+    layer.layer.eval()
+    return layer
+
+
+def test_weights_and_constants_in_another_dtype():
+    """Complex tables stay, sizes of floats follow the weights."""
+    model = Odd("buffers_and_constants")
+    layers = to_layers(model, example_batch=odd_batch())
+    model.bfloat16()
+    assert model.waves.is_complex()
+    for layer in layers:
+        layer.layer.bfloat16()
+    assert_equal(model, layers, {"x": odd_batch()["x"].bfloat16()})
+
+
+def test_checkpoints_of_the_models_own_are_bypassed():
+    model = Odd("checkpointed")
+    with pytest.warns(UserWarning, match="checkpoints around its blocks are bypassed"):
+        layers = to_layers(model, example_batch=odd_batch())
+    assert_equal(model, layers, odd_batch())
+
+
+def test_a_branch_on_a_size_is_traced_again_or_refused():
+    """A U-Net at a size that does not divide: its own forward hands sizes to the upsamplers."""
+    model = unets.small_unet()
+    batch = unets.pixel_entries()
+    layers = to_layers(model, example_batch=batch, trace=True)
+    assert_equal(model, layers, batch)
+
+
+FAMILIES = {
+    "hunyuan-dit": (small.small_hunyuan_dit, small.hunyuan_dit_batch),
+    "flux": (small.small_flux, small.flux_batch),
+    "unidiffuser": (small.small_unidiffuser, small.unidiffuser_batch),
+    "unet": (unets.small_unet, unets.pixel_entries),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_traced_family_has_the_layers_and_skips_of_the_family(family):
+    make, make_batch = FAMILIES[family]
+    model, batch = make(), make_batch()
+    traced, known = to_layers(model, example_batch=batch, trace=True), to_layers(model)
+    assert len(traced) == len(known)
+    assert jumps(traced) == jumps(known)
+
+
+def jumps(layers: Any) -> list[tuple[int, int]]:
+    """Ends of the values that one later layer reads, and not the next."""
+    values = [value for value in graph_of(layers).values if value.source is not None and len(value.targets) == 1]
+    return sorted((value.source, value.targets[0]) for value in values if value.targets[0] > value.source + 1)
+
+
+@pytest.mark.parametrize("name", ["QwenImageTransformer2DModel", "StableCascadeUNet"])
+def test_a_class_without_a_family(name):
+    model = ZOO[name].model(name)
+    layers = to_layers(model, example_batch=ZOO[name].example())
+    assert_equal(model, layers, ZOO[name].example(), ZOO[name].example(1))
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_new_user_is_told_what_to_pass():
+    with pytest.raises(GraphError, match=r"knows no family for PlainUNet.*pass example_batch=, a dict of the"):
+        to_layers(PlainUNet())
+    with pytest.raises(GraphError, match=r"takes a model \(a torch.nn.Module\), found type"):
+        to_layers(PlainUNet, example_batch=plain_unet_batch())
+    with pytest.raises(BatchError, match=r"expected at least one tensor"):
+        to_layers(PlainUNet(), example_batch={"x": 1})
+    with pytest.raises(BatchError, match=r"its first entry 't' is the first layer's input"):
+        to_layers(PlainUNet(), example_batch={"t": 1.0, "x": torch.ones(1, 3, 8, 8)})
+    with pytest.raises(GraphError, match=r"forward fails at .*TypeError.*unexpected keyword argument 'y'"):
+        to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 3, 8, 8), "y": torch.ones(1)})
+    with pytest.raises(GraphError, match=r"forward fails at .*plain_nets.py:\d+"):
+        to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 5, 8, 8), "t": torch.ones(1)})
+    with pytest.raises(GraphError, match=r"blocks: PlainUNet has no module 'down9'.*did you mean"):
+        to_layers(PlainUNet(), example_batch=plain_unet_batch(), blocks=["down9"])
+    with pytest.raises(GraphError, match=r"found the option 'attention_mask', which is for families"):
+        to_layers(PlainUNet(), example_batch=plain_unet_batch(), attention_mask=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("reads_content", r"reads the numbers in a tensor at .*plain_nets.py:\d+ \(reads_content\).*blocks="),
+        ("counts", r"changes step in its forward \(from 0 to 1\)"),
+        ("unregistered", r"plain_nets.py:\d+ \(unregistered\): reads a weight of shape \[8\] that no module"),
+    ],
+)
+def test_what_cannot_be_traced_is_named(kind, told):
+    with pytest.raises(GraphError, match=told):
+        to_layers(Odd(kind), example_batch=odd_batch())
+
+
+def test_hooks_between_blocks_are_refused():
+    model = PlainUNet()
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(GraphError, match="the model itself has forward hooks"):
+        to_layers(model, example_batch=plain_unet_batch())
+
+
+def test_nothing_of_the_model_is_touched():
+    """No hook fires, no cache fills, no number changes."""
+    model = PlainUNet()
+    before, fired = copy.deepcopy(model.state_dict()), []
+    model.inc.register_forward_hook(lambda *_: fired.append(1))
+    layers = to_layers(model, example_batch=plain_unet_batch())
+    assert not fired
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    interpret(layers, plain_unet_batch())
+    assert fired, "a hook inside a block runs when the layer does"
+
+
+def test_a_batch_of_another_kind_is_refused_by_name():
+    layers = to_layers(PlainUNet(), example_batch=plain_unet_batch())
+    with pytest.raises(BatchError, match=r"batch entry 'x': PlainUNet was traced with 4 dimensions, found the shape"):
+        interpret(layers, {**plain_unet_batch(), "x": torch.ones(3, 8, 8)})
+
+
+def test_blocks_by_name_keep_what_cannot_be_traced_whole():
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.before, self.behind = Odd("dropout"), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.behind(self.inside(self.before(x)))
+
+    model = Around()
+    layers = to_layers(model, example_batch=odd_batch(), blocks=["before", "inside"])
+    assert [layer.name for layer in layers] == ["before", "inside", "behind"]
+    assert_equal(model, layers, odd_batch())

@@ -1,0 +1,143 @@
+"""Networks written as plain PyTorch, as people write them: no list of blocks, in-place operations, shared weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class DoubleConv(nn.Module):
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outside, outside, 3, padding=1),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.net(hidden)
+
+
+class PlainUNet(nn.Module):
+    """Three levels; a block called twice, a scale read in two places, changes in place between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, 8), nn.SiLU(), nn.Linear(8, 16))
+        self.inc, self.down1, self.down2 = DoubleConv(3, 8), DoubleConv(8, 16), DoubleConv(16, 16)
+        self.mid = DoubleConv(16, 16)
+        self.pool, self.relu = nn.MaxPool2d(2), nn.ReLU(inplace=True)
+        self.up2, self.up1, self.up0 = DoubleConv(32, 16), DoubleConv(32, 8), DoubleConv(16, 8)
+        self.out = nn.Conv2d(8, 3, 1)
+        self.scale = nn.Parameter(torch.full((1,), 0.7))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        x0 = self.inc(x)
+        x1 = self.down1(self.pool(x0)) + self.time(t[:, None])[:, :, None, None]
+        x2 = self.down2(self.pool(x1))
+        y = self.mid(self.mid(self.pool(x2))) * self.scale
+        y = self.up2(self._up(y, x2))
+        y = y - 0.1
+        self.relu(y)
+        y = self.up1(self._up(y, x1)) + 0
+        y += 1
+        return self.out(self.up0(self._up(y, x0)) * self.scale)
+
+    @staticmethod
+    def _up(y: Tensor, skip: Tensor) -> Tensor:
+        return torch.cat([F.interpolate(y, size=skip.shape[-2:]), skip], dim=1)
+
+
+def plain_unet_batch(samples: int = 2, side: int = 16, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(samples, 3, side, side, generator=generator),
+        "t": torch.rand(samples, generator=generator),
+    }
+
+
+class Odd(nn.Module):
+    """What tracing has to get right one by one; ``kind`` says which."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("table", torch.linspace(-1, 1, 8), persistent=False)
+        self.register_buffer("saved", torch.linspace(1, 2, 8))
+        self.waves = torch.polar(torch.ones(4), torch.linspace(0, 3, 4))
+        self.step = 0
+        self.loose = [nn.Parameter(torch.ones(8))]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Any:
+        return getattr(self, self.kind)(x, mask, scale)
+
+    def buffers_and_constants(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x) * self.table + self.saved
+        waved = torch.view_as_complex(y.float().reshape(*y.shape[:-1], 4, 2)) * self.waves
+        y = self.second(torch.view_as_real(waved).flatten(-2).type_as(y))
+        return self.third(y * self.saved)
+
+    def dropout(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = F.dropout(self.first(x), 0.3, training=self.training)
+        y = self.second(self.drop(y))
+        return self.third(y * 2 if self.training else y)
+
+    def view_across(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x) * 1
+        half = y[:, :4]
+        z = self.second(y * 1)
+        half += 1
+        return self.third(z + y)
+
+    def autocast(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.second(y) @ self.third.weight
+        with torch.no_grad():
+            z = self.table * y.float().mean()
+        return self.third(y.float() + z)
+
+    def batch_alone(self, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        bias = (1 - mask.to(x.dtype))[:, None] * -3
+        return self.third(self.second(self.first(x) + bias) * bias + bias.sum()) * scale
+
+    def sizes(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x)
+        if x.shape[0] % 2:
+            y = y + 1
+        y = self.second(y.reshape(-1, 8) if x.ndim > 2 else y)
+        y = self.third(y + torch.arange(x.shape[0], device=x.device)[:, None])
+        return y / x.shape[0] ** 0.5
+
+    def late_input(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        return self.third(self.second(self.first(x))) + x
+
+    def tuples(self, x: Tensor, mask: Any, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+        found = {"a": self.first(x), "b": [self.second(x)]}
+        return self.third(found["a"] + found["b"][0]), found
+
+    def checkpointed(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = checkpoint(self.first, x, use_reentrant=False)
+        return self.third(checkpoint(lambda one: self.second(one) * 2, y, use_reentrant=True))
+
+    def reads_content(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x)
+        return self.second(y) if y.sum() > 0 else self.third(y)
+
+    def counts(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        self.step += 1
+        return self.second(self.first(x))
+
+    def unregistered(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        return self.second(self.first(x) * self.loose[0])
+
+    def shared_weight(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        return F.linear(self.third(self.second(self.first(x))), self.first.weight)
