@@ -19,6 +19,7 @@ class DoubleConv(nn.Module):
             nn.Conv2d(outside, outside, 3, padding=1),
             nn.ReLU(inplace=True),
         )
+        nn.init.constant_(self.net[2].bias, 0.3)  # else units may be dead, and their gradients prove nothing
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.net(hidden)
@@ -131,6 +132,10 @@ class Odd(nn.Module):
     def reads_content(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         y = self.first(x)
         return self.second(y) if y.sum() > 0 else self.third(y)
+
+    def reads_inside(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x)
+        return self.third(y if bool((y > 100).any()) else self.second(y))
 
     def counts(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         self.step += 1

@@ -198,13 +198,18 @@ ZOO: dict[str, Animal] = {
         batch=lambda b, s, t: {
             **video(b, s, t),
             "encoder_hidden_states": n(b, 1, t, 32),
-            "encoder_attention_mask": mask(b, t)[:, None],
+            "encoder_attention_mask": mask(b, t)[:, None].float(),
             "attention_mask": torch.ones(b, 3, s, s),
         },
     ),
     "AnyFlowTransformer3DModel": Animal(
         config=_WAN,
-        batch=lambda b, s, t: {**video(b, s, t), "timestep": n(b, 3), "r_timestep": n(b, 3)},
+        batch=lambda b, s, t: {
+            **video(b, s, t),
+            "hidden_states": n(b, 3, 4, s, s),
+            "timestep": n(b, 3),
+            "r_timestep": n(b, 3),
+        },
     ),
     "AuraFlowTransformer2DModel": Animal(
         config={
@@ -422,7 +427,7 @@ ZOO: dict[str, Animal] = {
             **pooled(video(b, s, t), b),
             "encoder_attention_mask": mask(b, t),
             "image_embeds": n(b, 3, 16),
-            "indices_latents": torch.arange(3)[None].expand(b, 3),
+            "indices_latents": torch.arange(3),
             "guidance": torch.rand(b),
         },
     ),
@@ -527,6 +532,7 @@ ZOO: dict[str, Animal] = {
         batch=lambda b, s, t: {
             **latents(b, s, t),
             "encoder_mask": mask(b, t),
+            "cross_attention_kwargs": {},
             "image_rotary_emb": torch.polar(torch.ones(s // 2, s // 2, 8), n(s // 2, s // 2, 8)),
         },
     ),
@@ -722,7 +728,7 @@ ZOO: dict[str, Animal] = {
     ),
     "UNetControlNetXSModel": Animal(
         config={
-            **_UNET,
+            **{key: value for key, value in _UNET.items() if key != "layers_per_block"},
             "sample_size": 8,
             "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
             "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),

@@ -51,11 +51,15 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The example: entries in order; ``first`` is the first layer's input. ``positional``: inputs are no dict."""
+    """The example: entries in order; ``first`` is the first layer's input. ``positional``: inputs are no dict.
+
+    ``empty``: arguments that are dicts without entries.
+    """
 
     entries: tuple[Entry, ...]
     first: str
     positional: bool = False
+    empty: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, example_batch: Any) -> Given:
@@ -79,7 +83,7 @@ class Given:
                     f"example_batch: its first entry {first!r} is the first layer's input, so it must be a tensor, "
                     f"found {entries[0].plain!r}; put the entry that the model works on first"
                 )
-            return cls(entries=entries, first=first)
+            return cls(entries=entries, first=first, empty=tuple(_empty(inputs, ())))
         entry = _entry((DEFAULT_INPUT,), inputs)
         if entry is None or not entry.forms:
             raise BatchError(
@@ -128,6 +132,12 @@ def _entries(inputs: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[Entr
             yield from _entries(value, (*above, key))
         elif (entry := _entry((*above, key), value)) is not None:
             yield entry
+
+
+def _empty(inputs: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for key, value in inputs.items():
+        if isinstance(value, Mapping):
+            yield from _empty(value, (*above, key)) if value else [(*above, key)]
 
 
 def _entry(keys: tuple[str, ...], value: Any) -> Entry | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.errors import BatchError, GraphError
 from deepspeed_pulse.models.traced.batch import Entry
 from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, Piece
 from deepspeed_pulse.models.traced.names import pytree
@@ -26,6 +27,7 @@ from deepspeed_pulse.models.traced.recording import (
     Ref,
     Setting,
     Size,
+    Value,
 )
 
 SIZES = "sizes"
@@ -69,10 +71,15 @@ def evaluated(expr: Any, sizes: Mapping[Any, int]) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """A call with what its arguments are now."""
+    """A call with what its arguments are now.
+
+    ``checks``: sizes that its results must have, by value. ``frees``: values that nothing after it reads.
+    """
 
     call: Call
     arguments: tuple[Any, ...]
+    checks: Mapping[int, tuple[Any, ...]]
+    frees: tuple[int, ...] = ()
 
 
 class LayerCode:
@@ -89,24 +96,29 @@ class LayerCode:
         self._trace, self.piece, self._first, self._sizes = cuts.trace, piece, first, with_sizes
         self._anywhere = depends.anywhere
         self._given = self._trace.given
-        self._used = self._read_from_outside(depends)
+        self._used = self._read(depends)
         self.entries = self._entries()
+        self._bound = self._tensors_of_entries()
         self._fresh = len(self._trace.values)
         self._numbers = Sizes()
         at_hand = self._at_hand()
         self._makes = {call: self._step(self._trace.calls[call], at_hand) for call in piece.makes}
         self._roots = self._made_roots(depends)
-        self._steps = []
+        steps = []
         for index in piece.calls:
             call = self._trace.calls[index]
-            self._steps.append(self._step(call, at_hand))
+            steps.append(self._step(call, at_hand))
             for value in (*(v for _, v in call.outputs), *(new for _, new in call.changes)):
                 self._offer(value, at_hand)
-        self._kept: dict[int, tuple[Any, ...]] = {}
+        self._steps = self._freeing(steps, depends)
+        popped = {*piece.pops.values(), *(piece.takes or ())}
+        self._loads = [self._trace.values[v] for v in sorted(self._used - popped)]
+        self._constants: dict[tuple[int, torch.device], Tensor] = {}
 
     # ------------------------------------------------------------------------------------------ what it needs
 
-    def _read_from_outside(self, depends: Dependencies) -> set[int]:
+    def _read(self, depends: Dependencies) -> set[int]:
+        """All values that are read here, and those that are handed on."""
         calls = [self._trace.calls[index] for index in (*self.piece.makes, *self.piece.calls)]
         found = {value for call in calls for value in depends.reads(call)}
         return found | set(self.piece.gives) | set(self.piece.stashes.values())
@@ -117,14 +129,37 @@ class LayerCode:
         others = [one for one in self._given.entries if one.name != self._given.first and one.forms]
         return tuple(one for one in others if self._first or one.name in read)
 
+    def _tensors_of_entries(self) -> dict[str, list[tuple[int, int]]]:
+        """Of the entries that are read: value and index in the entry."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for one in self._trace.values:
+            if one.kind == ENTRY:
+                found.setdefault(one.name, []).append((one.index, one.at))
+        return found
+
+    @staticmethod
+    def _freeing(steps: list[Step], depends: Dependencies) -> list[Step]:
+        """The steps, each with the results of earlier ones that it is the last to read."""
+        made = {v for s in steps for v in (*(v for _, v in s.call.outputs), *(new for _, new in s.call.changes))}
+        seen, found = set[int](), list[Step]()
+        for step in reversed(steps):
+            sizes = itertools.chain(step.arguments, *step.checks.values())
+            measured = (value for value, _ in LayerCode._places(sizes))
+            reads = {*depends.reads(step.call), *measured} & made
+            found.append(replace(step, frees=tuple(sorted(reads - seen))))
+            seen |= reads
+        return found[::-1]
+
     @property
     def weights(self) -> tuple[tuple[str, str], ...]:
         """Kind and path of weights and buffers that are read between leaves."""
-        values = [self._trace.values[value] for value in sorted(self._used)]
-        popped = {*self.piece.pops.values(), *(self.piece.takes or ())}
-        return tuple(
-            (one.kind, one.name) for one in values if one.kind in (PARAMETER, BUFFER) and one.index not in popped
-        )
+        return tuple((one.kind, one.name) for one in self._loads if one.kind in (PARAMETER, BUFFER))
+
+    @property
+    def measures(self) -> bool:
+        """Whether a call is given a number that follows from sizes."""
+        steps = (*self._makes.values(), *self._steps)
+        return any(step.checks or [*self._places(step.arguments)] for step in steps)
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -153,7 +188,10 @@ class LayerCode:
                 at_hand.setdefault(expr, (value, dim))
 
     def _step(self, call: Call, at_hand: Mapping[Any, tuple[int, int]]) -> Step:
-        return Step(call, tuple(self._resolved(one, at_hand, call) for one in call.arguments))
+        arguments = tuple(self._resolved(one, at_hand, call) for one in call.arguments)
+        checked = [value for _, value in call.outputs] if call.tried else []
+        checks = {v: tuple(self._measured(s, at_hand, call) for s in self._trace.shape(v)) for v in checked}
+        return Step(call, arguments, checks)
 
     def _resolved(self, one: Any, at_hand: Mapping[Any, tuple[int, int]], call: Call) -> Any:
         if isinstance(one, Group):
@@ -209,30 +247,31 @@ class LayerCode:
         if self._sizes is not None and not self._first:
             env[self._fresh] = popped[SIZES]
         device = next((one.device for one in env.values() if isinstance(one, Tensor)), torch.device("cpu"))
-        for value in self._used:
-            self._load(value, unit, env, device)
+        for one in self._loads:
+            self._load(one, unit, env, device)
         for value, sources in self._roots.items():
             env[value] = self._made(value, sources, unit, env, device, kept)
+        handed_on = {*self.piece.gives, *self.piece.stashes.values()}
         for step in self._steps:
             self._call(step, unit, env, device)
+            for value in step.frees:
+                if value not in handed_on:
+                    del env[value]
         return env
 
     def _bind(self, entry: Entry, value: Any, env: dict[int, Any], model: str) -> None:
         tensors = entry.tensors(value, model)
-        for one in self._trace.values:
-            if one.kind == ENTRY and one.name == entry.name:
-                env[one.index] = tensors[one.at]
+        env.update((index, tensors[at]) for index, at in self._bound[entry.name])
 
-    def _load(self, value: int, unit: Any, env: dict[int, Any], device: torch.device) -> None:
-        one = self._trace.values[value]
-        if value in env:
-            return
+    def _load(self, one: Value, unit: Any, env: dict[int, Any], device: torch.device) -> None:
         if one.kind == PARAMETER:
-            env[value] = unit.get_parameter(one.name)
+            env[one.index] = unit.get_parameter(one.name)
         elif one.kind == BUFFER:
-            env[value] = unit.get_buffer(one.name)
+            env[one.index] = unit.get_buffer(one.name)
         elif one.kind == CONSTANT and one.constant is not None:
-            env[value] = kept_on(one.constant, device)
+            if (one.index, device) not in self._constants:
+                self._constants[one.index, device] = one.constant.to(device)
+            env[one.index] = self._constants[one.index, device]
 
     def _made(
         self, value: int, sources: Sequence[int], unit: Any, env: dict[int, Any], device: torch.device, kept: Kept
@@ -244,7 +283,7 @@ class LayerCode:
             return own[value]
 
         tensors = [env[source] for source in sources]
-        if not tensors or any(one.is_inference() for one in tensors):
+        if not tensors or torch.is_inference_mode_enabled() or any(one.is_inference() for one in tensors):
             return make()
         places = {place for index in self._order(value) for place in self._places(self._makes[index].arguments)}
         sizes = tuple(int(env[v].shape[dim]) for v, dim in sorted(places))
@@ -287,6 +326,13 @@ class LayerCode:
             found = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
             for place, value in call.outputs:
                 env[value] = found[place]
+        for value, sizes in step.checks.items():
+            expected = [self._argument(size, env, device) for size in sizes]
+            if list(env[value].shape) != expected:
+                raise BatchError(
+                    f"{call.path} gave the shape {list(env[value].shape)}, where the trace expects {expected}: the "
+                    f"sizes of its result follow from the numbers it is given ({call.line}), so it cannot be a layer"
+                )
 
     def _argument(self, one: Any, env: Mapping[int, Any], device: torch.device) -> Any:
         if isinstance(one, Ref):
@@ -379,11 +425,6 @@ class Kept:
         result = make()
         self._found[name] = (tuple(sources), versions, others, result)
         return result
-
-
-def kept_on(constant: Tensor, device: torch.device) -> Tensor:
-    """A constant of the model, on a device."""
-    return constant if constant.device == device else constant.to(device)
 
 
 def _enter(stack: ExitStack, setting: Setting) -> None:

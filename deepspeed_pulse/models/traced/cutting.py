@@ -7,6 +7,7 @@ every layer that reads it makes it itself. All other calls stay in the order in 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ def _anchors(depends: Dependencies, outline: Outline) -> list[Anchor]:
 
 
 def _merged(depends: Dependencies, outline: Outline, anchors: Sequence[Anchor]) -> list[Anchor]:
-    """Blocks of one opened item together, where nothing but its result is read behind it."""
+    """The blocks of an opened item's one list together, where nothing but the item's result is read behind it."""
     live, found, at = _Live(depends), list[Anchor](), 0
     while at < len(anchors):
         end, name = at + 1, anchors[at].name
@@ -158,17 +159,23 @@ def _merged(depends: Dependencies, outline: Outline, anchors: Sequence[Anchor]) 
             stop = at
             while stop < len(anchors) and anchors[stop].name.startswith(f"{item}."):
                 stop += 1
-            begin = anchors[at - 1].last if at else -1
-            if (
-                stop - at > 1
-                and item not in outline.containers
-                and live.is_closed(begin, anchors[at].first, anchors[stop - 1].last)
-            ):
+            region = _region(depends, item, anchors[at].first, anchors[stop - 1].last)
+            lists = {anchor.name.rpartition(".")[0] for anchor in anchors[at:stop]}
+            alone = stop - at > 1 and len(lists) == 1 and item not in outline.containers
+            if alone and live.is_closed(region, anchors):
                 end, name = stop, item
                 break
         found.append(Anchor(name=name, first=anchors[at].first, last=anchors[end - 1].last))
         at = end
     return found
+
+
+def _region(depends: Dependencies, item: str, first: int, last: int) -> range:
+    """Positions of the main calls in the call of an item around two blocks."""
+    scopes = depends.trace.scopes
+    around = next((s for s in depends.main[first].scopes if scopes[s].path == item), None)
+    inside = [at for at, call in enumerate(depends.main) if around is not None and around in call.scopes]
+    return range(min([first, *inside]), max([last, *inside]) + 1)
 
 
 def _bounds(depends: Dependencies, anchors: Sequence[Anchor]) -> list[int]:
@@ -206,18 +213,13 @@ class _Live:
                 self._born[one.index] = -1 if one.call is None else position[one.call]
         self._bytes = {value: trace.num_bytes(value) for value in self._born}
 
-    def is_closed(self, before: int, first: int, last: int) -> bool:
-        """Whether of what the calls from ``first`` to ``last`` make one value is read later, and no two skips end.
-
-        ``before``: position of the block before them.
-        """
-        gives = [v for v, born in self._born.items() if first <= born <= last < self._last[v]]
-        skips = [
-            v
-            for v, born in self._born.items()
-            if born <= before and first <= self._last[v] <= last and len(self._readers[v]) <= 2
-        ]
-        return len(gives) == 1 and len(skips) <= 2
+    def is_closed(self, region: range, anchors: Sequence[Anchor]) -> bool:
+        """Whether one value of what the calls in a region make is read behind it, and at most one skip ends in it."""
+        starts = [anchor.first for anchor in anchors]
+        gives = [v for v, born in self._born.items() if born in region and self._last[v] >= region.stop]
+        ends = [v for v, born in self._born.items() if born < region.start and self._last[v] in region]
+        read_by = ({bisect(starts, at) for at in self._readers[v] if at not in region} for v in ends)
+        return len(gives) == 1 and sum(len(blocks) <= 2 for blocks in read_by) <= 2
 
     def cost(self, start: int, at: int) -> tuple[int, int, int]:
         """Bytes that the layer which ends before ``at`` makes for later ones; all bytes that are held; where."""

@@ -67,7 +67,8 @@ class Traced:
             try:
                 self.codes = self._codes(depends, None)
                 plain = any(not entry.forms for entry in found.given.entries)
-                with_sizes = (bool(found.branches) or plain) and len(self.codes) > 1
+                with_sizes = bool(found.branches) or plain or any(code.measures for code in self.codes[1:])
+                with_sizes = with_sizes and len(self.codes) > 1
             except Unknown:
                 with_sizes = True
         self.with_sizes = with_sizes

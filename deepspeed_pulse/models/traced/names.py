@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedFakeTensorException,
+    unset_fake_temporarily,
 )
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CONTENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 """What is raised where code asks for the numbers in a tensor that has none."""
@@ -25,8 +26,17 @@ CONTENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDat
 CHECKPOINTS = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
 """What ``torch.utils.checkpoint.checkpoint`` calls, in its module."""
 
-INSTANCE_NAMES = {ShapeEnv: ("guards", "replacements", "replace"), FakeTensorMode: ("from_tensor", "shape_env")}
-"""Attributes of instances that are read."""
+INSTANCE_NAMES = {
+    "mode": "from_tensor shape_env",
+    "shape_env": "guards replace",
+    "guard": "expr",
+    "size": "node",
+    "node": "expr hint guard_int",
+    "tensor": "_version",
+    "storage": "_cdata",
+    "module": "_non_persistent_buffers_set _buffers _modules _parameters",
+}
+"""Attributes that are read of instances: by what the instance is here."""
 
 __all__ = [
     "CHECKPOINTS",
@@ -37,8 +47,9 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "StatelessSymbolicContext",
-    "UnsupportedFakeTensorException",
+    "TorchDispatchMode",
     "checkpoint",
     "enable_python_dispatcher",
     "pytree",
+    "unset_fake_temporarily",
 ]

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.traced.alike import Alike
-from deepspeed_pulse.models.traced.names import FakeTensor, pytree
+from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, TorchDispatchMode, pytree
+from deepspeed_pulse.models.traced.trying import Unrecognised, tried
 
 ENTRY, PARAMETER, BUFFER, CONSTANT = "entry", "parameter", "buffer", "constant"
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -87,7 +87,7 @@ class Call:
 
     ``outputs``: place among the tensors of the result, value. ``changes``: value before and after, of what the call
     changes in place. ``scopes``: numbers of the opened calls around it. ``once``: it has weights or draws
-    random numbers. ``line``: of the model's code.
+    random numbers. ``line``: of the model's code. ``tried``: the sizes of its result are what a try has shown.
     """
 
     index: int
@@ -101,6 +101,7 @@ class Call:
     scopes: tuple[int, ...]
     once: bool
     line: str
+    tried: bool
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -120,6 +121,7 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         calls, values, scopes: what was recorded.
+        leaf: path of the leaf that was called last, if it was the last call.
         branches: guards that Python code of the model met, not what it calls.
         reads_training, reads_dtype: paths and lines where that was asked for.
     """
@@ -135,11 +137,13 @@ class Recorder(TorchFunctionMode):
         self.scopes: list[Scope] = []
         self.branches: list[Any] = []
         self.reads_dtype = False
+        self.leaf: str | None = None
         self._ids: dict[int, int] = {}
         self._storages: dict[int, list[int]] = {}
         self._kept: list[Any] = []
         self._open_scopes: list[int] = []
         self._inside = 0
+        self._tried = False
         self._first_setting: Setting | None = None
         self._guards_seen = 0
 
@@ -206,7 +210,7 @@ class Recorder(TorchFunctionMode):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [one for one in leaves if isinstance(one, Tensor)]
         before = [one._version for one in tensors]
-        self._inside += 1
+        self._inside, self.leaf, self._tried = self._inside + 1, path, False
         try:
             result, random = self._result(path, run, args, kwargs, leaves, spec, tensors)
         finally:
@@ -242,6 +246,7 @@ class Recorder(TorchFunctionMode):
                 scopes=tuple(self._open_scopes),
                 once=random or self._is_once(path),
                 line=where,
+                tried=self._tried,
             )
         )
         self._kept.append((args, kwargs, result))
@@ -255,8 +260,18 @@ class Recorder(TorchFunctionMode):
         if (found := self._alike.find(key)) is not None:
             return found.tensors(), found.once
         before = [one._version for one in tensors]
-        with _Watch() as watch:
-            result = run(*args, **kwargs)
+        try:
+            with _Watch() as watch:
+                result = run(*args, **kwargs)
+        except CONTENT as problem:
+            if path is None:
+                raise
+            try:
+                result = tried(run.__self__, args, kwargs)
+            except Unrecognised:
+                raise problem from None
+            self._tried = True
+            return result, True
         if all(one._version == version for one, version in zip(tensors, before, strict=True)):
             self._alike.keep(key, result, tensors, watch.random)
         return result, watch.random

@@ -97,7 +97,7 @@ def trace(
     except PulseError:
         raise
     except CONTENT as problem:
-        raise GraphError(_content(name, problem)) from problem
+        raise GraphError(_content(name, problem, recorder.leaf)) from problem
     except Exception as problem:
         raise GraphError(
             f"{name} cannot be traced with this example_batch: its forward fails at {line_of(problem)}: "
@@ -145,14 +145,19 @@ def _arguments(mode: Any, recorder: Recorder, given: Given) -> tuple[list[Any], 
             recorder.add(fake, kind=ENTRY, name=entry.name, at=at)
             fakes.append(fake)
         values[entry.name] = value = pytree.tree_unflatten(fakes, entry.spec) if fakes else value
-        at_keys = keywords
-        for key in entry.keys[:-1]:
-            at_keys = at_keys.setdefault(key, {})
-        at_keys[entry.keys[-1]] = value
+        _put(keywords, entry.keys, value)
+    for keys in given.empty:
+        _put(keywords, keys, {})
     if given.positional:
         inputs = values[given.first]
         return (list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]), {}, symbols
     return [], keywords, symbols
+
+
+def _put(at: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+    for key in keys[:-1]:
+        at = at.setdefault(key, {})
+    at[keys[-1]] = value
 
 
 def _add_weights(model: nn.Module, recorder: Recorder) -> None:
@@ -170,9 +175,15 @@ def _outputs(name: str, result: Any, recorder: Recorder) -> tuple[int, ...]:
     return tuple(recorder.value_of(one, f"what {name} returns") for one in leaves)
 
 
-def _content(name: str, problem: BaseException) -> str:
-    return (
-        f"{name} reads the numbers in a tensor at {line_of(problem)}, and what it then does depends on them, so it "
+def _content(name: str, problem: BaseException, leaf: str | None) -> str:
+    what = f"{name} reads the numbers in a tensor at {line_of(problem)}, and what it then does depends on them, so it "
+    if leaf is not None:
+        return what + (
+            f"cannot be fixed beforehand; that lies in {leaf}, which is kept whole, but without numbers the sizes of "
+            "its result cannot be told: hand over what is computed there as a batch entry, or write the layer list "
+            "yourself: spec(module, stash=..., pop=..., name=...) for each layer, in forward order"
+        )
+    return what + (
         "cannot be fixed beforehand; name the module around that line with blocks=[...], so that it is kept whole, or "
         "hand over what is computed there as a batch entry"
     )
@@ -198,7 +209,8 @@ def _note_training(model: nn.Module, opened: frozenset[str], reads: set[str]) ->
 
 def _can_be_repeated(module: nn.Module) -> bool:
     """A module without saved tensors, that draws no random numbers."""
-    return not module.state_dict() and next(module.parameters(), None) is None
+    buffers = (name in one._non_persistent_buffers_set for one in module.modules() for name in one._buffers)
+    return next(module.parameters(), None) is None and all(buffers)
 
 
 @contextmanager

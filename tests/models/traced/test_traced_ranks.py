@@ -1,0 +1,35 @@
+"""Traced models on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.cases import launch_each
+from support.launch import launch
+from support.traced_ranks import CASES
+from support.zoo import ZOO
+
+QUICK = ["a plain U-Net", "lists in the batch"]
+
+
+def test_training_on_two_ranks_equals_one_process(subtests: pytest.Subtests) -> None:
+    arguments = {"cases": QUICK, "ranks": 2}
+    launch_each(subtests, "support.traced_ranks:trains", 2, QUICK, arguments, timeout=300)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_equals_one_process(subtests: pytest.Subtests, ranks: int) -> None:
+    cases = list(CASES) if ranks == 2 else [name for name in CASES if name != "measured"]
+    arguments = {"cases": cases, "ranks": ranks}
+    launch_each(subtests, "support.traced_ranks:trains", ranks, cases, arguments, timeout=600)
+
+
+@pytest.mark.soak
+def test_a_folder_is_read_trained_and_written_by_layers(tmp_path: Path) -> None:
+    name = "SanaTransformer2DModel"
+    ZOO[name].model(name).save_pretrained(tmp_path / "folder")
+    arguments = {"folder": str(tmp_path / "folder"), "out": str(tmp_path), "ranks": 2}
+    for status, output in launch("support.traced_ranks:saves", 2, arguments, timeout=300):
+        assert status == 0 and "PASSED" in output, output
