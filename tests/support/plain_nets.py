@@ -146,3 +146,11 @@ class Odd(nn.Module):
 
     def shared_weight(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         return F.linear(self.third(self.second(self.first(x))), self.first.weight)
+
+
+def plain_unet_workload() -> Any:
+    """What ``ds_pulse profile support.plain_nets:plain_unet_workload`` is given: nothing of it takes memory."""
+    from deepspeed_pulse.models import to_layers
+
+    batch = {name: value.to("meta") for name, value in plain_unet_batch().items()}
+    return to_layers(PlainUNet().to("meta"), example_batch=batch), (batch, None)

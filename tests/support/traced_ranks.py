@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": PlainUNet,
         "batch": lambda size=0: plain_unet_batch(2, 16 + 8 * size),
         "pulse": {"placement": "wave"},
+        "dynamic_shape": True,
     },
     "a plain U-Net, linear, recomputed": {
         "model": PlainUNet,

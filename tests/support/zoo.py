@@ -275,19 +275,6 @@ ZOO: dict[str, Animal] = {
             "controlnet_cond": n(b, 3, 8 * s, 8 * s),
         },
     ),
-    "CosmosTransformer3DModel": Animal(
-        config={
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 16,
-            "num_layers": 3,
-            "text_embed_dim": 32,
-            "adaln_lora_dim": 8,
-            "max_size": (4, 16, 16),
-        },
-        batch=lambda b, s, t: {**video(b, s, t), "padding_mask": torch.zeros(1, 1, 8 * s, 8 * s), "fps": 24},
-    ),
     "DiTTransformer2DModel": Animal(
         config={
             "num_attention_heads": 2,
@@ -391,7 +378,11 @@ ZOO: dict[str, Animal] = {
     ),
     "HunyuanImageTransformer2DModel": Animal(
         config={**_HUNYUAN, "in_channels": 4, "out_channels": 4, "num_single_layers": 2, "rope_axes_dim": (8, 8)},
-        batch=lambda b, s, t: {**latents(b, s, t), "encoder_attention_mask": mask(b, t)},
+        batch=lambda b, s, t: {
+            **latents(b, s, t),
+            "timestep": whole(b).float(),
+            "encoder_attention_mask": mask(b, t),
+        },
     ),
     "HunyuanVideo15Transformer3DModel": Animal(
         config={
@@ -405,6 +396,7 @@ ZOO: dict[str, Animal] = {
         },
         batch=lambda b, s, t: {
             **video(b, s, t, channels=9),
+            "timestep": whole(b).float(),
             "encoder_attention_mask": mask(b, t),
             "encoder_hidden_states_2": n(b, t, 16),
             "encoder_attention_mask_2": mask(b, t),

@@ -30,8 +30,11 @@ from deepspeed_pulse.models.traced.recording import (
     Value,
 )
 
-SIZES = "sizes"
-"""Name of the value whose shape is the sizes of the batch; it has no content."""
+SIZES = "batch sizes"
+"""Name of the value whose shapes are the sizes of the batch; it has no content."""
+
+TOGETHER = 3
+"""Sizes in one shape: torch multiplies them, and the product of a few always fits."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,12 @@ class LayerCode:
         return tuple((one.kind, one.name) for one in self._loads if one.kind in (PARAMETER, BUFFER))
 
     @property
+    def told(self) -> tuple[str, ...]:
+        """Each call in a word: the path of a leaf, or the name of a function."""
+        calls = (self._trace.calls[index] for index in (*self.piece.makes, *self.piece.calls))
+        return tuple(call.path or str(getattr(call.function, "__name__", call.function)) for call in calls)
+
+    @property
     def measures(self) -> bool:
         """Whether a call is given a number that follows from sizes."""
         steps = (*self._makes.values(), *self._steps)
@@ -179,7 +188,7 @@ class LayerCode:
             self._offer(index, found)
         for dim, symbol in enumerate(self._sizes or ()):
             if not isinstance(symbol, int) and symbol.free_symbols:
-                found.setdefault(symbol, (self._fresh, dim))
+                found.setdefault(symbol, (self._fresh + dim // TOGETHER, dim % TOGETHER))
         return found
 
     def _offer(self, value: int, at_hand: dict[Any, tuple[int, int]]) -> None:
@@ -245,7 +254,7 @@ class LayerCode:
         for name, value in self.piece.pops.items():
             env[value] = popped[name]
         if self._sizes is not None and not self._first:
-            env[self._fresh] = popped[SIZES]
+            env.update(enumerate(popped[SIZES], start=self._fresh))
         device = next((one.device for one in env.values() if isinstance(one, Tensor)), torch.device("cpu"))
         for one in self._loads:
             self._load(one, unit, env, device)
@@ -397,6 +406,17 @@ class LayerCode:
             tuple(piece.stashes),
             tuple(entry.name for entry in self.entries),
         )
+
+
+def as_shapes(sizes: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
+    """Sizes as the shapes of empty tensors, which every device knows without reading memory."""
+    groups = (sizes[at : at + TOGETHER] for at in range(0, len(sizes), TOGETHER))
+    return tuple(like.new_zeros((*group, 0), dtype=torch.bool) for group in groups)
+
+
+def from_shapes(shapes: Sequence[Tensor]) -> tuple[int, ...]:
+    """The sizes that :func:`as_shapes` was given."""
+    return tuple(size for one in shapes for size in one.shape[:-1])
 
 
 class Unknown(Exception):

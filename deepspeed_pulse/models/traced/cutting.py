@@ -221,14 +221,16 @@ class _Live:
         read_by = ({bisect(starts, at) for at in self._readers[v] if at not in region} for v in ends)
         return len(gives) == 1 and sum(len(blocks) <= 2 for blocks in read_by) <= 2
 
-    def cost(self, start: int, at: int) -> tuple[int, int, int]:
-        """Bytes that the layer which ends before ``at`` makes for later ones; all bytes that are held; where."""
+    def cost(self, start: int, at: int) -> tuple[int, int, int, int]:
+        """Of a cut before ``at``: bytes that the layer before it makes for later ones, bytes that are held in all.
+
+        Where these are the same, the cut lies where what was made is read most often (a skip is whole before it is
+        handed on), and early.
+        """
         held = [value for value, born in self._born.items() if born < at <= self._last[value]]
-        return (
-            sum(self._bytes[value] for value in held if self._born[value] >= start),
-            sum(self._bytes[value] for value in held),
-            at,
-        )
+        mine = [value for value in held if self._born[value] >= start]
+        reads = sum(len(self._readers.get(value, ())) for value in mine)
+        return sum(self._bytes[v] for v in mine), sum(self._bytes[v] for v in held), -reads, at
 
 
 def _names(depends: Dependencies, bounds: Sequence[int], anchors: Sequence[Anchor]) -> list[str]:

@@ -14,8 +14,17 @@ from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.models.bypassed import check_hooks
-from deepspeed_pulse.models.traced.batch import Given, TensorForm, form_of
-from deepspeed_pulse.models.traced.code import SIZES, Kept, LayerCode, Unknown, evaluated, first_unknown
+from deepspeed_pulse.models.traced.batch import Given, TensorForm, as_given, form_of
+from deepspeed_pulse.models.traced.code import (
+    SIZES,
+    Kept,
+    LayerCode,
+    Unknown,
+    as_shapes,
+    evaluated,
+    first_unknown,
+    from_shapes,
+)
 from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, cut
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
 from deepspeed_pulse.models.traced.standins import Bare
@@ -180,7 +189,7 @@ class TracedLayer(Unit):
         parameters = [path for kind, path in code.weights if kind == "parameter" and not _within(path, code.leaves)]
         super().__init__(model, origin, *code.leaves, *parameters)
         self.paths = (*code.leaves, *parameters)
-        self.shared, self.number = shared, number
+        self.shared, self.number, self.calls = shared, number, code.told
         for kind, path in code.weights:
             if kind == "buffer" and not _within(path, code.leaves):
                 _hold_buffer(self, model, path)
@@ -210,8 +219,7 @@ class TracedLayer(Unit):
         stashed = [self._own(env[value]) for value in piece.stashes.values()]
         output: Any = given[0] if len(given) == 1 else given or _nothing(hidden)
         if shared.with_sizes and self.number == 0:
-            sizes = self._sizes(hidden, values) or ()
-            stashed.append(_nothing(hidden).new_zeros((*sizes, 0), dtype=torch.bool))
+            stashed.append(as_shapes(self._sizes(hidden, values) or (), _nothing(hidden)))
         return (output, *stashed) if stashed else output
 
     @staticmethod
@@ -224,7 +232,8 @@ class TracedLayer(Unit):
         cast = self._cast()
         training = self.training if "training" in shared.reads and self.training != shared.training else None
         fixed = {entry.name: entry.plain for entry in shared.given.entries if not entry.forms}
-        plain = {name: values[name] for name in self._plain if values[name] != fixed[name]}
+        now = {name: as_given(fixed[name], values[name]) for name in self._plain}
+        plain = {name: value for name, value in now.items() if value != fixed[name]}
         sizes = self._sizes(hidden, values)
         found = shared.base if sizes is None and not plain and cast is None and training is None else None
         if found is None:
@@ -238,7 +247,7 @@ class TracedLayer(Unit):
         """Sizes of the batch, where this layer knows them: the first from its entries, others from the first."""
         shared = self.shared
         if self.number:
-            return tuple(values[SIZES].shape[:-1]) if shared.with_sizes else None
+            return from_shapes(values[SIZES]) if shared.with_sizes else None
         forms: dict[tuple[str, int], TensorForm] = {}
         for entry in shared.given.entries:
             if entry.forms:

@@ -124,7 +124,7 @@ def trace(
         scopes=recorder.scopes,
         outputs=_outputs(name, result, recorder),
         symbols=symbols,
-        guards=tuple(dict.fromkeys(guard.expr for guard in env.guards)),
+        guards=tuple(dict.fromkeys(one.expr for one in env.guards if one.expr.free_symbols <= symbols.keys())),
         branches=tuple(dict.fromkeys(guard.expr for guard in recorder.branches)),
         reads=frozenset(reads),
         shape_env=env,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from support.traced import assert_equal
 from support.zoo import ZOO
 from torch import Tensor, nn
 
-from deepspeed_pulse.engine.specs import graph_of
-from deepspeed_pulse.errors import BatchError, GraphError
-from deepspeed_pulse.models import to_layers
+from deepspeed_pulse.engine.specs import graph_of, spec
+from deepspeed_pulse.errors import BatchError, FileError, GraphError
+from deepspeed_pulse.models import from_pretrained, to_layers
 
 
 def odd_batch(samples: int = 2, seed: int = 0) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def test_a_plain_unet_at_other_sizes():
 
 
 def test_a_plain_unet_under_every_plan():
+    torch.manual_seed(0)
     assert_transparent(
         PlainUNet(),
         plain_unet_batch(),
@@ -131,6 +133,44 @@ def test_a_class_without_a_family(name):
     model = ZOO[name].model(name)
     layers = to_layers(model, example_batch=ZOO[name].example())
     assert_equal(model, layers, ZOO[name].example(), ZOO[name].example(1))
+
+
+def test_a_profile_is_estimated_without_memory(tmp_path: Path) -> None:
+    """Skips are listed with their ends."""
+    from deepspeed_pulse.cli import main
+    from deepspeed_pulse.ir.profile import Profile
+
+    out = tmp_path / "profile.json"
+    assert main(["profile", "support.plain_nets:plain_unet_workload", "--estimate", "--out", str(out)]) == 0
+    profile = Profile.from_json(out.read_text())
+    names = [layer.name for layer in profile.layers]
+    skips = {(names[skip.source], names[skip.target]) for skip in profile.skips}
+    assert {("inc", "up0"), ("down1", "up1"), ("down2", "up2")} <= skips
+
+
+def test_a_folder_is_read_layer_by_layer(tmp_path: Path) -> None:
+    """A class without a family; together the layers have the model's keys, and its output."""
+    name = "SanaTransformer2DModel"
+    model, batch = ZOO[name].model(name), ZOO[name].example()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        FileError, match=r"no family knows a SanaTransformer2DModel, so it is traced: pass example_batch="
+    ):
+        from_pretrained(tmp_path)
+    lazy = from_pretrained(tmp_path, example_batch=batch)
+    assert all(not layer.unit.state_dict() or layer.reads_files for layer in lazy)
+    built = [spec(layer.build(), stash=layer.stash, pop=layer.pop, name=layer.layer_name) for layer in lazy]
+    state = {key: value for layer in built for key, value in layer.layer.state_dict().items()}
+    assert state.keys() == model.state_dict().keys()
+    assert torch.equal(interpret(built, batch), model(**batch).sample)
+
+
+def test_fine_layers_open_the_blocks():
+    name = "Transformer2DModel"
+    model, batch = ZOO[name].model(name), ZOO[name].example()
+    whole, fine = (to_layers(model, example_batch=batch, granularity=how) for how in ("block", "fine"))
+    assert len(fine) > len(whole)
+    assert_equal(model, fine, batch)
 
 
 # ------------------------------------------------------------------------------------------ what is refused
