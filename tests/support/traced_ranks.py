@@ -100,11 +100,10 @@ def train_case(case: dict[str, Any], ranks: int) -> None:
     reference = copy.deepcopy(model)
     layers = to_layers(model, example_batch=case["batch"](0), trace=True)
     engine = engine_of(layers, case, ranks)
-    losses, gradients, weights = train_alone(reference, case["batch"])
+    losses, weights = train_alone(reference, case["batch"])
     for step, wanted in enumerate(losses):
         found = float(engine.train_batch(batches(case["batch"], step)).detach())
         assert abs(found - wanted) <= 1e-5 * abs(wanted), (step, found, wanted)
-    del gradients
     for _, layer in engine.module.local_layers():
         for name, parameter in layer.named_parameters():
             assert error(parameter.detach(), weights[name]) <= 1e-5, (layer, name)
@@ -142,7 +141,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
 
 
-def train_alone(model: Any, make_batch: Any) -> tuple[list[float], Any, dict[str, torch.Tensor]]:
+def train_alone(model: Any, make_batch: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer, losses = sgd(model), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -154,7 +153,7 @@ def train_alone(model: Any, make_batch: Any) -> tuple[list[float], Any, dict[str
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, None, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def batches(make_batch: Any, step: int) -> Iterator[Any]:
@@ -173,8 +172,6 @@ def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def saves(arguments: dict[str, Any]) -> None:
     """A folder of a class without a family: each rank reads its own layers, trains, and all write it back."""
-    from support.model_ranks import resident_bytes
-
     from deepspeed_pulse.models import from_pretrained, save_lora, save_pretrained
 
     share_groups()
@@ -185,13 +182,12 @@ def saves(arguments: dict[str, Any]) -> None:
     kind = getattr(diffusers, name)
     reference = kind.from_pretrained(folder).train()
     case = {"batch": lambda size=0: ZOO[name].example(0), "pulse": {"placement": "wave"}}
-    with resident_bytes():
-        layers = from_pretrained(folder, example_batch=ZOO[name].example(0))
+    layers = from_pretrained(folder, example_batch=ZOO[name].example(0))
     engine = engine_of(layers, case, arguments["ranks"])
     whole = sum(p.numel() for p in reference.parameters())
     mine = sum(p.numel() for p in engine.module.parameters())
     assert 0 < mine < 0.7 * whole, (mine, whole)
-    losses, _, weights = train_alone(reference, case["batch"])
+    losses, weights = train_alone(reference, case["batch"])
     for step, wanted in enumerate(losses):
         found = float(engine.train_batch(batches(case["batch"], step)).detach())
         assert abs(found - wanted) <= 1e-5 * abs(wanted), (step, found, wanted)
