@@ -52,14 +52,14 @@ def test_auto_takes_the_faster_placement(name: str, speed: float, faster: str) -
     plans = {
         placement: make_plan(
             Job(profile=profile(name), cluster=cluster(speed), pipeline_ranks=8, microbatches=16),
-            SearchOptions(placement=placement, solver_seconds=0),
+            SearchOptions(placement=placement, part_skips=True, solver_seconds=0),
         )
         for placement in ("wave", "linear", "auto")
     }
     steps = {placement: plan.estimate.step_ms for placement, plan in plans.items() if plan.estimate is not None}
     assert min(("wave", "linear"), key=steps.__getitem__) == faster
-    assert plans["auto"].placement == plans[faster].placement
-    assert steps["auto"] <= steps[faster]
+    same = plans["auto"].placement == plans[faster].placement
+    assert steps["auto"] <= steps[faster] * (1.0 if same else 0.99), "loops and two waves are taken where they gain 1 %"
 
 
 def test_the_tuner_does_so_too() -> None:

@@ -77,16 +77,18 @@ def test_what_a_plan_sends_is_dashed_or_hollow(sample: Any) -> None:
     temb = tuple(Skip(name="temb", source=0, target=target, bytes=100) for target in range(1, 8))
     profile = replace(sample.profile, skips=(*sample.profile.skips, *temb))
     options = {"cluster": sample.cluster, "pipeline_ranks": 4, "microbatches": 4, "solver_seconds": 0}
-    for placement, stays in (("wave", 4), ("linear", 0)):
+    for placement in ("wave", "linear"):
         plan = make_plan(*asked(profile, placement=placement, **options))
         figure = model_figure(profile, plan=replace(plan, recompute=(2,)))
         stay, sent = skips_of(figure.axes[0])
+        stays = sum(plan.rank_of_layer(s.source) == plan.rank_of_layer(s.target) for s in sample.profile.skips)
+        assert stays == 4 if placement == "wave" else stays < 2
         assert (len(stay), len(sent)) == (stays, 4 - stays)
         here, away = (set(line.get_xdata()) for line in figure.axes[1].lines[2:4])
         assert here == {t for t in range(1, 8) if plan.rank_of_layer(t) == plan.rank_of_layer(0)}
         assert here | away == set(range(1, 8))
         text = text_of(figure)
-        assert ("sent to another rank" in text) is (stays == 0)
+        assert ("sent to another rank" in text) is (stays < 4)
         assert "read on another rank" in text and "run again in backward" in text
         assert f"rank {plan.placement[-1]}" in text
         assert len(figure.axes[2].lines) == plan.num_stages - 1, "a line at each cut"

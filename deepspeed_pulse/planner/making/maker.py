@@ -28,6 +28,9 @@ messages, and a simulation does not count all that those cost."""
 _WORTH_MOVING = 0.999
 """Of the step with the partitioner's own cuts, what others may take at most: among equals, what keeps skips local."""
 
+_WORTH_PARTING = 0.95
+"""The same for cuts that send skips which a wave that was asked for by name could keep."""
+
 _FEW = 4
 """Microbatches per rank up to which cuts are tried that count fill and drain, and placements that shorten both. By the
 bound of ``planner/ideal.py`` even cuts of fine layers take up to 1.18 times the best there are at two of them, 1.11 at
@@ -108,6 +111,7 @@ class Maker:
             most = min(most, _WORTH_MOVING * step_ms(best))
         except TooSlow as reason:
             too_slow.append(reason)
+        first = best
         for rival in self._rivals(best or own, most):
             try:
                 found = self.order(self._promising(rival, most))
@@ -116,7 +120,7 @@ class Maker:
             except InfeasibleError:  # its memory; the partitioner's cuts fit, or are too slow
                 continue
             else:
-                if step_ms(found) <= most:
+                if step_ms(found) <= min(most, self._most_ms(found, first)):
                     best, most = found, step_ms(found)
         if best is None:
             raise min(too_slow, key=lambda reason: reason.bound_ms)
@@ -153,6 +157,13 @@ class Maker:
         plans = {plan.boundaries: plan for plan in (self.cut(own.placement, view) for view in views)}
         plans |= {plan.boundaries: plan for plan in self._filling(own) if plan.boundaries not in plans}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
+
+    def _most_ms(self, rival: Plan, own: Plan | None) -> float:
+        """How long a rival's step may be: a wave that was asked for by name sends more where that is well worth it."""
+        if own is None or own.waves == 0 or self.options.parts_skips:
+            return math.inf
+        sent, others = ({route.name for route in plan.routes if route.hops} for plan in (own, rival))
+        return math.inf if others <= sent else _WORTH_PARTING * step_ms(own)
 
     @property
     def _halves(self) -> bool:
