@@ -142,7 +142,7 @@ ERRORS = {
     "bare --out p.json": "bare: expected config.json in the folder or in its unet or transformer/",
     "text.json --out p.json": "text.json: not a JSON file",
     "list.json --out p.json": "list.json: expected a JSON object, found list",
-    "flux.json --out p.json": "in _class_name, found FluxControlNetModel",
+    "flux.json --out p.json": "flux.json: no family knows a FluxControlNetModel, so it is traced",
     "bad.json --out p.json": "bad.json: UNet2DModel refuses the config: ",
     "sizeless.json --out p.json": "sample_size is null",
     "pipeline --out missing/p.json": "cannot write missing/p.json",
