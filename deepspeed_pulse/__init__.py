@@ -13,6 +13,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Backbone": "deepspeed_pulse.engine.backbones",
     "PipelineModule": "deepspeed_pulse.engine.module",
     "FrozenSpec": "deepspeed_pulse.engine.frozen",
     "LayerSpec": "deepspeed_pulse.engine.specs",
@@ -23,7 +24,16 @@ _LAZY = {
 
 _CHECK = "deepspeed_pulse.engine.waist.check"
 
-__all__ = ["FrozenSpec", "LayerSpec", "PipelineModule", "PulseError", "TiedLayerSpec", "__version__", "spec"]
+__all__ = [
+    "Backbone",
+    "FrozenSpec",
+    "LayerSpec",
+    "PipelineModule",
+    "PulseError",
+    "TiedLayerSpec",
+    "__version__",
+    "spec",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -265,6 +265,7 @@ def _count_parameters(arguments: ast.arguments) -> int:
 
 def test_public_names() -> None:
     assert deepspeed_pulse.__all__ == [
+        "Backbone",
         "FrozenSpec",
         "LayerSpec",
         "PipelineModule",

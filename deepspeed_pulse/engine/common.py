@@ -74,7 +74,7 @@ class CommonEngine(PipelineEngine):
             ConfigError: an option is unknown, or what would be broadcast is no scalar.
         """
         self.module.check_usable("eval_batch")
-        with self._evaluation.under_way(compute_loss, reduce_output, bcast_loss, num_micro_batches):
+        with self._evaluation.under_way(compute_loss, reduce_output, bcast_loss, num_micro_batches, return_logits):
             return super().eval_batch(
                 data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
             )

@@ -59,6 +59,8 @@ class Discovery:
             self._guarded(lambda: self._begin(batches), "the first microbatch")
             for stage in range(self.plan.num_stages):
                 if self.plan.placement[stage] == self.seat.rank:
+                    if stage in self.plan.placement.starts[1:]:
+                        self._guarded(partial(self._begin_another, stage, batches), f"stage {stage}")
                     self._guarded(partial(self._run_stage, stage), f"stage {stage}")
                 self._hand_on(stage)
         if self._own is not None:
@@ -76,9 +78,14 @@ class Discovery:
         # the first rank sees all of the data, but an encoder's result only if it reads or sends it
         wanted = [name for name in names if name in here or (first and (name in sent or name not in self.encoded))]
         mine = {name: batches.entry(name, 0) for name in wanted if batches.has_entry(name)}
-        self._hidden, self._values, reach = begin(batches.inputs(0) if first else (), mine)
+        self._hidden, self._values, reach = begin(batches.inputs(0, 0) if first else (), mine)
         if first:
             self._reach = reach
+
+    def _begin_another(self, stage: int, batches: Batches) -> None:
+        """A further backbone, of which every rank reads its own data."""
+        backbone = self.plan.placement.backbone_of(stage)
+        self._hidden, _, self._reach = begin(batches.inputs(0, backbone), {}, backbone=backbone)
 
     def _guarded(self, work: Callable[[], None], where: str) -> None:
         """Do it unless something failed before, here or on a rank before this one; what fails is told at the end."""
@@ -102,7 +109,8 @@ class Discovery:
         """What a stage gives to other ranks: the hidden state to the next one's, values along their routes."""
         placement = self.plan.placement
         hops = [(r.name, placement[b]) for r in self.plan.routes for a, b in r.hops if a == stage]
-        following = None if stage + 1 == len(placement) else placement[stage + 1]
+        after = placement.after(stage)
+        following = None if after is None else placement[after]
         for target in sorted({following, *(rank for _, rank in hops)} - {None, placement[stage]}):  # type: ignore[type-var]
             if placement[stage] == self.seat.rank:
                 names = [name for name, rank in hops if rank == target]

@@ -15,10 +15,10 @@ from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemptio
 from deepspeed_pulse.engine.common import CommonEngine
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.data.agreement import check_batch_size
-from deepspeed_pulse.engine.data.batches import LABELS
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading
 from deepspeed_pulse.engine.device import EngineDevice
+from deepspeed_pulse.engine.gradients.clipping import OwnNorms
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
@@ -52,6 +52,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     _started = False
     """False while upstream's ``__init__`` runs: there "first" and "last" mean the topology."""
+    losses: dict[str, Any]
+    """By backbone, the mean loss of the last step over microbatches and replicas, where there are several."""
     _compute_loss = True
     """Upstream sets it in every ``train_batch`` and ``eval_batch``."""
 
@@ -71,7 +73,9 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def _prepare_running(self, module: Any) -> None:
         """Everything that upstream's engine does not know of."""
         seat, watchdog, timeout = Seat.of(self), self._watchdog, module.pulse.timeout_seconds
-        losses = Losses(self, lambda microbatch: self._runtime.named(LABELS, microbatch))
+        self._losses = Losses(self, module.job.heads, lambda name, m: self._runtime.named(name, m))
+        losses = self._losses
+        self._own_norms = OwnNorms(self, module.backbone_of, len(module.job.heads)) if module.has_several else None
         self._device = EngineDevice(seat.device, losses.accumulating, losses.scale)
         self._breakdown = Breakdown(self)
         self._orders = Orders(module, watchdog)
@@ -120,12 +124,28 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         frozen = 0 if fill is None else fill.param_bytes(self.stage_id)
         return state_bytes(self.module.parameters(), shards=shards) + int(frozen)
 
+    def _aggregate_total_loss(self) -> Any:
+        """As upstream; of several backbones the sum of their means."""
+        if self.module.has_several:
+            return self._losses.gather(self.micro_batches)
+        return super()._aggregate_total_loss()
+
+    def _reduce_outputs(self, outputs: Any, reduce: str | None = "avg", **options: Any) -> Any:
+        """As upstream; losses of several backbones are put together where they are broadcast."""
+        return None if self.module.has_several else super()._reduce_outputs(outputs, reduce, **options)
+
+    def _bcast_pipe_scalar(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, after an evaluation; of several backbones the sum of their means."""
+        if self.module.has_several:
+            return self._losses.gather(self._evaluated)
+        return super()._bcast_pipe_scalar(*args, **kwargs)
+
     def is_first_stage(self) -> bool:
         """True on the rank that holds the first stage."""
         return bool(self.stage_id == self.module.plan.placement[0] if self._started else super().is_first_stage())
 
     def is_last_stage(self) -> bool:
-        """True on the rank that computes the loss."""
+        """True on the rank that computes the loss, of several backbones the last one's."""
         return bool(self.stage_id == self.module.plan.placement[-1] if self._started else super().is_last_stage())
 
     def _loss_stage_global_rank(self) -> int:
@@ -153,6 +173,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         return self._schedule(self.micro_batches, "train")
 
     def _inference_schedule(self, micro_batches: int) -> schedule.PulseSchedule:
+        self._evaluated = micro_batches
         return self._schedule(micro_batches, "eval" if self._compute_loss else "forward")
 
     def _schedule(self, micro_batches: int, mode: str) -> schedule.PulseSchedule:
@@ -161,6 +182,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         if found != self._replaced:
             self._replaced = found
             self.__dict__["_INSTRUCTION_MAP"] = {**PulseEngine._INSTRUCTION_MAP, **found}
+        self._losses.begin()
         return self._steps.begin(micro_batches, mode)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
@@ -175,6 +197,18 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             is_first=self.global_rank == 0,
         )
         return super()._configure_basic_optimizer(model_parameters)
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream; of several backbones, each is clipped by its own norm before."""
+        norm = None if self._own_norms is None else self._own_norms.clip()
+        super()._take_model_step(*args, **kwargs)
+        if norm is not None:
+            self._global_grad_norm = norm
+
+    def clip_fp32_gradients(self) -> None:
+        """As upstream, unless several backbones have been clipped already."""
+        if self._own_norms is None:
+            super().clip_fp32_gradients()
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.engine.backbones import FROZEN, Head
 from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.plans.costs import built
 from deepspeed_pulse.engine.specs import describe, unwrap
@@ -48,12 +49,14 @@ class DeclaredParts:
     A GraphError names a part that nobody reads, that needs itself, stashes, or has a trainable parameter.
     """
 
-    def __init__(self, specs: Mapping[str, FrozenSpec], graph: Graph, input_name: str) -> None:
+    def __init__(self, specs: Mapping[str, FrozenSpec], graph: Graph, heads: Sequence[Head]) -> None:
         for name, given in specs.items():
             if not isinstance(given, FrozenSpec):
                 raise ConfigError(f"frozen: expected a FrozenSpec for {name!r}, found {type(given).__name__}")
         self._specs = dict(specs)
-        self.makes_input = input_name in specs
+        first = {head.layers.start: head.value(head.input) for head in heads}
+        self.makes_inputs = {index: name for index, name in enumerate(first.values()) if name in specs}
+        """By backbone, the part that makes its first layer's input."""
         one_or_more = {name: given.layers for name, given in specs.items()}
         self._layers = {name: list(x) if isinstance(x, (list, tuple)) else [x] for name, x in one_or_more.items()}
         self._graphs = {name: _graph_of(name, layers) for name, layers in self._layers.items()}
@@ -62,14 +65,12 @@ class DeclaredParts:
         """Everything a part reads, its input first."""
         self._needs = {name: tuple(r for r in reads if r in specs) for name, reads in self._reads.items()}
         self._targets = {
-            name: tuple(
-                i for i, layer in enumerate(graph.layers) if name in layer.pop or (i == 0 and name == input_name)
-            )
+            name: tuple(i for i, layer in enumerate(graph.layers) if name in layer.pop or first.get(i) == name)
             for name in specs
         }
         _refuse_trainable(self._layers)
         self.names = self._order()
-        self.reading_graph = self._reading_graph(graph, input_name)
+        self.reading_graph = self._reading_graph(graph, first)
 
     def _order(self) -> tuple[str, ...]:
         """Names, what a part needs before it."""
@@ -79,12 +80,13 @@ class DeclaredParts:
         except FileError as problem:
             raise GraphError(f"frozen: {problem}") from None
 
-    def _reading_graph(self, graph: Graph, input_name: str) -> Graph:
+    def _reading_graph(self, graph: Graph, first: Mapping[int, str]) -> Graph:
         """The model's graph behind a layer for each part: its batch entries are what the data must have."""
-        parts = [Layer(name=f"(frozen) {name}", stash=(name,), pop=self._reads[name]) for name in self.names]
+        parts = [Layer(name=f"{FROZEN}{name}", stash=(name,), pop=self._reads[name]) for name in self.names]
         layers = list(graph.layers)
-        if self.makes_input:
-            layers[0] = replace(layers[0], pop=(input_name, *layers[0].pop))
+        for index, name in first.items():
+            if name in self.makes_inputs.values():
+                layers[index] = replace(layers[index], pop=(name, *layers[index].pop))
         return Graph(layers=(*parts, *layers))
 
     def build(self, names: Sequence[str], device: torch.device) -> dict[str, FrozenLayers]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 
+from deepspeed_pulse.engine.backbones import Head
 from deepspeed_pulse.engine.gradients.scaling import scaled
 from deepspeed_pulse.errors import ConfigError
 
@@ -19,18 +21,29 @@ class Losses:
     ``labels`` gives those of a microbatch.
     """
 
-    def __init__(self, engine: Any, labels: Callable[[int], Any]) -> None:
-        self._engine, self._labels = engine, labels
+    def __init__(self, engine: Any, heads: Sequence[Head], labels: Callable[[str, int], Any]) -> None:
+        self._engine, self._heads, self._labels = engine, heads, labels
+        self._totals: dict[int, torch.Tensor] = {}
+        engine.losses = {}
 
-    def finish(self, output: Any, microbatch: int) -> Any:
+    def begin(self) -> None:
+        """A step begins, of any kind."""
+        self._totals.clear()
+
+    def finish(self, output: Any, microbatch: int, backbone: int) -> Any:
         """The loss of a microbatch, from the last layer's output; the output itself where no loss is asked for.
 
         In training, a ConfigError where it is no scalar or depends on nothing that trains.
         """
-        engine, loss_fn = self._engine, self._engine.module.loss_fn
-        loss = loss_fn(output, self._labels(microbatch)) if engine._compute_loss and loss_fn is not None else output
+        engine, head = self._engine, self._heads[backbone]
+        loss_fn, loss = engine.module.loss_function(head), output
+        if engine._compute_loss and loss_fn is not None:
+            loss = loss_fn(output, self._labels(head.labels, microbatch))
         if torch.is_grad_enabled():
-            _check_loss(loss, loss_fn)
+            _check_loss(loss, loss_fn, head)
+        if head.name is not None:
+            self._add(backbone, loss)
+            return loss
         if engine.eval_return_logits:
             engine.outputs = output
         engine.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else [part.detach() for part in loss])
@@ -41,6 +54,30 @@ class Losses:
             totals.update({name: _added(totals.get(name), part) for name, part in additional.items()})
             engine.total_additional_losses = totals
         return loss
+
+    def _add(self, backbone: int, loss: Any) -> None:
+        """Of several backbones; a ConfigError for losses beside the loss, which nothing says whose they are."""
+        if self._engine.module.get_additional_losses() is not None:
+            raise ConfigError(
+                "get_additional_losses(): expected None with several backbones, each of which has one loss; add what "
+                "it returns to the loss of its backbone"
+            )
+        before = self._totals.get(backbone)
+        self._totals[backbone] = loss.detach().clone() if before is None else before + loss.detach()
+
+    def gather(self, micro_batches: int) -> torch.Tensor:
+        """The sum of the backbones' mean losses, the same on every rank; collective. ``engine.losses`` has each."""
+        engine, count = self._engine, len(self._heads)
+        found = torch.zeros(count, dtype=torch.float32, device=engine.device)
+        for index, total in self._totals.items():
+            found[index] = total.float() / micro_batches
+        dist.all_reduce(found, group=engine.grid.get_pipe_parallel_group())
+        engine.dp_group_loss = found.sum()
+        if engine.is_data_parallel:
+            dist.all_reduce(found, group=engine.mpu.get_data_parallel_group())
+            found = found / engine.dp_world_size
+        engine.losses = {str(head.name): found[index].clone() for index, head in enumerate(self._heads)}
+        return found.sum()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as the optimizer expects the sum of its gradients over a step."""
@@ -63,8 +100,9 @@ class Losses:
             engine._running_engine_backward = False
 
 
-def _check_loss(loss: Any, loss_fn: Any) -> None:
+def _check_loss(loss: Any, loss_fn: Any, head: Head) -> None:
     source = "the last layer (there is no loss_fn)" if loss_fn is None else "loss_fn"
+    source = source if head.name is None else f"backbone {head.name}: {source}"
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         knob = "pass loss_fn= to PipelineModule" if loss_fn is None else "return the mean over the microbatch"

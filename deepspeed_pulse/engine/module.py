@@ -13,8 +13,8 @@ from deepspeed.runtime.pipe import module as upstream
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.engine import hook
+from deepspeed_pulse.engine.backbones import DEFAULT_INPUT, Backbone, Head, index_of
 from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
-from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.ranks import Ranks
@@ -29,6 +29,7 @@ from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.starting.start import Config, check_world
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError, RunError
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.runtime.stage import module_of
 
 skip_inference_kernel()
 
@@ -64,7 +65,11 @@ class PipelineModule(upstream.PipelineModule):
             None is absent.
         frozen: encoders by the name under which layers pop their results
             (:class:`~deepspeed_pulse.engine.frozen.FrozenSpec`). They run in the pipeline's idle time, one step ahead,
-            so data is read one step ahead too. Every rank reads data; batches have one shape.
+            so data is read one step ahead too. Every rank reads data; batches have one shape. With several backbones
+            names have the backbone's before them: ``"base.text"``.
+        backbones: in place of ``layers``: several models by name, each a
+            :class:`~deepspeed_pulse.engine.backbones.Backbone`, that train together, each as if it were alone. A batch
+            is ``(inputs, labels)``, both a dict by backbone.
 
     Raises:
         PulseError: anything known to be wrong before the first step, the same on every rank.
@@ -77,7 +82,7 @@ class PipelineModule(upstream.PipelineModule):
 
     def __init__(
         self,
-        layers: Sequence[Any],
+        layers: Sequence[Any] | None = None,
         num_stages: int | None = None,
         topology: Any = None,
         loss_fn: Any = None,
@@ -94,11 +99,12 @@ class PipelineModule(upstream.PipelineModule):
         example_batch: Any = None,
         input: str = DEFAULT_INPUT,
         frozen: Mapping[str, FrozenSpec] | None = None,
+        backbones: Mapping[str, Backbone] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.job, self.shared, num_stages, self.watchdog = set_up(type(self), given)
         self.layer_list, self.graph, self.pulse = self.job.layers, self.job.graph, self.job.pulse
-        self.input_name, self.frozen = self.job.input_name, self.job.frozen
+        self.frozen = self.job.frozen
         self.plan: Plan | None = None
         self.full_precision_copies: dict[torch.Tensor, torch.Tensor] = {}
         self.ranks = Ranks(self)
@@ -108,6 +114,7 @@ class PipelineModule(upstream.PipelineModule):
         self._partition_method = partition_method
         self._problem: PulseError | None = None
         self._is_made = False
+        self._owners: dict[int, int] = {}
         hook.install()
         hook.guard()
         with watched_start(self.watchdog, self.pulse, 'PipelineModule(): settling what is "auto"'):
@@ -138,6 +145,32 @@ class PipelineModule(upstream.PipelineModule):
     def pulse_enabled(self) -> bool:
         """True when the layers run by a plan; False when they run the upstream way."""
         return self.job.enabled
+
+    @property
+    def has_several(self) -> bool:
+        """True where several backbones train together."""
+        return len(self.job.heads) > 1
+
+    def loss_function(self, head: Head) -> Any:
+        """Of one backbone; where there is one, a program may set ``loss_fn`` at any time."""
+        return self.loss_fn if head.name is None else head.loss_fn
+
+    def backbone_parameters(self, name: str) -> list[torch.nn.Parameter]:
+        """The parameters of a backbone that are on this rank, for an optimizer's groups; there may be none.
+
+        Raises:
+            ConfigError: there is no such backbone; says which there are.
+        """
+        index = index_of(self.job.heads, name)
+        return [p for p in self.parameters() if self.backbone_of(p) == index]
+
+    def backbone_of(self, parameter: torch.Tensor) -> int | None:
+        """Index of the backbone that a parameter on this rank belongs to; None for what stands in for one."""
+        if not self._owners:
+            modules = [(i, module_of(layer)) for i, layer in self.local_layers()]
+            found = [(p, i) for i, layer in modules if layer is not None for p in layer.parameters()]
+            self._owners = {id(p): self.graph.backbone_of(i) for p, i in found}
+        return self._owners.get(id(parameter))
 
     def engine_class(self) -> type[deepspeed.PipelineEngine]:
         """The engine that ``deepspeed.initialize`` builds for this module."""

@@ -129,9 +129,9 @@ def type_name(layer: Any) -> str:
     return str(getattr(bare, "__name__", type(bare).__name__))
 
 
-def graph_of(layers: Sequence[Any]) -> Graph:
-    """The declarations of a layer list; a GraphError where they do not fit together."""
-    return Graph(layers=tuple(describe(index, layer) for index, layer in enumerate(layers)))
+def graph_of(layers: Sequence[Any], first: int = 0) -> Graph:
+    """The declarations of a layer list, numbered from ``first``; a GraphError where they do not fit together."""
+    return Graph(layers=tuple(describe(index, layer) for index, layer in enumerate(layers, first)))
 
 
 @dataclass(frozen=True, kw_only=True)

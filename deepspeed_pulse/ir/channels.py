@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.dependencies import Key, key_of, needs, ordered
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel, Message, Program, Step, channel_of, lower
 from deepspeed_pulse.ir.schedule import OP_RULES
@@ -68,7 +69,7 @@ def _ends(program: Program) -> tuple[_Ends, _Ends]:
     return sent_at, used_at
 
 
-def traffic_of(program: Program, placement: Sequence[int]) -> Traffic:
+def traffic_of(program: Program, placement: Placement) -> Traffic:
     """Analyse a program's messages.
 
     Raises PlanError when a message has only one end, or the order of actions deadlocks.
@@ -96,7 +97,7 @@ def traffic_of(program: Program, placement: Sequence[int]) -> Traffic:
     )
 
 
-def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
+def unit_clock(program: Program, placement: Placement) -> list[list[int]]:
     """Start of every step when forward takes 1, backward 2 and messages nothing.
 
     Raises PlanError when the order deadlocks; it shows the action every rank is stuck at and what it waits for.
@@ -112,7 +113,7 @@ def unit_clock(program: Program, placement: Sequence[int]) -> list[list[int]]:
     return starts
 
 
-def arrivals(program: Program, placement: Sequence[int]) -> tuple[tuple[tuple[Message, ...], ...], ...]:
+def arrivals(program: Program, placement: Placement) -> tuple[tuple[tuple[Message, ...], ...], ...]:
     """Per rank and step, the messages that have left since the step before, in unit time, the earliest first.
 
     Receives that are posted there wait for nothing that this step or a later one causes, on any rank: actions that each

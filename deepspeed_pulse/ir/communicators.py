@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from deepspeed_pulse.ir.cluster import MEASURED, Cluster, CommunicatorBytes
 from deepspeed_pulse.ir.fill import Fill, HandOver, up_front
 from deepspeed_pulse.ir.layout import Grid
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel
 
@@ -74,7 +75,7 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def fewest_bytes(grid: Grid, placement: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+def fewest_bytes(grid: Grid, placement: Placement, cluster: Cluster) -> tuple[int, ...]:
     """Per pipeline rank what its communicators hold where no named value travels."""
     if cluster.communicators is None:
         return (0,) * grid.pipeline_ranks
@@ -93,9 +94,9 @@ def communicator_bytes(plan: Plan, rank: int, cluster: Cluster | None, ties: Ite
     )
 
 
-def _channels(placement: Sequence[int], hops: Iterable[tuple[int, int]]) -> tuple[Channel, ...]:
+def _channels(placement: Placement, hops: Iterable[tuple[int, int]]) -> tuple[Channel, ...]:
     """One each way between ranks that a plan's values cross: what goes forward may send a gradient back."""
-    edges = [*itertools.pairwise(range(len(placement))), *hops]
+    edges = [*placement.hidden_edges, *hops]
     crossed = {(placement[a], placement[b]) for a, b in edges if placement[a] != placement[b]}
     return tuple(Channel(a, b) for a, b in sorted(crossed | {(b, a) for a, b in crossed}))
 

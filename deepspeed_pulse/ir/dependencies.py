@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.fill import Fill, FrozenWork, HandOver
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Program, Step
 from deepspeed_pulse.ir.schedule import OP_RULES, SPLIT, WHOLE, Action, Direction
 
@@ -32,9 +33,6 @@ class Result:
         return f"{self.part}[{self.done}]@{self.microbatch} on rank {self.rank}"
 
 
-_STEPS = {Direction.FORWARD: 1, Direction.BACKWARD: -1, None: 0}
-"""From a stage to the one its result goes to."""
-
 Item = Step | FrozenWork
 Rows = tuple[tuple[Item, ...], ...]
 
@@ -43,32 +41,34 @@ def key_of(action: Action) -> Key:
     return (action.stage, OP_RULES[action.op].gives, action.microbatch)
 
 
-def local_needs(action: Action, placement: Sequence[int]) -> list[Key]:
+def local_needs(action: Action, placement: Placement) -> list[Key]:
     """What an action takes over from others of its own rank."""
     rule = OP_RULES[action.op]
     found = [] if rule.after is None else [(action.stage, OP_RULES[rule.after].gives, action.microbatch)]
-    before = action.stage - _STEPS[rule.way]
-    if _together(action.stage, before, placement):
+    before = _neighbour(action.stage, rule.way, placement, giving=True)
+    if before is not None and placement[before] == placement[action.stage]:
         found.append((before, rule.gives, action.microbatch))
     return found
 
 
-def local_dependents(action: Action, placement: Sequence[int], *, split: bool) -> list[Action]:
+def local_dependents(action: Action, placement: Placement, *, split: bool) -> list[Action]:
     """The actions whose :func:`local_needs` name this one. ``split``: backward runs as ``I`` and ``W``."""
     ops = SPLIT if split else WHOLE
     found = [Action(action.stage, op, action.microbatch) for op in ops if OP_RULES[op].after is action.op]
-    following = action.stage + _STEPS[OP_RULES[action.op].way]
-    if _together(action.stage, following, placement):
+    following = _neighbour(action.stage, OP_RULES[action.op].way, placement, giving=False)
+    if following is not None and placement[following] == placement[action.stage]:
         found.append(Action(following, action.op, action.microbatch))
     return found
 
 
-def _together(stage: int, other: int, placement: Sequence[int]) -> bool:
-    """A stage's neighbour is there, and on the same rank."""
-    return other != stage and 0 <= other < len(placement) and placement[other] == placement[stage]
+def _neighbour(stage: int, way: Direction | None, placement: Placement, *, giving: bool) -> int | None:
+    """The stage that gives an action of this one what comes that way, or the one that takes what it gives."""
+    if way is None:
+        return None
+    return placement.before(stage) if giving == (way is Direction.FORWARD) else placement.after(stage)
 
 
-def needs(step: Step, placement: Sequence[int]) -> tuple[Key, ...]:
+def needs(step: Step, placement: Placement) -> tuple[Key, ...]:
     """Keys that must be given before a step: its messages' producers, and what its own rank hands over."""
     m = step.action.microbatch
     found = [(msg.source_stage, "F" if msg.direction is Direction.FORWARD else "B", m) for msg in step.receives]
@@ -122,7 +122,7 @@ class Stuck:
 
 
 def walk(
-    program: Program, placement: Sequence[int], fill: Fill | None = None
+    program: Program, placement: Placement, fill: Fill | None = None
 ) -> tuple[list[tuple[int, Item]], tuple[Stuck, ...]]:
     """All items in an order that respects rows and dependencies, and the ranks that cannot reach their end.
 
@@ -158,14 +158,14 @@ def walk(
     )
 
 
-def _text(missing: Key | Result, placement: Sequence[int]) -> str:
+def _text(missing: Key | Result, placement: Placement) -> str:
     if isinstance(missing, Result):
         return str(missing)
     stage = missing[0]
     return "".join(map(str, missing)) + (f" of rank {placement[stage]}" if stage < len(placement) else "")
 
 
-def ordered(program: Program, placement: Sequence[int], fill: Fill | None = None) -> list[tuple[int, Item]]:
+def ordered(program: Program, placement: Placement, fill: Fill | None = None) -> list[tuple[int, Item]]:
     """The walk of a program that reaches every end; the PlanError of a deadlock says where each rank is stuck."""
     order, stuck = walk(program, placement, fill)
     if stuck:

@@ -70,7 +70,7 @@ def with_versions(graph: Graph, effects: Sequence[Effects]) -> Graph:
         found = {version.name: f"{version.name} after layer {index}" for version in effect.versions}
         current.update(found)
         layers.append(replace(layer, pop=pop, stash=(*layer.stash, *found.values())))
-    return Graph(layers=tuple(layers), derived=True)
+    return Graph(layers=tuple(layers), derived=True, starts=graph.starts)
 
 
 def changed_from_outside(

@@ -7,6 +7,8 @@ with the data and needs no gradient.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,11 +38,13 @@ class NamedValue:
 class Graph:
     """Layers in forward order. Raises :class:`GraphError` listing every violation at once.
 
-    ``derived``: made from another list, which was checked; some of its values may have lost all their consumers.
+    ``starts``: the first layer of each backbone. ``derived``: made from another list, which was checked; some of its
+    values may have lost all their consumers.
     """
 
     layers: tuple[Layer, ...]
     derived: bool = False
+    starts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         problems = [] if self.derived else list(self._problems())
@@ -62,6 +66,19 @@ class Graph:
         stashed = {name for layer in self.layers for name in layer.stash}
         names = dict.fromkeys(name for layer in self.layers for name in layer.pop if name not in stashed)
         return tuple(NamedValue(name=name, source=None, targets=self._targets(name)) for name in names)
+
+    def is_last(self, index: int) -> bool:
+        """True for the last layer of a backbone, whose output is what a loss is made of."""
+        return index + 1 in (*self.starts, len(self.layers))
+
+    def backbone_of(self, index: int) -> int:
+        """Index of the backbone that a layer belongs to."""
+        return bisect_right(self.starts, index) - 1
+
+    @property
+    def backbones(self) -> tuple[range, ...]:
+        """The layers of each backbone."""
+        return tuple(range(a, b) for a, b in itertools.pairwise((*self.starts, len(self.layers))))
 
     @property
     def uses_names(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from deepspeed_pulse.errors import FileError, PulseError
+from deepspeed_pulse.ir.backbones import BackboneLayers, BackboneStages, check_parts
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import Fields
 from deepspeed_pulse.ir.fill import Fill, FrozenPart
@@ -82,6 +83,7 @@ class Plan(File):
     ``recompute``: layers that run their forward again in backward instead of keeping activations, ascending; the file
     leaves the field out where there are none. ``layout``: how ranks are numbered; the file leaves upstream's own out.
     ``fill``: frozen work in idle time; left out where there is none.
+    ``backbones``: stages of each where there are several; each begins at a stage of its own.
     """
 
     FORMATS = ("pulse-plan/2", "pulse-plan/1")
@@ -93,6 +95,7 @@ class Plan(File):
     microbatch_size: Count
     boundaries: Annotated[tuple[int, ...], Form(after="waves")]
     placement: Placement
+    backbones: Annotated[tuple[BackboneStages, ...], Form(left_out=True)] = ()
     schedule: Annotated[Schedule, Form(read=_read_schedule, write=format_schedule)]
     routes: Annotated[tuple[Route, ...], Form(required=True)] = ()
     recompute: Annotated[tuple[int, ...], Form(left_out=True)] = ()
@@ -104,7 +107,8 @@ class Plan(File):
     solver: Solver | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placement", Placement(self.placement))
+        starts = [part.stages[0] for part in self.backbones] or [0]
+        object.__setattr__(self, "placement", Placement(self.placement, starts))
 
     @property
     def waves(self) -> int:
@@ -141,6 +145,10 @@ class Plan(File):
         """All layer indices on a rank, ascending."""
         return tuple(layer for stage in self.stages_of(rank) for layer in self.stage_layers(stage))
 
+    def backbone_name(self, stage: int) -> str | None:
+        """The backbone that a stage belongs to; None where there is one."""
+        return self.backbones[self.placement.backbone_of(stage)].name if self.backbones else None
+
     def readers_of(self, part: FrozenPart) -> dict[int, tuple[int, ...]]:
         """Ranks whose layers read a frozen part's result, with the stages that do."""
         found: dict[int, set[int]] = {}
@@ -160,6 +168,8 @@ class Plan(File):
         if fields.integer("waves") != self.waves and self.placement.kind in (Kind.LINEAR, Kind.WAVE):
             placement = f"{self.placement.name} placement {list(self.placement)}"
             raise fields.error("waves", f"{self.waves} for the {placement}")
+        parts = self.backbones
+        check_parts(fields, "backbones", [p.stages for p in parts], [p.name for p in parts], stages)
         if len(bounds) != stages + 1:
             raise fields.error("boundaries", f"{stages + 1} layer indices for {stages} stages")
         if bounds[0] != 0 or any(a >= b for a, b in itertools.pairwise(bounds)):
@@ -176,6 +186,14 @@ class Plan(File):
             raise fields.error("recompute", f"layer indices below {self.num_layers}, ascending, each once")
         if len({route.name for route in self.routes}) != len(self.routes):
             raise fields.error("routes", "each name at most once")
+
+
+def backbone_stages(layers: Sequence[BackboneLayers], placement: Placement) -> tuple[BackboneStages, ...]:
+    """The backbones of a plan with that placement."""
+    return tuple(
+        BackboneStages(name=part.name, stages=(stages.start, stages.stop))
+        for part, stages in zip(layers, placement.backbones if layers else (), strict=True)
+    )
 
 
 def make_routes(boundaries: Sequence[int], placement: Sequence[int], values: Sequence[NamedValue]) -> tuple[Route, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.ir.backbones import BackboneLayers, check_parts
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import Fields
 
@@ -86,7 +87,11 @@ class Skip:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(File):
-    """Costs of a model's layers and its skips, for one microbatch size on one device."""
+    """Costs of a model's layers and its skips, for one microbatch size on one device.
+
+    ``backbones``: where there are several, the layers of each; no skip passes between two. ``microbatch_size`` is the
+    first one's.
+    """
 
     FORMATS = ("pulse-profile/1",)
     WHAT = "profile"
@@ -97,6 +102,7 @@ class Profile(File):
     microbatch_size: Count
     layers: Annotated[tuple[LayerCost, ...], Form(some="layer")]
     skips: Annotated[tuple[Skip, ...], Form(required=True)] = ()
+    backbones: Annotated[tuple[BackboneLayers, ...], Form(left_out=True)] = ()
 
     @property
     def num_layers(self) -> int:
@@ -123,7 +129,20 @@ class Profile(File):
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def part(self, index: int) -> Profile:
+        """Of one of several backbones alone; skips keep their names."""
+        start, end = self.backbones[index].layers
+        inside = [
+            replace(s, source=s.source - start, target=s.target - start) for s in self.skips if start <= s.source < end
+        ]
+        return replace(
+            self, name=self.backbones[index].name, layers=self.layers[start:end], skips=tuple(inside), backbones=()
+        )
+
     def check_form(self, fields: Fields) -> None:
+        parts = self.backbones
+        check_parts(fields, "backbones", [p.layers for p in parts], [p.name for p in parts], self.num_layers)
+        owners = [index for index, part in enumerate(parts) for _ in range(*part.layers)]
         first: dict[str, Skip] = {}
         seen: set[tuple[str, int]] = set()
         for index, skip in enumerate(self.skips):
@@ -136,6 +155,8 @@ class Profile(File):
                 raise FileError(
                     f"{place}: a skip runs forward: expected target > source = {skip.source}, found {skip.target}"
                 )
+            if owners and owners[skip.source] != owners[skip.target]:
+                raise FileError(f"{place}: expected a skip within one backbone, found one between two")
             known = first.setdefault(skip.name, skip)
             if (known.source, known.bytes, known.gradient) != (skip.source, skip.bytes, skip.gradient):
                 expected, found = (f"{s.source}, {s.bytes}, {s.gradient}" for s in (known, skip))

@@ -2,8 +2,8 @@
 
 The one lowering of simulator, validator and runtime, so that what is scored and checked is what runs.
 
-* ``sFm`` needs the hidden state from stage s-1 (a message when that stage is on another rank) and the named values that
-  a route brings to stage s; it sends on to s+1 and along the routes' hops that leave from s.
+* ``sFm`` needs the hidden state from stage s-1 of its backbone (a message when that stage is on another rank) and the
+  named values that a route brings to stage s; it sends on to s+1 and along the routes' hops that leave from s.
 * ``sBm`` runs the same edges backwards: gradients come from where F sent to, and go to where F received from. All
   consumers of a value on a rank have run their backward by then, because the hop arrived for the first of them. Whether
   a value's gradient is sent at all (``requires_grad``) is agreed on by both ends when the value first travels.
@@ -14,7 +14,6 @@ produces them, at both ends (NCCL and HCCL ignore tags). The other way round the
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,8 +85,7 @@ class Lowering:
     def __init__(self, plan: Plan) -> None:
         self._in: dict[int, list[tuple[str, int]]] = defaultdict(list)
         self._out: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        places = itertools.pairwise(enumerate(plan.placement))
-        hidden = [(HIDDEN, stage, following) for (stage, rank), (following, other) in places if rank != other]
+        hidden = [(HIDDEN, stage, following) for stage, following in plan.placement.hidden_edges]
         values = [(route.name, source, target) for route in plan.routes for source, target in route.hops]
         for name, source, target in hidden + values:
             self._out[source].append((name, target))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
-from deepspeed_pulse.planner.making.best import best_plan
+from deepspeed_pulse.planner.making.best import MOST_SEARCHED, best_plan
 from deepspeed_pulse.planner.making.maker import Maker, are_few
 from deepspeed_pulse.planner.making.ordered import ordered
 from deepspeed_pulse.planner.partition.cuts import require_layers
@@ -26,6 +26,9 @@ from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, forward_onl
 MOST_STAGES = 10_000
 MOST_RIVAL_FORWARDS = 1_500
 """Of placements that are tried beside others, so that planning stays within seconds."""
+
+MOST_DIRECTED = 4
+"""Backbones whose directions are all tried."""
 
 MOST_FORWARDS = 500_000
 """Stages times microbatches of an order that is made in minutes and a few GB."""
@@ -79,7 +82,7 @@ def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple
     _check_forwards(max(map(len, places)), job.microbatches)
     maker = Maker(
         job=job,
-        options=replace(options, solver_seconds=options.solver_seconds / len(places)),
+        options=replace(options, solver_seconds=options.solver_seconds / min(len(places), MOST_SEARCHED)),
         recompute=recomputed_layers(job.profile, job.recompute),
         progress=progress,
     )
@@ -136,12 +139,12 @@ def _placements(job: Job, options: SearchOptions) -> list[Placement]:
     """What to try, the preferred first. Raises when nothing can work."""
     profile, ranks, waves = job.profile, job.pipeline_ranks, options.waves
     placement, schedule = options.placement, options.schedule
+    if profile.backbones:
+        return _placements_of_several(job, options)
     wave, linear, loop = Placement.wave(ranks, waves), Placement.linear(ranks), Placement.loop(ranks, 2 * waves)
     known = {"auto": [wave, linear], "wave": [wave], "linear": [linear], "loop": [loop]}
     if placement not in known:
-        raise ConfigError(
-            f"placement: expected one of {', '.join(known)}, found {placement!r}{did_you_mean(placement, known)}"
-        )
+        raise _no_placement(placement, known)
     places = known[placement]
     if placement == "auto" and schedule == "interleaved":
         places = [loop]
@@ -158,13 +161,58 @@ def _placements(job: Job, options: SearchOptions) -> list[Placement]:
     return places
 
 
+def _placements_of_several(job: Job, options: SearchOptions) -> list[Placement]:
+    """Of several backbones: all as waves, or all linear; each but the first in the same direction or the opposite.
+
+    Between backbones nothing passes, so opposite ones fill each other's idle ranks at a step's start and end.
+    """
+    profile, ranks = job.profile, job.pipeline_ranks
+    known = {"wave": Placement.wave(ranks, options.waves), "linear": Placement.linear(ranks)}
+    known["loop"] = Placement.loop(ranks, 2 * options.waves)
+    kinds = ["wave", "linear"] if options.placement == "auto" else [options.placement]
+    if kinds[0] not in known:
+        raise _no_placement(options.placement, ["auto", *known])
+    found: list[Placement] = []
+    for one in (known[kind] for kind in kinds):
+        ways = [one, one.mirrored] if ranks > 1 else [one]
+        count = len(profile.backbones)
+        # with many backbones, as many of each direction, or all in one
+        combined = (
+            itertools.product(ways, repeat=count - 1)
+            if count <= MOST_DIRECTED
+            else [(ways * count)[1:count], (one,) * (count - 1)]
+        )
+        found += [Placement.of_backbones([one, *others]) for others in combined]
+    if options.boundaries is not None:
+        found = _that_fit_boundaries(profile, found, options.boundaries)
+    fitting = [place for place in found if _has_layers(profile, place)] or found[-1:]
+    for place in fitting:
+        for index, part in enumerate(place.parts):
+            require_layers(profile.part(index), part)
+        generators_for(options.schedule, place, split=halves_tried(options, profile)[-1])
+    return fitting
+
+
+def _has_layers(profile: Profile, place: Placement) -> bool:
+    """Every backbone has as many layers as stages."""
+    return all(profile.part(index).num_layers >= len(part) for index, part in enumerate(place.parts))
+
+
+def _no_placement(placement: str, known: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"placement: expected one of {', '.join(known)}, found {placement!r}{did_you_mean(placement, known)}"
+    )
+
+
 def _rivals(job: Job, options: SearchOptions) -> list[Placement]:
     """What "auto" tries beside a wave and a linear placement: fill and drain are shorter with more stages a rank.
 
     They send more, part skips, and their cuts take seconds to find: so where microbatches are few.
     """
     ranks, schedule = job.pipeline_ranks, options.schedule
-    settled = options.placement != "auto" or options.waves > 1 or options.boundaries is not None
+    settled = (
+        job.profile.backbones or options.placement != "auto" or options.waves > 1 or options.boundaries is not None
+    )
     if settled or schedule == "interleaved" or not are_few(job.microbatches, ranks):
         return []
     places = [Placement.wave(ranks, 2), Placement.loop(ranks, 2), Placement.loop(ranks, 4)]
@@ -184,6 +232,18 @@ def _that_fit_boundaries(profile: Profile, places: list[Placement], boundaries: 
             f"found {cuts}"
         )
     fitting = [place for place in places if len(place) == len(cuts) - 1]
+    if fitting and profile.backbones:
+        fitting = [
+            place
+            for place in fitting
+            if all(cuts[s] == part.layers[0] for s, part in zip(place.starts, profile.backbones, strict=True))
+        ]
+        if not fitting:
+            starts = ", ".join(f"{part.layers[0]} ({part.name})" for part in profile.backbones)
+            raise ConfigError(
+                f"boundaries: expected the same number of stages for each backbone, which begin at layers {starts}; "
+                f"found {cuts}"
+            )
     if not fitting:
         expected = " or ".join(f"{len(place) - 1} ({place.name} placement)" for place in places)
         raise ConfigError(f"boundaries: expected {expected} inner cuts, found {len(cuts) - 2}: {cuts[1:-1]}")

@@ -153,12 +153,24 @@ class Problem:
         return route
 
 
+def _check_backbones(plan: Plan, profile: Profile) -> None:
+    cut = [(part.name, tuple(plan.boundaries[stage] for stage in part.stages)) for part in plan.backbones]
+    known = [(part.name, part.layers) for part in profile.backbones]
+    if cut != known:
+        expected, found = (", ".join(f"{n} {a}..{b - 1}" for n, (a, b) in one) or "one" for one in (known, cut))
+        raise PlanError(
+            f"the plan's backbones are not those of the profile {profile.name!r}: expected (by layers) {expected}, "
+            f"found {found}; plan it anew from this profile"
+        )
+
+
 def _check_fit(plan: Plan, profile: Profile) -> None:
     if plan.num_layers != profile.num_layers:
         raise PlanError(
             f"the plan cuts {plan.num_layers} layers, the profile {profile.name!r} has {profile.num_layers}: "
             "the plan was made for another model; plan it anew from this profile"
         )
+    _check_backbones(plan, profile)
     known = {skip.name for skip in profile.skips}
     for route in plan.routes:
         if route.name not in known:

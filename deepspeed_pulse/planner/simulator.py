@@ -213,18 +213,20 @@ def least_step_ms(problem: Problem, *, split: bool = False) -> float:
 
     The last backward of a stage comes after all its rank's forwards of earlier stages and after all work of its own
     and later ones, weights' halves of later ones apart; gradients of the earlier stages are reduced after that, and of
-    its own what does not leave while it runs.
+    its own what does not leave while it runs. All of them are stages of its backbone.
     """
     costs, microbatches = problem.costs, problem.plan.microbatches
     found = lower_bound_ms(problem, microbatches, split=split)
     for rank in range(problem.num_ranks if problem.plan.data_parallel > 1 else 0):
         stages = problem.plan.stages_of(rank)
-        for at, stage in enumerate(stages):
-            later = sum(costs.work_ms(s) - (costs.weight_grad_ms[s] if split else 0.0) for s in stages[at + 1 :])
-            work = costs.work_ms(stage) + later + sum(costs.forward_ms[s] for s in stages[:at])
+        for stage in stages:
+            alike = [s for s in stages if problem.placement.backbone_of(s) == problem.placement.backbone_of(stage)]
+            before, after = [s for s in alike if s < stage], [s for s in alike if s > stage]
+            later = sum(costs.work_ms(s) - (costs.weight_grad_ms[s] if split else 0.0) for s in after)
+            work = costs.work_ms(stage) + later + sum(costs.forward_ms[s] for s in before)
             own = reduction_ms(problem, stage)
             if problem.rules.reduce_early:
                 own = behind_ms(problem, stage, costs.backward_ms[stage])
-            reduced = own + sum(reduction_ms(problem, s) for s in stages[:at])
+            reduced = own + sum(reduction_ms(problem, s) for s in before)
             found = max(found, microbatches * work + reduced)
     return found

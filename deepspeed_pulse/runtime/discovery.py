@@ -21,6 +21,9 @@ from deepspeed_pulse.runtime.owning import released
 from deepspeed_pulse.runtime.payload import as_payload, map_tensors, tensors_in
 from deepspeed_pulse.runtime.stage import BoundLayer, module_of, naming, put_buffers, unstash, versions_of
 
+_NUMBERS = 1 << 32
+"""For each backbone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
@@ -105,9 +108,12 @@ def _address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def begin(hidden: Any, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any], Reach]:
-    """Copies of what the first layer finds, whose own memory counts: data of the user's is not for layers to change."""
-    reach = Reach()
+def begin(hidden: Any, values: Mapping[str, Any], *, backbone: int = 0) -> tuple[Any, dict[str, Any], Reach]:
+    """Copies of what a first layer finds, whose own memory counts: data of the user's is not for layers to change.
+
+    Numbers of memory are a backbone's own, as no value passes between two.
+    """
+    reach = Reach(next_number=backbone * _NUMBERS)
     memory = Memory(reach)
     reach.hidden = memory.extents(hidden)
     reach.values = {name: memory.extents(value) for name, value in values.items()}
@@ -163,7 +169,7 @@ def discover(
         )
         stashed: dict[str, Any] = {}
         output = unstash(layer.declared, result, stashed)
-        if index + 1 < len(graph.layers):
+        if not graph.is_last(index):
             output = as_payload(output, f"layer {layer.declared.name} returned")
         renewed = {v.name: _renewed(later[v.name], v, arguments) for v in found[index].versions}
         reach.hidden = memory.extents(output)

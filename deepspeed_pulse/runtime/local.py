@@ -27,6 +27,8 @@ from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
 
+LossFunction = Callable[[Any, int], Any]
+
 
 class Mailboxes:
     """A communicator for all ranks of one process; a receive waits only for what was sent already."""
@@ -85,13 +87,14 @@ class LocalDevice:
 
 @dataclass(frozen=True)
 class ListedBatches:
-    """Batches that lie in a list: (inputs, entries) per microbatch."""
+    """Batches that lie in a list: (inputs, entries) per microbatch; inputs of several backbones in a list."""
 
     batches: Sequence[tuple[Any, Mapping[str, Any]]]
     reads_entries: bool = True
 
-    def inputs(self, microbatch: int) -> Any:
-        return self.batches[microbatch][0]
+    def inputs(self, microbatch: int, backbone: int) -> Any:
+        found = self.batches[microbatch][0]
+        return found[backbone] if isinstance(found, list) else found
 
     def entry(self, name: str, microbatch: int) -> Any:
         return self.batches[microbatch][1][name]
@@ -110,7 +113,7 @@ class LocalWorld:
         plan: what to run.
         graph: the layer list's declarations.
         functions: one callable per layer.
-        loss_fn: ``loss_fn(output, microbatch)``.
+        loss_fn: ``loss_fn(output, microbatch)``, of each backbone where there are several.
         checkpoint, interval: how layers that the plan recomputes run; see :class:`Stage`.
         mailboxes: what messages go through, where somebody watches them.
         seed: ``seed(layer, microbatch)``, called before a layer runs.
@@ -121,7 +124,7 @@ class LocalWorld:
         plan: Plan,
         graph: Graph,
         functions: Sequence[Callable[..., Any]],
-        loss_fn: Callable[[Any, int], Any],
+        loss_fn: LossFunction | Sequence[LossFunction],
         *,
         checkpoint: Checkpoint = non_reentrant,
         interval: int = 1,
@@ -134,10 +137,12 @@ class LocalWorld:
         self._effects: dict[bool, tuple[Effects, ...]] = {}
         self._steps = 0
         self.losses: dict[int, torch.Tensor] = {}
+        """By microbatch; of several backbones their sum."""
         mail, device = mailboxes or Mailboxes(), LocalDevice(plan.microbatches)
 
-        def finish(output: Any, microbatch: int) -> Any:
-            self.losses[microbatch] = loss = loss_fn(output, microbatch)
+        def finish(output: Any, microbatch: int, backbone: int) -> Any:
+            loss = (loss_fn if callable(loss_fn) else loss_fn[backbone])(output, microbatch)
+            self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss.detach()
             return loss
 
         self._ranks = [
@@ -157,6 +162,7 @@ class LocalWorld:
         ``shape_keys``: see :meth:`RankRuntime.begin`.
         """
         self._steps += 1
+        self.losses.clear()
         if training not in self._effects:
             self._effects[training] = self._discovered(*batches[0])
         effects = self._effects[training]
@@ -186,10 +192,13 @@ class LocalWorld:
         """What layers change in place, found on a microbatch."""
         read = {value.name: entries[value.name] for value in self._graph.batch_entries}
         layers = {i: self._layer(i, self._graph, None) for i in range(len(self._graph.layers))}
-        hidden, values, reach = begin(inputs, read)
+        found = []
         with torch.random.fork_rng(devices=[]):
-            _, found = discover(layers, self._graph, hidden, values, reach)
-        return joined([found], len(layers))
+            for index, backbone in enumerate(self._graph.backbones):
+                hidden = inputs[index] if isinstance(inputs, list) else inputs
+                hidden, values, reach = begin(hidden, read, backbone=index)
+                found.append(discover({i: layers[i] for i in backbone}, self._graph, hidden, values, reach)[1])
+        return joined(found, len(layers))
 
     def _stage(self, index: int, graph: Graph, effects: Sequence[Effects], usage: Usage) -> Stage:
         layers = [self._layer(i, graph, effects[i]) for i in self._plan.stage_layers(index)]

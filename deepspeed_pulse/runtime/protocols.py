@@ -60,8 +60,8 @@ class Timers(Protocol):
 class Batches(Protocol):
     """The data of one step, by microbatch."""
 
-    def inputs(self, microbatch: int) -> Any:
-        """The first layer's input: a tensor or a tuple of tensors."""
+    def inputs(self, microbatch: int, backbone: int) -> Any:
+        """The input of a backbone's first layer: a tensor or a tuple of tensors."""
 
     def entry(self, name: str, microbatch: int) -> Any:
         """A batch entry."""

@@ -32,8 +32,8 @@ from deepspeed_pulse.runtime.transport import Transport
 from deepspeed_pulse.runtime.usage import Usage
 from deepspeed_pulse.runtime.values import ValueBuffer, gradient_of
 
-Finish = Callable[[Any, int], Any]
-"""``finish(output of the last layer, microbatch)`` returns the loss to run backward from."""
+Finish = Callable[[Any, int, int], Any]
+"""``finish(output of a backbone's last layer, microbatch, backbone)`` returns the loss to run backward from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class RankRuntime:
     Args:
         rank: pipeline rank.
         communicator, device: see :mod:`deepspeed_pulse.runtime.protocols`.
-        finish: turns the last layer's output into the loss.
+        finish: turns a last layer's output into the loss.
         state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``; gradients that autograd
             makes anew in every step (``fresh_gradients``) from the end of their stage's first backward on.
         timeout_seconds: silence of a peer after which a wait raises.
@@ -159,7 +159,7 @@ class RankRuntime:
         self._held = part.held or [Held()] * plan.num_stages
         self._releases = traffic.releases[self.rank]
         self._in_halves = {(a.stage, a.microbatch) for a in plan.schedule[self.rank] if a.op is Op.INPUT_GRAD}
-        self._top_stage = max(plan.stages_of(self.rank))
+        self._last_forwards = set({a.microbatch: a for a in plan.schedule[self.rank] if a.op is Op.FORWARD}.values())
         self._position = 0
         self.stats = Stats()
         self.stopwatch.begin()
@@ -219,7 +219,7 @@ class RankRuntime:
         self._drop_values(step)
         if self._training:
             self._count_gradients(step.action.microbatch)
-        if step.action.op is Op.FORWARD and step.action.stage == self._top_stage:
+        if step.action in self._last_forwards:
             self._batches.release(step.action.microbatch)
         self._position += 1
 
@@ -246,7 +246,11 @@ class RankRuntime:
     # -- forward -----------------------------------------------------------------------------
 
     def _forward(self, stage: int, m: int) -> None:
-        hidden = self._batches.inputs(m) if stage == 0 else self._hidden.pop((stage, m))
+        placement = self._plan.placement
+        if placement.before(stage) is None:
+            hidden = self._batches.inputs(m, placement.backbone_of(stage))
+        else:
+            hidden = self._hidden.pop((stage, m))
         leaves = self._leaves(hidden)
         entry = leaves if isinstance(hidden, tuple) else leaves[0] if leaves else hidden
         if INPUT in self._stages[stage].changes:
@@ -271,7 +275,8 @@ class RankRuntime:
 
     def _arrived(self, stage: int) -> bool:
         """True where a stage's input comes in a message, so that nobody else reads that memory."""
-        return stage > 0 and self._plan.placement[stage - 1] != self.rank
+        before = self._plan.placement.before(stage)
+        return before is not None and self._plan.placement[before] != self.rank
 
     def _leaves(self, hidden: Any) -> tuple[torch.Tensor, ...]:
         """The input cut off from the graph that made it; backward leaves its gradient here."""
@@ -289,18 +294,18 @@ class RankRuntime:
         exported: dict[str, Any],
         tape: Tape | None,
     ) -> None:
-        last = stage == self._plan.num_stages - 1
+        following = self._plan.placement.after(stage)
         for name, value in exported.items():
             self._values.put(name, m, value)
             if self._usage.stays(name):
                 self.stats.local_value_bytes += self._values.bytes_of(name, m)
         loss: torch.Tensor | None = None
         outputs: tuple[torch.Tensor, ...] = ()
-        if last:
-            loss = self._finish(output, m)
+        if following is None:
+            loss = self._finish(output, m, self._plan.placement.backbone_of(stage))
         else:
             payload = as_payload(output, f"layer {self._stages[stage].last} returned")
-            self._hidden[stage + 1, m] = payload
+            self._hidden[following, m] = payload
             outputs = tensors_of(payload)
         if self._training:
             self._forwards[stage, m] = _Forward(
@@ -361,7 +366,7 @@ class RankRuntime:
         return roots, gradients
 
     def _hand_back(self, forward: _Forward, stage: int, m: int) -> None:
-        if stage > 0:
+        if self._plan.placement.before(stage) is not None:
             self._hidden_grads[stage, m] = [gradient_of(leaf) for leaf in forward.inputs]
 
     def _end_backward(self, stage: int, m: int) -> None:

@@ -129,7 +129,7 @@ def test_an_entry_goes_to_the_device_once_and_its_input_stays_no_longer_than_it_
     entry = data.entry("time", 0)
     assert entry.device.type == "meta"
     assert data.entry("time", 0) is entry is not data.entry("time", 1)
-    assert data.inputs(0) is not data.inputs(0)
+    assert data.inputs(0, 0) is not data.inputs(0, 0)
     reference = weakref.ref(entry)
     del entry
     assert reference() is not None
@@ -143,9 +143,9 @@ def test_ranks_that_draw_other_shapes_are_told_at_the_draw() -> None:
     assert keys[0] == keys[2] != keys[1]
     late = drawn(2, 4, 2)
     late.expect(keys)
-    late.inputs(0)
+    late.inputs(0, 0)
     with pytest.raises(BatchError, match=r"microbatch 1: expected the shapes that.*found others \(inputs \[4, 2\]"):
-        late.inputs(1)
+        late.inputs(1, 0)
     early = drawn(3, 3, 2)
     early.first()
     with pytest.raises(BatchError, match="microbatch 0: expected the shapes that the first pipeline rank has drawn"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from deepspeed_pulse import LayerSpec
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.measure.layers import measure_layers
+from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.content import job_content
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, known_profile, skips_of
@@ -64,7 +65,9 @@ def request(
 
 def profile_of(asked: PlanRequest) -> Profile:
     assert asked.example is not None
-    measured = measure_layers(asked.graph, [lambda x=x: built(x) for x in asked.layers], *asked.example, CPU)
+    inputs, entries = asked.example
+    start = LayerInputs(hidden=inputs, values=entries)
+    measured = measure_layers(asked.graph, [lambda x=x: built(x) for x in asked.layers], start, CPU)
     skips = skips_of(asked.graph, measured.value_bytes)
     return Profile(name="toy", device="cpu", dtype="float32", microbatch_size=2, layers=measured.layers, skips=skips)
 

@@ -9,6 +9,7 @@ import torch
 
 from deepspeed_pulse.engine.measure.counter import count_layers
 from deepspeed_pulse.engine.measure.layers import measure_layers
+from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.profile import state_factor
 from deepspeed_pulse.runtime.state import param_bytes, state_bytes
@@ -36,7 +37,9 @@ def frozen_around_one(device: str) -> list[Callable[[], torch.nn.Module]]:
 def test_profiles_count_frozen_layers_so() -> None:
     graph = Graph(layers=tuple(Layer(name=str(index), stash=(), pop=()) for index in range(3)))
     expected = [16 * 16, 4 * 16 * 16, 16 * 16]
-    measured = measure_layers(graph, frozen_around_one("cpu"), torch.randn(2, 16), {}, torch.device("cpu"))
+    measured = measure_layers(
+        graph, frozen_around_one("cpu"), LayerInputs(hidden=torch.randn(2, 16), values={}), torch.device("cpu")
+    )
     assert [layer.param_bytes for layer in measured.layers] == expected
     assert state_factor(measured.dtype) == 4
     counted = count_layers(graph, frozen_around_one("meta"), torch.randn(2, 16), {})

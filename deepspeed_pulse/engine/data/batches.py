@@ -5,23 +5,20 @@ from __future__ import annotations
 import hashlib
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.backbones import DEFAULT_INPUT, LABELS, Head, own_graph
 from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.payload import can_travel
 
-DEFAULT_INPUT = "hidden"
-"""Name of the first layer's input in a dict; where there is none of that name, it is the first entry."""
-
-LABELS = "<labels>"
-"""Name under which labels travel to a loss rank that was given no iterator."""
+Rules = Sequence[EntryRules]
 
 
 def flatten(inputs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -82,7 +79,7 @@ class SplitBatch:
                 self.entries = each.apply(self.entries)
         elif graph.batch_entries:
             self._complain(graph, f"the inputs are {kind(inputs)}, not a dict with named entries")
-        self.inputs = None if input_made else _tensors(inputs)
+        self.inputs: Any = None if input_made else _tensors(inputs)
         self._read = [value.name for value in graph.batch_entries]
 
     def _check_names(self, graph: Graph, first: str, absent: Sequence[str]) -> None:
@@ -129,6 +126,103 @@ class SplitBatch:
         """An entry, or the labels."""
         return self.labels if name == LABELS else self.entries[name]
 
+    def input_of(self, backbone: int) -> Any:
+        """What a backbone's first layer reads."""
+        return self.inputs
+
+
+class JointBatch(SplitBatch):
+    """One microbatch of several backbones: ``(inputs, labels)``, each a dict by backbone.
+
+    ``graph``: of all of them; ``made``: inputs that frozen parts make; ``rules``: of each backbone.
+    """
+
+    def __init__(
+        self, batch: Any, graph: Graph, heads: Sequence[Head], made: Collection[str], rules: Sequence[Rules]
+    ) -> None:
+        given, labels = _by_backbone(batch, heads)
+        self._parts = dict[str, SplitBatch]()
+        for head, own in zip(heads, rules, strict=True):
+            name, part = str(head.name), own_graph(graph, head)
+            try:
+                self._parts[name] = SplitBatch(
+                    (given[name], labels[name]), part, head.input, input_made=head.value(head.input) in made, rules=own
+                )
+            except BatchError as problem:
+                raise BatchError(f"backbone {name}: {problem}{_whose(graph, head, heads, part)}") from None
+        parts = list(zip(heads, self._parts.values(), strict=True))
+        self.inputs = [part.inputs for _, part in parts]
+        self.entries = {head.value(name): value for head, part in parts for name, value in part.entries.items()}
+        self.labels = {head.labels: part.labels for head, part in parts}
+        self._read = [value.name for value in graph.batch_entries]
+
+    def shapes(self) -> dict[str, str]:
+        return {f"{name}: {what}": text for name, part in self._parts.items() for what, text in part.shapes().items()}
+
+    def value(self, name: str) -> Any:
+        return self.labels[name] if name in self.labels else self.entries[name]
+
+    def input_of(self, backbone: int) -> Any:
+        return self.inputs[backbone]
+
+
+def _by_backbone(batch: Any, heads: Sequence[Head]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Inputs and labels of every backbone; None in place of labels means none for any."""
+    names = [str(head.name) for head in heads]
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise BatchError(
+            f"expected a batch (inputs, labels), each a dict by backbone ({', '.join(names)}), found {kind(batch)}"
+        )
+    inputs, labels = batch[0], dict.fromkeys(names) if batch[1] is None else batch[1]
+    for what, given in (("inputs", inputs), ("labels", labels)):
+        if not isinstance(given, Mapping) or set(given) != set(names):
+            found = f"a dict of {', '.join(map(repr, given))}" if isinstance(given, Mapping) else kind(given)
+            raise BatchError(
+                f"{what}: expected a dict with a part for each backbone ({', '.join(names)}), found {found}"
+            )
+    return inputs, labels
+
+
+def _whose(graph: Graph, head: Head, heads: Sequence[Head], part: Graph) -> str:
+    """A hint where what a backbone lacks is another's value."""
+    stashed = {name: layer for layer in graph.layers for name in layer.stash}
+    for value in part.batch_entries:
+        for other in heads:
+            if other is not head and other.value(value.name) in stashed:
+                return (
+                    f". Backbone {other.name} stashes a value {value.name!r}, but backbones are independent: none "
+                    "reads another's output in the same step"
+                )
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchForm:
+    """What the batches of a job look like.
+
+    Attributes:
+        graph: of what reads them: layers, and frozen parts before them.
+        heads: of the backbones.
+        made: inputs of first layers that frozen parts make.
+        rules: of each backbone, those of the models that its layers were made of.
+    """
+
+    graph: Graph
+    heads: Sequence[Head]
+    made: Collection[str] = ()
+    rules: Sequence[Rules] = ((),)
+
+    def split(self, batch: Any) -> SplitBatch:
+        """A BatchError says what a batch lacks."""
+        head = self.heads[0]
+        if head.name is not None:
+            return JointBatch(batch, self.graph, self.heads, self.made, self.rules)
+        return SplitBatch(batch, self.graph, head.input, input_made=head.input in self.made, rules=self.rules[0])
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return tuple(head.labels for head in self.heads)
+
 
 class StepBatches:
     """Microbatches of one step, drawn when first asked for and freed when released.
@@ -139,6 +233,7 @@ class StepBatches:
         split: makes a :class:`SplitBatch` and checks its shapes.
         device: where tensors are moved when they are read.
         entry_names: batch entries that layers pop.
+        label_names: of the labels of every backbone.
         checked_entries: those whose checksum is taken.
     """
 
@@ -149,10 +244,11 @@ class StepBatches:
         split: Callable[[Any], SplitBatch],
         device: torch.device,
         entry_names: Sequence[str],
+        label_names: Sequence[str],
         checked_entries: Sequence[str] = (),
     ) -> None:
         self._draw, self._num, self._split, self._device = draw, num_microbatches, split, device
-        self._entry_names = (*entry_names, LABELS)
+        self._entry_names = (*entry_names, *label_names)
         self._held: dict[int, SplitBatch] = {}
         self._drawn = 0
         self._keys: Sequence[int] | None = None
@@ -162,8 +258,8 @@ class StepBatches:
         Several layers may read an entry, and it goes there once.
         """
         self.is_encoded = False
-        self.input_part: str | None = None
-        """The frozen part that makes the first layer's input."""
+        self.input_parts: Mapping[int, str] = {}
+        """By backbone, the frozen part that makes its first layer's input."""
         self.checksums = dict.fromkeys(checked_entries, 0)
 
     def _get(self, microbatch: int) -> SplitBatch:
@@ -216,10 +312,10 @@ class StepBatches:
                 "must draw the same batches: choose buckets by step and data-parallel index"
             )
 
-    def inputs(self, microbatch: int) -> Any:
-        if self.input_part is not None:
-            return self.values[self.input_part, microbatch]
-        return self._move(self._get(microbatch).inputs)
+    def inputs(self, microbatch: int, backbone: int) -> Any:
+        if backbone in self.input_parts:
+            return self.values[self.input_parts[backbone], microbatch]
+        return self._move(self._get(microbatch).input_of(backbone))
 
     def entry(self, name: str, microbatch: int) -> Any:
         if (name, microbatch) not in self.values:
@@ -259,18 +355,14 @@ class ShapeKeeper:
     """Splits batches; unless shapes may change, remembers the first batch's and refuses others.
 
     Args:
-        input_made: a frozen part makes the first layer's input.
-        plain: the model's own graph, for batches that have what the frozen parts ``made`` would give.
-        rules: of the models that the layers were made of.
+        form: of the batches.
+        plain: the same without frozen parts, for batches that have what the parts ``made`` would give.
     """
 
-    graph: Graph
-    input_name: str
+    form: BatchForm
     dynamic: bool
-    input_made: bool = False
-    plain: Graph | None = None
+    plain: BatchForm | None = None
     made: Sequence[str] = ()
-    rules: Sequence[EntryRules] = ()
     _first: dict[str, str] | None = field(default=None, init=False)
 
     def _has_results(self, batch: Any) -> bool:
@@ -280,10 +372,10 @@ class ShapeKeeper:
 
     def split(self, batch: Any) -> SplitBatch:
         if self.plain is not None and self._has_results(batch):
-            found = SplitBatch(batch, self.plain, self.input_name, rules=self.rules)
+            found = self.plain.split(batch)
             found.is_encoded = True
         else:
-            found = SplitBatch(batch, self.graph, self.input_name, input_made=self.input_made, rules=self.rules)
+            found = self.form.split(batch)
         if self.dynamic:
             return found
         shapes = found.shapes()
@@ -321,7 +413,10 @@ def _tensors(inputs: Any) -> Any:
 
 def entry_text(name: str) -> str:
     """A batch entry, or the labels, in words."""
-    return "the labels" if name == LABELS else f"the values of batch entry {name!r}"
+    if name.endswith(LABELS):
+        backbone = name.removesuffix(LABELS).removesuffix(".")
+        return f"the labels of backbone {backbone}" if backbone else "the labels"
+    return f"the values of batch entry {name!r}"
 
 
 def kind(value: Any) -> str:

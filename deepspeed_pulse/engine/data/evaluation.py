@@ -22,11 +22,18 @@ class Evaluation:
 
     @contextmanager
     def under_way(
-        self, compute_loss: bool, reduce_output: str | None, bcast_loss: bool, num_micro_batches: int | None
+        self,
+        compute_loss: bool,
+        reduce_output: str | None,
+        bcast_loss: bool,
+        num_micro_batches: int | None,
+        return_logits: bool,
     ) -> Iterator[None]:
         """Around upstream's ``eval_batch``; an unknown option is a :class:`ConfigError` before any rank waits."""
         _check_options(compute_loss, reduce_output, bcast_loss, num_micro_batches)
         engine = self._engine
+        if engine.module.has_several:
+            _check_for_several(compute_loss, reduce_output, bcast_loss, return_logits)
         training_data, monitors = engine.data_iterator, engine.monitor.enabled
         # upstream hands the monitor whatever comes out, on rank 0 only; outputs and lists are no loss to log
         engine.monitor.enabled = monitors and compute_loss and reduce_output is not None
@@ -67,6 +74,18 @@ def _check_options(compute_loss: bool, reduce_output: Any, bcast_loss: bool, num
             f"eval_batch(num_micro_batches=): expected an integer >= 1, or None for as many as in training, found "
             f"{num_micro_batches!r}"
         )
+
+
+def _check_for_several(compute_loss: bool, reduce_output: Any, bcast_loss: bool, return_logits: bool) -> None:
+    """Backbones give outputs on several ranks, and one number stands for all of them."""
+    wanted: dict[str, tuple[Any, Any]] = {"compute_loss": (compute_loss, True), "bcast_loss": (bcast_loss, True)}
+    wanted |= {"reduce_output": (reduce_output, "avg"), "return_logits": (return_logits, False)}
+    for name, (found, expected) in wanted.items():
+        if found != expected:
+            raise ConfigError(
+                f"eval_batch({name}=): expected {expected!r} with several backbones, found {found!r}: they give "
+                "outputs on several ranks; engine.losses has the loss of each; for outputs save one and run it alone"
+            )
 
 
 def _check_scalar(loss: Any) -> None:

@@ -69,7 +69,7 @@ class FrozenAhead:
 
     def encode(self, batches: StepBatches, micro_batches: int, mode: str) -> None:
         """All frozen work for a step before it, unless it is done."""
-        batches.input_part = self._module.input_name if self._module.frozen.makes_input else None
+        batches.input_parts = self._module.frozen.makes_inputs
         self._ran_in_step = False
         if batches.is_encoded:
             return

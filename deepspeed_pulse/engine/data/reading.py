@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from deepspeed_pulse.engine.backbones import Head
 from deepspeed_pulse.engine.collectives import decided_in_pipeline, raise_everywhere
 from deepspeed_pulse.engine.data.agreement import check_something_trains, difference_in_data, who_has_data
 from deepspeed_pulse.engine.data.batches import (
-    LABELS,
     ShapeKeeper,
     StepBatches,
     check_iterator,
@@ -57,17 +58,20 @@ class Reading:
         self._engine, self._module, self._seat = engine, module, seat
         self._plan, self._watchdog, self._drawing = plan, watchdog, drawing
         self._first, self._last = plan.placement[0], plan.placement[-1]
+        self._heads: tuple[Head, ...] = module.job.heads
+        self._labels = {
+            head.labels: plan.placement[stages[-1]]
+            for head, stages in zip(self._heads, plan.placement.backbones, strict=True)
+        }
+        """By name, the rank that reads them."""
         self._names = [value.name for value in module.graph.batch_entries]
         self._data_names = [value.name for value in module.job.reading_graph.batch_entries]
         self._readers: dict[str, tuple[bool, ...]] = {}
         self._shapes = {
             mode: ShapeKeeper(
-                graph=module.job.reading_graph,
-                input_name=module.input_name,
+                form=module.job.batch_form,
                 dynamic=module.dynamic_shape,
-                rules=module.job.entry_rules,
-                input_made=module.frozen is not None and module.frozen.makes_input,
-                plain=None if mode == "train" else module.graph,
+                plain=None if mode == "train" else replace(module.job.batch_form, graph=module.graph, made=()),
                 made=() if module.frozen is None else module.frozen.names,
             )
             for mode in MODES
@@ -94,12 +98,18 @@ class Reading:
     @property
     def reads_labels(self) -> bool:
         """True where a loss function reads them."""
-        return self._module.loss_fn is not None and bool(self._engine._compute_loss)
+        return bool(self._reading_labels)
+
+    @property
+    def _reading_labels(self) -> list[Head]:
+        """Backbones whose loss function reads labels."""
+        computes = bool(self._engine._compute_loss)
+        return [head for head in self._heads if computes and self._module.loss_function(head) is not None]
 
     def entries(self, graph: Graph) -> list[NamedValue]:
         """Batch entries that layers pop, and the labels where a loss function reads them."""
-        labels = NamedValue(name=LABELS, source=None, targets=(len(graph.layers) - 1,))
-        return [*graph.batch_entries, *([labels] if self.reads_labels else [])]
+        labels = [NamedValue(name=h.labels, source=None, targets=(h.layers[-1],)) for h in self._reading_labels]
+        return [*graph.batch_entries, *labels]
 
     def _is_checked(self, steps: int) -> bool:
         return self._mode == "train" and (steps < CHECKED_STEPS or steps % CHECK_EVERY == 0)
@@ -113,6 +123,7 @@ class Reading:
             self._shapes[self._mode].split,
             self._seat.device,
             list(dict.fromkeys((*self._names, *self._data_names))),
+            tuple(self._labels),
             self._entries_to_check() if has_data and self._is_checked(steps) else (),
         )
 
@@ -142,6 +153,11 @@ class Reading:
         if self._mode == "train":
             check_something_trains(self._module)
         readers = who_has_data(has_data, self._first, self._seat.pipelines)
+        if len(self._heads) > 1 and not all(readers):
+            raise BatchError(
+                "several backbones begin on several ranks, so every rank reads data: pipeline rank "
+                f"{readers.index(False)} was given none; pass data_iter on every rank"
+            )
         if self._module.frozen is not None:
             self._agree_on_encoding(readers)
         self._check_routed(readers)
@@ -202,7 +218,7 @@ class Reading:
     def compare(self) -> None:
         """At the end of a step: in one that is checked, the ranks of a pipeline have read the same."""
         if self._checking and len(self._seat.ranks) > 1:
-            names = [*self._data_names, LABELS]
+            names = [*self._data_names, *self._labels]
             sums = list(map(self.batches.checksums.get, names))
             found = difference_in_data(names, sums, first_rank=self._first, seat=self._seat)
             if found is not None:
@@ -216,7 +232,7 @@ class Reading:
             "first pipeline rank; every rank of a pipeline must draw the same batches: seed noise, timesteps and "
             "shuffling by step and data-parallel index, or give data_iter to the first rank only"
         )
-        if name != LABELS or not self._module.job.keeps_cuts:
+        if name not in self._labels or not self._module.job.keeps_cuts:
             raise BatchError(problem)
         if not self._told_difference and self._seat.rank == self._last:
             print(f"pulse: warning: trained as upstream does, on the last rank's labels: {problem}", flush=True)
@@ -225,12 +241,12 @@ class Reading:
     def _entries_to_check(self) -> list[str]:
         """What this rank reads of the batch: everything on the first rank."""
         if self._seat.rank == self._first:
-            return [*self._data_names, LABELS]
+            return [*self._data_names, *self._labels]
         mine = {index for index, _ in self._module.local_layers()}
         model = {v.name: mine & set(v.targets) for v in self._module.graph.batch_entries}
         # what frozen parts read, any rank may read
         read = [name for name in self._data_names if model.get(name, True)]
-        return [*read, LABELS] if self._seat.rank == self._last else read
+        return [*read, *(name for name, rank in self._labels.items() if rank == self._seat.rank)]
 
 
 def entry_routes(plan: Plan, entries: Sequence[NamedValue], readers: tuple[bool, ...]) -> list[Route]:

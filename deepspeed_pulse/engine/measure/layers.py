@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +36,16 @@ class Measured:
 def measure_layers(
     graph: Graph,
     build: Sequence[Callable[[], Any]],
-    inputs: Any,
-    entries: Mapping[str, Any],
+    start: LayerInputs,
     device: torch.device,
     clock: DeviceClock | None = None,
     layers: range | None = None,
 ) -> Measured:
     """Run every layer forward and backward on one batch; medians of a few repeats after a warm-up.
 
-    ``build`` and ``layers`` as of :class:`Visits`. ``inputs`` and ``entries`` are what the first layer to measure
-    finds: its input, and the values that are popped from there on. ``clock`` takes the times; None: the device's.
+    ``build``, ``start`` and ``layers`` as of :class:`Visits`. ``clock`` takes the times; None: the device's.
     """
-    visits = Visits(graph, build, LayerInputs(hidden=inputs, values=dict(entries)), device, layers)
+    visits = Visits(graph, build, start, device, layers)
     # The random state is put back: measuring must not change the run that follows.
     with torch.random.fork_rng(devices=[]):
         memory = DeviceMemory(device)

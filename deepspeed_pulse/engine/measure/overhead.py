@@ -52,7 +52,7 @@ def message_pauses_ms(device: torch.device) -> list[float]:
         rank=dist.get_rank(),
         communicator=communicator,
         device=EngineDevice(device, nullcontext, lambda loss: loss),
-        finish=lambda output, microbatch: output.mean(),
+        finish=lambda output, microbatch, backbone: output.mean(),
         timeout_seconds=CONNECT_SECONDS,
     )
     layers = {s: BoundLayer(Layer(name=f"layer {s}"), _Idle().to(device)) for s in plan.stages_of(runtime.rank)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -145,15 +145,20 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """What a layer of the list finds: the hidden state, and the values that it or a later layer pops."""
+    """What a layer of the list finds: the hidden state, and the values that it or a later layer pops.
+
+    ``later``: what the first layers of further backbones find instead of a hidden state, by index.
+    """
 
     hidden: Any
     values: dict[str, Any]
+    later: Mapping[int, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> LayerInputs:
         """The same on another device."""
         values = {name: moved(value, device) for name, value in self.values.items()}
-        return LayerInputs(hidden=moved(self.hidden, device), values=values)
+        later = {index: moved(value, device) for index, value in self.later.items()}
+        return LayerInputs(hidden=moved(self.hidden, device), values=values, later=later)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -192,15 +197,20 @@ class Visits:
         """A probe for each layer; whoever takes it runs it at least once."""
         for index in self._layers:
             layer = self._build[index]()
+            self._begin_backbone(index)
             with _on(module_of(layer), self._device):
                 probe = self._probe(index, layer)
                 yield probe
                 self.dtype = probe.dtype or self.dtype
                 hidden, stashed = probe.leave()
-                if index + 1 < len(self._graph.layers):
+                if not self._graph.is_last(index):
                     hidden = as_payload(hidden, f"layer {self._graph.layers[index].name} returned")
                 self._reach(index, hidden, stashed)
             del layer, probe, hidden, stashed
+
+    def _begin_backbone(self, index: int) -> None:
+        if index in self.reached.later:
+            self.reached = replace(self.reached, hidden=self.reached.later[index])
 
     def _reach(self, index: int, hidden: Any, stashed: Mapping[str, Any]) -> None:
         for name, value in stashed.items():
@@ -208,7 +218,7 @@ class Visits:
             self.value_bytes[name] = (num_bytes(tensors), any(t.requires_grad for t in tensors))
         values = {**self.reached.values, **stashed}
         needed = {name: value for name, value in values.items() if self._last_use.get(name, -1) > index}
-        self.reached = LayerInputs(hidden=hidden, values=needed)
+        self.reached = replace(self.reached, hidden=hidden, values=needed)
 
     def _probe(self, index: int, layer: Any) -> Probe:
         declared = self._graph.layers[index]

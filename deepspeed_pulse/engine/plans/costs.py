@@ -16,6 +16,7 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import told_as
 from deepspeed_pulse.engine.specs import TiedCall, type_name, unwrap
 from deepspeed_pulse.errors import ConfigError, GraphError
+from deepspeed_pulse.ir.backbones import BackboneLayers
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
@@ -33,6 +34,8 @@ class PlanRequest:
 
     graph: Graph
     layers: Sequence[Any]
+    backbones: tuple[BackboneLayers, ...] = ()
+    """Where there are several."""
     pulse: PulseConfig
     pipeline_ranks: int
     data_parallel: int
@@ -73,6 +76,11 @@ def misfits(request: PlanRequest, profile: Profile) -> Iterator[str]:
     """What says that a profile is another model's: the plan cuts, routes and fills memory by what is in it."""
     if profile.num_layers != len(request.layers):
         yield f"expected costs of {len(request.layers)} layers as the model has, found {profile.num_layers}"
+        return
+    if profile.backbones != request.backbones:
+        both = (request.backbones, profile.backbones)
+        have, other = (", ".join(part.name for part in one) or "one" for one in both)
+        yield f"expected costs of the backbones {have}, found of {other}"
         return
     here = {(v.name, v.source, target) for v in request.graph.values for target in v.targets}
     found = {(skip.name, skip.source, skip.target) for skip in profile.skips}
@@ -184,6 +192,7 @@ def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:
         microbatch_size=request.microbatch_size,
         layers=costs,
         skips=skips_of(request.graph, {}),
+        backbones=request.backbones,
     )
 
 

@@ -15,8 +15,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
+from deepspeed_pulse.engine.backbones import INPUT, Head, backbone_layers, joint_graph, own_graph
 from deepspeed_pulse.engine.collectives import agree, everywhere
-from deepspeed_pulse.engine.data.batches import SplitBatch
+from deepspeed_pulse.engine.data.batches import BatchForm, SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
 from deepspeed_pulse.engine.frozen import DeclaredParts
 from deepspeed_pulse.engine.gradients.reduction import reduces_early
@@ -28,8 +29,7 @@ from deepspeed_pulse.engine.plans.costs import PlanRequest
 from deepspeed_pulse.engine.plans.kept import check_folder
 from deepspeed_pulse.engine.plans.planning import Planned, plan_job
 from deepspeed_pulse.engine.recomputing import RecomputeArguments, Recomputing
-from deepspeed_pulse.engine.rules import rules_of
-from deepspeed_pulse.engine.specs import graph_of
+from deepspeed_pulse.engine.rules import EntryRules, rules_of
 from deepspeed_pulse.engine.starting.start import load_config
 from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.fill import FrozenPart
@@ -41,25 +41,30 @@ from deepspeed_pulse.runtime.recomputing import Checkpoint
 
 
 class TrainingJob:
-    """A layer list with the arguments and the config that its plan depends on; ``given`` to ``PipelineModule``.
+    """Layers with the arguments and the config that their plan depends on; ``given`` to ``PipelineModule``.
 
     A PulseError where the layers, the config, the frozen parts or the example batch are wrong.
 
     Attributes:
-        entry_rules: what the models that the layers were made of say about the entries of a batch.
+        heads: of the backbones; one where there is one.
+        batch_form: what batches have.
         config: DeepSpeed's, with numbers in place of "auto" once settled; None where there is none.
         pulse: its block; None where the layers run as upstream runs them.
         chosen: what was chosen for "auto"; None where nothing was.
         recomputing: which layers run again in backward, and how; known once planned.
     """
 
-    def __init__(self, layers: Sequence[Any], given: Mapping[str, Any]) -> None:
-        self.layers = layers
-        self.graph = graph_of(layers)
-        self.input_name: str = given["input"]
+    def __init__(self, layers: Sequence[Any], heads: Sequence[Head], given: Mapping[str, Any]) -> None:
+        self.layers, self.heads = layers, tuple(heads)
+        self.graph = joint_graph(layers, heads)
         frozen, example_batch = given["frozen"], given["example_batch"]
-        self.frozen = DeclaredParts(frozen, self.graph, self.input_name) if frozen else None
-        self.entry_rules = rules_of(layers, [value.name for value in self.reading_graph.batch_entries])
+        self.frozen = DeclaredParts(frozen, self.graph, heads) if frozen else None
+        self.batch_form = BatchForm(
+            graph=self.reading_graph,
+            heads=self.heads,
+            made=() if self.frozen is None else tuple(self.frozen.makes_inputs.values()),
+            rules=tuple(map(self._rules_of, self.heads)),
+        )
         self.config = load_config(given["config"])
         self.pulse = self._resolve_pulse()
         self.chosen: Chosen | None = None
@@ -84,15 +89,23 @@ class TrainingJob:
         """The model's layers behind its frozen parts: its batch entries are what the data must have."""
         return self.graph if self.frozen is None else self.frozen.reading_graph
 
+    @property
+    def entry_rules(self) -> Sequence[EntryRules]:
+        """What the models that the layers of the only backbone were made of say about the entries of a batch."""
+        return self.batch_form.rules[0]
+
+    def _rules_of(self, head: Head) -> Sequence[EntryRules]:
+        own = self.layers[head.layers.start : head.layers.stop]
+        return rules_of(own, [value.name for value in own_graph(self.reading_graph, head).batch_entries])
+
     def _resolve_pulse(self) -> PulseConfig | None:
         if self.config is None:
             return PulseConfig() if self.graph.uses_names else None
         return parse_pulse(self.config.get("pulse"))
 
     def _split(self, example_batch: Any) -> SplitBatch:
-        made, rules = self.frozen is not None and self.frozen.makes_input, self.entry_rules
         try:
-            return SplitBatch(example_batch, self.reading_graph, self.input_name, input_made=made, rules=rules)
+            return self.batch_form.split(example_batch)
         except BatchError as problem:
             raise BatchError(f"example_batch: {problem}") from None
 
@@ -135,6 +148,11 @@ class TrainingJob:
         return num_stages
 
     def _unsupported(self, topology: Any) -> Iterator[str]:
+        if len(self.heads) > 1 and not self.enabled:
+            yield (
+                'backbones: several backbones train by a plan: expected a config with a "pulse" block that is not '
+                'disabled, found none; add "pulse": {}, or train each backbone alone'
+            )
         if not self.enabled:
             return
         if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
@@ -175,11 +193,16 @@ class TrainingJob:
         if asked is None:
             return num_stages
         assert self.config is not None
+        if len(self.heads) > 1 and plan is None:
+            raise ConfigError(
+                f'backbones beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan` takes a profile '
+                "of each"
+            )
         if self.frozen is not None and plan is None:
             raise ConfigError(
                 f'frozen beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan --frozen` tries some'
             )
-        example = 1 if self._example is None else num_samples(self._example.inputs)
+        example = 1 if self._example is None else num_samples(self._example.input_of(0))
         config = self.config
         request = everywhere(
             lambda: self._request(_parsed(trial_config(config), None), microbatch_size=example),
@@ -254,6 +277,7 @@ class TrainingJob:
         return PlanRequest(
             graph=self.graph,
             layers=self.layers,
+            backbones=backbone_layers(self.heads),
             pulse=self.pulse.model_copy(update={"placement": "linear"}) if self.keeps_cuts else self.pulse,
             pipeline_ranks=1,
             data_parallel=dist.get_world_size(),
@@ -275,13 +299,16 @@ class TrainingJob:
         """The example as the first layer finds it, what frozen parts give included, and what those cost."""
         if self._example is None:
             return None, ()
-        inputs, entries = self._example.inputs, dict(self._example.entries)
-        if self.frozen is None:
-            return (inputs, entries), ()
-        parts, given = self.frozen.measure(entries, device)
-        if self.frozen.makes_input:
-            inputs = given.pop(self.input_name)
-        return (inputs, {**entries, **given}), parts
+        entries = dict(self._example.entries)
+        inputs = {index: self._example.input_of(index) for index in range(len(self.heads))}
+        parts: tuple[FrozenPart, ...] = ()
+        if self.frozen is not None:
+            parts, given = self.frozen.measure(entries, device)
+            inputs |= {index: given.pop(name) for index, name in self.frozen.makes_inputs.items()}
+            entries |= given
+        # of further backbones, the first layer finds its input among the values
+        entries |= {head.value(INPUT): inputs[index] for index, head in enumerate(self.heads) if index}
+        return (inputs[0], entries), parts
 
 
 def _parsed(config: dict[str, Any] | None, grid: Any) -> deepspeed.DeepSpeedConfig | None:

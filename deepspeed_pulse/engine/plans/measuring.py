@@ -16,6 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.backbones import INPUT
 from deepspeed_pulse.engine.collectives import agree, as_pulse_error, raise_everywhere, told_as, told_by_all
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware, device_name
@@ -25,6 +26,7 @@ from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
 from deepspeed_pulse.engine.specs import TiedCall
 from deepspeed_pulse.errors import BatchError, PulseError, RunError, in_words
+from deepspeed_pulse.ir.backbones import value_name
 from deepspeed_pulse.ir.profile import Profile
 
 T = TypeVar("T")
@@ -106,7 +108,7 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
         if hand_on is not None:
             hand_on([problem if isinstance(problem, PulseError) else RunError(in_words(problem))])
         raise
-    return fitting(lambda s: measure_layers(graph, build, s.hidden, s.values, device, layers=layers), starts)
+    return fitting(lambda s: measure_layers(graph, build, s, device, layers=layers), starts)
 
 
 def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | None]:
@@ -114,6 +116,7 @@ def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | No
     assert request.example is not None
     inputs, given = request.example
     entries = {value.name: given[value.name] for value in request.graph.batch_entries}
+    later = {part.layers[0]: given[value_name(part.name, INPUT)] for part in request.backbones[1:]}
     starts: list[LayerInputs | None] = []
     for size in sizes:
         hidden, values = inputs, entries
@@ -126,7 +129,7 @@ def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | No
                     "(train_micro_batch_size_per_gpu), or profiles measured at other sizes"
                 )
             hidden, values = resized(inputs, entries, have=have, want=size)
-        starts.append(LayerInputs(hidden=hidden, values=values))
+        starts.append(LayerInputs(hidden=hidden, values=values, later=later))
     return starts
 
 
@@ -175,4 +178,5 @@ def _joined(request: PlanRequest, size: int, parts: Sequence[Measured]) -> Profi
         microbatch_size=size,
         layers=tuple(layer for part in parts for layer in part.layers),
         skips=skips_of(request.graph, value_bytes),
+        backbones=request.backbones,
     )

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.backbones import DEFAULT_INPUT
 from deepspeed_pulse.engine.collectives import told_as
-from deepspeed_pulse.engine.data.batches import DEFAULT_INPUT, SplitBatch
+from deepspeed_pulse.engine.data.batches import SplitBatch
 from deepspeed_pulse.engine.measure.counter import LayerCount, count_layers
 from deepspeed_pulse.engine.measure.hardware import device_name
 from deepspeed_pulse.engine.measure.layers import measure_layers
+from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.plans.costs import built, skips_of
 from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import TiedCall, Workload
@@ -85,7 +87,7 @@ def measure_profile(workload: Workload, *, watch: Watch | None = None) -> Profil
     fill = partial(map_tensors, change=partial(filled, device=device))
     with told_as(RunError):
         entries = {name: fill(value) for name, value in split.entries.items()}
-        measured = measure_layers(graph, build, fill(split.inputs), entries, device)
+        measured = measure_layers(graph, build, LayerInputs(hidden=fill(split.inputs), values=entries), device)
     return Profile(
         name=workload.name,
         device=device_name(device),

@@ -82,7 +82,7 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         graph = self.module.graph
         if batch is None or not (graph.uses_names or isinstance(batch[0], dict)):
             return batch
-        split = SplitBatch(batch, graph, self.module.input_name, rules=self.module.job.entry_rules)
+        split = SplitBatch(batch, graph, self.module.job.heads[0].input, rules=self.module.job.entry_rules)
         if not self._warned:
             warn_of_unread(split)
             self._warned = True

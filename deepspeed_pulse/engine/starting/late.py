@@ -75,7 +75,7 @@ def _take(module: Any, config: dict[str, Any], watchdog: Watchdog | None) -> Non
 def _check(module: Any) -> None:
     """What a module with a block is held to before it is built."""
     module.job.check(module.num_stages, module._topo, dynamic_shape=module.dynamic_shape)
-    refuse_unrunnable(module.job, type(module), module.shared, module.loss_fn)
+    refuse_unrunnable(module.job, type(module), module.shared)
     if module.pulse_enabled:
         check_options(module.pulse)
         if module.pulse.hccl_buffer_size is not None:

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.backbones import Head, check_backbones, check_independent, heads_of, joint_graph, own_ties
 from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
 from deepspeed_pulse.engine.communicator import check_backend
 from deepspeed_pulse.engine.groups import GroupOptions, check_options, configured_groups
@@ -21,7 +22,6 @@ from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.plans.job import TrainingJob
 from deepspeed_pulse.engine.sharing.shared import SharedWeights
 from deepspeed_pulse.engine.sharing.unseen import check_functions, check_shared
-from deepspeed_pulse.engine.specs import graph_of
 from deepspeed_pulse.engine.starting.arguments import check_arguments, check_methods, listed
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts, layer_facts, plain
 from deepspeed_pulse.engine.starting.start import has_failed, init_distributed
@@ -39,11 +39,11 @@ def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, S
     job: TrainingJob | None = None
     problem: PulseError | None = None
     try:
-        layers = listed(given["layers"])
-        check_arguments(graph_of(layers), given)
-        job = TrainingJob(layers, given)
+        layers, heads = declared(given)
+        check_arguments(joint_graph(layers, heads), given)
+        job = TrainingJob(layers, heads, given)
         shared = SharedWeights(layers)
-        refuse_unrunnable(job, module_class, shared, given["loss_fn"])
+        refuse_unrunnable(job, module_class, shared)
         num_stages = job.check(given["num_stages"], given["topology"], dynamic_shape=given["dynamic_shape"])
     except Exception as met:
         problem = as_pulse_error(met, WHERE)
@@ -65,20 +65,38 @@ def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, S
     return job, shared, num_stages, watchdog
 
 
-def refuse_unrunnable(job: TrainingJob, module_class: type, shared: SharedWeights, loss_fn: Any) -> None:
+def declared(given: Mapping[str, Any]) -> tuple[list[Any], tuple[Head, ...]]:
+    """The layers of all backbones, and the backbones; a PulseError where they are not of the right kind."""
+    backbones = given["backbones"]
+    check_backbones(backbones, given["layers"], given["loss_fn"])
+    if backbones is None:
+        layers = listed(given["layers"])
+        return layers, (Head(name=None, loss_fn=given["loss_fn"], input=given["input"], layers=range(len(layers))),)
+    lists = [listed(one.layers, f"backbone {name}: ") for name, one in backbones.items()]
+    for name, one in zip(backbones, lists, strict=True):
+        if not one:
+            raise ConfigError(f"backbone {name}: layers: expected at least one layer, found none")
+    lists = [own_ties(name, one) for name, one in zip(backbones, lists, strict=True)]
+    return [layer for one in lists for layer in one], heads_of(backbones, lists)
+
+
+def refuse_unrunnable(job: TrainingJob, module_class: type, shared: SharedWeights) -> None:
     """What no plan could run."""
     if job.enabled:
         check_methods(module_class)
     if job.pulse is not None:
-        check_functions(job.layers, job.graph, loss_fn)
+        for head in job.heads:
+            check_functions(job.layers, job.graph, head.loss_fn)
         check_shared(shared, job.graph)
+        check_independent(job.graph, job.heads, [one.holders for one in (*shared.parameters, *shared.buffers)])
 
 
 def _facts(job: TrainingJob, given: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same on all ranks; layers and config are compared by their contents."""
-    facts = {name: plain(value) for name, value in given.items() if name not in ("layers", "config")}
+    facts = {name: plain(value) for name, value in given.items() if name not in ("layers", "config", "backbones")}
     facts["topology"] = [plain(getattr(given["topology"], name, None)) for name in ("axes", "dims")]
     layers = [layer_facts(index, layer) for index, layer in enumerate(job.layers)]
+    facts["backbones"] = [[head.name, plain(head.loss_fn), head.input, len(head.layers)] for head in job.heads]
     return {"layers": layers, **facts, **config_facts(job.config)}
 
 

@@ -14,6 +14,10 @@ from deepspeed_pulse.planner.making.ordered import step_ms
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.simulator import estimate
 
+MOST_SEARCHED = 2
+"""Of the placements of several backbones (which of them run the other way round, and how), how many are searched for
+better orders: those whose known orders are fastest."""
+
 _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of the layers worth recomputing, how many are tried in search of the fastest plan."""
 
@@ -25,7 +29,7 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     tried beside layers that are recomputed.
     """
     if maker.job.recompute != "auto" or _fits_freely(maker, places):
-        return _with_rivals(maker, places, rivals) if rivals else _fastest(maker, places)
+        return _with_rivals(maker, places, rivals) if rivals or len(places) > MOST_SEARCHED else _fastest(maker, places)
     layers = cheapest_first(maker.job.profile)
     found: list[Plan] = []
     problems: list[InfeasibleError] = []
@@ -81,7 +85,7 @@ def _with_rivals(maker: Maker, places: Sequence[Placement], rivals: Sequence[Pla
             most = step_ms(found)
     if not maker.options.solver_seconds:
         return _first(known)
-    return _first([maker.order(plan) for plan in sorted(known, key=step_ms)[: len(places)]])
+    return _first([maker.order(plan) for plan in sorted(known, key=step_ms)[: min(len(places), MOST_SEARCHED)]])
 
 
 def _fastest(maker: Maker, places: Sequence[Placement]) -> Plan:

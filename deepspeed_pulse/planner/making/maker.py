@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.plan import Plan, make_routes
+from deepspeed_pulse.ir.plan import Plan, backbone_stages, make_routes
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.making.ordered import ordered, step_ms
 from deepspeed_pulse.planner.partition.cuts import partition
+from deepspeed_pulse.planner.partition.joint import joint_partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.reduction import reduction_ms
@@ -77,7 +78,8 @@ class Maker:
         """With the partitioner's cuts, or with others where known orders of those are faster."""
         own = self.cut(placement, self.job.profile)
         others = self.job.data_parallel > 1 or self._may_part(own) or self._fills
-        settled = self.options.boundaries or self.options.waves > 1  # cuts of several waves take seconds to find
+        # cuts of several waves or backbones take seconds to find
+        settled = self.options.boundaries or self.options.waves > 1 or self.job.profile.backbones
         if settled or not others:
             return self.order(self._promising(own, self.options.within_ms))
         known = self.quick()._fastest_cuts(own)
@@ -201,14 +203,20 @@ class Maker:
         """Without an order; cut as a view of the profile asks for, fill and drain spread over so many microbatches."""
         viewed = replace(self.job, profile=with_recompute(view, self.recompute))
         tolerance = self.options.tolerance
-        cuts = self.options.boundaries or partition(viewed, placement, tolerance=tolerance, filling=filling)
+        if self.options.boundaries:
+            cuts = tuple(self.options.boundaries)
+        elif view.backbones:
+            cuts = joint_partition(viewed, placement, tolerance=tolerance)
+        else:
+            cuts = partition(viewed, placement, tolerance=tolerance, filling=filling)
         return Plan(
             pipeline_ranks=self.job.pipeline_ranks,
             data_parallel=self.job.data_parallel,
             microbatches=self.job.microbatches,
             microbatch_size=self.job.profile.microbatch_size,
-            boundaries=tuple(cuts),
+            boundaries=cuts,
             placement=placement,
+            backbones=backbone_stages(view.backbones, placement),
             schedule=((),) * self.job.pipeline_ranks,
             routes=make_routes(cuts, placement, named_values(self.job.profile)),
             recompute=self.recompute,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats
-from deepspeed_pulse.planner.partition.space import CutSpace, Stage, slack
+from deepspeed_pulse.planner.partition.space import CutSpace, Stage
 
 
 class ConsecutiveCuts(CutSpace[int]):
@@ -20,13 +20,11 @@ class ConsecutiveCuts(CutSpace[int]):
         super().__init__(weights, in_flight, len(weights.placement), most_ms)
 
     def _states_after(self, k: int) -> list[int]:
-        n, left, work, most = self.num_layers, self.num_ranks - k, self.weights.work_ms, slack(self.most_ms)
+        n, left, work = self.num_layers, self.num_ranks - k, self.weights.work_ms
         if k in (0, self.num_ranks):
             return [0 if k == 0 else n]
-        fill = self.weights.fill * work
-        return [
-            b for b in range(k, n - left + 1) if work[b] <= most * k and work[-1] - work[b] <= (most - fill[b]) * left
-        ]
+        outside, inside = self.most_outside_ms(k), self.most_inside_ms(k, self.weights.fill * work)
+        return [b for b in range(k, n - left + 1) if work[b] <= outside and work[-1] - work[b] <= inside[b]]
 
     def _window(self, state: int) -> slice:
         return slice(min(int(self._first[state]), state), state)

@@ -70,7 +70,7 @@ class CutCosts:
     def __init__(self, job: Job, placement: Sequence[int]) -> None:
         profile, shards = job.profile, job.rules.shards(job.data_parallel)
         self.profile, self.placement = profile, Placement(placement)
-        self.memory_bytes: int | None = job.limit_bytes - max(fewest_bytes(job.grid, placement, job.cluster))
+        self.memory_bytes: int | None = job.limit_bytes - max(fewest_bytes(job.grid, self.placement, job.cluster))
         self.num_layers = profile.num_layers
         self.collocates = self.placement.kind is Kind.WAVE
         """Whether the placement is meant to keep both ends of a value on one rank."""
@@ -84,6 +84,8 @@ class CutCosts:
         self.paired = _nested(_over_the_turn(lone, self.work_ms))
         """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
         links, ranks = Links(job.cluster, job.grid), range(job.pipeline_ranks)
+        self.beside_ms, self.beside_bytes = np.zeros(self.placement.num_ranks), np.zeros(self.placement.num_ranks)
+        """Work and memory that each rank has besides: of other backbones."""
         self.clean = False
         """Whether only cuts that part none of these count."""
         self.fill = 0.0
@@ -98,6 +100,31 @@ class CutCosts:
         free = copy.copy(self)
         free.memory_bytes = None
         return free
+
+    def beside(self, work_ms: Floats, num_bytes: Floats, *, mirrored: bool) -> CutCosts:
+        """The same on ranks that hold stages of other backbones, too.
+
+        ``mirrored``: the ranks are numbered the other way round here; what is given is by their own numbers.
+        """
+        other, way = copy.copy(self), slice(None, None, -1 if mirrored else 1)
+        other.beside_ms, other.beside_bytes = work_ms[way], num_bytes[way]
+        other._slow = self._slow[way, way]
+        return other
+
+    def work_of(self, boundaries: Sequence[int]) -> Floats:
+        """ms of each rank per microbatch, other backbones' apart."""
+        work = np.diff(self.work_ms[list(boundaries)])
+        return np.asarray(
+            np.bincount(self.placement, weights=work, minlength=self.placement.num_ranks), dtype=np.float64
+        )
+
+    def memory_of(self, boundaries: Sequence[int], in_flight: Sequence[int]) -> Floats:
+        """State and activations in flight of each rank, bytes, other backbones' apart."""
+        cuts = list(boundaries)
+        memory = np.diff(self.state[cuts]) + np.diff(self.activations[cuts]) * in_flight
+        return np.asarray(
+            np.bincount(self.placement, weights=memory, minlength=self.placement.num_ranks), dtype=np.float64
+        )
 
     def filling(self, microbatches: int) -> CutCosts:
         """The same with loads that count fill and drain: no step of whole backwards is shorter than so many times that.
@@ -123,7 +150,8 @@ class CutCosts:
     @property
     def ideal_ms(self) -> float:
         """No cuts have a smaller load: an even split, or the largest layer."""
-        return float(max(self.least_work * self.work_ms[-1], np.diff(self.work_ms).max()))
+        even = self.least_work * (self.work_ms[-1] + self.beside_ms.sum())
+        return float(max(even, np.diff(self.work_ms).max(), self.beside_ms.max()))
 
     def parts(self, boundaries: Sequence[int]) -> bool:
         """Does any paired value change ranks?"""
@@ -132,10 +160,9 @@ class CutCosts:
 
     def score(self, boundaries: Sequence[int], in_flight: Sequence[int]) -> Score:
         """The true score of cuts, any placement."""
-        ranks, cuts = self.placement.num_ranks, list(boundaries)
+        cuts = list(boundaries)
         work = np.diff(self.work_ms[cuts])
-        memory = np.diff(self.state[cuts]) + np.diff(self.activations[cuts]) * in_flight
-        full = np.bincount(self.placement, weights=memory, minlength=ranks)
+        full = self.memory_of(cuts, in_flight) + self.beside_bytes
         traffic = self.traffic(enumerate(itertools.pairwise(cuts)))
         return Score(
             excess_bytes=0.0 if self.memory_bytes is None else max(0.0, float(full.max()) - self.memory_bytes),
@@ -148,7 +175,7 @@ class CutCosts:
         """Of the busiest rank: compute, with fill and drain where they count."""
         work, before = np.diff(self.work_ms[cuts]), self.fill * self.work_ms[cuts[:-1]]
         if not self.fill:
-            return float(np.bincount(self.placement, weights=work).max())
+            return float((self.work_of(cuts) + self.beside_ms).max())
         later = [0.0] * self.placement.num_ranks
         busiest = 0.0
         for stage in reversed(range(len(work))):
@@ -170,8 +197,9 @@ class CutCosts:
         known = dict(stages)
         home = {layer: stage for stage, (first, end) in known.items() for layer in range(first, end)}
         for stage, (first, _) in known.items():
-            if stage and stage - 1 in known:
-                self._add(busy, stage - 1, stage, self.cut_bytes[first], True)
+            before = self.placement.before(stage)
+            if before in known:
+                self._add(busy, before, stage, self.cut_bytes[first], True)
         whole = len(known) == len(self.placement)
         for value in self.values:
             if value.source in home and (whole or all(target in home for target in value.targets)):

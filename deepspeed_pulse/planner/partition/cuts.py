@@ -232,7 +232,7 @@ def _least_memory(weights: CutCosts) -> Solution:
         assert found is not None
         return found
     space = make(math.inf)
-    space.limit(space.memory, space.solve(space.memory, total=False))
+    space.limit(space.all_memory, space.solve(space.all_memory, total=False))
     space.solve(space.load_ms, total=False)
     cuts = space.trace()
     return Solution(cuts=cuts, score=weights.score(cuts, depth), bound_ms=weights.ideal_ms, exact=False)

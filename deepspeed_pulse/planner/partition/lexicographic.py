@@ -99,7 +99,7 @@ def _smallest(make: MakeSpace, weights: CutCosts, most: float) -> Space | None:
 def _within_memory(space: Space) -> Space:
     most = space.weights.memory_bytes
     if most is not None:
-        space.limit(space.memory, most)
+        space.limit(space.all_memory, most)
     return space
 
 

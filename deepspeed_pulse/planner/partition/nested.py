@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats, Value
-from deepspeed_pulse.planner.partition.space import CutSpace, Stage, slack
+from deepspeed_pulse.planner.partition.space import CutSpace, Stage
 
 State = tuple[int, int]
 
@@ -44,9 +44,8 @@ class NestedCuts(CutSpace[State]):
         inside = work[None, :] - work[:, None]
         fits = (i >= k) & (j <= n - k) & (j - i >= 2 * left) & self._clean
         with np.errstate(invalid="ignore"):
-            most = slack(self.most_ms)
-            fits &= inside <= (most - self.weights.fill * work[:, None]) * left
-            fits &= work[-1] - inside <= most * max(k, 1)
+            fits &= inside <= self.most_inside_ms(k, self.weights.fill * work[:, None])
+            fits &= work[-1] - inside <= self.most_outside_ms(k)
         if k == 0:
             fits = (i == 0) & (j == n)
         return [(int(a), int(b)) for a, b in zip(*np.nonzero(fits), strict=True)]

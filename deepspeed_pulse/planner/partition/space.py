@@ -45,6 +45,8 @@ class CutSpace(abc.ABC, Generic[S]):
     def __init__(self, weights: CutCosts, in_flight: tuple[int, ...], num_ranks: int, most_ms: float) -> None:
         self.weights, self.in_flight, self.num_ranks, self.most_ms = weights, in_flight, num_ranks, most_ms
         self.num_layers, work = weights.num_layers, weights.work_ms
+        held = list(weights.placement[:num_ranks])
+        self._beside_ms, self._beside_bytes = weights.beside_ms[held], weights.beside_bytes[held]
         beyond = (1 - weights.fill) * work
         self._first = np.searchsorted(beyond, work - slack(most_ms), side="left")
         """Per end of a stage, its smallest first layer within ``most_ms``."""
@@ -78,8 +80,20 @@ class CutSpace(abc.ABC, Generic[S]):
 
     def load_ms(self, k: int, state: S) -> Floats:
         """Largest of the rank's compute and its links' hidden states; named values not counted."""
-        load = self._busy_ms(state)
+        load = np.asarray(self._busy_ms(state) + self._beside_ms[k - 1])
         return np.maximum(load, self._hidden(state) * self.weights.ms_per_byte(k - 1)) if k > 1 else load
+
+    def most_outside_ms(self, k: int) -> float:
+        """Compute that the first k ranks may have, other backbones' apart."""
+        return slack(self.most_ms) * max(k, 1) - float(self._beside_ms[:k].sum())
+
+    def most_inside_ms(self, k: int, fill: Any = 0.0) -> Any:
+        """Compute that the ranks after the first k may have; ``fill``: of what each may have, what is taken."""
+        return (slack(self.most_ms) - fill) * (self.num_ranks - k) - float(self._beside_ms[k:].sum())
+
+    def all_memory(self, k: int, state: S) -> Floats:
+        """Of the rank, other backbones' included, bytes."""
+        return np.asarray(self.memory(k, state) + self._beside_bytes[k - 1])
 
     @abc.abstractmethod
     def stage_ms(self, k: int, state: S) -> Floats: ...

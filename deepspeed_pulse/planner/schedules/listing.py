@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.dependencies import Key, key_of, local_dependents
+from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Op, Schedule
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.problem import Problem
@@ -54,10 +54,12 @@ def list_schedule(
     ``B`` of each rank run as given there, only ``W`` finds its place.
 
     Under a cap a forward starts only if the rank's later stages still fit one microbatch each beside what is live.
-    So the furthest microbatch can always go on, and no cap that lets one microbatch through deadlocks.
+    So the furthest microbatch can always go on, and no cap that lets one microbatch through deadlocks. Several
+    backbones may still take one another's room.
 
     Raises:
-        InfeasibleError: the cap does not let a single microbatch through, or not in the given order.
+        InfeasibleError: the cap does not let a single microbatch through, not in the given order, or backbones wait for
+            one another.
     """
     board = _Board(problem, microbatches, prefer, cap, split, order)
     best = [board.candidate(rank) for rank in range(problem.num_ranks)]
@@ -70,8 +72,8 @@ def list_schedule(
         for touched in board.commit(rank, action, start):
             best[touched] = board.candidate(touched)
     if sum(map(len, rows)) < (3 if split else 2) * problem.num_stages * microbatches:
-        assert order is not None
-        raise InfeasibleError("the given order does not fit the cap")
+        assert order is not None or len(problem.placement.starts) > 1
+        raise InfeasibleError("the given order, or these backbones beside each other, do not fit the cap")
     return tuple(tuple(row) for row in rows)
 
 
@@ -86,6 +88,7 @@ class _Board:
         self._ops = SPLIT if split else WHOLE
         self._next: dict[tuple[int, Op], int] = defaultdict(int)
         self._stages = [problem.plan.stages_of(rank) for rank in range(problem.num_ranks)]
+        self._outer = _first_stages(problem.placement)
         self._position = [0] * problem.num_ranks
         self._rank_free = [0.0] * problem.num_ranks
         self._ports = Ports(problem.links)
@@ -117,7 +120,7 @@ class _Board:
     def _preference(self, rank: int, action: Action) -> int:
         if action.op is Op.WEIGHT_GRAD:
             return 2
-        if self._prefer is Prefer.FIRST_HOME and not action.microbatch and action.stage != self._stages[rank][0]:
+        if self._prefer is Prefer.FIRST_HOME and not action.microbatch and action.stage not in self._outer:
             return -1
         return int((action.op is Op.FORWARD) == (self._prefer is Prefer.BACKWARD))
 
@@ -165,16 +168,26 @@ class _Board:
         return {problem.placement[target.stage] for target in arrivals}
 
 
-def _reserves(placement: Sequence[int], cap: Cap) -> tuple[float, ...]:
-    """Per stage: its weight and those of its rank's later stages. Each rank's first must fit its limit."""
-    after = [0.0] * len(cap.limits)
+def _first_stages(placement: Placement) -> set[int]:
+    """Of each backbone on each rank."""
+    first: dict[tuple[int, int], int] = {}
+    for stage, rank in enumerate(placement):
+        first.setdefault((rank, placement.backbone_of(stage)), stage)
+    return set(first.values())
+
+
+def _reserves(placement: Placement, cap: Cap) -> tuple[float, ...]:
+    """Per stage: its weight and those of its rank's later stages of its backbone. The largest must fit its limit."""
+    after: dict[tuple[int, int], float] = defaultdict(float)
     reserve = [0.0] * len(placement)
     for stage in reversed(range(len(placement))):
-        after[placement[stage]] += cap.weights[stage]
-        reserve[stage] = after[placement[stage]]
-    lacking = [r for r, need in enumerate(after) if need > cap.limits[r] * (1 + _SLACK) + _SLACK]
+        held = placement[stage], placement.backbone_of(stage)
+        after[held] += cap.weights[stage]
+        reserve[stage] = after[held]
+    needs = [max(need for (rank, _), need in after.items() if rank == r) for r in range(placement.num_ranks)]
+    lacking = [r for r, need in enumerate(needs) if need > cap.limits[r] * (1 + _SLACK) + _SLACK]
     if lacking:
-        lines = [f"rank {r} needs {after[r]:,.0f} {cap.unit}, its limit is {cap.limits[r]:,.0f}" for r in lacking]
+        lines = [f"rank {r} needs {needs[r]:,.0f} {cap.unit}, its limit is {cap.limits[r]:,.0f}" for r in lacking]
         raise InfeasibleError(
             "not even one microbatch in flight fits:\n  " + "\n  ".join(lines) + "\n"
             "use a smaller microbatch, more pipeline ranks, activation checkpointing, or raise the memory limit"

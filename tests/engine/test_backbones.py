@@ -1,0 +1,62 @@
+"""Several backbones on real ranks: each trains as if it were alone."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cases import launch_each
+
+
+def whole_product(world: int) -> list[dict[str, Any]]:
+    """Ranks, microbatches and directions; precision, replicas, clipping and what runs again by turns."""
+    found = []
+    for P, M, way in itertools.product([p for p in (1, 2, 4) if world % p == 0], (1, 2, 4), ("same", "opposite")):
+        base = {"P": P, "M": M, "directions": way}
+        found += [
+            {**base, "set": "two toys", "clip": 0.1},
+            {**base, "set": "three toys", "zero": 1, "clip": 0.1},
+            {**base, "set": "two toys", "precision": "bf16", "clip": 0.1},
+            {**base, "set": "two toys", "interval": 1, "rates": [0.05, 0.01]},
+        ]
+    return found
+
+
+def some(world: int) -> list[dict[str, Any]]:
+    P = max(p for p in (1, 2, 4) if world % p == 0)
+    opposite = {"P": P, "M": 4, "directions": "opposite"}
+    return [
+        {**opposite, "set": "two toys", "clip": 0.1},
+        {**opposite, "set": "three toys", "M": 2, "zero": 1, "clip": 0.1},
+        {**opposite, "set": "two toys", "precision": "bf16", "clip": 0.1, "M": 2},
+        {**opposite, "set": "two toys", "precision": "bf16", "zero": 1, "clip": 0.1, "M": 1},
+        {"P": P, "M": 1, "set": "two toys", "directions": "same", "interval": 1, "rates": [0.05, 0.01]},
+        {"P": max(1, P // 2), "M": 2, "set": "two toys", "directions": "opposite", "zero": 1, "clip": 0.1},
+        {"P": P, "M": 2, "set": "two unets", "directions": "opposite"},
+    ]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_each_trains_as_if_alone(subtests: pytest.Subtests, world: int) -> None:
+    launch_each(subtests, "support.backbone_ranks:run_cases", world, some(world), timeout=500)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_the_whole_product(subtests: pytest.Subtests, world: int) -> None:
+    launch_each(subtests, "support.backbone_ranks:run_cases", world, whole_product(world), timeout=2900)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    cases = [
+        {"P": 4, "M": 4, "set": "two toys", "directions": "opposite", "then": {"directions": "same"}},
+        {"P": 4, "M": 2, "set": "two toys", "directions": "same", "then": {"placement": "linear"}},
+        {"P": 2, "M": 2, "set": "two toys", "zero": 1, "directions": "same", "then": {"directions": "opposite"}},
+    ]
+    arguments = {"folder": str(tmp_path), "cases": cases}
+    launch_each(subtests, "support.backbone_ranks:resumes", 4, cases, arguments, timeout=500)

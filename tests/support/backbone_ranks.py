@@ -1,0 +1,196 @@
+"""What ranks run in the tests of several backbones: all in one pipeline, then each alone with the same weights."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.cases import run_each
+from support.parity import models, mse, share_groups
+from support.precision_ranks import DTYPES, cast
+from support.reference import BASE_SEED, error
+
+from deepspeed_pulse import planner
+from deepspeed_pulse.ir.placement import Placement
+
+STEPS = 3
+TOLERANCES = {"fp32": 1e-5, "bf16": 1e-3}
+SETS = {
+    "two toys": ("toy", "toy"),
+    "three toys": ("toy", "toy", "toy"),
+    "two unets": ("unet", "unet"),
+    "unet and uvit": ("unet", "uvit"),
+    "toy and unet": ("toy", "unet"),
+}
+
+
+def parts_of(case: dict[str, Any]) -> dict[str, tuple[Any, Any, str]]:
+    """By name of the backbone: layers, batch, name of the input."""
+    return {f"{kind}{k}": models(kind) for k, kind in enumerate(SETS[case["set"]])}
+
+
+def config_of(case: dict[str, Any]) -> dict[str, Any]:
+    precision = {} if case.get("precision", "fp32") == "fp32" else {case["precision"]: {"enabled": True}}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case["M"],
+        "gradient_clipping": case.get("clip", 0.0),
+        "zero_optimization": {"stage": case.get("zero", 0)},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "pulse": {"solver_seconds": 0, "placement": case.get("placement", "wave"), **case.get("pulse", {})},
+        **precision,
+    }
+
+
+def engine_of(case: dict[str, Any], **layers: Any) -> Any:
+    import deepspeed
+
+    from deepspeed_pulse import PipelineModule
+
+    config = config_of(case)
+    module = PipelineModule(
+        num_stages=case["P"],
+        seed_layers=True,
+        config=config,
+        activation_checkpoint_interval=case.get("interval", 0),
+        **layers,
+    )
+    optimizer = torch.optim.SGD(grouped(module, case), lr=0.05, momentum=0.9)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine
+
+
+def grouped(module: Any, case: dict[str, Any]) -> Any:
+    """Of several backbones a group each, with a learning rate of its own, if the case asks for that."""
+    if "rates" not in case:
+        return list(module.parameters())
+    if not module.has_several:
+        return [{"params": list(module.parameters()), "lr": case["rate"]}]
+    names = [str(head.name) for head in module.job.heads]
+    rates = zip(names, case["rates"], strict=False)
+    return [{"params": module.backbone_parameters(name), "lr": rate} for name, rate in rates]
+
+
+def joint_engine(case: dict[str, Any]) -> Any:
+    from deepspeed_pulse import Backbone
+
+    mirrored = case.get("directions", "same") == "opposite"
+    choose = planner.make._placements_of_several
+
+    def directed(job: Any, options: Any) -> list[Placement]:
+        """Every second one the other way round, or none."""
+        first = choose(job, options)[0].parts[0]
+        ways = [first.mirrored if mirrored and k % 2 else first for k in range(len(job.profile.backbones))]
+        return [Placement.of_backbones(ways)]
+
+    planner.make._placements_of_several = directed
+    try:
+        backbones = {
+            name: Backbone(layers(), loss_fn=mse, input=first) for name, (layers, _, first) in parts_of(case).items()
+        }
+        engine = engine_of(case, backbones=backbones)
+    finally:
+        planner.make._placements_of_several = choose
+    ways = engine.module.plan.placement.parts
+    if case["P"] > 1:
+        assert (ways[1] == ways[0]) != mirrored, engine.module.plan.placement
+    return engine
+
+
+def alone_engine(case: dict[str, Any], name: str, start: int) -> Any:
+    layers, _, first = parts_of(case)[name]
+    k = list(parts_of(case)).index(name)
+    rate = case.get("rates", [0.05] * 9)[k]
+    return engine_of({**case, "rate": rate}, layers=layers(), loss_fn=mse, input=first, base_seed=BASE_SEED + start)
+
+
+def joint_data(case: dict[str, Any], step: int, replica: int) -> Any:
+    parts = parts_of(case)
+
+    def batch(m: int) -> Any:
+        found = {name: own(step, m, replica) for name, (_, own, _) in parts.items()}
+        inputs, labels = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+        return cast((inputs, labels), DTYPES["bf16"]) if case.get("precision") == "bf16" else (inputs, labels)
+
+    return (batch(m) for m in itertools.count())
+
+
+def alone_data(case: dict[str, Any], name: str, step: int, replica: int) -> Any:
+    def of(batch: Any) -> Any:
+        return batch[0][name], batch[1][name]
+
+    return map(of, joint_data(case, step, replica))
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Of all ranks of the pipeline by name, on its first rank; full precision."""
+    named = [(name, engine.module.full_precision(p).cpu()) for name, p in engine.module.named_parameters()]
+    mine = {name: value.clone() for name, value in named if "placeholder" not in name}
+    rows = engine.module.ranks.gather_to_first(mine) or []
+    return {name: value for row in rows for name, value in row.items()}
+
+
+def trains_alike(case: dict[str, Any]) -> None:
+    """Losses and weights of each backbone equal those of its own run alone."""
+    tolerance = TOLERANCES[case.get("precision", "fp32")]
+    engine = joint_engine(case)
+    replica, names = engine.grid.data_parallel_id, list(parts_of(case))
+    starts = [head.layers.start for head in engine.module.job.heads]
+    losses: list[dict[str, float]] = []
+    for step in range(STEPS):
+        total = engine.train_batch(joint_data(case, step, replica))
+        losses.append({name: float(value) for name, value in engine.losses.items()})
+        assert abs(float(total) - sum(losses[-1].values())) <= 1e-6 * float(total)
+        if step == 0:
+            evaluated = float(engine.eval_batch(joint_data(case, 9, replica)))
+            each = {name: float(value) for name, value in engine.losses.items()}
+            assert abs(evaluated - sum(each.values())) <= 1e-6 * evaluated
+    found = weights(engine)
+    engine.destroy()
+    for name, start in zip(names, starts, strict=True):
+        alone = alone_engine(case, name, start)
+        for step in range(STEPS):
+            loss = float(alone.train_batch(alone_data(case, name, step, replica)))
+            assert abs(loss - losses[step][name]) <= tolerance * loss, (name, step, loss, losses[step][name])
+            if step == 0:
+                assert abs(float(alone.eval_batch(alone_data(case, name, 9, replica))) - each[name]) <= tolerance
+        expected = weights(alone)
+        for weight, value in expected.items():
+            index, _, rest = weight.partition(".")
+            mine = found[f"{int(index) + start}.{rest}" if index.isdigit() else f"{index}.{name}/{rest}"]
+            assert error(mine, value) < tolerance, (name, weight, error(mine, value))
+        alone.destroy()
+
+
+def run_cases(cases: list[dict[str, Any]]) -> None:
+    share_groups()
+    run_each(cases, trains_alike)
+
+
+def resumes(arguments: dict[str, Any]) -> None:
+    """Training goes on from a checkpoint under another plan, direction and number of ranks, as if it had not stopped."""
+    share_groups()
+    run_each(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
+
+
+def _resumes(case: dict[str, Any], folder: Path) -> None:
+    straight = joint_engine(case)
+    replica = straight.grid.data_parallel_id
+    for step in range(2):
+        straight.train_batch(joint_data(case, step, replica))
+    where = folder / str(abs(hash(str(case))) % 10**6)
+    names = [str(where)]
+    torch.distributed.broadcast_object_list(names)
+    straight.save_checkpoint(names[0])
+    expected = [float(straight.train_batch(joint_data(case, step, replica))) for step in (2, 3)]
+    straight.destroy()
+    other = joint_engine({**case, **case["then"]})
+    replica = other.grid.data_parallel_id
+    other.load_checkpoint(names[0])
+    found = [float(other.train_batch(joint_data(case, step, replica))) for step in (2, 3)]
+    other.destroy()
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a - b) <= 1e-5 * b, (found, expected)
