@@ -12,6 +12,7 @@ from support.launch import launch
 from torch import nn
 
 from deepspeed_pulse import FrozenSpec, spec
+from deepspeed_pulse.engine.backbones import Head
 from deepspeed_pulse.engine.frozen import DeclaredParts
 from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
@@ -49,6 +50,10 @@ def graph(*pops: str) -> Graph:
     return Graph(layers=(Layer(name="first"), Layer(name="second", pop=pops)))
 
 
+def heads_of_one(first: str) -> tuple[Head, ...]:
+    return (Head(name=None, loss_fn=None, input=first, layers=range(2)),)
+
+
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
@@ -73,16 +78,16 @@ def graph(*pops: str) -> Graph:
 )
 def test_parts_that_cannot_be(parts: dict[str, FrozenSpec], problem: str) -> None:
     with pytest.raises(GraphError, match=problem):
-        DeclaredParts(parts, graph("text"), "hidden")
+        DeclaredParts(parts, graph("text"), heads_of_one("hidden"))
 
 
 def test_other_things_than_specs_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected a FrozenSpec for 'text', found Identity"):
-        DeclaredParts({"text": nn.Identity()}, graph("text"), "hidden")  # type: ignore[dict-item]
+        DeclaredParts({"text": nn.Identity()}, graph("text"), heads_of_one("hidden"))  # type: ignore[dict-item]
 
 
 def test_a_plan_of_other_parts_is_refused() -> None:
-    declared = DeclaredParts({"text": FrozenSpec([nn.Identity()], input="ids")}, graph("text"), "hidden")
+    declared = DeclaredParts({"text": FrozenSpec([nn.Identity()], input="ids")}, graph("text"), heads_of_one("hidden"))
     costs = FrozenLayer(name="", forward_ms=1.0, param_bytes=0, output_bytes=1, activation_bytes=1)
     declared.check_planned([FrozenPart(name="text", layers=(costs,), targets=(1,))], "plan.json")
     with pytest.raises(ConfigError, match=r"plan.json: frozen part 'text': expected .*\(1, \(\), \(1,\)\), found \(2"):
@@ -116,7 +121,7 @@ def test_a_missing_batch_entry_names_the_part() -> None:
     from deepspeed_pulse.engine.data.batches import SplitBatch
     from deepspeed_pulse.errors import BatchError
 
-    declared = DeclaredParts({"text": FrozenSpec([nn.Identity()], input="ids")}, graph("text"), "hidden")
+    declared = DeclaredParts({"text": FrozenSpec([nn.Identity()], input="ids")}, graph("text"), heads_of_one("hidden"))
     with pytest.raises(BatchError, match=r"layer \(frozen\) text pops 'ids', which no layer stashes"):
         SplitBatch(({"hidden": torch.ones(2)}, None), declared.reading_graph, "hidden")
     with pytest.raises(BatchError, match="an entry 'text', and layer \\(frozen\\) text stashes a value of that name"):
@@ -126,7 +131,9 @@ def test_a_missing_batch_entry_names_the_part() -> None:
 
 def test_a_layer_at_work_needs_what_it_reads_and_what_it_gives() -> None:
     mixed = spec(frozen(nn.Bilinear(4, 3, 5)), pop="mask")
-    declared = DeclaredParts({"text": FrozenSpec([frozen(nn.Linear(2, 4)), mixed], input="ids")}, graph("text"), "h")
+    declared = DeclaredParts(
+        {"text": FrozenSpec([frozen(nn.Linear(2, 4)), mixed], input="ids")}, graph("text"), heads_of_one("h")
+    )
     entries = {"ids": torch.ones(6, 2), "mask": torch.ones(6, 3), "unread": torch.ones(6, 100)}
     ((part,), given) = declared.measure(entries, torch.device("cpu"))
     assert given["text"].shape == (6, 5)

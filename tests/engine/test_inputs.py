@@ -11,7 +11,8 @@ from support.cases import launch_each
 from support.launch import launch
 from support.nested import nested_batch
 
-from deepspeed_pulse.engine.data.batches import ShapeKeeper, SplitBatch, StepBatches, flatten
+from deepspeed_pulse.engine.backbones import Head
+from deepspeed_pulse.engine.data.batches import BatchForm, ShapeKeeper, SplitBatch, StepBatches, flatten
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, Layer
 
@@ -116,14 +117,19 @@ def test_changing_shapes_leave_nothing_behind(steps: int) -> None:
         assert "PASSED" in output
 
 
+def keeper_of(graph: Graph, first: str, *, dynamic: bool) -> ShapeKeeper:
+    head = Head(name=None, loss_fn=None, input=first, layers=range(len(graph.layers)))
+    return ShapeKeeper(BatchForm(graph=graph, heads=(head,)), dynamic)
+
+
 def drawn(*sizes: int) -> StepBatches:
     batches = (({"latents.noisy": torch.ones(size, 2), "n": size}, None) for size in sizes)
-    keeper = ShapeKeeper(graph_that_pops("n"), "latents.noisy", dynamic=True)
+    keeper = keeper_of(graph_that_pops("n"), "latents.noisy", dynamic=True)
     return StepBatches(batches.__next__, len(sizes), keeper.split, torch.device("cpu"), ["n"])
 
 
 def test_an_entry_goes_to_the_device_once_and_its_input_stays_no_longer_than_it_is_read() -> None:
-    keeper = ShapeKeeper(graph_that_pops("time"), "latents", dynamic=False)
+    keeper = keeper_of(graph_that_pops("time"), "latents", dynamic=False)
     batches = (({"latents": torch.ones(2), "time": torch.ones(3)}, None) for _ in range(2))
     data = StepBatches(batches.__next__, 2, keeper.split, torch.device("meta"), ["time"])
     entry = data.entry("time", 0)

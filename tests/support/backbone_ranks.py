@@ -171,7 +171,7 @@ def run_cases(cases: list[dict[str, Any]]) -> None:
 
 
 def resumes(arguments: dict[str, Any]) -> None:
-    """Training goes on from a checkpoint under another plan, direction and number of ranks, as if it had not stopped."""
+    """Training goes on from a checkpoint under another plan or direction as if it had not stopped."""
     share_groups()
     run_each(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
 

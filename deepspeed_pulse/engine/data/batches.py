@@ -233,8 +233,8 @@ class StepBatches:
         split: makes a :class:`SplitBatch` and checks its shapes.
         device: where tensors are moved when they are read.
         entry_names: batch entries that layers pop.
-        label_names: of the labels of every backbone.
         checked_entries: those whose checksum is taken.
+        label_names: of the labels of every backbone.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class StepBatches:
         split: Callable[[Any], SplitBatch],
         device: torch.device,
         entry_names: Sequence[str],
-        label_names: Sequence[str],
         checked_entries: Sequence[str] = (),
+        label_names: Sequence[str] = (LABELS,),
     ) -> None:
         self._draw, self._num, self._split, self._device = draw, num_microbatches, split, device
         self._entry_names = (*entry_names, *label_names)

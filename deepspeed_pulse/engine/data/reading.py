@@ -123,8 +123,8 @@ class Reading:
             self._shapes[self._mode].split,
             self._seat.device,
             list(dict.fromkeys((*self._names, *self._data_names))),
-            tuple(self._labels),
             self._entries_to_check() if has_data and self._is_checked(steps) else (),
+            tuple(self._labels),
         )
 
     def _next_batch(self) -> Any:
