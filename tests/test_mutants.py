@@ -1,7 +1,7 @@
 """Do the tests notice? Mutants of the planner and the runtime, drawn at random, must make some test fail.
 
-`MUTANTS=` and `SEED=` change the draw, `MUTANTS=40:80` tries these of it alone; out/mutants.txt says of each, as it
-comes, which test noticed it.
+`MUTANTS=` and `SEED=` change the draw, `MUTANTS=40:80` tries these of it alone, `WORKERS=1` one at a time;
+out/mutants.txt says of each, as it comes, which test noticed it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.forking_pytest import ForkingPytest
 
 ROOT = Path(__file__).parents[1]
 FIRST, END = [0, *map(int, os.environ.get("MUTANTS", "200").split(":"))][-2:]
-SEED = int(os.environ.get("SEED", 20))
+SEED, WORKERS = int(os.environ.get("SEED", 20)), int(os.environ.get("WORKERS", 2))
 TESTS = (
     "tests/planner",
     "tests/runtime",
@@ -47,8 +47,8 @@ def test_mutants_are_noticed(tmp_path: Path) -> None:
     WRITTEN.parent.mkdir(exist_ok=True)
     WRITTEN.write_text("")
     trees = SimpleQueue[tuple[Path, ForkingPytest]]()
-    for name in ("one", "two"):
-        tree = copied_to(tmp_path / name)
+    for number in range(WORKERS):
+        tree = copied_to(tmp_path / f"tree{number}")
         trees.put((tree, ForkingPytest(tree)))
 
     def survives(mutant: Any) -> bool:
@@ -60,9 +60,9 @@ def test_mutants_are_noticed(tmp_path: Path) -> None:
             file.write(f"{mutant} ({len(names)} tests): {found or 'SURVIVED'}\n")
         return not found
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         outcomes = list(pool.map(survives, mutants))
-    for _ in range(2):
+    for _ in range(WORKERS):
         trees.get()[1].end()
     survivors = [str(mutant) for mutant, lives in zip(mutants, outcomes, strict=True) if lives]
     killed = f"{len(mutants) - len(survivors)} of {len(mutants)} mutants killed, seed {SEED}"
