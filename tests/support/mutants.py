@@ -17,6 +17,11 @@ from cosmic_ray.plugins import get_operator, operator_names
 SAME = ("_Eq_Is", "_NotEq_IsNot", "_Is_Eq", "_IsNot_NotEq", "_Eq_IsNot", "_NotEq_Is", "NoOp")
 """Operators that leave the meaning of nearly all code as it is."""
 
+Place = tuple[int, int]
+"""Line and column."""
+
+Range = tuple[Place, Place]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
@@ -73,7 +78,7 @@ def _places(path: Path) -> list[list[Mutant]]:
     text = path.read_text()
     hidden = _without_effect(text)
     tree = get_ast(text)
-    found: dict[tuple[str, tuple[int, int]], list[Mutant]] = defaultdict(list)
+    found: dict[tuple[str, Place], list[Mutant]] = defaultdict(list)
     for name in sorted(operator_names()):
         operator_class = get_operator(name)
         if name.endswith(SAME) or operator_class.arguments():
@@ -87,19 +92,30 @@ def _places(path: Path) -> list[list[Mutant]]:
     return list(found.values())
 
 
-def _without_effect(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def _without_effect(text: str) -> list[Range]:
     """Where that begins and ends which no test can notice.
 
     Annotations: nothing reads most of them when the program runs. Decorators that keep results of pure functions: with
-    another size, or without them, the same results are computed again.
+    another size, or without them, the same results are computed again; and those that forbid to make an object of a
+    base class. ``strict=True``, which asserts what holds, and the star before keyword arguments: without them more is
+    allowed, and nothing else changes.
     """
     hidden = []
     for parent in ast.walk(ast.parse(text)):
-        # A decorator begins with its @.
-        for node, at in (*((node, 0) for node in _annotated(parent)), *((node, 1) for node in _caching(parent))):
-            end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
-            hidden.append(((node.lineno, node.col_offset - at), end))
+        for node in (*_annotated(parent), *_asserting(parent)):
+            hidden.append((_start(node), _end(node)))
+        for node in _decorating(parent):
+            hidden.append(((node.lineno, node.col_offset - 1), _end(node)))  # it begins with its @
+        hidden += _stars(parent)
     return hidden
+
+
+def _start(node: ast.expr | ast.arg) -> Place:
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.expr | ast.arg) -> Place:
+    return node.end_lineno or node.lineno, node.end_col_offset or 0
 
 
 def _annotated(node: ast.AST) -> Iterator[ast.expr]:
@@ -109,7 +125,18 @@ def _annotated(node: ast.AST) -> Iterator[ast.expr]:
         yield node.returns
 
 
-def _caching(node: ast.AST) -> Iterator[ast.expr]:
+def _asserting(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.keyword) and node.arg == "strict" and ast.unparse(node.value) == "True":
+        yield node.value
+
+
+def _decorating(node: ast.AST) -> Iterator[ast.expr]:
     for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-        if ast.unparse(decorator).split("(")[0].split(".")[-1] in ("cache", "lru_cache"):
+        if ast.unparse(decorator).split("(")[0].split(".")[-1] in ("cache", "lru_cache", "abstractmethod"):
             yield decorator
+
+
+def _stars(node: ast.AST) -> Iterator[Range]:
+    if isinstance(node, ast.FunctionDef) and node.args.kwonlyargs and not node.args.vararg:
+        positional = [*node.args.posonlyargs, *node.args.args, *node.args.defaults]
+        yield max([(node.lineno, node.col_offset), *map(_end, positional)]), _start(node.args.kwonlyargs[0])
