@@ -108,7 +108,7 @@ class PulseConfig(BaseModel):
         return None if self.split_backward == "auto" else bool(self.split_backward)
 
 
-def parse_pulse(block: Any, where: str = 'the "pulse" block') -> PulseConfig | None:
+def parse_pulse(block: Any) -> PulseConfig | None:
     """The block as configuration; None when there is no block.
 
     ``true`` and ``{}`` mean defaults, ``false`` means ``{"enabled": false}``.
@@ -121,12 +121,13 @@ def parse_pulse(block: Any, where: str = 'the "pulse" block') -> PulseConfig | N
     if isinstance(block, bool):
         return PulseConfig(enabled=block)
     if not isinstance(block, dict):
-        raise ConfigError(f"{where}: expected an object, true or false, found {block!r}")
+        raise ConfigError(f'the "pulse" block: expected an object, true or false, found {block!r}')
     try:
         config = PulseConfig(**block)
     except (ValidationError, TypeError) as problem:
-        raise ConfigError(f"{where}: " + "; ".join(_explain(problem, block))) from None
-    _check_together(config, where)
+        raise ConfigError('the "pulse" block: ' + "; ".join(_explain(problem, block))) from None
+    if config.trace_steps is not None and config.trace is None:
+        raise ConfigError('the "pulse" block: key \'trace_steps\': expected "trace" beside it, a path to write to')
     return config
 
 
@@ -142,8 +143,3 @@ def _explain(problem: Exception, block: dict[str, Any]) -> list[str]:
         else:
             lines.append(f"key {key!r}: expected {fields[key].description}, found {block[key]!r}")
     return list(dict.fromkeys(lines))
-
-
-def _check_together(config: PulseConfig, where: str) -> None:
-    if config.trace_steps is not None and config.trace is None:
-        raise ConfigError(f"{where}: key 'trace_steps': expected \"trace\" beside it, a path to write to")

@@ -70,8 +70,8 @@ WRONG = [
 @pytest.mark.parametrize(("key", "value", "expected"), WRONG)
 def test_a_wrong_value_is_named_with_what_was_expected(key: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_pulse({key: value}, "ds.json")
-    assert str(caught.value).startswith(f"ds.json: key {key!r}: expected {expected}")
+        parse_pulse({key: value})
+    assert str(caught.value).startswith(f'the "pulse" block: key {key!r}: expected {expected}')
     assert str(caught.value).endswith(f"found {value!r}")
 
 

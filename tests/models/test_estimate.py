@@ -93,7 +93,7 @@ def test_layers_count_what_the_whole_model_counts() -> None:
     batch = example_batch(model, microbatch_size=2, dtype=torch.float32)
     estimated = estimate_profile(Workload(name="small", layers=to_layers(model), batch=(batch, None)), tflops=1)
     assert (total(estimated, "forward_flop"), total(estimated, "backward_flop")) == whole_model(model, batch)
-    assert total(estimated, "num_params") == sum(p.numel() for p in model.parameters())
+    assert total(estimated, "param_bytes") == sum(4 * p.numel() for p in model.parameters())
     assert estimated.profile.microbatch_size == 2
 
 

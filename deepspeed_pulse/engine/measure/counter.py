@@ -31,7 +31,6 @@ class LayerCount:
     forward_flop: int
     backward_flop: int
     weight_grad_flop: int
-    num_params: int
     param_bytes: int
     activation_bytes: int
     output_bytes: int
@@ -71,7 +70,6 @@ def _count(probe: Probe) -> LayerCount:
         forward_flop=forward.get_total_flops(),
         backward_flop=backward.get_total_flops(),
         weight_grad_flop=backward.get_total_flops() - inputs_only.get_total_flops(),
-        num_params=sum(p.numel() for p in probe.parameters),
         param_bytes=param_bytes(probe.parameters),
         activation_bytes=kept.activation_bytes,
         output_bytes=kept.output_bytes,
