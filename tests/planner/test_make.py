@@ -15,6 +15,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, forward_schedule, make_plan, reorder
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.links import Links
+from deepspeed_pulse.planner.making import maker
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.routes import named_values
@@ -97,6 +98,25 @@ def test_cuts_weigh_what_ranks_have_to_reduce_where_nothing_hides_it():
         even = made(costs, 2, 4, cluster=links, placement="linear", data_parallel=2, boundaries=(0, 4, 8))
         assert found.estimate.step_ms <= even.estimate.step_ms
     assert cuts == {1.0: (0, 5, 8), 1000.0: (0, 4, 8)}
+
+
+@pytest.mark.parametrize(("gb_per_s", "weighed"), [(1.0, True), (1000.0, False)])
+def test_reductions_are_weighed_only_where_an_order_does_not_hide_them(gb_per_s, weighed, monkeypatch):
+    asked_for, views = [], maker._other_views
+    monkeypatch.setattr(
+        maker, "_other_views", lambda job, **how: (asked_for.append(how["weighed"]), views(job, **how))[1]
+    )
+    links = cluster(Link(bandwidth_gb_per_s=gb_per_s, latency_us=0))
+    made(uniform(8, param_bytes=10**7), 2, 16, cluster=links, placement="linear", data_parallel=2)
+    assert asked_for == [weighed]
+
+
+def test_the_best_of_several_cuts_is_searched_for_a_better_order():
+    costs = random_profile(random.Random(25), 6)
+    known, searched = (made(costs, 3, 2, placement="wave", solver_seconds=seconds) for seconds in (0, 20))
+    assert known.solver.generator is None
+    assert searched.solver.generator == known.solver.name
+    assert searched.estimate.step_ms < known.estimate.step_ms
 
 
 @pytest.mark.parametrize(("microbatches", "cuts"), [(2, (0, 4, 6)), (8, (0, 3, 6)), (16, (0, 3, 6))])
