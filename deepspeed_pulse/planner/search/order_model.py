@@ -161,7 +161,7 @@ def solve_order(
         random_seed=seed,
         time_limit=float(seconds),
         mip_rel_gap=1e-9,
-        mip_abs_gap=1e-9 * max(1.0, upper_ms),
+        mip_abs_gap=1e-9 * upper_ms,
     )
     values = program.solve()
     if values is None:
