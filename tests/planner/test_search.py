@@ -11,7 +11,9 @@ from strategies import assert_sound, problems
 from toys import cluster, layer, plan, profile, uniform
 
 from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
+from deepspeed_pulse.ir.schedule import Op
 from deepspeed_pulse.planner import Job, SearchOptions
 from deepspeed_pulse.planner.bounds import lower_bound_ms, preemptive_ms
 from deepspeed_pulse.planner.problem import Problem
@@ -170,6 +172,35 @@ def test_a_search_whose_orders_never_fit_ends_by_itself(capped, monkeypatch):
     improver.improve([start])
     assert refused
     assert improver.best_ms == float("inf")
+
+
+@pytest.mark.parametrize(("gb_per_s", "large"), [(1e-3, 5_000), (1e9, 1)])
+def test_windows_stay_as_they_are_where_messages_queue_and_where_actions_are_many(gb_per_s, large, monkeypatch):
+    monkeypatch.setattr(improve, "_NODES_A_ROUND", 1_000)
+    monkeypatch.setattr(improve, "_LARGE", large)
+    monkeypatch.setattr(improve, "reordered", lambda *a, **k: pytest.fail("a window was solved"))
+    link = Link(bandwidth_gb_per_s=gb_per_s, latency_us=0)
+    problem = Problem(plan(Placement.wave(2), 3), uniform(4, output_bytes=10**4), cluster(link))
+    improver = Improver(
+        problem=problem, split=False, cap=None, target_ms=0.0, seed=0, deadline=float("inf"), keep=lambda order: True
+    )
+    improver.improve([list_schedule(problem, 3)])
+    assert improver.net.queues is (large > 1)
+
+
+def test_what_takes_nothing_of_a_stash_may_run_later_whatever_the_limit():
+    """A limit that was lowered may be below what a row holds already."""
+    problem = Problem(plan(Placement.wave(2), 3), uniform(4), cluster())
+    net = Net(problem, 3, split=True)
+    search = Search(net, count_cap(problem, 6), net.rows(list_schedule(problem, 3, split=True)), seed=0, target_ms=0.0)
+    search.reject(search.best_rows, search.best_ms, 0.1)
+    later = [
+        search._fits(rank, at, at + 1)
+        for rank, row in enumerate(search.rows)
+        for at, node in enumerate(row[:-1])
+        if net.actions[node].op is Op.INPUT_GRAD
+    ]
+    assert later and all(later)
 
 
 def test_a_pattern_extends_to_any_number_of_microbatches():

@@ -328,6 +328,13 @@ def test_what_fits_nowhere_says_what_would_do():
     assert tuned(costs, box(2, 2, 11 * 10**6), 4).ranked
 
 
+def test_sixty_four_times_the_ranks_are_tried():
+    """A layer a rank: 4 MB of state."""
+    costs = uniform(64, param_bytes=10**6, activation_bytes=0)
+    with pytest.raises(InfeasibleError, match=" or 64 ranks would do"):
+        tuned(costs, box(1, 1, 4 * 10**6), 1)
+
+
 def test_a_global_batch_that_nothing_divides():
     costs = replace(uniform(8), microbatch_size=4)
     with pytest.raises(ConfigError, match=r"global batch: 6 samples .* microbatches of 4; use 4 or 8, or profile"):
