@@ -188,6 +188,24 @@ def test_windows_stay_as_they_are_where_messages_queue_and_where_actions_are_man
     assert improver.net.queues is (large > 1)
 
 
+def test_what_windows_made_better_is_searched_again(monkeypatch):
+    problem = Problem(plan(Placement.wave(2), 6), uniform(4), cluster())
+    order, done = list_schedule(problem, 6), []
+    improver = Improver(
+        problem=problem, split=False, cap=None, target_ms=0.0, seed=0, deadline=float("inf"), keep=lambda order: True
+    )
+    every = ["window"] * len(windows(Paths(improver.net, improver.net.rows(order))))
+
+    def first_window_only(net, rows, *a, **k):
+        done.append("window")
+        return rows if len(done) == 2 else None
+
+    monkeypatch.setattr(Improver, "_exhaust", lambda *a: done.append("search"))
+    monkeypatch.setattr(improve, "reordered", first_window_only)
+    improver.improve([order])
+    assert done == ["search", *every, "search", *every]
+
+
 def test_what_takes_nothing_of_a_stash_may_run_later_whatever_the_limit():
     """A limit that was lowered may be below what a row holds already."""
     problem = Problem(plan(Placement.wave(2), 3), uniform(4), cluster())

@@ -89,6 +89,13 @@ def test_a_dead_end_is_a_violation():
     ]
 
 
+def test_the_microbatches_and_stages_there_are_are_named():
+    row = "0F0 0B0 1F0 1B0 2F0 2B0 3F0 3B0"
+    for wrong, there in (("0F4", "microbatch (0..3): 0F4"), ("4F0", "stage (0..3): 4F0")):
+        found = plan((0,) * 4, 4, schedule=rows(f"{row} {wrong}"))
+        assert any(there in line for line in violations(found, num_layers=4, values=()))
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
