@@ -97,8 +97,8 @@ def _without_effect(text: str) -> list[Range]:
 
     Annotations: nothing reads most of them when the program runs. Decorators that keep results of pure functions: with
     another size, or without them, the same results are computed again; and those that forbid to make an object of a
-    base class. ``strict=True``, which asserts what holds, and the star before keyword arguments: without them more is
-    allowed, and nothing else changes.
+    base class. ``strict=True``, which asserts what holds, ``frozen=True``, ``kw_only=True`` and the star before keyword
+    arguments, to which mypy holds every line: without them more is allowed, and next to nothing else changes.
     """
     hidden = []
     for parent in ast.walk(ast.parse(text)):
@@ -126,7 +126,8 @@ def _annotated(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _asserting(node: ast.AST) -> Iterator[ast.expr]:
-    if isinstance(node, ast.keyword) and node.arg == "strict" and ast.unparse(node.value) == "True":
+    names = ("strict", "frozen", "kw_only")
+    if isinstance(node, ast.keyword) and node.arg in names and ast.unparse(node.value) == "True":
         yield node.value
 
 
