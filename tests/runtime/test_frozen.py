@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from deepspeed_pulse.errors import BatchError
-from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, FrozenRun
+from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, FrozenRun, HandOver
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.runtime.frozen import FrozenLayers, FrozenRuntime
 from deepspeed_pulse.runtime.local import LocalDevice
@@ -46,6 +49,24 @@ def test_layers_run_where_the_fill_puts_them_without_gradient_in_their_own_dtype
     assert found["text", 0].dtype is torch.float64 and not found["text", 0].requires_grad
     assert [str(span.work) for span in frozen.stopwatch.spans] == ["text[0:1]@0", "text[1:2]@0", "text[0:2]@1"]
     assert not frozen._held
+
+
+def test_what_goes_on_elsewhere_is_dropped_and_what_is_read_here_stays():
+    frozen, sent = runtime(lambda x: x + 1, lambda x: 2 * x), []
+    frozen._transport = SimpleNamespace(
+        begin=lambda *a: None, send=lambda message, value: sent.append(message.name), drain=lambda: None, sent_bytes={}
+    )
+    runs = [
+        FrozenRun("text", 0, 1, 0),
+        HandOver("text", 1, 0, 1),
+        FrozenRun("text", 0, 2, 1),
+        HandOver("text", 2, 1, 1),
+    ]
+    fill = replace(fill_of(), rows=(tuple(Filling(0, work) for work in runs), ()))
+    frozen.begin(fill, lambda name, m: torch.ones(2), microbatches=2, mode="train")
+    frozen.run(0)
+    assert sent == ["text[1]", "text[2]"]
+    assert [*frozen._held] == [("text", 2, 1)]
 
 
 def test_an_encoder_whose_output_changes_its_shape_is_named():

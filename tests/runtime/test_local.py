@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.schedule import WHOLE, Action
 from deepspeed_pulse.planner import forward_schedule
-from deepspeed_pulse.runtime.local import LocalDevice, LocalWorld
+from deepspeed_pulse.runtime.local import ListedBatches, LocalDevice, LocalWorld
 from deepspeed_pulse.runtime.roots import takes_edges
 
 GRAPH = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(toy_layers())))
@@ -46,6 +46,16 @@ def test_gradients_equal_the_unpartitioned_model(seed: int) -> None:
         world.step(batches)
     for (name, found), expected in zip(mine.named_parameters(), twin.parameters(), strict=True):
         assert error(found.grad, expected.grad) < 1e-5, name
+
+
+def test_each_rank_gives_each_microbatch_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the last of its stages has read it, so that no more of the data is held than is in flight."""
+    given_back: list[int] = []
+    monkeypatch.setattr(ListedBatches, "release", lambda self, microbatch: given_back.append(microbatch))
+    plan = random_plan(GRAPH, 2, ranks=3, microbatches=4)
+    world, batches = world_of(plan, Unpartitioned(toy_layers()))
+    world.step(batches)
+    assert sorted(given_back) == sorted([*range(4)] * 3)
 
 
 def test_evaluation_leaves_nothing_behind() -> None:
