@@ -369,3 +369,10 @@ def test_a_route_beyond_the_stages_is_refused():
     far = replace(found, routes=(Route(name="far", source_stage=0, hops=((0, 2),)),))
     with pytest.raises(PlanError, match=r"the route of 'far' names a stage outside 0\.\.1$"):
         simulate(far, costs, cluster())
+
+
+def test_a_step_that_takes_no_time_has_no_throughput():
+    costs = uniform(2, forward_ms=0.0, backward_ms=0.0)
+    order = rows("0F0 0B0", "1F0 1B0")
+    figures = estimate(plan((0, 1), 1, schedule=order), costs, cluster())
+    assert (figures.step_ms, figures.gap, figures.samples_per_second) == (0.0, 0.0, 0.0)
