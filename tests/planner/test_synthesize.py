@@ -96,6 +96,16 @@ def test_a_solver_that_errs_is_not_believed(monkeypatch):
         assert (found.schedule, found.solver.name, found.solver.optimal) == (greedy.schedule, greedy.solver.name, False)
 
 
+@pytest.mark.parametrize(("below", "optimal"), [(1e-7, True), (1e-5, False)])
+def test_a_solver_proves_what_its_tolerance_allows(below, optimal, monkeypatch):
+    costs, blank = random_profile(random.Random(25), 6), plan(Placement.wave(3), 2)
+    job = Job.of(blank, costs, cluster())
+    best = synthesize(blank, job, SearchOptions(solver_seconds=20))
+    answer = Solved(schedule=best.schedule, bound_ms=best.estimate.makespan_ms * (1 - below))
+    monkeypatch.setattr("deepspeed_pulse.planner.search.synthesize.solve_order", lambda *a, **k: answer)
+    assert synthesize(blank, job, SearchOptions(solver_seconds=0.5)).solver.optimal is optimal
+
+
 @pytest.mark.parametrize(("seconds", "begun"), [(0.0, False), (1e-3, True)])
 def test_however_short_a_search_is_it_says_what_it_began_with(seconds, begun):
     blank = plan(Placement.wave(3), 2)
