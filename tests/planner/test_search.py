@@ -174,6 +174,22 @@ def test_a_search_whose_orders_never_fit_ends_by_itself(capped, monkeypatch):
     assert improver.best_ms == float("inf")
 
 
+def test_a_move_forbids_what_would_undo_it():
+    problem = Problem(plan(Placement.wave(2), 6), uneven(2, 1), cluster())
+    net = Net(problem, 6)
+    search = Search(net, None, net.rows(list_schedule(problem, 6)), seed=0, target_ms=0.0)
+    sides = set()
+    for move in [Move(rank, a, b) for rank in range(2) for a in range(12) for b in range(12) if a != b]:
+        row, later = search.rows[move.rank][:], move.source < move.target
+        node = row[move.source]
+        passed = row[move.source + 1 : move.target + 1] if later else row[move.target : move.source]
+        search.tabu.clear()
+        if search._allowed(move.rank, move.source, move.target) and search._apply(move):
+            sides.add(later)
+            assert set(search.tabu) == {(node, other) if later else (other, node) for other in passed}
+    assert sides == {False, True}
+
+
 @pytest.mark.parametrize(("gb_per_s", "large"), [(1e-3, 5_000), (1e9, 1)])
 def test_windows_stay_as_they_are_where_messages_queue_and_where_actions_are_many(gb_per_s, large, monkeypatch):
     monkeypatch.setattr(improve, "_NODES_A_ROUND", 1_000)
