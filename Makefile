@@ -6,6 +6,8 @@
 #   make soak bench pictures      slow proofs, benchmarks, the pictures of docs/
 #   make test-diffusers-old       tests of the models with the oldest diffusers supported, in .venv-old
 #   make test-deepspeed-old       tests of the engine with the last DeepSpeed 0.18, in .venv-deepspeed-old
+#   make test-torch-old           tests of traced models with torch 2.12, in .venv-torch-old
+#   make test-packages            traced U-Nets of other packages, which lie in .venv/packages without what they need
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -24,7 +26,7 @@ TEXT_TO_IMAGE_FLAGS = --center_crop --cache_latents --proportion_empty_prompts 0
 # A rank is one process with one thread, and tests never depend on the accelerator at hand.
 TEST_ENV = OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=1
 
-.PHONY: all .venv .venv-old .venv-deepspeed-old test test-diffusers-old test-deepspeed-old lint types train text-to-image soak bench pictures clean
+.PHONY: all .venv .venv-old .venv-deepspeed-old test test-diffusers-old test-deepspeed-old test-torch-old test-packages lint types train text-to-image soak bench pictures clean
 all: test
 
 .venv: .venv/.stamp
@@ -44,6 +46,23 @@ all: test
 	$*/bin/python -m pip install --quiet -c $(CONSTRAINTS) setuptools wheel ninja torch
 	DS_BUILD_OPS=0 $*/bin/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
+
+# Tracing uses private names of torch, so it is tested with one older minor, too. The rest is taken from .venv.
+.venv-torch-old/.stamp: .venv/.stamp
+	test -x .venv-torch-old/bin/python || $(PYTHON) -m venv .venv-torch-old
+	.venv-torch-old/bin/python -m pip install --quiet torch==2.12.1
+	echo $(CURDIR)/$$(echo .venv/lib/python3*/site-packages) > $$(echo .venv-torch-old/lib/python3*/site-packages)/rest.pth
+	touch $@
+
+test-torch-old: .venv-torch-old/.stamp
+	PYTHONPATH=$(CURDIR):tests $(TEST_ENV) .venv-torch-old/bin/python -m pytest $(or $(TESTS),tests/models/traced)
+
+.venv/packages/.stamp: tests/support/packages.txt .venv/.stamp
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/packages -r tests/support/packages.txt
+	touch $@
+
+test-packages: .venv/packages/.stamp
+	PYTHONPATH=.venv/packages:tests $(TEST_ENV) $(BIN)/python -m pytest -m soak tests/models/traced/test_packages.py
 
 lint: .venv
 	$(BIN)/ruff check .

@@ -83,13 +83,13 @@ def assert_transparent(
         _assert_bitwise(reference, model, layers, batch, forward, without_gradient)
     several = [count for count in ranks if count > 1]
     if several:
-        batches = [batch, _another(batch)]
-        expected, losses = _mean_gradients(reference, batches, forward)
-        for plan in (plan for count in several for plan in _plans(graph, count, len(batches))):
-            found, found_losses = _planned_gradients(model, layers, graph, plan, batches)
+        batches = [batch, another(batch)]
+        expected, losses = mean_gradients(reference, batches, forward)
+        for plan in (plan for count in several for plan in plans(graph, count, len(batches))):
+            found, found_losses = planned_gradients(model, layers, graph, plan, batches)
             where = f"{plan.pipeline_ranks} ranks, waves {plan.waves}"
             assert found_losses == losses or error(torch.tensor(found_losses), torch.tensor(losses)) < TOLERANCE, where
-            _assert_close(found, expected, where)
+            assert_close(found, expected, where)
     return layers
 
 
@@ -135,7 +135,7 @@ def _assert_bitwise(
         assert not trained or (expected is not None and expected.any()), f"{name}: a zero gradient proves nothing"
 
 
-def _mean_gradients(model: nn.Module, batches: Sequence[Batch], forward: Forward) -> tuple[Gradients, list[float]]:
+def mean_gradients(model: nn.Module, batches: Sequence[Batch], forward: Forward) -> tuple[Gradients, list[float]]:
     losses = []
     for batch in batches:
         loss = _loss(forward(model, batch))
@@ -144,7 +144,7 @@ def _mean_gradients(model: nn.Module, batches: Sequence[Batch], forward: Forward
     return _taken(model), losses
 
 
-def _planned_gradients(
+def planned_gradients(
     model: nn.Module, layers: Sequence[Any], graph: Graph, plan: Plan, batches: Sequence[Batch]
 ) -> tuple[Gradients, list[float]]:
     functions = [declared.layer for declared in layers]
@@ -154,7 +154,7 @@ def _planned_gradients(
     return _taken(model), [world.losses[index].item() for index in range(len(batches))]
 
 
-def _assert_close(found: Gradients, expected: Gradients, where: str) -> None:
+def assert_close(found: Gradients, expected: Gradients, where: str) -> None:
     largest = max(float(gradient.norm()) for gradient in expected.values() if gradient is not None)
     for name, wanted in expected.items():
         got = found[name]
@@ -183,7 +183,7 @@ def _with_gradient(batch: Batch) -> Batch:
     return {**batch, first: value.clone().requires_grad_()} if value.is_floating_point() else dict(batch)
 
 
-def _another(batch: Batch) -> Batch:
+def another(batch: Batch) -> Batch:
     """Another microbatch of the same shapes: the samples in reverse order, the first entry halved."""
     first, *_ = batch
     turned = tree_map_only(Tensor, lambda value: value.flip(0) if value.ndim else value, batch)
@@ -198,8 +198,10 @@ def _taken(model: nn.Module) -> Gradients:
     return gradients
 
 
-def _plans(graph: Graph, ranks: int, microbatches: int) -> Iterator[Plan]:
-    """The planner's wave and linear plans for layers of equal cost."""
+def plans(
+    graph: Graph, ranks: int, microbatches: int, placements: Sequence[str] = ("wave", "linear")
+) -> Iterator[Plan]:
+    """The planner's plans for layers of equal cost."""
     cost = LayerCost(
         name="", forward_ms=1.0, backward_ms=2.0, param_bytes=4, activation_bytes=4, output_bytes=1_000_000
     )
@@ -217,7 +219,7 @@ def _plans(graph: Graph, ranks: int, microbatches: int) -> Iterator[Plan]:
     )
     link = Link(bandwidth_gb_per_s=100.0, latency_us=1.0)
     cluster = Cluster(name="one", nodes=1, ranks_per_node=ranks, memory_bytes=2**40, intra_node=link, inter_node=link)
-    for placement in ("wave", "linear"):
+    for placement in placements:
         yield make_plan(
             Job(profile=profile, cluster=cluster, pipeline_ranks=ranks, microbatches=microbatches),
             SearchOptions(placement=placement, solver_seconds=0),

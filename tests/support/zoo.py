@@ -403,26 +403,6 @@ ZOO: dict[str, Animal] = {
             "image_embeds": n(b, 3, 16),
         },
     ),
-    "HunyuanVideoFramepackTransformer3DModel": Animal(
-        config={
-            **_HUNYUAN,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_single_layers": 2,
-            "pooled_projection_dim": 16,
-            "rope_axes_dim": (4, 6, 6),
-            "has_image_proj": True,
-            "image_proj_dim": 16,
-            "has_clean_x_embedder": False,
-        },
-        batch=lambda b, s, t: {
-            **pooled(video(b, s, t), b),
-            "encoder_attention_mask": mask(b, t),
-            "image_embeds": n(b, 3, 16),
-            "indices_latents": torch.arange(3),
-            "guidance": torch.rand(b),
-        },
-    ),
     "I2VGenXLUNet": Animal(
         config={
             **_UNET,
