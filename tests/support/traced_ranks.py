@@ -26,10 +26,10 @@ def zoo(name: str, **changes: Any) -> tuple[Any, Any]:
     return lambda: type(animal)(config={**animal.config, **changes}, batch=animal.batch).model(name), animal.example
 
 
-def lora_sana() -> Any:
+def lora_sana(num_layers: int = 3) -> Any:
     from peft import LoraConfig
 
-    model = ZOO["SanaTransformer2DModel"].model("SanaTransformer2DModel")
+    model = zoo("SanaTransformer2DModel", num_layers=num_layers)[0]()
     torch.manual_seed(3)
     model.requires_grad_(False)
     model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
@@ -170,23 +170,51 @@ def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:
     return sum(one.float().square().mean() + one.float().mean() for one in tree_leaves(output))  # type: ignore[no-any-return]
 
 
+def folder_model(**changes: Any) -> tuple[str, Any, Any]:
+    """A class without a family, enough layers for a wave on four ranks: its name, a model, and what makes a batch."""
+    make, make_batch = zoo("SanaTransformer2DModel", num_layers=8, **changes)
+    return "SanaTransformer2DModel", make(), make_batch
+
+
+def large_model() -> Any:
+    """12 blocks of 16 MB: a quarter of the layers is about a quarter of the model; modules take 2 MB a block."""
+    inner = {"num_attention_heads": 16, "attention_head_dim": 32, "cross_attention_dim": 512}
+    cross = {"num_cross_attention_heads": 16, "cross_attention_head_dim": 32}
+    return zoo("SanaTransformer2DModel", num_layers=12, **inner, **cross)[0]()
+
+
+def holds_its_share(arguments: dict[str, Any]) -> None:
+    """Loading a traced model never takes more than 45 % of the model's bytes on a rank.
+
+    What tracing imports, some 30 MB, is there before anything is counted.
+    """
+    from support.model_ranks import holds_its_share
+
+    from deepspeed_pulse.models import to_layers
+
+    to_layers(folder_model()[1], example_batch=folder_model()[2](0))
+    inputs = ZOO["SanaTransformer2DModel"].batch(1, 8, 5)
+    holds_its_share(arguments["large"], "SanaTransformer2DModel", inputs, 0.45)
+    print("PASSED", flush=True)
+
+
 def saves(arguments: dict[str, Any]) -> None:
     """A folder of a class without a family: each rank reads its own layers, trains, and all write it back."""
     from deepspeed_pulse.models import from_pretrained, save_lora, save_pretrained
 
     share_groups()
-    name = "SanaTransformer2DModel"
+    name, fresh, make_batch = folder_model()
     folder, out = Path(arguments["folder"]), Path(arguments["out"])
     import diffusers
 
     kind = getattr(diffusers, name)
     reference = kind.from_pretrained(folder).train()
-    case = {"batch": lambda size=0: ZOO[name].example(0), "pulse": {"placement": "wave"}}
-    layers = from_pretrained(folder, example_batch=ZOO[name].example(0))
+    case = {"batch": lambda size=0: make_batch(0), "pulse": {"placement": "wave"}}
+    layers = from_pretrained(folder, example_batch=make_batch(0))
     engine = engine_of(layers, case, arguments["ranks"])
     whole = sum(p.numel() for p in reference.parameters())
     mine = sum(p.numel() for p in engine.module.parameters())
-    assert 0 < mine < 0.7 * whole, (mine, whole)
+    assert 0 < mine < 0.45 * whole, (mine, whole)
     losses, weights = train_alone(reference, case["batch"])
     for step, wanted in enumerate(losses):
         found = float(engine.train_batch(batches(case["batch"], step)).detach())
@@ -200,13 +228,15 @@ def saves(arguments: dict[str, Any]) -> None:
     adapted = {**CASES["adapters"], "batch": case["batch"]}
     from deepspeed_pulse.models import to_layers
 
-    model = lora_sana()
+    model = lora_sana(8)
     engine = engine_of(to_layers(model, example_batch=case["batch"]()), adapted, arguments["ranks"])
     engine.train_batch(batches(case["batch"], 0))
     save_lora(engine, out / "lora")
-    fresh = ZOO[name].model(name)
-    fresh.load_lora_adapter(str(out / "lora"), prefix="transformer", use_safetensors=True)
-    keys = {key for key, _ in fresh.named_parameters() if "lora" in key}
-    assert keys == {key for key, _ in model.named_parameters() if "lora" in key}
+    fresh.load_lora_adapter(str(out / "lora"), adapter_name="default", prefix="transformer", use_safetensors=True)
+    loaded = {key: weight for key, weight in fresh.named_parameters() if "lora" in key}
+    assert loaded.keys() == {key for key, _ in model.named_parameters() if "lora" in key}
+    for _, layer in engine.module.local_layers():
+        for name, weight in layer.named_parameters():
+            assert "lora" not in name or torch.equal(loaded[name], weight), name
     engine.destroy()
     print("PASSED", flush=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from support.cases import launch_each
 from support.launch import launch
-from support.traced_ranks import CASES
-from support.zoo import ZOO
+from support.traced_ranks import CASES, folder_model, large_model
 
 QUICK = ["a plain U-Net", "lists in the batch"]
 
@@ -28,8 +27,16 @@ def test_training_equals_one_process(subtests: pytest.Subtests, ranks: int) -> N
 
 @pytest.mark.soak
 def test_a_folder_is_read_trained_and_written_by_layers(tmp_path: Path) -> None:
-    name = "SanaTransformer2DModel"
-    ZOO[name].model(name).save_pretrained(tmp_path / "folder")
-    arguments = {"folder": str(tmp_path / "folder"), "out": str(tmp_path), "ranks": 2}
-    for status, output in launch("support.traced_ranks:saves", 2, arguments, timeout=300):
+    folder_model()[1].save_pretrained(tmp_path / "folder")
+    arguments = {"folder": str(tmp_path / "folder"), "out": str(tmp_path), "ranks": 4}
+    for status, output in launch("support.traced_ranks:saves", 4, arguments, timeout=300):
         assert status == 0 and "PASSED" in output, output
+
+
+@pytest.mark.soak
+def test_a_rank_holds_its_share_of_a_folder(tmp_path: Path) -> None:
+    large_model().save_pretrained(tmp_path / "large")
+    arguments = {"large": str(tmp_path / "large")}
+    for status, output in launch("support.traced_ranks:holds_its_share", 4, arguments, timeout=300):
+        assert status == 0 and "PASSED" in output, output
+        print(*(line for line in output.splitlines() if line.startswith("SHARE")), sep="\n")
