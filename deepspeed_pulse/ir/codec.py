@@ -39,6 +39,7 @@ class Form:
         place: fields are written in the order of their places, those of one place in the order of the class.
         read: what to do instead of what the type says.
         write: makes of a value what is written in its place.
+        schema: what a JSON Schema says of a field with ``read`` or ``write``; one with a default may be left out.
     """
 
     minimum: float = 0
@@ -52,6 +53,7 @@ class Form:
     place: int = 0
     read: Callable[[Fields, str], Any] | None = None
     write: Callable[[Any], Any] | None = None
+    schema: Mapping[str, Any] | None = None
 
 
 Count = Annotated[int, Form(minimum=1)]
@@ -86,9 +88,9 @@ class File:
 
 def to_data(value: Any) -> Any:
     """A noun, or what stands in one, as ``json`` takes it."""
-    if _is_noun(value):
+    if is_noun(value):
         found: dict[str, Any] = {"format": value.FORMATS[0]} if isinstance(value, File) else {}
-        for slot in sorted(_slots(type(value)), key=lambda slot: slot.form.place):
+        for slot in sorted(slots_of(type(value)), key=lambda slot: slot.form.place):
             slot.write(value, found)
         return found
     if isinstance(value, enum.Enum):
@@ -104,7 +106,7 @@ def read(noun: type[T], fields: Fields, **given: Any) -> T:
     Raises FileError when a field is missing, unknown, or holds what it may not.
     """
     check_keys(noun, fields)
-    slots = _slots(noun)
+    slots = slots_of(noun)
     found = noun(**{slot.name: given[slot.name] if slot.name in given else slot.read(fields) for slot in slots})
     if hasattr(found, "check_form"):
         found.check_form(fields)
@@ -113,7 +115,7 @@ def read(noun: type[T], fields: Fields, **given: Any) -> T:
 
 def check_keys(noun: type[Any], fields: Fields) -> None:
     """Raise for a format that the noun does not have, and for a key that is none of its fields."""
-    slots = _slots(noun)
+    slots = slots_of(noun)
     known = [slot.key for slot in slots] + [slot.form.after for slot in slots if slot.form.after]
     if issubclass(noun, File):
         fields.check_format(noun.FORMATS)
@@ -122,7 +124,7 @@ def check_keys(noun: type[Any], fields: Fields) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Slot:
+class Slot:
     """A field. ``hint``: its type without None. ``default``: MISSING where it must be in a file."""
 
     name: str
@@ -134,6 +136,15 @@ class _Slot:
     def key(self) -> str:
         return self.form.key or self.name
 
+    @property
+    def may_be_left_out(self) -> bool:
+        return self.default is not dataclasses.MISSING
+
+    @property
+    def may_be_null(self) -> bool:
+        """Null stands for a default, flags apart."""
+        return self.may_be_left_out and self.hint is not bool
+
     def write(self, noun: Any, data: dict[str, Any]) -> None:
         value = getattr(noun, self.name)
         if self.form.after:
@@ -142,13 +153,13 @@ class _Slot:
             data[self.key] = to_data(value if value is None or self.form.write is None else self.form.write(value))
 
     def read(self, fields: Fields) -> Any:
-        if self.default is not dataclasses.MISSING and not fields.has(self.key, null=self.hint is bool):
+        if self.may_be_left_out and not fields.has(self.key, null=self.hint is bool):
             return self.default
         if self.form.read is not None:
             return self.form.read(fields, self.key)
         if get_origin(self.hint) is tuple:
             return self._read_tuple(fields, self.hint)
-        if _is_noun(self.hint):
+        if is_noun(self.hint):
             return read(self.hint, fields.object(self.key))
         if issubclass(self.hint, tuple):
             return self.hint(self._read_tuple(fields, self.hint.__orig_bases__[0]))
@@ -163,7 +174,7 @@ class _Slot:
     def _read_tuple(self, fields: Fields, hint: Any) -> tuple[Any, ...]:
         kind = get_args(hint)[0]
         found: tuple[Any, ...]
-        if _is_noun(kind):
+        if is_noun(kind):
             found = fields.objects(self.key, functools.partial(read, kind))
         else:
             try:
@@ -190,22 +201,24 @@ def plain(value: Any, hint: Any) -> Any:
     return value
 
 
-def _is_noun(thing: Any) -> bool:
+def is_noun(thing: Any) -> bool:
+    """True for a dataclass: what is an object in a file."""
     return dataclasses.is_dataclass(thing)
 
 
-_SLOTS: dict[type[Any], tuple[_Slot, ...]] = {}
+_SLOTS: dict[type[Any], tuple[Slot, ...]] = {}
 """Of the classes that were met."""
 
 
-def _slots(noun: type[Any]) -> tuple[_Slot, ...]:
+def slots_of(noun: type[Any]) -> tuple[Slot, ...]:
+    """The fields of a noun, in the order of its class."""
     if noun not in _SLOTS:
         hints = get_type_hints(noun, include_extras=True)
         _SLOTS[noun] = tuple(_slot(field, hints[field.name]) for field in dataclasses.fields(noun))
     return _SLOTS[noun]
 
 
-def _slot(field: dataclasses.Field[Any], hint: Any) -> _Slot:
+def _slot(field: dataclasses.Field[Any], hint: Any) -> Slot:
     form = Form()
     if get_origin(hint) is Annotated:
         hint, form = get_args(hint)
@@ -213,4 +226,4 @@ def _slot(field: dataclasses.Field[Any], hint: Any) -> _Slot:
     if get_origin(hint) in (types.UnionType, Union):
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
         default = None if default is dataclasses.MISSING else default
-    return _Slot(name=field.name, hint=hint, form=form, default=dataclasses.MISSING if form.required else default)
+    return Slot(name=field.name, hint=hint, form=form, default=dataclasses.MISSING if form.required else default)

@@ -143,7 +143,21 @@ def _write_rows(rows: tuple[tuple[Filling, ...], ...]) -> Any:
     return tuple(tuple((filling.position, str(filling.work)) for filling in row) for row in rows)
 
 
-Rows = Annotated[tuple[tuple[Filling, ...], ...], Form(read=_read_rows, write=_write_rows)]
+_ROWS = {
+    "description": 'per rank, [position, work] like [3, "latents[0:5]@0"], positions ascending',
+    "type": "array",
+    "items": {
+        "type": "array",
+        "items": {
+            "type": "array",
+            "prefixItems": [{"type": "integer", "minimum": 0}, {"type": "string"}],
+            "minItems": 2,
+            "maxItems": 2,
+        },
+    },
+}
+
+Rows = Annotated[tuple[tuple[Filling, ...], ...], Form(read=_read_rows, write=_write_rows, schema=_ROWS)]
 """In a file ``[position, work]``."""
 
 

@@ -12,6 +12,14 @@ from deepspeed_pulse.ir.codec import File, Form
 from deepspeed_pulse.ir.fields import Fields
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart, Part, check_parts
 
+_TIMES = {
+    "type": "object",
+    "minProperties": 1,
+    "patternProperties": {"^[1-9][0-9]{0,7}$": {"type": "number", "minimum": 0}},
+    "additionalProperties": False,
+}
+"""ms by microbatch size."""
+
 
 def _read_times(fields: Fields, name: str) -> Mapping[int, float]:
     found = fields.raw(name)
@@ -30,7 +38,7 @@ class TimedLayer:
     """A frozen layer: ms by microbatch size; bytes of its weights, of a sample's result and of what it needs to run."""
 
     name: str
-    forward_ms: Annotated[Mapping[int, float], Form(read=_read_times, write=_write_times)]
+    forward_ms: Annotated[Mapping[int, float], Form(read=_read_times, write=_write_times, schema=_TIMES)]
     param_bytes: int
     output_bytes: int
     activation_bytes: int

@@ -21,7 +21,13 @@ from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.rules import PLAIN, Rules
-from deepspeed_pulse.ir.schedule import Action, Schedule, format_schedule
+from deepspeed_pulse.ir.schedule import ACTION, Action, Schedule, format_schedule
+
+_SCHEDULE = {
+    "description": "per rank, its actions in order: stage, operation, microbatch",
+    "type": "array",
+    "items": {"type": "array", "items": {"type": "string", "pattern": f"^{ACTION.pattern}$"}},
+}
 
 
 def _read_schedule(fields: Fields, name: str) -> Schedule:
@@ -96,7 +102,7 @@ class Plan(File):
     boundaries: Annotated[tuple[int, ...], Form(after="waves")]
     placement: Placement
     backbones: Annotated[tuple[BackboneStages, ...], Form(left_out=True)] = ()
-    schedule: Annotated[Schedule, Form(read=_read_schedule, write=format_schedule)]
+    schedule: Annotated[Schedule, Form(read=_read_schedule, write=format_schedule, schema=_SCHEDULE)]
     routes: Annotated[tuple[Route, ...], Form(required=True)] = ()
     recompute: Annotated[tuple[int, ...], Form(left_out=True)] = ()
     layout: Annotated[Layout, Form(left_out=True)] = Layout.PIPE_MAJOR

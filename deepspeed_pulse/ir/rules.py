@@ -23,7 +23,9 @@ class Rules:
     """
 
     zero_stage: Annotated[int, Form(required=True)] = 0
-    reduce_early: Annotated[bool, Form(required=True, read=_read_early)] = True
+    reduce_early: Annotated[
+        bool, Form(required=True, read=_read_early, schema={"type": "boolean", "default": True})
+    ] = True
 
     @classmethod
     def of(cls, zero_stage: int) -> Rules:

@@ -67,7 +67,25 @@ def _read_parts(fields: Fields, name: str) -> dict[str, int]:
     return {part: parts.integer(part) for part in MEMORY_PARTS if parts.has(part)}
 
 
-Parts = Annotated[Mapping[str, int], Form(read=_read_parts)]
+_BYTES = {"type": "integer", "minimum": 0}
+_PARTS = {"type": "object", "propertyNames": {"enum": list(MEMORY_PARTS)}, "additionalProperties": _BYTES}
+_SENT = {
+    "type": "object",
+    "propertyNames": {"pattern": "^(hidden|hidden_grad|value|value_grad)(:|$)"},
+    "additionalProperties": _BYTES,
+}
+_SPANS = {
+    "description": 'lists of [rank, action, start_ms, end_ms, waited_ms] like [0, "2F0", 0.0, 1.5, 0.0]',
+    "type": "array",
+    "items": {
+        "type": "array",
+        "prefixItems": [_BYTES, {"type": "string"}, *({"type": "number"} for _ in range(3))],
+        "minItems": 5,
+        "maxItems": 5,
+    },
+}
+
+Parts = Annotated[Mapping[str, int], Form(read=_read_parts, schema=_PARTS)]
 Signed = Annotated[float, Form(minimum=-MAX_NUMBER)]
 
 
@@ -78,7 +96,7 @@ class RankFigures:
     ``peak_parts``: what ``peak_live_bytes`` was made of, by :data:`MEMORY_PARTS`; what is absent was nothing.
     """
 
-    p2p_bytes: Annotated[Mapping[str, int], Form(read=_read_sent)]
+    p2p_bytes: Annotated[Mapping[str, int], Form(read=_read_sent, schema=_SENT)]
     local_value_bytes: int
     peak_live_bytes: int
     idle_ms: float
@@ -92,7 +110,7 @@ class MeasuredStep:
     step: int
     step_ms: float
     ranks: tuple[RankFigures, ...]
-    timeline: Annotated[Timeline, Form(key="spans", write=_spans_to_list)]
+    timeline: Annotated[Timeline, Form(key="spans", write=_spans_to_list, schema=_SPANS)]
 
     def check_form(self, fields: Fields) -> None:
         if len(self.ranks) != self.timeline.num_ranks:
@@ -182,7 +200,7 @@ class Run(File):
     plan: Plan
     layers: tuple[str, ...]
     costs: str
-    planned: Annotated[Timeline | None, Form(write=_spans_to_list)]
+    planned: Annotated[Timeline | None, Form(write=_spans_to_list, schema=_SPANS)]
     steps: tuple[MeasuredStep, ...]
     difference: Difference | None
 

@@ -57,7 +57,8 @@ WHOLE, SPLIT = (Op.FORWARD, Op.BACKWARD), (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_
 """The ops of a stage and microbatch, in order."""
 
 _LETTERS = " ".join(op.value for op in Op)
-_ACTION = re.compile(rf"(0|[1-9][0-9]{{0,8}})([{_LETTERS.replace(' ', '')}])(0|[1-9][0-9]{{0,8}})")
+ACTION = re.compile(rf"(0|[1-9][0-9]{{0,8}})([{_LETTERS.replace(' ', '')}])(0|[1-9][0-9]{{0,8}})")
+"""Stage, operation, microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """Inverse of ``str``: ``Action.parse(str(a)) == a`` and ``str(Action.parse(t)) == t``."""
-        match = _ACTION.fullmatch(text) if isinstance(text, str) else None
+        match = ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise FileError(f"expected an action such as '2F0' (stage, one of {_LETTERS}, microbatch), found {text!r}")
         return cls(int(match[1]), Op(match[2]), int(match[3]))
