@@ -1,14 +1,23 @@
 """Package of deepspeed_pulse; pinned versions for a fresh machine are in constraints.txt."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "deepspeed_pulse/__init__.py").read_text("utf-8"), re.MULTILINE)
 
 setup(
     name="deepspeed_pulse",
-    version="0.1.0",
+    version=VERSION[1],
     description="Wave pipelines for DeepSpeed: long skip connections of diffusion backbones stay on one rank",
+    long_description=(HERE / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["deepspeed_pulse", "deepspeed_pulse.*"]),
+    package_data={"deepspeed_pulse": ["py.typed", "schemas/*.json"]},
     install_requires=[
         "deepspeed>=0.18.4,<0.20",
         "diffusers>=0.35.2",
@@ -25,8 +34,11 @@ setup(
     ],
     extras_require={
         "npu": ["torch==2.13.*", "torch-npu==2.13.*"],  # of one minor version
+        "docs": ["mkdocs-material", "mkdocstrings-python"],
         "dev": [
+            "deepspeed_pulse[docs]",
             "hypothesis",
+            "jsonschema",
             "mypy",
             "ninja",
             "peft",

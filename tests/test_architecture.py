@@ -23,6 +23,7 @@ ALLOWED = {
     "": (),
     "errors": (),
     "config": ("errors",),
+    "__main__": ("cli",),
     "ir": ("errors", "ir"),
     "planner": ("", "errors", "ir", "planner"),
     "report": ("errors", "ir", "report"),

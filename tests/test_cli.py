@@ -209,7 +209,7 @@ def test_show_draws_a_model_and_the_cuts_of_a_plan(capsys: pytest.CaptureFixture
 
 @pytest.mark.usefixtures("planned")
 def test_show_reads_a_pipe() -> None:
-    command = f"cat profile.json | {sys.executable} -m deepspeed_pulse.cli show /dev/stdin"
+    command = f"cat profile.json | {sys.executable} -m deepspeed_pulse show /dev/stdin"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -309,7 +309,7 @@ def test_version_and_help_are_status_0(capsys: pytest.CaptureFixture[str]) -> No
 
 def process(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "deepspeed_pulse.cli", *line.split()],
+        [sys.executable, "-m", "deepspeed_pulse", *line.split()],
         capture_output=True,
         text=True,
         timeout=60,
@@ -330,6 +330,6 @@ def test_starts_in_well_under_a_second() -> None:
 @pytest.mark.usefixtures("planned")
 def test_reader_that_stops_early_and_plain_encodings_are_no_errors() -> None:
     assert process("show plan.json", PYTHONIOENCODING="ascii").returncode == 0
-    line = f"{sys.executable} -m deepspeed_pulse.cli show plan.json | head -c 1; exit ${{PIPESTATUS[0]}}"
+    line = f"{sys.executable} -m deepspeed_pulse show plan.json | head -c 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")

@@ -181,7 +181,7 @@ def test_frameworks_leave_the_output_alone(monkeypatch: pytest.MonkeyPatch) -> N
     """A fresh process without DS_ACCELERATOR, where deepspeed would say what it found."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     result = subprocess.run(
-        [sys.executable, "-m", "deepspeed_pulse.cli", "profile", "listed:model", "--estimate", "--out", "p.json"],
+        [sys.executable, "-m", "deepspeed_pulse", "profile", "listed:model", "--estimate", "--out", "p.json"],
         capture_output=True,
         text=True,
         timeout=120,

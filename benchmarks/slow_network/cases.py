@@ -132,7 +132,7 @@ def profile(name: str, folder: Path) -> dict[str, Any]:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         source = _source(MODELS[name], folder / f"slow_network_{name}")
-        command = [sys.executable, "-m", "deepspeed_pulse.cli", "profile", source, "--estimate", "--out", str(path)]
+        command = [sys.executable, "-m", "deepspeed_pulse", "profile", source, "--estimate", "--out", str(path)]
         command += ["--granularity", "fine"] if name == "sdxl" else []
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
     found: dict[str, Any] = json.loads(path.read_text())
