@@ -3,6 +3,7 @@
 #   make test                     lint, types, tests
 #   make train                    the example on 4 ranks; STEPS= DATA= SIZE= RANKS= CONFIG= change it
 #   make text-to-image            text to image on 4 ranks, STEPS= DATA= RANKS= change it; FLAGS= are train.py's
+#   make docs                     the documentation as a site, in out/site/
 #   make soak bench pictures      slow proofs, benchmarks, the pictures of docs/
 #   make test-diffusers-old       tests of the models with the oldest diffusers supported, in .venv-old
 #   make test-deepspeed-old       tests of the engine with the last DeepSpeed 0.18, in .venv-deepspeed-old
@@ -26,7 +27,7 @@ TEXT_TO_IMAGE_FLAGS = --center_crop --cache_latents --proportion_empty_prompts 0
 # A rank is one process with one thread, and tests never depend on the accelerator at hand.
 TEST_ENV = OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=1
 
-.PHONY: all .venv .venv-old .venv-deepspeed-old test test-diffusers-old test-deepspeed-old test-torch-old test-packages lint types train text-to-image soak bench pictures clean
+.PHONY: all .venv .venv-old .venv-deepspeed-old test test-diffusers-old test-deepspeed-old test-torch-old test-packages lint types train text-to-image docs soak bench pictures clean
 all: test
 
 .venv: .venv/.stamp
@@ -98,6 +99,10 @@ train: .venv
 text-to-image: .venv
 	$(call ranks,examples/text_to_image/train.py $(TEXT_TO_IMAGE_FLAGS))
 
+# Warnings are errors. The site is read without a network: open out/site/index.html.
+docs: .venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 # What draws mutants, for the slow proofs alone.
 .venv/.mutants: .venv/.stamp
 	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray coverage
@@ -119,7 +124,8 @@ pictures: .venv
 	$(BIN)/ds_pulse profile sd15 --estimate --out out/pictures/profile.json
 	$(BIN)/ds_pulse plan out/pictures/profile.json --cluster a100:1x4 --pipeline-ranks 4 --microbatches 8 \
 	    --placement wave --solver-seconds 0 --out out/pictures/plan.json
-	$(BIN)/ds_pulse show out/pictures/profile.json --plan out/pictures/plan.json --out docs/model.png
+	$(BIN)/ds_pulse show out/pictures/profile.json --plan out/pictures/plan.json --out docs/pictures/model.png
+	$(BIN)/ds_pulse show out/pictures/plan.json --profile out/pictures/profile.json --cluster a100:1x4 --out docs/pictures/timeline.png
 
 clean:
 	rm -rf .venv .venv-old .venv-deepspeed-old build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

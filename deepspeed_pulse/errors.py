@@ -10,7 +10,8 @@
     └── RunError          something failed while a step ran; names rank, stage, microbatch, action
         └── PeerError     another rank sent or took nothing for too long, or died
 
-Every message says what was expected, what was found, where, and which knob to turn. An exception of the user's own,
+Every message says what was expected, what was found, where, and which knob to turn. Where there is more to say than
+fits, it ends with the short name of a section of docs/errors.md: ``[docs: too-few-layers]``. An exception of the user's own,
 from a layer, a loss function or a loader in a step, keeps its class; layer, step, rank, stage, microbatch and action
 stand in its notes (:func:`add_note`).
 ``assert`` is kept for invariants that no user can break.
@@ -35,10 +36,13 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 class PulseError(Exception):
-    """Base of all errors that deepspeed_pulse raises for a user's mistake or a failed run."""
+    """Base of all errors that deepspeed_pulse raises for a user's mistake or a failed run.
 
-    def __init__(self, message: object = "") -> None:
-        super().__init__(shortened(str(message)))
+    ``more``: short name of the section of docs/errors.md that says more; the message ends with it.
+    """
+
+    def __init__(self, message: object = "", *, more: str | None = None) -> None:
+        super().__init__(shortened(str(message)) + (f" [docs: {more}]" if more else ""))
 
 
 class ConfigError(PulseError):
@@ -63,8 +67,8 @@ class InfeasibleError(PulseError):
     ``needed_bytes``: what the fullest rank of the most frugal plan found needs, where memory is the limit.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, needed_bytes: int | None = None, more: str | None = None) -> None:
+        super().__init__(message, more=more)
         self.needed_bytes = needed_bytes
 
 

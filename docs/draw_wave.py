@@ -1,4 +1,4 @@
-"""Draws docs/wave.png: one U-Net on four ranks, its skips local to their ranks or relayed through all of them.
+"""Draws docs/pictures/wave.png: one U-Net on four ranks, its skips local to their ranks or relayed through all of them.
 
 .venv/bin/python docs/draw_wave.py
 """
@@ -143,7 +143,7 @@ def main() -> None:
         left, right = figure.subplots(1, 2)
         draw_wave(left)
         draw_relay(right)
-        figure.savefig(Path(__file__).with_name("wave.png"), dpi=110, facecolor="white")
+        figure.savefig(Path(__file__).with_name("pictures") / "wave.png", dpi=110, facecolor="white")
 
 
 if __name__ == "__main__":

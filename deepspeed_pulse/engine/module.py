@@ -199,7 +199,8 @@ class PipelineModule(upstream.PipelineModule):
         if self.num_stages > self._num_layers:
             raise ConfigError(
                 f"{self.num_stages} pipeline ranks for {self._num_layers} layers: expected at least one layer a rank; "
-                "use fewer ranks (num_stages) or finer layers"
+                "use fewer ranks (num_stages) or finer layers",
+                more="too-few-layers",
             )
         if self.pulse_enabled:
             self.make_plan()
@@ -318,7 +319,8 @@ class PipelineModule(upstream.PipelineModule):
             raise ConfigError(
                 "a PipelineModule with a plan was called directly, or by another engine than its own: its ranks hold "
                 "layers that do not follow one another; use engine.train_batch or engine.eval_batch of the engine that "
-                'deepspeed.initialize(model=module) returns, or set "enabled": false in the "pulse" block'
+                'deepspeed.initialize(model=module) returns, or set "enabled": false in the "pulse" block',
+                more="called-directly",
             )
         if not self.graph.uses_names:
             return super().forward(forward_input)

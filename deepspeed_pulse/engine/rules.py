@@ -57,7 +57,8 @@ class EntryRules:
                 if argument in self.unread:
                     raise BatchError(
                         f"the batch has {name!r}, which {self.model} reads and no layer of this list does: "
-                        f"{self.unread[argument]}, or leave it out of the batch"
+                        f"{self.unread[argument]}, or leave it out of the batch",
+                        more="unread-entry",
                     )
         found = dict(entries)
         for name, value in entries.items():

@@ -49,7 +49,7 @@ class Graph:
     def __post_init__(self) -> None:
         problems = [] if self.derived else list(self._problems())
         if problems:
-            raise GraphError("the layer list does not fit together:\n  " + "\n  ".join(problems))
+            raise GraphError("the layer list does not fit together:\n  " + "\n  ".join(problems), more="names")
 
     @cached_property
     def values(self) -> tuple[NamedValue, ...]:

@@ -212,7 +212,8 @@ def _aliases(layer: BoundLayer, places: Places, changes: frozenset[int]) -> Iter
             raise GraphError(
                 f"layer {layer.declared.name} changes memory in place of which it reads different parts or views, as "
                 f"{names[main.index]} and as {names[argument.index]}; use the out-of-place operation, or stash a copy "
-                "(.clone())"
+                "(.clone())",
+                more="in-place",
             )
         if main != argument:
             yield argument, replace(main, detached=extent.graph != other.graph)
@@ -234,7 +235,8 @@ def _versions(
                 raise GraphError(
                     f"layer {layer.declared.name} changes in place memory of {name!r}, which a later layer pops, "
                     "through a tensor of another shape, layout or gradient, or only a part of it; use the "
-                    "out-of-place operation, or stash a copy (.clone())"
+                    "out-of-place operation, or stash a copy (.clone())",
+                    more="in-place",
                 )
             tensors.append(found)
         yield Version(name=name, is_tuple=name in tuples, tensors=tuple(tensors))

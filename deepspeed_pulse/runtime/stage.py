@@ -259,7 +259,8 @@ def _called(layer: BoundLayer, arguments: Sequence[Any], stashed: dict[str, Any]
     if not known.changes and versions_of(arguments) != before:
         raise RunError(
             f"layer {layer.declared.name} changed its input in place now and did not in the first microbatch, so "
-            "nobody was prepared for it; use the out-of-place operation"
+            "nobody was prepared for it; use the out-of-place operation",
+            more="in-place",
         )
     hidden = unstash(layer.declared, result, stashed, len(known.versions))
     fresh = layer.declared.stash[len(layer.declared.stash) - len(known.versions) :]

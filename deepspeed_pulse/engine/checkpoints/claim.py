@@ -39,7 +39,8 @@ def claim(folder: Path) -> None:
         os.close(handle)
         raise FileError(
             f"{folder}: another job saves into this folder ({holder or 'unknown'}); nothing was written; give every "
-            "job a folder of its own"
+            "job a folder of its own",
+            more="two-jobs-one-folder",
         ) from None
     except OSError as problem:
         print(

@@ -131,7 +131,8 @@ class Verifier:
         if found != expected:
             raise FileError(
                 f"{path}: is damaged: expected SHA-256 {expected[:12]}..., found {found[:12]}...; resume from another "
-                f"checkpoint by its tag (if the change is meant: sha256sum *.pt *.json > {SUMS_FILE} in its folder)"
+                f"checkpoint by its tag (if the change is meant: sha256sum *.pt *.json > {SUMS_FILE} in its folder)",
+                more="damaged-file",
             )
 
     def close(self) -> None:

@@ -91,12 +91,16 @@ class CheckpointRecord(File):
             raise PlanError(
                 f"{where}: written by a model of {len(self.layers)} layers, this one has {len(mine.layers)}; the first "
                 f"that differs is layer {index}: {there} there, {here} here; "
-                "build the same layer list"
+                "build the same layer list",
+                more="other-layers",
             )
         for name in ("dtype", "optimizer"):
             there, here = getattr(self, name), getattr(mine, name)
             if there != here:
-                raise PlanError(f"{where}: {name}: written with {there}, this job runs {here}; use the same, or {way}")
+                raise PlanError(
+                    f"{where}: {name}: written with {there}, this job runs {here}; use the same, or {way}",
+                    more="other-layers",
+                )
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:

@@ -63,7 +63,8 @@ def who_has_data(has_iterator: bool, first_rank: int, pipelines: Sequence[Sequen
     if any(not pattern[first_rank] for pattern in patterns):
         raise BatchError(
             "the first pipeline rank was given no data: pass data_iter to train_batch (or training_data to "
-            "deepspeed.initialize) on every rank, or at least on the first"
+            "deepspeed.initialize) on every rank, or at least on the first",
+            more="no-data",
         )
     if len(set(patterns)) > 1:
         with_data = (str([rank for rank, has in enumerate(pattern) if has]) for pattern in patterns)

@@ -67,7 +67,8 @@ class SplitBatch:
             if input_name not in named and input_name != DEFAULT_INPUT and not input_made:
                 raise BatchError(
                     f"expected the first layer's input {input_name!r} among the batch's entries, found "
-                    f"{', '.join(sorted(named))}; name one of them with PipelineModule(..., input=)"
+                    f"{', '.join(sorted(named))}; name one of them with PipelineModule(..., input=)",
+                    more="first-input",
                 )
             first = input_name if input_name in named or input_made else next(iter(given))
             if first not in given and not input_made:

@@ -233,7 +233,7 @@ class Reading:
             "shuffling by step and data-parallel index, or give data_iter to the first rank only"
         )
         if name not in self._labels or not self._module.job.keeps_cuts:
-            raise BatchError(problem)
+            raise BatchError(problem, more="data-differs")
         if not self._told_difference and self._seat.rank == self._last:
             print(f"pulse: warning: trained as upstream does, on the last rank's labels: {problem}", flush=True)
         self._told_difference = True

@@ -304,7 +304,8 @@ class StageReduction:
             )
         return RunError(
             f"parameter {named} got a gradient after the last backward of its stage: a layer of stage {stage} uses it "
-            "without holding it; make it a submodule of every layer that uses it, or tie them with TiedLayerSpec"
+            "without holding it; make it a submodule of every layer that uses it, or tie them with TiedLayerSpec",
+            more="shared-weights",
         )
 
     def _forget(self) -> None:

@@ -182,7 +182,7 @@ class Watchdog:
             return problem
         gone = self._whereabouts.gone_soon(LOST_SECONDS)
         lost = f"\n{named(gone)} of this machine is gone" if gone else ""
-        told = PeerError(f"{text}{lost}{self._where_all_are()}")
+        told = PeerError(f"{text}{lost}{self._where_all_are()}", more="peer-gone")
         told.is_told = True
         return told
 
@@ -230,7 +230,7 @@ class Watchdog:
             return ""
         what = (
             f"rank {self._rank}, in {place.doing.rstrip(',')}, has been in {found}, for {seconds:.0f} s, while all "
-            f"other ranks wait for this one: nobody will answer{self.hint}"
+            f"other ranks wait for this one: nobody will answer{self.hint} [docs: no-partner]"
         )
         self._whereabouts.tell(replace(place, gave_up=what))
         return what

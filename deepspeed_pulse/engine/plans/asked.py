@@ -209,7 +209,8 @@ def _global_batch(batch: int | None, given: Constraints, world: int) -> tuple[in
     raise ConfigError(
         f"{BATCH}: expected the global batch, an integer >= 1, found none: how many samples a step averages over "
         f"changes what is learned, so it is not chosen; give it (or a {MICROBATCH} alone: then it is that times the "
-        "number of ranks)"
+        "number of ranks)",
+        more="global-batch",
     )
 
 

@@ -190,7 +190,8 @@ def _given(request: PlanRequest) -> Planned:
         if found != expected:
             raise PlanError(
                 f"{path}: field {name!r}: expected {expected} as this job runs, found {found}; plan anew with "
-                "ds_pulse plan, or change the job"
+                "ds_pulse plan, or change the job",
+                more="plan-of-another-job",
             )
     if (plan.fill is None) == request.has_frozen:
         have, lacks = ("the module", "the plan") if request.has_frozen else ("the plan", "the module")

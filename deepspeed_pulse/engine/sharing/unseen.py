@@ -43,7 +43,8 @@ def check_functions(layers: Sequence[Any], graph: Graph, loss_fn: Any) -> None:
             raise GraphError(
                 f"layer {declared.name} is a function that reads trainable weights, the first is {what}: no optimizer, "
                 "checkpoint or other rank would know of it; make the layer a module that holds the weight (modules may "
-                "share parameters), or freeze the weight with requires_grad_(False)"
+                "share parameters), or freeze the weight with requires_grad_(False)",
+                more="shared-weights",
             )
     read = loss_fn.parameters() if isinstance(loss_fn, torch.nn.Module) else weights_reached(loss_fn)
     shared = next((names[p] for p in read if p.requires_grad and p in names), None)
@@ -108,7 +109,8 @@ def check_builds(module: Any) -> None:
                 raise GraphError(
                     f"layers {_listed(module.graph, (other, index))} are built with one parameter ({name}): a layer "
                     "spec is built on the rank where it lies, so no other rank can know that; put the modules "
-                    "themselves into the list (they may share parameters), or tie the layers with TiedLayerSpec"
+                    "themselves into the list (they may share parameters), or tie the layers with TiedLayerSpec",
+                    more="shared-weights",
                 )
 
 

@@ -65,7 +65,8 @@ def compile_kernel(name: str | None, params: Mapping[str, Any] | None, *, offloa
         except Exception as problem:  # the compiler's, ninja's, or there is no such kernel for a CPU
             raise ConfigError(
                 f'"optimizer" {name!r}: DeepSpeed has no CPU kernel for it here and cannot compile one '
-                f"({in_words(problem)}); {way_out}"
+                f"({in_words(problem)}); {way_out}",
+                more="kernel",
             ) from problem
 
     everywhere(load, "deepspeed.initialize: loading the optimizer's kernel")

@@ -28,7 +28,8 @@ def check_zero_stage(stage: int) -> int:
     if stage >= 2:
         raise ConfigError(
             f"zero_optimization.stage: expected 0 or 1, found {stage}: ZeRO-2 and ZeRO-3 cut gradients and weights "
-            "after every backward, while a pipeline accumulates gradients over its microbatches; use stage 1"
+            "after every backward, while a pipeline accumulates gradients over its microbatches; use stage 1",
+            more="unsupported",
         )
     return stage
 

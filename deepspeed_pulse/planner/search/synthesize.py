@@ -294,4 +294,5 @@ def _too_little_memory(problem: Problem, memory_bytes: int, smallest: int | None
         f"fullest rank, of which weights, gradients and optimizer state are up to {state / 1e9:.3f} GB{of_messages}; "
         "use more pipeline ranks, a smaller microbatch, recompute layers in backward, or raise the memory limit",
         needed_bytes=smallest,
+        more="memory",
     )

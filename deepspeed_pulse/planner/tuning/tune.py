@@ -72,6 +72,7 @@ def _nothing_fits(tuner: Tuner, trials: Sequence[Trial]) -> InfeasibleError:
         f"{saved}: {' or '.join(filter(None, ways)) or 'no memory or number of ranks found that would do'}"
         f"{hint if tuner.given.zero_stage == 0 and tuner.job.world > 1 else ''}",
         needed_bytes=memory,
+        more="memory",
     )
 
 

@@ -1,0 +1,58 @@
+"""The page of the ``"pulse"`` block: every key with its values, default and meaning, from ``deepspeed_pulse/config.py``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+
+from deepspeed_pulse.config import PulseConfig
+
+HEAD = """# The "pulse" block
+
+The block stands in DeepSpeed's config (`ds_config.json`). Every key has a default, so `"pulse": {}` is a whole block.
+`"pulse": true` means the same. `"pulse": false` means `{"enabled": false}`. Without a block, training is DeepSpeed's own.
+An unknown key is an error.
+
+This page is made from `deepspeed_pulse/config.py`.
+
+| key | values | default |
+| --- | --- | --- |
+"""
+
+
+def page() -> str:
+    """As Markdown."""
+    fields = PulseConfig.model_fields
+    rows = [
+        f"| [`{key}`](#{key}) | {field.description or _values(key)} | {_default(key)} |"
+        for key, field in fields.items()
+    ]
+    parts = [f"## {key} {{ #{key} }}\n\n{_said(key)}\n" for key in fields]
+    return HEAD + "\n".join(rows) + "\n\n" + "\n".join(parts)
+
+
+def _values(key: str) -> str:
+    """Of a key whose type has the description."""
+    return next(
+        str(part.description) for part in PulseConfig.model_fields[key].metadata if hasattr(part, "description")
+    )
+
+
+def _default(key: str) -> str:
+    return f"`{json.dumps(PulseConfig.model_fields[key].default)}`"
+
+
+def _said(key: str) -> str:
+    field = PulseConfig.model_fields[key]
+    text = dict(_docstrings())[key].replace("``", "`")
+    return f"{text}\n\nValues: {field.description or _values(key)}. Default: {_default(key)}."
+
+
+def _docstrings() -> Iterator[tuple[str, str]]:
+    """A field's name and the text below it."""
+    body = ast.parse(inspect.getsource(PulseConfig)).body[0].body  # type: ignore[attr-defined]
+    for field, after in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            yield field.target.id, inspect.cleandoc(after.value.value)  # type: ignore[union-attr]

@@ -1,0 +1,81 @@
+"""What the pages of the documentation say is done on forked ranks, page after page, each in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import diffusers  # noqa: F401  once, before the ranks are forked
+import torch
+from support.cases import run_each
+from support.pages import ROOT, Step, steps
+
+import deepspeed_pulse.models  # noqa: F401
+
+BIN = Path(sys.executable).parent
+
+
+def follows(arguments: dict[str, Any]) -> None:
+    """Every page's files and command lines, in order: rank 0 does what one process does."""
+    deepspeed.init_distributed()
+    torch.set_num_threads(1)
+    run_each(arguments["pages"], lambda page: _follow(page, Path(arguments["folder"])))
+
+
+def _follow(page: str, folder: Path) -> None:
+    own = folder / page.replace("/", "_")
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    arguments, path, rng = list(sys.argv), list(sys.path), torch.get_rng_state()
+    try:
+        for step in steps(ROOT / page):
+            print(f"{page}:{step.line}: {step.file or step.text}", flush=True)
+            _alone(step) if step.ranks is None else _together(step)
+    finally:
+        sys.argv[:], sys.path[:] = arguments, path
+        torch.set_rng_state(rng)
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(own)):
+                del sys.modules[name]
+
+
+def _together(step: Step) -> None:
+    """A script on the first ranks of the command line; all are in it."""
+    script, *rest = step.words[3:]
+    if step.ranks != int(os.environ["WORLD_SIZE"]):
+        return
+    sys.argv[:] = [script, *rest]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_path(script, run_name="__main__")
+
+
+def _alone(step: Step) -> None:
+    """Rank 0 saves the file or runs the command; the others wait for how that ends."""
+    told = [None]
+    if torch.distributed.get_rank() == 0:
+        told = [_done(step)]
+    torch.distributed.broadcast_object_list(told)
+    if told[0] is not None:
+        raise AssertionError(told[0])
+
+
+def _done(step: Step) -> str | None:
+    if step.file is not None:
+        Path(step.file).parent.mkdir(parents=True, exist_ok=True)
+        Path(step.file).write_text(step.text)
+        return None
+    if step.words[0] not in ("ds_pulse", "python", "cat", "ls"):
+        return None
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    outside |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}"}
+    line = shlex.join([sys.executable, "-m", "deepspeed_pulse"]) + step.text.removeprefix("ds_pulse")
+    command = line if step.words[0] == "ds_pulse" else step.text
+    done = subprocess.run(command, shell=True, env=outside, capture_output=True, text=True, timeout=200, check=False)
+    print(done.stdout, flush=True)
+    return None if done.returncode == 0 else f"status {done.returncode}: {done.stdout}{done.stderr}"
