@@ -11,9 +11,9 @@
         └── PeerError     another rank sent or took nothing for too long, or died
 
 Every message says what was expected, what was found, where, and which knob to turn. Where there is more to say than
-fits, it ends with the short name of a section of docs/errors.md: ``[docs: too-few-layers]``. An exception of the user's own,
-from a layer, a loss function or a loader in a step, keeps its class; layer, step, rank, stage, microbatch and action
-stand in its notes (:func:`add_note`).
+fits, it ends with the short name of a section of docs/errors.md: ``[docs: too-few-layers]``. An exception of the
+user's own, from a layer, a loss function or a loader in a step, keeps its class; layer, step, rank, stage, microbatch
+and action stand in its notes (:func:`add_note`).
 ``assert`` is kept for invariants that no user can break.
 """
 

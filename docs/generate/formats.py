@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 from deepspeed_pulse.ir.json_schema import FILES, file_name, schema_of
@@ -13,8 +14,9 @@ Every file is one JSON object. Its `format` says what it is. Fields without a de
 an error that names the file and the place. Times are in ms, sizes in bytes.
 
 Each format has a [JSON Schema](https://json-schema.org). The schemas are in the package too:
-`importlib.resources.files("deepspeed_pulse") / "schemas"`. A schema says what each field may hold. What fields say together
-(a list for each rank, cuts that ascend) is checked when the file is read; `ds_pulse check` checks a whole plan.
+`importlib.resources.files("deepspeed_pulse") / "schemas"`. A schema says what each field may hold. What fields say
+together (a list for each rank, cuts that ascend) is checked when the file is read. `ds_pulse check` checks
+a whole plan.
 
 This page is made from the annotations that read and write the files.
 
@@ -77,11 +79,7 @@ def _holds(field: dict[str, Any]) -> str:
         if "prefixItems" in field:
             return f"a list of {len(field['prefixItems'])}: {', '.join(map(_holds, field['prefixItems']))}"
         return f"a list; each: {_holds(field['items'])}"
-    return (
-        _number(field)
-        if field["type"] in ("integer", "number")
-        else {"null": "null"}.get(field["type"], WORDS[field["type"]])
-    )
+    return _number(field) if field["type"] in ("integer", "number") else WORDS[field["type"]]
 
 
 WORDS = {"string": "a text", "boolean": "true or false", "object": "an object", "null": "null"}
@@ -95,6 +93,4 @@ def _number(field: dict[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    import re
-
     return re.sub(r":\w+:`([^`]+)`", r"`\1`", text).replace("``", "`").replace("|", "\\|")

@@ -17,9 +17,8 @@ import formats  # noqa: E402
 import keys  # noqa: E402
 
 BESIDE = {"CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}
-BESIDE |= {
-    str(path.relative_to(ROOT)): f"figures/{path.parent.name}.md" for path in ROOT.glob("benchmarks/*/README.md")
-}
+BESIDE |= {f"benchmarks/{p.parent.name}/README.md": f"figures/{p.parent.name}.md" for p in ROOT.glob("benchmarks/*/R*")}
+
 """Files of the checkout that are pages too."""
 
 MADE = {

@@ -1,7 +1,7 @@
-"""Pages of the documentation as what a reader does with them: files that are saved and command lines that are run.
+"""Pages of the documentation as what a reader does with them: files that are saved, command lines that are run.
 
-A block with a title is a file; a later block of the same title goes on with it. A block ``sh`` has command lines, run in
-the order of the page in the folder of its files. Other blocks are shown only: ``text``, ``diff``, and JSON without a title.
+A block with a title is a file; a later block of the same title goes on with it. A block ``sh`` has command lines, run
+in the order of the page in the folder of its files. Others are shown only: ``text``, ``diff``, JSON without a title.
 """
 
 from __future__ import annotations
