@@ -21,7 +21,8 @@ LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def words(text: str) -> int:
-    """Without tables and code."""
+    """Without tables, code and what a script writes."""
+    text = re.sub(r"<!-- [^>]*written by.*?(<!-- end|\Z)", "", text, flags=re.DOTALL)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     return len([word for line in prose.splitlines() if not line.startswith("|") for word in line.split()])
 
