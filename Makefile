@@ -88,9 +88,12 @@ test-deepspeed-old: .venv-deepspeed-old
 # runs stand side by side.
 define ranks
 @count=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count())'); \
-if [ "$$count" -lt $(RANKS) ]; then export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; fi; \
+where="of this machine's accelerators"; \
+if [ "$$count" -lt $(RANKS) ]; then \
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; where="processes of this machine"; fi; \
 port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'); \
-set -x; PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) --master_port $$port $(1)
+echo "Training on $(RANKS) ranks, $$where. The first line comes in about half a minute."; \
+PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port $$port $(1)
 endef
 
 train: .venv

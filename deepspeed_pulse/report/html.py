@@ -1,6 +1,7 @@
 """A timeline as one self-contained page: wheel zooms in time, dragging moves, hovering names the action.
 
-Nothing is loaded from elsewhere, so the file can be sent and opened anywhere.
+Nothing is loaded from elsewhere, so the file can be sent and opened anywhere. ``tests/report/test_page.py`` opens it in
+a browser.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ canvas { display: block; width: 100%; cursor: grab } canvas:active { cursor: gra
 <div id="tip"></div><canvas></canvas>
 <p>Text: stage, operation, microbatch; where it is narrow the microbatch alone. A lane: a rank and its stages.
 Red lines: messages.<br><b style="background:#cfe3f7">F</b>forward, first stage of the rank
-<b style="background:#bfe8d2">F</b>forward, second
+<b style="background:#bfe8d2">F</b>forward, second (bar below)
 <b style="background:#2f6db0;color:#fff">B</b>backward, first
 <b style="background:#1f7f4f;color:#fff">B</b>backward, second. @SPLIT@
 Wheel: zoom. Drag: move. Double click: all of it.</p>
@@ -92,6 +93,7 @@ function draw() {
     for (const [rank, op, way, a, b, text, microbatch] of row.spans) if (b >= from && a <= to) {
       const left = x(a), w = x(b) - left, y = top + TITLE + rank * LANE + 2;
       pen.fillStyle = FACE[op][way]; pen.fillRect(left, y, Math.max(w - .8, .3), LANE - 4);
+      if (way) { pen.fillStyle = "#111"; pen.fillRect(left, y + LANE - 7, Math.max(w - .8, .3), 2.5); }
       const label = w > 34 ? text : String(microbatch);
       if (w > 7 * label.length) {
         pen.fillStyle = op === "F" || op === "E" ? "#10304d" : "#fff"; pen.textAlign = "center";
