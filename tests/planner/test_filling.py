@@ -154,6 +154,20 @@ def filled_by_hand():
     return replace(plan((0, 1), 2, schedule=rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")), fill=fill)
 
 
+@pytest.mark.parametrize(
+    "order", [("0F0 0F1 0B0 0B1", "1F0 1F1 1I0 1B1 1W0"), ("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1B0 1B1")]
+)
+def test_whole_backwards_beside_halves(order):
+    """What a half sends may be taken by a whole backward, and the other way round."""
+    whole = uniform(2)
+    costs = replace(whole, layers=tuple(replace(each, weight_grad_ms=each.backward_ms / 2) for each in whole.layers))
+    made = plan((0, 1), 2, schedule=rows(*order))
+    frozen = part("text", *[0.5] * 8)
+    filled = fill_plan(made, Job.of(made, costs, cluster(), frozen=[frozen]), solver_seconds=0.0)
+    assert filled.schedule == made.schedule
+    assert not violations(filled, num_layers=2, values=named_values(costs))
+
+
 def test_frozen_work_takes_time_and_its_results_travel():
     made, costs = filled_by_hand(), uniform(2)
     slow = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=500.0))

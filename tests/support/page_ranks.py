@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import runpy
-import shlex
-import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from support.cases import run_each
 from support.pages import ROOT, Step, steps
 
 import deepspeed_pulse.models  # noqa: F401
-
-BIN = Path(sys.executable).parent
+from deepspeed_pulse.cli import main
 
 
 def follows(arguments: dict[str, Any]) -> None:
@@ -66,16 +64,20 @@ def _alone(step: Step) -> None:
 
 
 def _done(step: Step) -> str | None:
+    """What went wrong. Commands run in this process, which has imported what they need."""
     if step.file is not None:
         Path(step.file).parent.mkdir(parents=True, exist_ok=True)
         Path(step.file).write_text(step.text)
         return None
-    if step.words[0] not in ("ds_pulse", "python", "cat", "ls"):
-        return None
-    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    outside |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}"}
-    line = shlex.join([sys.executable, "-m", "deepspeed_pulse"]) + step.text.removeprefix("ds_pulse")
-    command = line if step.words[0] == "ds_pulse" else step.text
-    done = subprocess.run(command, shell=True, env=outside, capture_output=True, text=True, timeout=200, check=False)
-    print(done.stdout, flush=True)
-    return None if done.returncode == 0 else f"status {done.returncode}: {done.stdout}{done.stderr}"
+    command, *rest = step.words
+    try:
+        if command == "ds_pulse":
+            status = main(rest)
+            return f"status {status}: {step.text}" if status else None
+        if command == "python" and Path(rest[0]).is_file():
+            sys.argv[:] = rest
+            sys.path.insert(0, os.getcwd())
+            runpy.run_path(rest[0], run_name="__main__")
+    except Exception:
+        return traceback.format_exc()
+    return None
