@@ -85,7 +85,7 @@ def test_memory_is_predicted() -> None:
 
 ACCELERATOR = PLANNER.parents[1] / "accelerator" / "run.py"
 LISTED = ("runtime/pipe/engine.py:", "deepspeed/runtime/utils.py:")
-"""Where the host waits in every step with bf16, by docs/architecture.md."""
+"""Where the host waits in every step with bf16, by docs/decisions.md."""
 
 
 def on_accelerator(folder: Path, line: str, seconds: int, **more: str) -> tuple[str, list[dict[str, Any]]]:

@@ -139,7 +139,7 @@ COUNTED = [
 ]
 
 LISTED = {("copy to device", "runtime/pipe/engine.py")}
-"""The only waits of a steady step: what docs/architecture.md lists for every step."""
+"""The only waits of a steady step: what docs/decisions.md lists for every step."""
 
 
 @pytest.mark.timeout(300)
