@@ -55,7 +55,7 @@ Host *
     ServerAliveCountMax 3
     LogLevel ERROR
 """
-"""As docs/how_to/several_hosts.md has it: without ``ServerAliveInterval`` a launcher waits for hours for a host that is off."""
+"""As docs/how_to/several_hosts.md: without ``ServerAliveInterval`` a launcher waits hours for a host that is off."""
 
 PATHS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 """Where system programs are, beside ``PATH``."""
