@@ -12,6 +12,7 @@ from support.launch import launch
 from support.observe_ranks import STEPS
 
 from deepspeed_pulse.cli import main
+from deepspeed_pulse.engine.observation.notes import crowded
 from deepspeed_pulse.ir.run import RUN_FILE, Run
 
 
@@ -107,3 +108,19 @@ def test_report_prints_and_draws_what_the_run_wrote(
     capsys.readouterr()
     assert main(["report", str(observed[0]), "--out", str(picture)]) == 2
     assert "expected one run file to draw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "ranks", "cores", "told"),
+    [
+        ("cpu", 2, 4, 2, "export OMP_NUM_THREADS=1"),
+        ("cpu", 16, 4, 16, "export OMP_NUM_THREADS=4"),
+        ("cpu", 4, 4, 16, None),
+        ("cpu", 1, 4, 2, None),
+        ("cpu", 8, 1, 8, None),
+        ("cuda", 16, 4, 16, None),
+    ],
+)
+def test_threads_that_hold_each_other_up(device: str, threads: int, ranks: int, cores: int, told: str | None) -> None:
+    found = crowded(device, threads, ranks, cores)
+    assert found is None if told is None else found is not None and told in found

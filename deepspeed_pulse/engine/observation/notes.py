@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.plans.planning import Planned
 from deepspeed_pulse.engine.replaced import clipping_is_replaced
@@ -26,7 +29,22 @@ def _communicators(planned: Planned) -> Iterator[tuple[int, int]]:
         yield communicators(plan, rank, cluster=cluster).count, communicator_bytes(plan, rank, cluster)
 
 
+def crowded(device: str, threads: int, local_ranks: int, cores: int) -> str | None:
+    """What is said where ranks of one machine compute on its cores, each with threads for more than its share."""
+    share = max(1, cores // local_ranks)
+    if device != "cpu" or local_ranks < 2 or threads <= share:
+        return None
+    return (
+        f"{local_ranks} ranks of {threads} threads each share {cores} cores and hold each other up, up to 20 times: "
+        f"export OMP_NUM_THREADS={share} before the start"
+    )
+
+
 def _notes(engine: Any) -> Iterator[str]:
+    local_ranks = int(os.environ.get("LOCAL_SIZE", "1"))
+    slow = crowded(get_accelerator().device_name(), torch.get_num_threads(), local_ranks, os.cpu_count() or 1)
+    if slow is not None:
+        yield slow
     module = engine.module
     recomputing = getattr(module.job, "recomputing", None)  # known once planned
     absent = None if recomputing is None else recomputing.note(module.layer_list)
