@@ -62,8 +62,11 @@ def local_dependents(action: Action, placement: Placement, *, split: bool) -> li
 
 
 def _neighbour(stage: int, way: Direction | None, placement: Placement, *, giving: bool) -> int | None:
-    """The stage that gives an action of this one what comes that way, or the one that takes what it gives."""
-    if way is None:
+    """The stage that gives an action of this one what comes that way, or the one that takes what it gives.
+
+    A stage that the placement does not have, as a file may name it, has none.
+    """
+    if way is None or stage >= len(placement):
         return None
     return placement.before(stage) if giving == (way is Direction.FORWARD) else placement.after(stage)
 
