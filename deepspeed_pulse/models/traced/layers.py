@@ -42,9 +42,15 @@ def traced_layers(
 
     Raises :class:`GraphError` where that is not possible, naming the line of the model's code.
     """
-    outlined = outline(model, blocks, fine=fine)
-    check_hooks(model, outlined.opened)
-    shared = TracedModel(model, Given.of(example_batch), outlined)
+    given, kept = Given.of(example_batch), frozenset[str]()
+    while True:
+        outlined = outline(model, blocks, fine=fine, kept=kept)
+        check_hooks(model, outlined.opened)
+        shared = TracedModel(model, given, outlined)
+        routing = shared.base.routing() - kept if blocks == "auto" else frozenset()
+        if not routing:
+            break
+        kept |= routing
     units = [TracedLayer(model, origin, shared, number) for number in range(len(shared.base.codes))]
     _add_rest(model, units)
     found, rules = [], _rules(model, shared.given)
@@ -91,6 +97,17 @@ class Traced:
             LayerCode(self.cuts, depends, piece, first=number == 0, with_sizes=sizes)
             for number, piece in enumerate(self.cuts.pieces)
         ]
+
+    def routing(self) -> frozenset[str]:
+        """Modules that hand on values whose sizes follow from numbers in tensors, as a choice of experts does."""
+        handed_on = {v for piece in self.cuts.pieces for v in (*piece.gives, *piece.stashes.values())}
+        found = set[str]()
+        for value in handed_on:
+            free = {one for size in self.trace.shape(value) for one in getattr(size, "free_symbols", ())}
+            call = self.trace.values[value].call
+            if call is not None and free - self.trace.symbols.keys():
+                found.update(self.trace.scopes[scope].path for scope in self.trace.calls[call].scopes[-1:])
+        return frozenset(found - {""})
 
     def holds(self, sizes: Mapping[Any, int]) -> bool:
         """Whether sizes, by symbol, keep what the trace took for given."""

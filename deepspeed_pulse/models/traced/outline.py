@@ -42,13 +42,16 @@ class Outline:
         return (one for one in above if one in self.items)
 
 
-def outline(model: nn.Module, blocks: Blocks = "auto", *, fine: bool = False) -> Outline:
+def outline(
+    model: nn.Module, blocks: Blocks = "auto", *, fine: bool = False, kept: frozenset[str] = frozenset()
+) -> Outline:
     """The outline of a model; with ``fine``, blocks are opened too and their parts are the blocks.
 
-    ``blocks``: paths of modules, or of containers whose items are meant. Raises :class:`GraphError` for a path that the
+    ``blocks``: paths of modules, or of containers whose items are meant. ``kept``: paths of modules whose own lists are
+    not blocks. Raises :class:`GraphError` for a path that the
     model does not have, or that lies inside another.
     """
-    items = _items(model) if blocks == "auto" else _named(model, blocks)
+    items = _items(model, kept) if blocks == "auto" else _named(model, blocks)
     opened = {""}
     for path in items:
         parts = path.split(".")
@@ -57,18 +60,19 @@ def outline(model: nn.Module, blocks: Blocks = "auto", *, fine: bool = False) ->
     if fine and blocks == "auto":
         for path in sorted(items - opened):
             parts_inside = [name for name, part in parts_of(path).named_children() if _is_composite(part)]
-            if len(parts_inside) > 1 and not isinstance(parts_of(path), nn.Sequential):
+            if path not in kept and len(parts_inside) > 1 and not isinstance(parts_of(path), nn.Sequential):
                 opened.add(path)
                 items |= {f"{path}.{name}" for name in parts_inside}
     containers = (path for path in items if isinstance(model.get_submodule(path), (nn.ModuleList, nn.Sequential)))
     return Outline(opened=frozenset(opened), items=frozenset(items), containers=frozenset(containers), whole=not fine)
 
 
-def _items(model: nn.Module) -> set[str]:
+def _items(model: nn.Module, kept: frozenset[str]) -> set[str]:
     """Paths of what stands in lists of blocks."""
     found = set[str]()
     for path, module in model.named_modules():
-        if path and _is_list_of_blocks(module):
+        inside = any(path.startswith(f"{one}.") for one in kept)
+        if path and not inside and _is_list_of_blocks(module):
             found |= {f"{path}.{name}" for name, item in module.named_children() if has_weights(item)}
     return found
 
