@@ -69,6 +69,11 @@ Answer = Any
 CASES: dict[str, Callable[[], Answer]] = {}
 
 
+def told(problem: PulseError) -> str:
+    """What an error says, without the name of the page that says more."""
+    return str(problem).partition(" [docs: ")[0]
+
+
 def case(*seeds: int) -> Callable[[Callable[[random.Random], Answer]], Callable[[random.Random], Answer]]:
     """Register a function once for each seed of what it draws; those that would take long are left out."""
 
@@ -251,7 +256,7 @@ def attempted(make: Callable[[], Plan]) -> Answer:
     try:
         return planned(make())
     except InfeasibleError as problem:
-        return {"error": str(problem), "needed_bytes": problem.needed_bytes}
+        return {"error": told(problem), "needed_bytes": problem.needed_bytes}
 
 
 # -- plans ---------------------------------------------------------------------------------------
@@ -516,7 +521,7 @@ def choices(rng: random.Random) -> Answer:
                 progress=lambda at, of, best: done.append(f"{at}/{of} {best:.6g}"),
             )
     except PulseError as problem:
-        return {"error": str(problem), "needed_bytes": getattr(problem, "needed_bytes", None)}
+        return {"error": told(problem), "needed_bytes": getattr(problem, "needed_bytes", None)}
     return {"trials": [_trial(trial) for trial in found.trials], "progress": ", ".join(done)}
 
 

@@ -35,7 +35,7 @@ def crowded(device: str, threads: int, local_ranks: int, cores: int) -> str | No
     if device != "cpu" or local_ranks < 2 or threads <= share:
         return None
     return (
-        f"{local_ranks} ranks of {threads} threads each share {cores} cores and hold each other up, up to 20 times: "
+        f"{local_ranks} ranks of {threads} threads each share {cores} cores and hold each other up: "
         f"export OMP_NUM_THREADS={share} before the start"
     )
 
