@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -70,8 +71,8 @@ CASES: dict[str, Callable[[], Answer]] = {}
 
 
 def told(problem: PulseError) -> str:
-    """What an error says, without the name of the page that says more."""
-    return str(problem).partition(" [docs: ")[0]
+    """What an error says, without the names of pages that say more."""
+    return re.sub(r" \[docs: [\w-]+\]", "", str(problem))
 
 
 def case(*seeds: int) -> Callable[[Callable[[random.Random], Answer]], Callable[[random.Random], Answer]]:
