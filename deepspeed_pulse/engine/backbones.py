@@ -156,6 +156,19 @@ def index_of(heads: Sequence[Head], name: str) -> int:
     return names.index(name)
 
 
+def layers_of(heads: Sequence[Head], name: str | None, what: str) -> range:
+    """Layers of the backbone called ``name``; None: of the one there is. ``what`` asks and is named in the error."""
+    if name is None and len(heads) > 1:
+        names = ", ".join(str(head.name) for head in heads)
+        raise ConfigError(f"{what}: this engine trains several backbones; pass backbone=, one of {names}")
+    if name is None:
+        return heads[0].layers
+    try:
+        return heads[index_of(heads, name)].layers
+    except ConfigError as problem:
+        raise ConfigError(f"{what}: backbone: {problem}") from None
+
+
 def check_backbones(backbones: Any, layers: Any, loss_fn: Any) -> None:
     """Raise a ConfigError where the arguments of a module are not those of one backbone, or of several."""
     if backbones is None:
@@ -174,8 +187,8 @@ def check_backbones(backbones: Any, layers: Any, loss_fn: Any) -> None:
             f"backbones: expected a dict of at least two Backbones by name, found {found}; pass one model as layers="
         )
     for name, given in backbones.items():
-        if not isinstance(name, str) or not name or "." in name or name != name.strip():
-            raise ConfigError(f"backbones: expected names without dots and spaces around them, found {name!r}")
+        if not isinstance(name, str) or not name or "." in name or "/" in name or name != name.strip():
+            raise ConfigError(f"backbones: expected names without dots, slashes and spaces around them, found {name!r}")
         if not isinstance(given, Backbone):
             raise ConfigError(f"backbones: expected a Backbone for {name!r}, found {type(given).__name__}")
         if not isinstance(given.input, str) or not given.input:

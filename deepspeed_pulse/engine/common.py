@@ -110,7 +110,8 @@ class CommonEngine(PipelineEngine):
         is as it was.
 
         Args:
-            ema: a ``deepspeed_pulse.models.EMA``, saved in the checkpoint: both are there, or neither is.
+            ema: a ``deepspeed_pulse.models.EMA``, saved in the checkpoint: both are there, or neither is. With several
+                backbones a list, one of each.
             checkpoints_total_limit: when this checkpoint is there, so many of its series stay, the last written:
                 those whose tags differ from this one in the number at their end. Never removed: this one, the one
                 that ``latest`` names, and tags of another kind.
@@ -157,6 +158,7 @@ class CommonEngine(PipelineEngine):
         custom_load_fn: Any = None,
         *,
         ema: Any = None,
+        backbone: str | None = None,
     ) -> tuple[Any, Any]:
         """As upstream, from a checkpoint of any plan, number of ranks or placement, or of stock 1F1B.
 
@@ -164,7 +166,10 @@ class CommonEngine(PipelineEngine):
         what was given to :meth:`save_checkpoint`.
 
         Args:
-            ema: goes on from the averages that were saved with the checkpoint.
+            ema: goes on from the averages that were saved with the checkpoint; of several backbones a list.
+            backbone: load the weights and the optimizer state of one backbone only, into a run that trains it alone
+                or beside others, from a checkpoint of either kind; a checkpoint of one backbone needs no name for it.
+                Everything else (other backbones, steps counted, learning rate schedule) stays as it is.
 
         Raises:
             PlanError: optimizer state cannot be carried over; says why and the way round.
@@ -180,6 +185,7 @@ class CommonEngine(PipelineEngine):
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
+            backbone=backbone,
         )
         return self._loading.load(load_dir, tag, wanted, ema)
 

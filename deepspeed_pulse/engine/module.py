@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import module as upstream
 from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_pulse.engine import hook
-from deepspeed_pulse.engine.backbones import DEFAULT_INPUT, Backbone, Head, index_of
+from deepspeed_pulse.engine.backbones import DEFAULT_INPUT, Backbone, Head, index_of, layers_of
 from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
@@ -163,6 +163,14 @@ class PipelineModule(upstream.PipelineModule):
         """
         index = index_of(self.job.heads, name)
         return [p for p in self.parameters() if self.backbone_of(p) == index]
+
+    def backbone_layers(self, name: str | None, what: str = "backbone_layers()") -> range:
+        """Layers of a backbone in the list of all; ``name`` None: of the one there is.
+
+        Raises:
+            ConfigError: ``what`` asks for no backbone where there are several, or for one that there is not.
+        """
+        return layers_of(self.job.heads, name, what)
 
     def backbone_of(self, parameter: torch.Tensor) -> int | None:
         """Index of the backbone that a parameter on this rank belongs to; None for what stands in for one."""
@@ -338,15 +346,22 @@ class PipelineModule(upstream.PipelineModule):
         Raises:
             FileError: the checkpoint has neither.
         """
-        index = self._local_layers[local_layer_idx]
+        return self.layer_files(ckpt_dir, self._local_layers[local_layer_idx])
+
+    def layer_files(self, ckpt_dir: str, index: int, shift: int = 0) -> list[str]:
+        """Files of the layer of that index, which has another one in the checkpoint: ``shift`` more.
+
+        Raises:
+            FileError: the checkpoint has none.
+        """
         keys = [getattr(spec, "key", None) for spec in self._layer_specs]
         sharing = [i for i, key in enumerate(keys) if key == keys[index] and key is not None]
         for layer in (index, *sharing):
-            found = list(super().ckpt_layer_path_list(glob.escape(ckpt_dir), layer - self._local_start))
+            found = list(super().ckpt_layer_path_list(glob.escape(ckpt_dir), layer + shift - self._local_start))
             if found:
                 return found
         raise FileError(
-            f"{ckpt_dir}: expected a file layer_{index:02d}-model_states.pt with the weights of layer "
+            f"{ckpt_dir}: expected a file layer_{index + shift:02d}-model_states.pt with the weights of layer "
             f"{self.graph.layers[index].name}, found none; the checkpoint was written by another model, or not whole"
         )
 

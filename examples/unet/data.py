@@ -62,7 +62,7 @@ class Batches:
 
     def batch(self, step: int, data_index: int, microbatch: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The same arguments give the same bits on every rank."""
-        generator = _generator(self.seed, step, data_index, microbatch)
+        generator = generator_for(self.seed, step, data_index, microbatch)
         labels = torch.randint(len(self.photographs.names), (self.microbatch_size,), generator=generator)
         clean = torch.stack([self.photographs.crop(int(label), generator) for label in labels])
         noise = torch.randn(clean.shape, generator=generator)
@@ -84,7 +84,8 @@ class Batches:
             step += 1
 
 
-def _generator(*key: int) -> torch.Generator:
+def generator_for(*key: int) -> torch.Generator:
+    """Random numbers that depend on the key alone."""
     (state,) = np.random.SeedSequence(key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 

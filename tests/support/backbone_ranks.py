@@ -58,7 +58,10 @@ def engine_of(case: dict[str, Any], **layers: Any) -> Any:
         activation_checkpoint_interval=case.get("interval", 0),
         **layers,
     )
-    optimizer = torch.optim.SGD(grouped(module, case), lr=0.05, momentum=0.9)
+    if case.get("adam"):
+        optimizer: Any = torch.optim.AdamW(grouped(module, case), lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(grouped(module, case), lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
 

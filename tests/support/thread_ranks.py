@@ -22,6 +22,9 @@ class FakeModule:
     def local_layers(self) -> list[tuple[int, Any]]:
         return [(i, x.layer) for i, x in enumerate(self.layer_list) if self.owners[i] == self.stage_id]
 
+    def backbone_layers(self, name: str | None, what: str = "") -> range:
+        return range(len(self.layer_list))
+
     def meet(self, item: Any) -> list[Any]:
         self.shared.slots[self.stage_id] = item
         self.shared.barrier.wait()

@@ -132,9 +132,8 @@ class CheckpointFolder:
 
         Whatever needs room on the disk is written before the first rename.
         """
-        for folder in (self._written / EMA_FOLDER, self._written):
-            if folder.is_dir():
-                sync(folder)
+        for folder in (*filter(Path.is_dir, self._written.rglob("*")), self._written):
+            sync(folder)
         latest = beside(self._latest, self.tag) if save_latest else None
         if self._final.exists():
             shutil.rmtree(self._replaced, ignore_errors=True)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepspeed_pulse.engine.checkpoints import universal
+from deepspeed_pulse.engine.checkpoints import averages, universal
+from deepspeed_pulse.engine.checkpoints.backbone import Match, load_layers, own_names, renamed, weights_as_state
 from deepspeed_pulse.engine.checkpoints.digests import read_sums
-from deepspeed_pulse.engine.checkpoints.files import EMA_FOLDER, LATEST, CheckpointFolder, check_asked_alike, find_tag
+from deepspeed_pulse.engine.checkpoints.files import LATEST, CheckpointFolder, check_asked_alike, find_tag
 from deepspeed_pulse.engine.checkpoints.optimizer_state import Groups, SavedState, check_state, read_state, write_state
 from deepspeed_pulse.engine.checkpoints.reading import RESERVED, check_layer, check_whole
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.engine.collectives import agree, everywhere, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
-from deepspeed_pulse.errors import FileError, PlanError
+from deepspeed_pulse.errors import ConfigError, FileError, PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,12 @@ class Wanted:
     load_optimizer_states: bool
     load_lr_scheduler_states: bool
     load_module_only: bool
+    backbone: str | None = None
+    """The one whose state is loaded; None: all of the checkpoint."""
+
+    def options(self) -> dict[str, bool]:
+        """As upstream takes them."""
+        return {name: value for name, value in vars(self).items() if name != "backbone"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +45,14 @@ class _Found:
     state: SavedState | None
     weights: dict[str, torch.Tensor] | None = None
     """Of a universal checkpoint, by name; None: upstream reads layer files."""
+    match: Match | None = None
+    """The one backbone that is loaded; None: upstream loads all."""
+    layers: dict[str, Any] = field(default_factory=dict)
+    """Of it, by the path of what they get."""
+    own_file: str = ""
+    """With this rank's own state."""
+    is_joint: bool = False
+    """The checkpoint is of several backbones."""
 
 
 class Loading:
@@ -56,17 +71,27 @@ class Loading:
         settled = agree(lambda: self._settled_tag(load_dir, tag), f"loading {load_dir}")
         if settled is None:
             return self._load(str(load_dir))  # type: ignore[no-any-return]  # says that there is none
+        self._check_backbone(wanted.backbone)
         mine, sizes = CheckpointRecord.of(self._engine), self._sizes()
         where = Path(load_dir) / settled
         try:
             found = everywhere(lambda: self._read(where, wanted, mine, sizes), f"{where} cannot be read")
-            averages = everywhere(lambda: _averages(ema, where), "reading averages")
+            name, is_joint = wanted.backbone, found.is_joint
+            states = everywhere(lambda: averages.read(ema, where, is_joint=is_joint, backbone=name), "reading averages")
             loaded = self._apply(load_dir, settled, found, wanted)
-            if ema is not None:
-                ema.load_state_dict(averages)
+            for one, state in zip(averages.listed(ema), states, strict=True):
+                one.load_state_dict(state)
             return loaded
         finally:
             self._engine.checkpoint_engine.begin(None)
+
+    def _check_backbone(self, name: Any) -> None:
+        """Ranks ask for the same one, if any, in words."""
+        told = told_by_all(name)
+        if any(one != told[0] for one in told):
+            raise ConfigError(f"load_checkpoint: backbone: expected the same on every rank, found {told}")
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"load_checkpoint: backbone: expected a name or None, found {name!r}")
 
     def _sizes(self) -> dict[str, int]:
         """Numbers in each parameter of the model. Collective in the pipeline."""
@@ -102,22 +127,47 @@ class Loading:
         engine, files = self._engine, self._engine.checkpoint_engine
         wants_state = wanted.load_optimizer_states and not wanted.load_module_only and engine.optimizer is not None
         if universal.is_universal(where, asked=engine._config.load_universal_checkpoint):
+            if wanted.backbone is not None:
+                raise ConfigError(
+                    f"load_checkpoint: backbone={wanted.backbone!r}: {where} is a universal checkpoint, of which "
+                    "all is loaded; give the checkpoint that it was made of"
+                )
             return self._read_universal(where, mine.parameters[engine.stage_id] if wants_state else None)
         sums, saved = read_sums(where), CheckpointRecord.read(where)
         files.begin(sums)
         if engine.global_rank == 0:
             self._check_folder(where, sums)
         names = self._rank_files(where)
-        by_name = wants_state and (saved is None or not saved.same_layout(mine))
-        state = self._state_by_name(saved, mine, where, sizes) if by_name else None
-        layers = self._layer_files(where)
+        match = self._match(wanted.backbone, saved, mine, where)
+        by_name = wants_state and (saved is None or match is not None or not saved.same_layout(mine))
+        state = self._state_by_name(saved, mine, where, sizes, match) if by_name else None
+        layers = self._layer_files(where, match)
         needed = list(layers)
         if wants_state and not by_name and engine.zero_optimization():
             needed.append(engine._get_zero_ckpt_name(str(where.parent), where.name))
-        self._stage(where, names, needed)
+        own = self._stage(where, names, needed)
         for path, layer in layers.items():
             check_layer(layer, files.load(path), Path(path), strict=wanted.load_module_strict)
-        return _Found(state=state)
+        return _Found(
+            state=state,
+            match=match,
+            layers=layers,
+            own_file=own,
+            is_joint=saved is not None and bool(saved.backbones),
+        )
+
+    def _match(
+        self, name: str | None, saved: CheckpointRecord | None, mine: CheckpointRecord, where: Path
+    ) -> Match | None:
+        """The backbone to be loaded, here and there; None where all are."""
+        if name is None:
+            if saved is not None:
+                saved.check_backbones(mine, str(where))
+            return None
+        match = Match.of(name, self._module.job.heads, saved, where)
+        if saved is not None:
+            match.check_layers(saved, mine, where)
+        return match
 
     def _read_universal(self, where: Path, groups: Groups | None) -> _Found:
         """The same from files by parameter name; a rank's state that is not of parameters lies beside them."""
@@ -137,8 +187,8 @@ class Loading:
             raise FileError(f"{where}: expected a checkpoint, found no mp_rank_*_model_states.pt")
         return names
 
-    def _stage(self, where: Path, names: list[str], more: Iterable[str] = ()) -> None:
-        """Read a rank's own state, which is in one of the files ``names``, and more files."""
+    def _stage(self, where: Path, names: list[str], more: Iterable[str] = ()) -> str:
+        """Read a rank's own state, which is in one of the files ``names``, and more files; returns that one."""
         engine, files = self._engine, self._engine.checkpoint_engine
         own = names[engine.mpu.get_model_parallel_rank()] if len(names) == engine.mp_world_size else names[0]
         files.stage(map(Path, [names[0], own, *more]))
@@ -153,6 +203,7 @@ class Loading:
                 f"{where}: expected {first['mp_world_size']} files mp_rank_*_model_states.pt, found {len(names)}; the "
                 "checkpoint was not copied whole"
             )
+        return own
 
     def _check_folder(self, where: Path, sums: dict[str, str] | None) -> None:
         """What no rank reads is looked at too: a checkpoint that is not whole is none."""
@@ -168,29 +219,45 @@ class Loading:
         for name in (name for name in sums if name.endswith(".json")):
             self._engine.checkpoint_engine.verifier.check(where / name)
 
-    def _layer_files(self, where: Path) -> dict[str, Any]:
-        """Path to layer, for what upstream reads on this rank."""
+    def _layer_files(self, where: Path, match: Match | None) -> dict[str, Any]:
+        """Path to layer, for what upstream reads on this rank, or for the layers of one backbone."""
         found: dict[str, Any] = {}
-        for index, layer in enumerate(self._module.forward_funcs):
-            if hasattr(layer, "load_state_dict"):
-                paths = self._module.ckpt_layer_path_list(str(where), index)
+        for index, layer in self._module.local_layers():
+            if hasattr(layer, "load_state_dict") and (match is None or index in match.here):
+                paths = self._module.layer_files(str(where), index, 0 if match is None else match.shift)
                 if len(paths) != 1:
                     raise FileError(f"{where}: expected one file for each layer, found {', '.join(paths)}")
                 found[paths[0]] = layer
         return found
 
     def _state_by_name(
-        self, saved: CheckpointRecord | None, mine: CheckpointRecord, where: Path, sizes: dict[str, int]
+        self,
+        saved: CheckpointRecord | None,
+        mine: CheckpointRecord,
+        where: Path,
+        sizes: dict[str, int],
+        match: Match | None,
     ) -> SavedState:
         if saved is None:
             raise PlanError(
                 f"{where}: written without deepspeed_pulse, so nothing says which rank trained which parameter; "
                 "load weights only (load_optimizer_states=False)"
             )
-        saved.check_fits(mine, str(where))
-        engine = self._engine
-        wanted = {n for group in mine.parameters[engine.stage_id] for n in group if not is_placeholder(n)}
-        state = read_state(saved, wanted, lambda *of: self._saved_content(where, *of), str(where), sizes)
+        engine, groups = self._engine, mine.parameters[self._engine.stage_id]
+
+        def load(rank: int, replica: int | None) -> Any:
+            return self._saved_content(where, rank, replica)
+
+        if match is None:
+            saved.check_fits(mine, str(where))
+            wanted = {n for group in groups for n in group if not is_placeholder(n)}
+            state = read_state(saved, wanted, load, str(where), sizes)
+        else:
+            saved.check_trained_alike(mine, str(where))
+            trained = {p: name for p, name in engine.param_names.items() if any(name in group for group in groups)}
+            names = own_names(match, trained)
+            there = {match.name_there(name) or name: size for name, size in sizes.items()}
+            state = renamed(read_state(saved, set(names), load, str(where), there), names, groups, engine.optimizer)
         check_state(engine.optimizer, engine.param_names, state)
         return state
 
@@ -208,19 +275,34 @@ class Loading:
         where = Path(load_dir) / tag
         self._module.unusable = f"loading {where} broke off, so weights and optimizer state are half of that checkpoint"
         self._layers_loaded, self._weights, problem = None, found.weights, None
-        options = {**vars(wanted), "load_optimizer_states": wanted.load_optimizer_states and found.state is None}
+        options = {**wanted.options(), "load_optimizer_states": wanted.load_optimizer_states and found.state is None}
         try:
-            path, client_state = self._load(str(load_dir), tag, **options)
-            if found.state is not None:
-                write_state(self._engine.optimizer, self._engine.param_names, found.state)
+            if found.match is None:
+                path, client_state = self._load(str(load_dir), tag, **options)
+                if found.state is not None:
+                    write_state(self._engine.optimizer, self._engine.param_names, found.state)
+            else:
+                path, client_state = self._apply_backbone(found, found.match, strict=wanted.load_module_strict)
         except Exception as one:
             if self._layers_loaded is False:  # told by all already
                 raise
             problem = one
         # where this rank failed before its layers, the others meet it there
         raise_everywhere(problem, f"{where} cannot be loaded", FileError)
+        if found.match is not None:
+            self._module._synchronize_tied_weights()
         self._module.unusable = None
         return path, {key: value for key, value in client_state.items() if key not in RESERVED}
+
+    def _apply_backbone(self, found: _Found, match: Match, *, strict: bool) -> tuple[Any, Any]:
+        """Weights and optimizer state of one backbone; what counts steps stays this run's. Local."""
+        engine, files = self._engine, self._engine.checkpoint_engine
+        load_layers(found.layers, {path: files.load(path) for path in found.layers}, strict=strict)
+        if engine.optimizer is not None:
+            names = engine.param_names
+            state = found.state or weights_as_state(names, set(own_names(match, names).values()))
+            write_state(engine.optimizer, names, state, keeps=True)
+        return found.own_file, files.load(found.own_file)
 
     def load_layers(self, load: Callable[[], None]) -> None:
         """Upstream's loading of layer files (``load``), or what stands in for it; ranks then meet for tied weights."""
@@ -235,15 +317,3 @@ class Loading:
             module.synchronizes_tied_weights = True
         self._layers_loaded = True
         module._synchronize_tied_weights()
-
-
-def _averages(ema: Any, checkpoint: Path) -> Any:
-    """The state of averages in a checkpoint; None without an EMA that wants one."""
-    if ema is None:
-        return None
-    if not (checkpoint / EMA_FOLDER).is_dir():
-        raise FileError(
-            f"{checkpoint}: expected averages in its folder {EMA_FOLDER}, found none; load it without ema= to let "
-            "averages start from its weights, or save with ema="
-        )
-    return ema.read(checkpoint / EMA_FOLDER)

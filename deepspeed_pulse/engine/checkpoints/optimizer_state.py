@@ -106,6 +106,13 @@ def _read_whole(
             for name in group:
                 if name in names:
                     _sort_in(saved, name, _cut_out(flat, start, sizes[name]))
+                    if names <= saved.tensors.keys():
+                        break
+                if name not in sizes and not is_placeholder(name):
+                    raise PlanError(
+                        f"optimizer state in one buffer, behind that of {name}, whose size is not known in this run; "
+                        "load weights only (load_optimizer_states=False)"
+                    )
                 start += 1 if is_placeholder(name) else sizes[name]
     else:
         copies = [copy for group in state.get("fp32_groups", ()) for copy in group]
@@ -167,16 +174,19 @@ def check_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> 
                 )
 
 
-def write_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
-    """Put saved state, checked, into an engine's optimizer, whose parameters have their weights already."""
+def write_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState, *, keeps: bool = False) -> None:
+    """Put saved state, checked, into an engine's optimizer, whose parameters have their weights already.
+
+    ``keeps``: the state of other parameters than those stays.
+    """
     if hasattr(optimizer, "bit16_groups"):
-        _write_flat(optimizer, optimizer.single_partition_of_fp32_groups, names, saved)
+        _write_flat(optimizer, optimizer.single_partition_of_fp32_groups, names, saved, keeps)
     elif hasattr(optimizer, "bf16_groups"):
-        _write_flat(optimizer, optimizer.fp32_groups_flat_partition, names, saved)
+        _write_flat(optimizer, optimizer.fp32_groups_flat_partition, names, saved, keeps)
     elif hasattr(optimizer, "fp32_groups_flat"):
-        _write_flat(optimizer, optimizer.fp32_groups_flat, names, saved)
+        _write_flat(optimizer, optimizer.fp32_groups_flat, names, saved, keeps)
     else:
-        _write_plain(optimizer, names, saved)
+        _write_plain(optimizer, names, saved, keeps)
     for group, members in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
         group.update(_options_of(members, saved))
     set_scale(optimizer, saved.scale)
@@ -193,9 +203,11 @@ def _options_of(members: Sequence[str], saved: SavedState) -> dict[str, Any]:
     return saved.options[known[0]] if known else {}
 
 
-def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
+def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState, keeps: bool) -> None:
     copies = full_precision_copies(optimizer)
-    state: dict[int, dict[str, Any]] = {}
+    base = optimizer.optimizer if copies else optimizer
+    before = base.state_dict()
+    state: dict[int, dict[str, Any]] = dict(before["state"]) if keeps else {}
     for index, parameter in enumerate(p for group in parameter_groups(optimizer) for p in group):
         name = names[parameter]
         tensors = {key: value.reshape(parameter.shape) for key, value in saved.tensors.get(name, {}).items()}
@@ -206,14 +218,15 @@ def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState) ->
         scalars = {key: _copy(value) for key, value in saved.scalars.get(name, {}).items()}
         if tensors or scalars:
             state[index] = {**scalars, **tensors}
-    base = optimizer.optimizer if copies else optimizer
     # torch's own loading casts the state to each parameter's dtype and device
-    base.load_state_dict({"state": state, "param_groups": base.state_dict()["param_groups"]})
+    base.load_state_dict({"state": state, "param_groups": before["param_groups"]})
 
 
-def _write_flat(optimizer: Any, partitions: list[torch.Tensor], names: Mapping[Any, str], saved: SavedState) -> None:
+def _write_flat(
+    optimizer: Any, partitions: list[torch.Tensor], names: Mapping[Any, str], saved: SavedState, keeps: bool
+) -> None:
     for group, partition in zip(parameter_groups(optimizer), partitions, strict=True):
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = dict(optimizer.optimizer.state.get(partition, {})) if keeps else {}
         for parameter, low, high, count in _fragments(group):
             name = names[parameter]
             state.update({key: _copy(value) for key, value in saved.scalars.get(name, {}).items()})

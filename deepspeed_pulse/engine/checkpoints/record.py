@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import torch
 
+from deepspeed_pulse.engine.backbones import backbone_layers
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE
 from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.errors import FileError, PlanError
+from deepspeed_pulse.ir.backbones import BackboneLayers, check_parts
 from deepspeed_pulse.ir.codec import Count, File, Form
-from deepspeed_pulse.ir.fields import read_file, read_format
+from deepspeed_pulse.ir.fields import Fields, read_file, read_format
 
 FORMAT = "pulse-checkpoint/2"
 UNVERIFIED = "pulse-checkpoint/1"
@@ -37,6 +39,7 @@ class CheckpointRecord(File):
         placement: pipeline rank of every stage.
         layers: names of the layers.
         zero_stage, dtype, optimizer: decide how upstream writes optimizer state.
+        backbones: where there are several, the layers of each.
         parameters: per pipeline rank and parameter group, the names of what the optimizer trains, in its order.
     """
 
@@ -52,6 +55,11 @@ class CheckpointRecord(File):
     dtype: str
     optimizer: str
     parameters: Annotated[tuple[Names, ...], Form(expected="per rank, lists of parameter names")]
+    backbones: Annotated[tuple[BackboneLayers, ...], Form(left_out=True)] = ()
+
+    def check_form(self, fields: Fields) -> None:
+        parts = self.backbones
+        check_parts(fields, "backbones", [p.layers for p in parts], [p.name for p in parts], len(self.layers))
 
     @classmethod
     def of(cls, engine: Any) -> CheckpointRecord:
@@ -68,6 +76,7 @@ class CheckpointRecord(File):
             dtype="bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32",
             optimizer=type(engine.basic_optimizer).__name__,
             parameters=tuple(told_by_all(mine, engine.grid.get_pipe_parallel_group())),
+            backbones=backbone_layers(module.job.heads),
         )
 
     @property
@@ -82,9 +91,17 @@ class CheckpointRecord(File):
         mine = self if self.partitioned else replace(self, data_parallel=other.data_parallel)
         return mine == other
 
+    def check_backbones(self, mine: CheckpointRecord, where: str) -> None:
+        """Raise a :class:`PlanError` where the checkpoint is of other backbones: their layers would be mixed up."""
+        there, here = ([part.name for part in record.backbones] for record in (self, mine))
+        if there != here:
+            raise PlanError(
+                f"{where}: written by a run of {', '.join(there) or 'one backbone'}, this one has "
+                f"{', '.join(here) or 'one'}; load one backbone with load_checkpoint(..., backbone=NAME)"
+            )
+
     def check_fits(self, mine: CheckpointRecord, where: str) -> None:
         """Raise a :class:`PlanError` when optimizer state cannot be carried over to ``mine``."""
-        way = "load weights only (load_optimizer_states=False)"
         if self.layers != mine.layers:
             pairs = zip_longest(self.layers, mine.layers, fillvalue="none")
             index, (there, here) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
@@ -94,6 +111,11 @@ class CheckpointRecord(File):
                 "build the same layer list",
                 more="other-layers",
             )
+        self.check_trained_alike(mine, where)
+
+    def check_trained_alike(self, mine: CheckpointRecord, where: str) -> None:
+        """Raise a :class:`PlanError` for optimizer state of another kind than ``mine``."""
+        way = "load weights only (load_optimizer_states=False)"
         for name in ("dtype", "optimizer"):
             there, here = getattr(self, name), getattr(mine, name)
             if there != here:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepspeed_pulse.engine.checkpoints import averages
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, write_sums
-from deepspeed_pulse.engine.checkpoints.files import EMA_FOLDER, CheckpointFolder, check_asked_alike, check_tag, sync
+from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, check_asked_alike, check_tag, sync
 from deepspeed_pulse.engine.checkpoints.reading import check_client_state
 from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, RECORD_FILE, CheckpointRecord
 from deepspeed_pulse.engine.collectives import everywhere, told_by_all
@@ -41,7 +42,7 @@ class Saving:
         engine = self._engine
         engine.module.check_usable("save_checkpoint")
         client_state = {} if client_state is None else client_state
-        folder = self._checked_folder(save_dir, tag, client_state, limit)
+        folder = self._checked_folder(save_dir, tag, client_state, ema, limit)
         record = CheckpointRecord.of(engine)
         leader = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
 
@@ -51,8 +52,7 @@ class Saving:
         on_leader(folder.prepare)
         try:
             digests = self._write_files(folder, client_state, exclude_frozen_parameters)
-            if ema is not None:
-                ema.save(folder.save_dir / folder.writing / EMA_FOLDER)
+            averages.save(ema, folder.save_dir / folder.writing)
             on_leader(lambda: self._write_record(folder, record, digests))
             on_leader(lambda: folder.commit(save_latest=save_latest))
         except PulseError:
@@ -68,7 +68,7 @@ class Saving:
                 print(f"pulse: warning: {folder.save_dir}: older checkpoints are not removed: {problem}", flush=True)
         self.last = save_dir, {"client_state": client_state, "ema": ema}
 
-    def _checked_folder(self, save_dir: Any, tag: Any, client_state: Any, limit: Any) -> CheckpointFolder:
+    def _checked_folder(self, save_dir: Any, tag: Any, client_state: Any, ema: Any, limit: Any) -> CheckpointFolder:
         """Nothing is touched before every rank's arguments are known to be good, and the same tag."""
 
         def check() -> tuple[str, str]:
@@ -81,6 +81,7 @@ class Saving:
             name = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
             check_tag(name)
             check_client_state(client_state)
+            averages.listed(ema)
             return os.fspath(save_dir), name
 
         mine = everywhere(check, "save_checkpoint")

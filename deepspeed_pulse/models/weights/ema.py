@@ -7,6 +7,8 @@
     engine.save_checkpoint("out", ema=ema)  # and load_checkpoint("out", ema=ema)
     save_pretrained(engine, "out/unet", ema=ema)  # out/unet and out/unet_ema
 
+Of several backbones each has its own, ``EMA(engine, backbone="base")``; a checkpoint takes a list of them.
+
 The averaging is diffusers' ``EMAModel`` with its options and its schedule, so every rank does what one
 process would do to the whole model.
 """
@@ -45,6 +47,10 @@ class EMA:
         engine: an engine of this package.
         decay, min_decay, update_after_step, use_ema_warmup, inv_gamma, power, foreach: as in
             ``diffusers.training_utils.EMAModel``.
+        backbone: whose weights, where the engine trains several backbones.
+
+    Raises:
+        ConfigError: there are several backbones and none is named, or there is none of that name.
     """
 
     def __init__(
@@ -58,9 +64,10 @@ class EMA:
         inv_gamma: float = 1.0,
         power: float = 2 / 3,
         foreach: bool = False,
+        backbone: str | None = None,
     ) -> None:
-        self._engine = engine
-        self._names = _trainable(engine.module)
+        self._engine, self.backbone = engine, backbone
+        self._names = _trainable(engine.module, engine.module.backbone_layers(backbone, "EMA()"))
         self._parameters = list(dict.fromkeys(self._names.values()))
         # torch's foreach functions take no empty lists.
         self._average = EMAModel(self._weights(), foreach=foreach and bool(self._parameters))
@@ -97,9 +104,18 @@ class EMA:
         return {key: value for key, value in self._average.state_dict().items() if key != SHADOW}
 
     def averages(self) -> dict[str, Tensor]:
-        """This rank's averages by layer index and name of the weight in its layer (``"3.conv1.weight"``); no copies."""
+        """This rank's averages by layer index and name of the weight in its layer (``"3.conv1.weight"``); no copies.
+
+        Of several backbones, layers are counted from the first of its own.
+        """
         places = {parameter: place for place, parameter in enumerate(self._parameters)}
         return {name: self._average.shadow_params[places[parameter]] for name, parameter in self._names.items()}
+
+    def averages_of(self, backbone: str | None) -> dict[str, Tensor]:
+        """:meth:`averages`; a :class:`ConfigError` where they are those of another backbone."""
+        if backbone != self.backbone:
+            raise ConfigError(f"ema: expected averages of backbone {backbone}, found those of {self.backbone}")
+        return self.averages()
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`schedule`, and :meth:`averages` under ``"shadow_params"``."""
@@ -203,9 +219,10 @@ class EMA:
         return digests
 
 
-def _trainable(module: Any) -> dict[str, nn.Parameter]:
-    """Trainable weights of this rank by layer index and name; a shared one stands under all its names."""
-    owners = {index: getattr(layer, "module", layer) for index, layer in module.local_layers()}
+def _trainable(module: Any, layers: range) -> dict[str, nn.Parameter]:
+    """Trainable weights of these layers on this rank by index among them and name; a shared one has all its names."""
+    mine = [(index - layers.start, layer) for index, layer in module.local_layers() if index in layers]
+    owners = {index: getattr(layer, "module", layer) for index, layer in mine}
     return {
         f"{index}.{name}": parameter
         for index, owner in owners.items()

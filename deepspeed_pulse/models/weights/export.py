@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.models.units import origin_of
 from deepspeed_pulse.models.weights.folder import CONFIG
-from deepspeed_pulse.models.weights.shards import Files, own_tensors, write_sharded
+from deepspeed_pulse.models.weights.shards import Files, Part, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -31,6 +30,7 @@ def save_pretrained(
     variant: str | None = None,
     ema: EMA | None = None,
     model_class: type[nn.Module] | None = None,
+    backbone: str | None = None,
 ) -> Path:
     """Write the trained weights as a normal diffusers folder, to be read by ``from_pretrained``.
 
@@ -51,16 +51,19 @@ def save_pretrained(
             the same name with ``_ema`` (``unet_ema`` beside ``unet``), with the averaging's state in its
             config: ``EMAModel.from_pretrained`` of diffusers reads both.
         model_class: which model, when the list was made of two (a U-Net and its ControlNet).
+        backbone: which backbone, where the engine trains several.
 
     Raises:
         ConfigError: the layer list was not made from a diffusers model, or layers of that model were
-            left out of it; on every rank.
+            left out of it; there are several backbones and none is named; on every rank.
         FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
-    origin = origin_of(engine.module.layer_list, "save_pretrained()", model_class)
+    part = Part.asked(engine, "save_pretrained()", model_class, backbone)
+    origin = part.origin
+    averages = {} if ema is None else ema.averages_of(backbone)
 
     def tensors(averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = own_tensors(engine, origin, averaged)
+        own = part.own_tensors(engine, averaged)
         return {origin.base_keys[key]: tensor for key, tensor in own.items() if key in origin.base_keys}
 
     def write(to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: Any, config: str) -> Path:
@@ -79,5 +82,5 @@ def save_pretrained(
         # diffusers keeps the averaging's state in the config of the averaged model.
         config = {**json.loads(origin.config_json), **ema.schedule()}
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        write(f"{os.fspath(folder)}_ema", ema.averages(), dtype or torch.float32, text)
+        write(f"{os.fspath(folder)}_ema", averages, dtype or torch.float32, text)
     return write(folder, {}, dtype, origin.config_json)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.models.families import construct
-from deepspeed_pulse.models.units import Origin, origin_of
-from deepspeed_pulse.models.weights.shards import gather, own_tensors
+from deepspeed_pulse.models.units import Origin
+from deepspeed_pulse.models.weights.shards import Part, gather
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -26,7 +26,12 @@ WHAT = "gather_model()"
 
 
 def gather_model(
-    engine: Any, *, dtype: torch.dtype | None = None, ema: EMA | None = None, model_class: type[nn.Module] | None = None
+    engine: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    ema: EMA | None = None,
+    model_class: type[nn.Module] | None = None,
+    backbone: str | None = None,
 ) -> Any:
     """The trained diffusers model on the CPU of global rank 0, in evaluation mode; None on the other ranks.
 
@@ -39,22 +44,24 @@ def gather_model(
         dtype: of the floating-point weights, as for :func:`.save_pretrained`.
         ema: averages in place of the weights, in the dtype of those.
         model_class: which model, when the list was made of two (a U-Net and its ControlNet).
+        backbone: which backbone, where the engine trains several.
 
     Raises:
         ConfigError: the layer list was not made from a diffusers model or layers of it were left out; it has several
             adapters, or parts that its config does not know; on every rank.
     """
-    origin = origin_of(engine.module.layer_list, WHAT, model_class)
+    part = Part.asked(engine, WHAT, model_class, backbone)
+    origin = part.origin
     if len(origin.peft_config) > 1:
         raise ConfigError(
             f"{WHAT}: expected one adapter at most, found {', '.join(origin.peft_config)}; write them with save_lora()"
         )
     floats = {
         key: weight.dtype if dtype is None else origin.dtype_of(key, dtype)
-        for key, weight in own_tensors(engine, origin, {}).items()
+        for key, weight in part.own_tensors(engine, {}).items()
         if weight.is_floating_point()
     }
-    tensors = own_tensors(engine, origin, {} if ema is None else ema.averages())
+    tensors = part.own_tensors(engine, {} if ema is None else ema.averages_of(backbone))
     found = gather(engine, tensors, keys=origin.state_keys, dtypes=floats)
     made: list[Any] = []
     engine.module.ranks.decide_on_first(lambda: made.append(_model(origin, found)), WHAT)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
-from deepspeed_pulse.models.units import Origin, origin_of
-from deepspeed_pulse.models.weights.shards import Files, own_states, write_sharded
+from deepspeed_pulse.models.units import Origin
+from deepspeed_pulse.models.weights.shards import Files, Part, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -42,6 +42,7 @@ def save_lora(
     dtype: torch.dtype | None = None,
     ema: EMA | None = None,
     model_class: type[nn.Module] | None = None,
+    backbone: str | None = None,
 ) -> Path:
     """Write one adapter; a collective call, every rank makes it.
 
@@ -62,12 +63,15 @@ def save_lora(
             then writes the optimizer's fp32 master weights.
         ema: also write the averaged adapter, in float32, to a folder of the same name with ``_ema``.
         model_class: which model, when the list was made of two (a U-Net and its ControlNet).
+        backbone: which backbone, where the engine trains several.
 
     Raises:
         ConfigError: the model has no such adapter, or diffusers cannot load it; on every rank.
         FileError: rank 0 cannot write; on every rank.
     """
-    origin = origin_of(engine.module.layer_list, "save_lora()", model_class)
+    part = Part.asked(engine, "save_lora()", model_class, backbone)
+    origin = part.origin
+    averages = {} if ema is None else ema.averages_of(backbone)
     config = _config(origin, adapter_name)
     if format == "diffusers":
         _check_diffusers(origin, config)
@@ -81,23 +85,23 @@ def save_lora(
         raise ConfigError(f'format: expected "diffusers" or "peft", found {format!r}')
 
     def write(to: str | os.PathLike[str], averaged: dict[str, Tensor], dtype: torch.dtype | None) -> Path:
-        mine = engine.module.ranks.together(lambda: _adapter(engine, origin, adapter_name, averaged), "save_lora()")
+        mine = engine.module.ranks.together(lambda: _adapter(engine, part, adapter_name, averaged), "save_lora()")
         tensors = {prefix + key: tensor for key, tensor in mine.items()}
         dtypes = {} if dtype is None else dict.fromkeys(tensors, dtype)
         files = Files(name=name, max_shard_size=UNLIMITED, metadata=metadata, texts=texts)
         return write_sharded(engine, to, tensors, files, dtypes=dtypes)
 
     if ema is not None:
-        write(f"{os.fspath(folder)}_ema", ema.averages(), dtype or torch.float32)
+        write(f"{os.fspath(folder)}_ema", averages, dtype or torch.float32)
     return write(folder, {}, dtype)
 
 
-def _adapter(engine: Any, origin: Origin, name: str, averaged: dict[str, Tensor]) -> dict[str, Tensor]:
+def _adapter(engine: Any, part: Part, name: str, averaged: dict[str, Tensor]) -> dict[str, Tensor]:
     """The adapter's tensors on this rank, under the names that peft gives them in files."""
     from peft import get_peft_model_state_dict
 
     found: dict[str, Tensor] = {}
-    for unit, state in own_states(engine, origin, averaged):
+    for unit, state in part.own_states(engine, averaged):
         found |= get_peft_model_state_dict(unit, state, name, save_embedding_layers=False)
     return found
 

@@ -20,10 +20,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, FileError
-from deepspeed_pulse.models.units import Origin, Unit
+from deepspeed_pulse.models.units import Origin, Unit, origin_of
 from deepspeed_pulse.models.weights.folder import WEIGHTS, varied
 
 _SHARD = r"-\d{5}-of-\d{5}"
@@ -120,17 +120,30 @@ def write_sharded(
     return folder
 
 
-def own_states(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-    """This rank's layers of a model, each with its tensors; averages in place of weights where there are some."""
-    for index, layer in engine.module.local_layers():
-        if isinstance(layer, Unit) and layer.origin is origin:
-            state = layer.state_dict(keep_vars=True)
-            yield layer, {key: averaged.get(f"{index}.{key}", tensor) for key, tensor in state.items()}
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Of what an engine trains, one model: its ``origin``, and the ``layers`` of the backbone that it is in."""
 
+    origin: Origin
+    layers: range
 
-def own_tensors(engine: Any, origin: Origin, averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All of them, under their names in the model."""
-    return {key: tensor for _, state in own_states(engine, origin, averaged) for key, tensor in state.items()}
+    @classmethod
+    def asked(cls, engine: Any, what: str, model_class: type[nn.Module] | None, backbone: str | None) -> Part:
+        """The one model of a backbone, or the one of ``model_class``; ``what`` asks and is named in the error."""
+        layers = engine.module.backbone_layers(backbone, what)
+        mine = engine.module.layer_list[layers.start : layers.stop]
+        return cls(origin=origin_of(mine, what, model_class), layers=layers)
+
+    def own_states(self, engine: Any, averaged: Mapping[str, Tensor]) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+        """This rank's layers of it, each with its tensors; averages in place of weights where there are some."""
+        for index, layer in engine.module.local_layers():
+            if index in self.layers and isinstance(layer, Unit) and layer.origin is self.origin:
+                state, name = layer.state_dict(keep_vars=True), index - self.layers.start
+                yield layer, {key: averaged.get(f"{name}.{key}", tensor) for key, tensor in state.items()}
+
+    def own_tensors(self, engine: Any, averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All of them, under their names in the model."""
+        return {key: tensor for _, state in self.own_states(engine, averaged) for key, tensor in state.items()}
 
 
 def gather(
