@@ -169,7 +169,7 @@ def layers_of(heads: Sequence[Head], name: str | None, what: str) -> range:
         raise ConfigError(f"{what}: backbone: {problem}") from None
 
 
-def check_backbones(backbones: Any, layers: Any, loss_fn: Any) -> None:
+def check_backbones(backbones: Any, layers: Any, loss_fn: Any, input: Any = DEFAULT_INPUT) -> None:
     """Raise a ConfigError where the arguments of a module are not those of one backbone, or of several."""
     if backbones is None:
         if layers is None:
@@ -181,6 +181,8 @@ def check_backbones(backbones: Any, layers: Any, loss_fn: Any) -> None:
         raise ConfigError(
             "PipelineModule: loss_fn= beside backbones=: each Backbone has its own: Backbone(..., loss_fn=)"
         )
+    if input != DEFAULT_INPUT:
+        raise ConfigError("PipelineModule: input= beside backbones=: each Backbone has its own: Backbone(..., input=)")
     if not isinstance(backbones, Mapping) or len(backbones) < 2:
         found = f"{len(backbones)} of them" if isinstance(backbones, Mapping) else type(backbones).__name__
         raise ConfigError(

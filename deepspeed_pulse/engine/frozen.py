@@ -53,6 +53,7 @@ class DeclaredParts:
         for name, given in specs.items():
             if not isinstance(given, FrozenSpec):
                 raise ConfigError(f"frozen: expected a FrozenSpec for {name!r}, found {type(given).__name__}")
+        _check_owners(specs, heads)
         self._specs = dict(specs)
         first = {head.layers.start: head.value(head.input) for head in heads}
         self.makes_inputs = {index: name for index, name in enumerate(first.values()) if name in specs}
@@ -138,6 +139,21 @@ class DeclaredParts:
                     f"{mine.get(name, 'of no such part')}, found {found.get(name, 'no such part')}; plan anew with "
                     "ds_pulse plan --frozen"
                 )
+
+
+def _check_owners(specs: Mapping[str, FrozenSpec], heads: Sequence[Head]) -> None:
+    """With several backbones, raise a ConfigError for a part of none of them, or one that reads another's data."""
+    names = [str(head.name) for head in heads if head.name is not None]
+    for name, given in specs.items() if names else ():
+        owner = next((one for one in names if name.startswith(f"{one}.")), None)
+        if owner is None:
+            known = ", ".join(f"{one}.{name.rpartition('.')[2]}" for one in names)
+            raise ConfigError(f"frozen part {name!r}: expected the name of a backbone before it ({known})")
+        if not given.input.startswith(f"{owner}."):
+            raise ConfigError(
+                f"frozen part {name!r}: input: expected an entry or a part of the same backbone "
+                f"({owner}.{given.input.rpartition('.')[2]}), found {given.input!r}; backbones are independent"
+            )
 
 
 def _measured(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from support import frozen_ranks
 from support.cases import run_each
 from support.parity import models, mse, share_groups
 from support.precision_ranks import DTYPES, cast
 from support.reference import BASE_SEED, error
+from support.small_unet import unet_batch
 
 from deepspeed_pulse import planner
 from deepspeed_pulse.ir.placement import Placement
@@ -23,12 +26,57 @@ SETS = {
     "two unets": ("unet", "unet"),
     "unet and uvit": ("unet", "uvit"),
     "toy and unet": ("toy", "unet"),
+    "toy and lora": ("toy", "lora"),
+    "two of tokens": ("tokens", "tokens"),
+    "encoded and toy": ("encoded", "toy"),
+    "two encoded": ("encoded", "encoded"),
 }
 
 
 def parts_of(case: dict[str, Any]) -> dict[str, tuple[Any, Any, str]]:
     """By name of the backbone: layers, batch, name of the input."""
-    return {f"{kind}{k}": models(kind) for k, kind in enumerate(SETS[case["set"]])}
+    return {f"{kind}{k}": model_of(kind) for k, kind in enumerate(SETS[case["set"]])}
+
+
+def model_of(kind: str) -> tuple[Any, Any, str]:
+    """As :func:`models`; with adapters, or reading encoders, one of which makes its input."""
+    if kind == "encoded":
+        return frozen_ranks.layers, frozen_ranks.raw_batch, "sample"
+    if kind == "lora":
+        return lora_layers, unet_batch, "sample"
+    return models(kind)
+
+
+def lora_layers() -> list[Any]:
+    from support.lora_ranks import lora_unet
+
+    from deepspeed_pulse.models import to_layers
+
+    return to_layers(lora_unet("everywhere"))
+
+
+def frozen_of(case: dict[str, Any], name: str | None) -> dict[str, Any] | None:
+    """Encoders of the backbone called ``name``, trained alone; None: of all, each under its backbone's name."""
+    readers = [each for each in parts_of(case) if each.startswith("encoded")]
+    if name is not None:
+        return frozen_ranks.frozen_parts() if name in readers else None
+    return {key: part for each in readers for key, part in frozen_parts_under(each).items()} or None
+
+
+def frozen_parts_under(backbone: str) -> dict[str, Any]:
+    """The parts with the backbone's name before all names."""
+    from deepspeed_pulse import spec
+
+    def named(layer: Any) -> Any:
+        if not getattr(layer, "pop", ()):
+            return layer
+        return spec(layer.layer, pop=[f"{backbone}.{name}" for name in layer.pop])
+
+    parts = frozen_ranks.frozen_parts()
+    return {
+        f"{backbone}.{name}": replace(part, layers=list(map(named, part.layers)), input=f"{backbone}.{part.input}")
+        for name, part in parts.items()
+    }
 
 
 def config_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -55,13 +103,15 @@ def engine_of(case: dict[str, Any], **layers: Any) -> Any:
         num_stages=case["P"],
         seed_layers=True,
         config=config,
+        dynamic_shape=case.get("dynamic", False),
         activation_checkpoint_interval=case.get("interval", 0),
         **layers,
     )
     if case.get("adam"):
         optimizer: Any = torch.optim.AdamW(grouped(module, case), lr=0.01)
     else:
-        optimizer = torch.optim.SGD(grouped(module, case), lr=0.05, momentum=0.9)
+        trained = grouped(module, case) if "rates" in case else [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
 
@@ -94,7 +144,7 @@ def joint_engine(case: dict[str, Any]) -> Any:
         backbones = {
             name: Backbone(layers(), loss_fn=mse, input=first) for name, (layers, _, first) in parts_of(case).items()
         }
-        engine = engine_of(case, backbones=backbones)
+        engine = engine_of(case, backbones=backbones, **with_encoders(case, None))
     finally:
         planner.make._placements_of_several = choose
     ways = engine.module.plan.placement.parts
@@ -107,7 +157,15 @@ def alone_engine(case: dict[str, Any], name: str, start: int) -> Any:
     layers, _, first = parts_of(case)[name]
     k = list(parts_of(case)).index(name)
     rate = case.get("rates", [0.05] * 9)[k]
-    return engine_of({**case, "rate": rate}, layers=layers(), loss_fn=mse, input=first, base_seed=BASE_SEED + start)
+    more = {"loss_fn": mse, "input": first, "base_seed": BASE_SEED + start, **with_encoders(case, name)}
+    return engine_of({**case, "rate": rate}, layers=layers(), **more)
+
+
+def with_encoders(case: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """What a module is given more where there are encoders."""
+    parts = frozen_of(case, name)
+    data = joint_data(case, 0, 0) if name is None else alone_data(case, name, 0, 0)
+    return {} if parts is None else {"frozen": parts, "example_batch": next(data)}
 
 
 def joint_data(case: dict[str, Any], step: int, replica: int) -> Any:
@@ -148,10 +206,14 @@ def trains_alike(case: dict[str, Any]) -> None:
         losses.append({name: float(value) for name, value in engine.losses.items()})
         assert abs(float(total) - sum(losses[-1].values())) <= 1e-6 * float(total)
         if step == 0:
+            if "then M" in case:
+                engine.set_train_batch_size(2 * case["then M"] * engine.dp_world_size)
             evaluated = float(engine.eval_batch(joint_data(case, 9, replica)))
             each = {name: float(value) for name, value in engine.losses.items()}
             assert abs(evaluated - sum(each.values())) <= 1e-6 * evaluated
     found = weights(engine)
+    if "encoded" in case["set"]:
+        check_encoded(engine, case, replica)
     engine.destroy()
     for name, start in zip(names, starts, strict=True):
         alone = alone_engine(case, name, start)
@@ -159,6 +221,8 @@ def trains_alike(case: dict[str, Any]) -> None:
             loss = float(alone.train_batch(alone_data(case, name, step, replica)))
             assert abs(loss - losses[step][name]) <= tolerance * loss, (name, step, loss, losses[step][name])
             if step == 0:
+                if "then M" in case:
+                    alone.set_train_batch_size(2 * case["then M"] * alone.dp_world_size)
                 assert abs(float(alone.eval_batch(alone_data(case, name, 9, replica))) - each[name]) <= tolerance
         expected = weights(alone)
         for weight, value in expected.items():
@@ -166,6 +230,21 @@ def trains_alike(case: dict[str, Any]) -> None:
             mine = found[f"{int(index) + start}.{rest}" if index.isdigit() else f"{index}.{name}/{rest}"]
             assert error(mine, value) < tolerance, (name, weight, error(mine, value))
         alone.destroy()
+
+
+def check_encoded(engine: Any, case: dict[str, Any], replica: int) -> None:
+    """Data that has the encoders' results gives what data gives from which they are made."""
+
+    def encoded(batch: Any) -> Any:
+        inputs, labels = batch
+        return {n: with_results(n, own) for n, own in inputs.items()}, labels
+
+    def with_results(name: str, own: Any) -> Any:
+        return {**own, **frozen_ranks.encoded(own)} if name.startswith("encoded") else own
+
+    raw = float(engine.eval_batch(joint_data(case, 7, replica)))
+    ready = float(engine.eval_batch(map(encoded, joint_data(case, 7, replica)), num_micro_batches=case["M"]))
+    assert abs(raw - ready) <= 1e-5 * raw, (raw, ready)
 
 
 def run_cases(cases: list[dict[str, Any]]) -> None:

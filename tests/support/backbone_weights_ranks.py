@@ -166,7 +166,7 @@ def exports(folder: str) -> None:
     assert "ema: expected averages of backbone unet1, found those of unet0" in told(
         ConfigError, lambda: save_pretrained(joint, out / "x", backbone="unet1", ema=averaged[0])
     )
-    assert "did you mean unet1" in told(ConfigError, lambda: save_pretrained(joint, out / "x", backbone="unet2"))
+    assert 'did you mean "unet1"' in told(ConfigError, lambda: save_pretrained(joint, out / "x", backbone="unet2"))
     print("EXPORTED", flush=True)
 
 

@@ -90,6 +90,10 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.small_unet import unet_layers
 
         return unet_layers, unet_bucket, "sample"
+    if name == "uvit":
+        from support.small_unet import uvit_batch, uvit_layers
+
+        return uvit_layers, uvit_batch, "sample"
     from support.small_unet import unet_batch, unet_layers
 
     return unet_layers, unet_batch, "sample"

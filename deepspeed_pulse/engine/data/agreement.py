@@ -44,12 +44,26 @@ def check_same_step(kind: str, microbatches: int, microbatch_size: int, group: A
     )
 
 
-def check_something_trains(module: torch.nn.Module) -> None:
-    """Some rank of the world must have a trainable parameter; ``module``: this rank's."""
+def check_something_trains(module: Any) -> None:
+    """Some rank of the world must have a trainable parameter, of each backbone; ``module``: this rank's."""
+    if module.has_several:
+        _check_each_trains(module)
+        return
     mine = any(p.requires_grad and not is_placeholder(name) for name, p in module.named_parameters())
     if not any(told_by_all(mine)):
         raise ConfigError(
             "no layer has a trainable parameter: the loss depends on no trainable parameter; unfreeze some layer"
+        )
+
+
+def _check_each_trains(module: Any) -> None:
+    mine = {module.backbone_of(p) for p in module.parameters() if p.requires_grad}
+    trained = set[int | None]().union(*told_by_all(mine))
+    still = next((head.name for index, head in enumerate(module.job.heads) if index not in trained), None)
+    if still is not None:
+        raise ConfigError(
+            f"backbone {still}: no layer has a trainable parameter: its loss depends on no trainable parameter; "
+            "unfreeze some layer, or leave the backbone out"
         )
 
 

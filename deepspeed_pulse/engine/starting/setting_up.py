@@ -68,7 +68,7 @@ def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, S
 def declared(given: Mapping[str, Any]) -> tuple[list[Any], tuple[Head, ...]]:
     """The layers of all backbones, and the backbones; a PulseError where they are not of the right kind."""
     backbones = given["backbones"]
-    check_backbones(backbones, given["layers"], given["loss_fn"])
+    check_backbones(backbones, given["layers"], given["loss_fn"], given["input"])
     if backbones is None:
         layers = listed(given["layers"])
         return layers, (Head(name=None, loss_fn=given["loss_fn"], input=given["input"], layers=range(len(layers))),)
