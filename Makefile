@@ -3,6 +3,7 @@
 #   make test                     lint, types, tests
 #   make train                    the example on 4 ranks; STEPS= DATA= SIZE= RANKS= CONFIG= change it
 #   make text-to-image            text to image on 4 ranks, STEPS= DATA= RANKS= change it; FLAGS= are train.py's
+#   make cascade                  a base and a super-resolution model in one pipeline, on 4 ranks; STEPS= DATA= RANKS=
 #   make docs                     the documentation as a site, in out/site/
 #   make soak bench pictures      slow proofs, benchmarks, the pictures of docs/
 #   make test-diffusers-old       tests of the models with the oldest diffusers supported, in .venv-old
@@ -27,7 +28,7 @@ TEXT_TO_IMAGE_FLAGS = --center_crop --cache_latents --proportion_empty_prompts 0
 # A rank is one process with one thread, and tests never depend on the accelerator at hand.
 TEST_ENV = OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=1
 
-.PHONY: all .venv .venv-old .venv-deepspeed-old test test-diffusers-old test-deepspeed-old test-torch-old test-packages lint types train text-to-image docs soak bench pictures clean
+.PHONY: all .venv .venv-old .venv-deepspeed-old test test-diffusers-old test-deepspeed-old test-torch-old test-packages lint types train text-to-image cascade docs soak bench pictures clean
 all: test
 
 .venv: .venv/.stamp
@@ -101,6 +102,9 @@ train: .venv
 
 text-to-image: .venv
 	$(call ranks,examples/text_to_image/train.py $(TEXT_TO_IMAGE_FLAGS))
+
+cascade: .venv
+	$(call ranks,examples/cascade/train.py $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(FLAGS))
 
 # Warnings are errors. The site is read without a network: open out/site/index.html.
 docs: .venv
