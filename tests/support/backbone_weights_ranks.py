@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from support.backbone_ranks import alone_data, alone_engine, joint_data, joint_engine, parts_of, weights
+from support.backbone_ranks import alone_data, alone_engine, engine_of, joint_data, joint_engine, parts_of, weights
 from support.cases import run_each
-from support.parity import share_groups
+from support.parity import mse, share_groups
 from support.reference import error
 
 ELSEWHERE = 77
@@ -167,7 +168,73 @@ def exports(folder: str) -> None:
         ConfigError, lambda: save_pretrained(joint, out / "x", backbone="unet1", ema=averaged[0])
     )
     assert 'did you mean "unet1"' in told(ConfigError, lambda: save_pretrained(joint, out / "x", backbone="unet2"))
+    check_lazy(joint, case, out)
+    check_copies(case, out)
     print("EXPORTED", flush=True)
+
+
+def check_lazy(joint: Any, case: dict[str, Any], out: Path) -> None:
+    """Of folders, each rank reads its own layers; the rules of entries are each model's for its own part."""
+    from deepspeed_pulse import Backbone
+    from deepspeed_pulse.models import from_pretrained
+    from deepspeed_pulse.models.weights.folder import WeightFiles
+
+    read, keys = WeightFiles.read, set[tuple[str, str]]()
+
+    def noting(self: WeightFiles, wanted: Any) -> Any:
+        keys.update((self.folder.name, key) for key in wanted)
+        return read(self, wanted)
+
+    names = list(parts_of(case))
+    WeightFiles.read = noting  # type: ignore[method-assign]
+    try:
+        lists = {name: from_pretrained(out / name) for name in names}
+        backbones = {name: Backbone(lists[name], loss_fn=mse, input="sample") for name in names}
+        engine = engine_of(case, backbones=backbones)
+    finally:
+        WeightFiles.read = read  # type: ignore[method-assign]
+    mine = {
+        (names[engine.module.graph.backbone_of(index)], key)
+        for index, layer in engine.module.local_layers()
+        for key in layer.state_dict()
+    }
+    assert keys == mine, keys ^ mine
+    found, expected = (float(each.eval_batch(joint_data(case, 9, 0))) for each in (engine, joint))
+    assert abs(found - expected) <= 1e-6 * expected, (found, expected)
+    numbers = [timed(case, given) for given in (7, torch.full((2,), 7))]
+    one, other = (float(engine.eval_batch(data)) for data in numbers)
+    assert one == other, (one, other)
+    engine.destroy()
+
+
+def timed(case: dict[str, Any], timestep: Any) -> Any:
+    """Batches whose second backbone has this timestep."""
+    for inputs, labels in joint_data(case, 9, 0):
+        first, second = inputs
+        yield {first: inputs[first], second: {**inputs[second], "timestep": timestep}}, labels
+
+
+def check_copies(case: dict[str, Any], out: Path) -> None:
+    """Two backbones of one list, the second a copy: their layers come from one model, and each is written."""
+    from deepspeed_pulse import Backbone
+    from deepspeed_pulse.models import save_pretrained
+
+    layers = parts_of(case)["unet0"][0]()
+    backbones = {
+        n: Backbone(x, loss_fn=mse, input="sample") for n, x in zip("ab", (layers, deepcopy(layers)), strict=True)
+    }
+    engine = engine_of(case, backbones=backbones)
+    with torch.no_grad():
+        for parameter in engine.module.backbone_parameters("b"):
+            parameter.fill_(0.5)
+    for name in backbones:
+        save_pretrained(engine, out / name, backbone=name)
+    torch.distributed.barrier()
+    a, b = (load_file(out / name / "diffusion_pytorch_model.safetensors") for name in backbones)
+    assert a.keys() == b.keys()
+    assert all(bool((value == 0.5).all()) for value in b.values())
+    assert not all(bool((value == 0.5).all()) for value in a.values())
+    engine.destroy()
 
 
 def check_file(folder: Path, state: dict[str, torch.Tensor]) -> None:
