@@ -174,7 +174,7 @@ def exports(folder: str) -> None:
 
 
 def check_lazy(joint: Any, case: dict[str, Any], out: Path) -> None:
-    """Of folders, each rank reads its own layers; the rules of entries are each model's for its own part."""
+    """Of folders, each rank reads its own layers."""
     from deepspeed_pulse import Backbone
     from deepspeed_pulse.models import from_pretrained
     from deepspeed_pulse.models.weights.folder import WeightFiles
@@ -201,21 +201,22 @@ def check_lazy(joint: Any, case: dict[str, Any], out: Path) -> None:
     assert keys == mine, keys ^ mine
     found, expected = (float(each.eval_batch(joint_data(case, 9, 0))) for each in (engine, joint))
     assert abs(found - expected) <= 1e-6 * expected, (found, expected)
-    numbers = [timed(case, given) for given in (7, torch.full((2,), 7))]
-    one, other = (float(engine.eval_batch(data)) for data in numbers)
-    assert one == other, (one, other)
     engine.destroy()
 
 
 def timed(case: dict[str, Any], timestep: Any) -> Any:
-    """Batches whose second backbone has this timestep."""
+    """Batches of backbones a and b, the second with this timestep."""
     for inputs, labels in joint_data(case, 9, 0):
         first, second = inputs
-        yield {first: inputs[first], second: {**inputs[second], "timestep": timestep}}, labels
+        found = {"a": inputs[first], "b": {**inputs[second], "timestep": timestep}}
+        yield found, {"a": labels[first], "b": labels[second]}
 
 
 def check_copies(case: dict[str, Any], out: Path) -> None:
-    """Two backbones of one list, the second a copy: their layers come from one model, and each is written."""
+    """Two backbones of one list, the second a copy: their layers come from one model, and each is written.
+
+    A model's rule of entries, that a timestep may be a number, is one for its own backbone's part.
+    """
     from deepspeed_pulse import Backbone
     from deepspeed_pulse.models import save_pretrained
 
@@ -224,6 +225,8 @@ def check_copies(case: dict[str, Any], out: Path) -> None:
         n: Backbone(x, loss_fn=mse, input="sample") for n, x in zip("ab", (layers, deepcopy(layers)), strict=True)
     }
     engine = engine_of(case, backbones=backbones)
+    one, other = (float(engine.eval_batch(timed(case, given))) for given in (7, torch.tensor(7)))
+    assert one == other, (one, other)
     with torch.no_grad():
         for parameter in engine.module.backbone_parameters("b"):
             parameter.fill_(0.5)
