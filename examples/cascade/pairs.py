@@ -23,6 +23,9 @@ SIZE = 32
 AUGMENTATION = 0.1
 """Noise on the small pictures that the super-resolution model reads: the base's samples are not perfect either."""
 
+UPSCALED = 0.5
+"""Of a microbatch, the share that the super-resolution model trains on: its pictures are larger."""
+
 Batch = tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]
 
 
@@ -52,9 +55,10 @@ class PairBatches:
         large = torch.stack([self.photographs.crop(int(label), generator) for label in labels])
         small = shrunk(large)
         base, base_target = self._noised(small, labels, generator)
-        upscaler, target = self._noised(large, labels, generator)
-        noise = torch.randn(small.shape, generator=generator)
-        upscaler["sample"] = read_by_upscaler(upscaler["sample"], small, noise)
+        count = max(1, round(UPSCALED * len(labels)))
+        upscaler, target = self._noised(large[:count], labels[:count], generator)
+        noise = torch.randn(small[:count].shape, generator=generator)
+        upscaler["sample"] = read_by_upscaler(upscaler["sample"], small[:count], noise)
         return {"base": base, "upscaler": upscaler}, {"base": base_target, "upscaler": target}
 
     def _noised(self, clean: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:

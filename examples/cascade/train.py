@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder of images, one class per subfolder or per file (default: photographs "
                         "that ship with scikit-image)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=500, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
     parser.add_argument("--ranks", type=int, help="pipeline ranks (default: all ranks of the run)")
     parser.add_argument("--out", type=Path, default=Path("out/cascade"), help="output folder")
     parser.add_argument("--checkpoint-every", type=int, default=200, help="steps between checkpoints")
@@ -52,7 +52,7 @@ def build_base(num_classes: int) -> UNet2DModel:
     """Noise to pictures of 16 pixels; attention at the inner two of three levels."""
     return UNet2DModel(
         sample_size=SIZE // 2,
-        block_out_channels=(32, 64, 96),
+        block_out_channels=(40, 80, 128),
         down_block_types=("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
         layers_per_block=1,
