@@ -242,6 +242,7 @@ LONG_SIGNATURES = {
     "models.unets.unet_2d.to_layers",
     "models.weights.lazy.from_config",
     "models.weights.lazy.from_pretrained",
+    "models.weights.export.save_pretrained",
     "models.weights.lora.save_lora",
 }
 """Of calls that users make, in the words of DeepSpeed and diffusers."""
