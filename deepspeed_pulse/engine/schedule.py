@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from deepspeed.runtime.pipe import schedule as upstream
 
 from deepspeed_pulse.ir.program import Step
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.schedule import FORWARDS
 
 FROM_UPSTREAM = (upstream.ReduceTiedGrads, upstream.ReduceGrads, upstream.OptimizerStep)
 """Upstream's instructions among those of a step."""
@@ -57,7 +57,7 @@ class PulseSchedule(upstream.TrainSchedule):
     ) -> None:
         super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
         self._steps, self._training, self._frozen_at = tuple(steps), training, frozen_at
-        last_backwards = {s.action.stage: s.action for s in self._steps if s.action.op is not Op.FORWARD}
+        last_backwards = {s.action.stage: s.action for s in self._steps if s.action.op not in FORWARDS}
         self._reduce_after = set(last_backwards.values()) if reduce_early else set()
 
     def steps(self) -> Iterator[list[upstream.PipeInstruction]]:

@@ -14,7 +14,7 @@ from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.fill import Fill, FrozenWork, HandOver
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Program, Step
-from deepspeed_pulse.ir.schedule import OP_RULES, SPLIT, WHOLE, Action, Direction
+from deepspeed_pulse.ir.schedule import GIVEN_BY, OP_RULES, SPLIT, WHOLE, Action, Direction
 
 Key = tuple[int, str, int]
 """(stage, what the op gives, microbatch): what an action gives."""
@@ -42,7 +42,7 @@ def key_of(action: Action) -> Key:
 
 
 def local_needs(action: Action, placement: Placement) -> list[Key]:
-    """What an action takes over from others of its own rank."""
+    """What an action takes over from others of its own rank, estimates apart (:attr:`Step.takes`)."""
     rule = OP_RULES[action.op]
     found = [] if rule.after is None else [(action.stage, OP_RULES[rule.after].gives, action.microbatch)]
     before = _neighbour(action.stage, rule.way, placement, giving=True)
@@ -68,14 +68,14 @@ def _neighbour(stage: int, way: Direction | None, placement: Placement, *, givin
     """
     if way is None or stage >= len(placement):
         return None
-    return placement.before(stage) if giving == (way is Direction.FORWARD) else placement.after(stage)
+    return placement.after(stage) if giving == (way is Direction.BACKWARD) else placement.before(stage)
 
 
 def needs(step: Step, placement: Placement) -> tuple[Key, ...]:
     """Keys that must be given before a step: its messages' producers, and what its own rank hands over."""
     m = step.action.microbatch
-    found = [(msg.source_stage, "F" if msg.direction is Direction.FORWARD else "B", m) for msg in step.receives]
-    return tuple(dict.fromkeys([*found, *local_needs(step.action, placement)]))
+    found = [(msg.source_stage, GIVEN_BY[msg.direction], m) for msg in step.receives]
+    return tuple(dict.fromkeys([*found, *local_needs(step.action, placement), *map(key_of, step.takes)]))
 
 
 def results_needed(rank: int, work: FrozenWork, fill: Fill) -> tuple[Result, ...]:

@@ -15,6 +15,7 @@ from typing import Annotated
 from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.backbones import BackboneLayers, BackboneStages, check_parts
 from deepspeed_pulse.ir.codec import Count, File, Form
+from deepspeed_pulse.ir.conditioning import SelfConditioned
 from deepspeed_pulse.ir.fields import Fields
 from deepspeed_pulse.ir.fill import Fill, FrozenPart
 from deepspeed_pulse.ir.graph import NamedValue
@@ -90,6 +91,7 @@ class Plan(File):
     leaves the field out where there are none. ``layout``: how ranks are numbered; the file leaves upstream's own out.
     ``fill``: frozen work in idle time; left out where there is none.
     ``backbones``: stages of each where there are several; each begins at a stage of its own.
+    ``conditioning``: which microbatches run an extra forward first; left out where none does.
     """
 
     FORMATS = ("pulse-plan/2", "pulse-plan/1")
@@ -108,6 +110,7 @@ class Plan(File):
     layout: Annotated[Layout, Form(left_out=True)] = Layout.PIPE_MAJOR
     rules: Rules = PLAIN
     fill: Annotated[Fill | None, Form(left_out=True)] = None
+    conditioning: Annotated[tuple[SelfConditioned, ...], Form(left_out=True, key="self_conditioning")] = ()
     profile_fingerprint: Annotated[str | None, Form(place=-1)] = None
     estimate: Estimate | None = None
     solver: Solver | None = None
@@ -163,6 +166,22 @@ class Plan(File):
             found.setdefault(self.placement[stage], set()).add(stage)
         return {rank: tuple(sorted(stages)) for rank, stages in sorted(found.items())}
 
+    def estimate_stages(self, conditioned: SelfConditioned) -> tuple[int, tuple[int, ...]]:
+        """The stage whose extra forward gives a backbone's estimate, and of each rank that reads it the first."""
+        readers: dict[int, int] = {}
+        for stage in map(self.stage_of, conditioned.layers):
+            readers.setdefault(self.placement[stage], stage)
+        backbone = self.placement.backbones[self.placement.backbone_of(self.stage_of(conditioned.layers[0]))]
+        return backbone[-1], tuple(sorted(readers.values()))
+
+    def extra_forwards(self, stage: int) -> tuple[int, ...]:
+        """Microbatches that run an extra forward of a stage."""
+        backbone = self.placement.backbone_of(stage)
+        for one in self.conditioning:
+            if self.placement.backbone_of(self.stage_of(one.layers[0])) == backbone:
+                return one.microbatches
+        return ()
+
     def check_form(self, fields: Fields) -> None:
         """Its form only; ``planner.checks`` checks what it says."""
         if self.fill is not None and len(self.fill.rows) != self.pipeline_ranks:
@@ -192,6 +211,22 @@ class Plan(File):
             raise fields.error("recompute", f"layer indices below {self.num_layers}, ascending, each once")
         if len({route.name for route in self.routes}) != len(self.routes):
             raise fields.error("routes", "each name at most once")
+        if self.conditioning:
+            self._check_conditioning(fields)
+
+    def _check_conditioning(self, fields: Fields) -> None:
+        owners: list[int] = []
+        for one in self.conditioning:
+            if one.layers[-1] >= self.num_layers or any(m >= self.microbatches for m in one.microbatches):
+                limits = f"layers below {self.num_layers} and microbatches below {self.microbatches}"
+                raise fields.error("self_conditioning", limits)
+            found = {self.placement.backbone_of(self.stage_of(layer)) for layer in one.layers}
+            if len(found) > 1 or found & set(owners):
+                raise fields.error("self_conditioning", "one entry of a backbone, which layers of that backbone pop")
+            owners += found
+        rows = sorted((set(one.microbatches) for one in self.conditioning), key=len)
+        if any(not a <= b for a, b in itertools.pairwise(rows)):
+            raise fields.error("self_conditioning", "microbatches of one backbone among those of the next larger one")
 
 
 def backbone_stages(layers: Sequence[BackboneLayers], placement: Placement) -> tuple[BackboneStages, ...]:

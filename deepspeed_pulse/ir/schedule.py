@@ -19,6 +19,8 @@ class Op(enum.Enum):
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
+    EXTRA_FORWARD = "E"
+    """Without gradient, before the forward of its microbatch, which reads what is made of the result."""
     __hash__ = object.__hash__  # members are singletons; enum's own hash is slow, and actions are hashed all the time
 
 
@@ -27,6 +29,8 @@ class Direction(enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    EXTRA = "extra"
+    """What extra forwards send: to later stages, and from the last one what the real forward reads."""
     __hash__ = object.__hash__
 
 
@@ -52,9 +56,14 @@ OP_RULES = {
     Op.BACKWARD: OpRule("B", Op.FORWARD, Direction.BACKWARD, 2),
     Op.INPUT_GRAD: OpRule("B", Op.FORWARD, Direction.BACKWARD, 1),
     Op.WEIGHT_GRAD: OpRule("W", Op.INPUT_GRAD, None, 1),
+    Op.EXTRA_FORWARD: OpRule("E", None, Direction.EXTRA, 1),
 }
+GIVEN_BY = {Direction.FORWARD: "F", Direction.BACKWARD: "B", Direction.EXTRA: "E"}
+"""What must be given before a message that goes that way leaves."""
+
+FORWARDS = (Op.FORWARD, Op.EXTRA_FORWARD)
 WHOLE, SPLIT = (Op.FORWARD, Op.BACKWARD), (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
-"""The ops of a stage and microbatch, in order."""
+"""The ops of a stage and microbatch, in order; before them :attr:`Op.EXTRA_FORWARD` where it is self-conditioned."""
 
 _LETTERS = " ".join(op.value for op in Op)
 ACTION = re.compile(rf"(0|[1-9][0-9]{{0,8}})([{_LETTERS.replace(' ', '')}])(0|[1-9][0-9]{{0,8}})")

@@ -13,63 +13,106 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from itertools import count
+from dataclasses import replace
+from itertools import count, pairwise
 
-from deepspeed_pulse.ir.dependencies import Key, key_of
+from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.program import Message
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.schedule import GIVEN_BY, Action, Op
 from deepspeed_pulse.planner.links import Port
 from deepspeed_pulse.planner.problem import Problem
 
 
 class CriticalPaths:
-    """Longest paths of one microbatch: ``head_ms`` before each action starts, ``tail_ms`` after it ends."""
+    """Longest paths of one microbatch: ``head_ms`` before each action starts, ``tail_ms`` after it ends.
+
+    Where some microbatches run extra forwards first, ``head_ms`` of the others' actions is that of one that does not.
+    """
 
     def __init__(self, problem: Problem, *, split: bool = False) -> None:
         self.problem = problem
         stages, back = range(problem.num_stages), Op.INPUT_GRAD if split else Op.BACKWARD
-        self.actions = [Action(s, Op.FORWARD, 0) for s in stages] + [Action(s, back, 0) for s in reversed(stages)]
+        extra = {s: problem.plan.extra_forwards(s) for s in stages}
+        self._some = {(s, "E"): frozenset(row) for s, row in extra.items() if row}
+        """Of the extra forwards of a stage, the microbatches that run them."""
+        self.actions = [Action(s, Op.EXTRA_FORWARD, row[0]) for s, row in extra.items() if row]
+        self.actions += [Action(s, Op.FORWARD, 0) for s in stages] + [Action(s, back, 0) for s in reversed(stages)]
         self.actions += [Action(s, Op.WEIGHT_GRAD, 0) for s in stages if split]
         self.delays = _message_delays(problem, self.actions)
-        self._edges = {key_of(a): self._incoming(a) for a in self.actions}
-        self._duration = duration = {key_of(a): problem.least_ms(a) for a in self.actions}
-        self.head_ms: dict[Key, float] = {}
-        self.tail_ms: dict[Key, float] = dict.fromkeys(self._edges, 0.0)
+        self._edges = {_column(a): self._incoming(a) for a in self.actions}
+        self._duration = duration = {_column(a): problem.least_ms(a) for a in self.actions}
+        self.head_ms: dict[Column, float] = {}
+        self.tail_ms: dict[Column, float] = dict.fromkeys(self._edges, 0.0)
         for key, edges in self._edges.items():
-            self.head_ms[key] = max((self.head_ms[k] + duration[k] + delay for k, delay in edges), default=0.0)
+            always = [(k, delay) for k, delay in edges if self.runs(k, None) or key in self._some]
+            self.head_ms[key] = max((self.head_ms[k] + duration[k] + delay for k, delay in always), default=0.0)
         for key, edges in reversed(self._edges.items()):
             for before, delay in edges:
                 self.tail_ms[before] = max(self.tail_ms[before], delay + duration[key] + self.tail_ms[key])
 
-    def heads_of(self, microbatches: int) -> dict[Key, list[float]]:
-        """``head_ms`` of every microbatch, those of a stage one after the other."""
-        heads: dict[Key, list[float]] = {}
+    def runs(self, column: Column, microbatch: int | None) -> bool:
+        """True where a microbatch has such an action; None: where all have."""
+        some = self._some.get(column)
+        return some is None or (microbatch in some if microbatch is not None else self._all(some))
+
+    def _all(self, some: frozenset[int]) -> bool:
+        return len(some) == self.problem.plan.microbatches
+
+    def heads_of(self, microbatches: int) -> dict[Column, list[float]]:
+        """``head_ms`` of every microbatch, those of a stage one after the other; 0 where one has no such action."""
+        heads: dict[Column, list[float]] = {}
         for key, edges in self._edges.items():
-            row, free = heads.setdefault(key, []), 0.0
-            for m in range(microbatches):
-                row.append(max([free] + [heads[k][m] + self._duration[k] + delay for k, delay in edges]))
-                free = row[-1] + self._duration[key]
+            row, free = heads.setdefault(key, [0.0] * microbatches), 0.0
+            for m in self._of(key, microbatches):
+                before = [heads[k][m] + self._duration[k] + delay for k, delay in edges if self.runs(k, m)]
+                row[m] = max([free, *before])
+                free = row[m] + self._duration[key]
         return heads
 
-    def tails_of(self, microbatches: int) -> dict[Key, list[float]]:
+    def tails_of(self, microbatches: int) -> dict[Column, list[float]]:
         """``tail_ms`` of every microbatch likewise."""
-        tails: dict[Key, list[float]] = {key: [0.0] * microbatches for key in self._edges}
+        tails: dict[Column, list[float]] = {key: [0.0] * microbatches for key in self._edges}
         for key, edges in reversed(self._edges.items()):
             row, duration = tails[key], self._duration[key]
-            for m in reversed(range(microbatches - 1)):
-                row[m] = max(row[m], duration + row[m + 1])
+            mine = self._of(key, microbatches)
+            for m, following in reversed(list(pairwise(mine))):
+                row[m] = max(row[m], duration + row[following])
             for before, delay in edges:
-                tails[before] = [max(a, delay + duration + b) for a, b in zip(tails[before], row, strict=True)]
+                for m in mine:
+                    if self.runs(before, m):
+                        tails[before][m] = max(tails[before][m], delay + duration + row[m])
         return tails
 
-    def _incoming(self, action: Action) -> list[tuple[Key, float]]:
+    def _of(self, column: Column, microbatches: int) -> list[int]:
+        return [m for m in range(microbatches) if self.runs(column, m)]
+
+    def count(self, column: Column, microbatches: int) -> int:
+        """How many microbatches have such an action."""
+        return len(self._of(column, microbatches))
+
+    def _incoming(self, action: Action) -> list[tuple[Column, float]]:
         """What the action waits for, with the ms from there to arrival (0 on its own rank)."""
-        kind = key_of(action)[1]
-        delay: dict[Key, float] = dict.fromkeys(self.problem.needs(action), 0.0)
-        for message in self.problem.step(action).receives:
-            key = (message.source_stage, kind, 0)
-            delay[key] = max(delay[key], self.delays[message])
+        stage, kind = _column(action)
+        # of a microbatch that has all there can be
+        m = next((row[0] for row in [self.problem.plan.extra_forwards(stage)] if row), 0)
+        step = self.problem.step(replace(action, microbatch=m))
+        delay: dict[Column, float] = {(s, k): 0.0 for s, k, _ in needs(step, self.problem.placement)}
+        for message in step.receives:
+            key = (message.source_stage, GIVEN_BY[message.direction])
+            sent = replace(message, microbatch=self._number_of(*key))
+            delay[key] = max(delay[key], self.delays[sent])
         return list(delay.items())
+
+    def _number_of(self, stage: int, kind: str) -> int:
+        return self.problem.plan.extra_forwards(stage)[0] if kind == "E" else 0
+
+
+Column = tuple[int, str]
+"""(stage, what the op gives): one of these for every microbatch, or for some."""
+
+
+def _column(action: Action) -> Column:
+    return key_of(action)[:2]
 
 
 def _message_delays(problem: Problem, actions: list[Action]) -> dict[Message, float]:
@@ -100,9 +143,10 @@ def _rank_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     heads, tails = paths.heads_of(microbatches), paths.tails_of(microbatches)
     jobs: list[list[tuple[float, float, float]]] = [[] for _ in range(problem.num_ranks)]
     for action in paths.actions:
-        key, duration = key_of(action), problem.least_ms(action)
+        key, duration = _column(action), problem.least_ms(action)
         row = jobs[problem.placement[action.stage]]
-        row += [(head, tail, duration) for head, tail in zip(heads[key], tails[key], strict=True)]
+        both = enumerate(zip(heads[key], tails[key], strict=True))
+        row += [(head, tail, duration) for m, (head, tail) in both if paths.runs(key, m)]
     return [preemptive_ms(row) for row in jobs]
 
 
@@ -135,14 +179,13 @@ def _port_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
     first: dict[Port, float] = {}
     last: dict[Port, float] = {}
     for action in paths.actions:
-        key = key_of(action)
+        key = _column(action)
         end = paths.head_ms[key] + problem.least_ms(action)
         for message in problem.step(action).sends:
             port, (transfer_ms, latency_ms) = problem.port_of(message), problem.delay(message)
-            target = (message.target_stage, key[1], 0)
-            consumer = problem.least_ms(Action(message.target_stage, action.op, 0))
-            after = latency_ms + consumer + paths.tail_ms[target]
-            work[port] += transfer_ms
+            reader = problem.reader_of(message, action.op)
+            after = latency_ms + problem.least_ms(reader) + paths.tail_ms[_column(reader)]
+            work[port] += paths.count(key, microbatches) * transfer_ms
             first[port] = min(first.get(port, end), end)
             last[port] = min(last.get(port, after), after)
-    return [first[port] + microbatches * work[port] + last[port] for port in work]
+    return [first[port] + work[port] + last[port] for port in work]

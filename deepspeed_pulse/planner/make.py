@@ -98,9 +98,10 @@ def reorder(plan: Plan, job: Job, options: SearchOptions = DEFAULTS) -> Plan:
 
 
 def forward_schedule(plan: Plan, microbatches: int) -> Schedule:
-    """Forwards only, for evaluation; deadlock-free on any placement."""
+    """Forwards only, for evaluation, extra ones as in the plan; deadlock-free on any placement."""
     _check_counts(microbatches=microbatches)
-    return forward_only(plan.placement, microbatches)
+    extra = [plan.extra_forwards(stages[0]) for stages in plan.placement.backbones]
+    return forward_only(plan.placement, microbatches, extra)
 
 
 def _check_counts(**counts: int) -> None:

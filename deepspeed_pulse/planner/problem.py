@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
@@ -46,6 +47,7 @@ class Problem:
             Op.BACKWARD: self.costs.backward_ms,
             Op.INPUT_GRAD: self.costs.input_grad_ms,
             Op.WEIGHT_GRAD: self.costs.weight_grad_ms,
+            Op.EXTRA_FORWARD: self.costs.forward_ms,
         }
 
     def with_plan(self, plan: Plan) -> Problem:
@@ -70,7 +72,17 @@ class Problem:
     def num_bytes(self, message: Message) -> int:
         """Size of a message: a gradient has the size of its value."""
         name, source, _ = message.forward_edge
-        return self.costs.output_bytes[source] if name == HIDDEN else self._values[name].bytes
+        if name == HIDDEN or self.is_estimate(message):
+            return self.costs.output_bytes[source]
+        return self._values[name].bytes
+
+    def is_estimate(self, message: Message) -> bool:
+        """What an extra forward of a last stage sends, about as large as its output."""
+        return message.direction is Direction.EXTRA and self.placement.after(message.source_stage) is None
+
+    def reader_of(self, message: Message, op: Op) -> Action:
+        """The action that reads what an action of that op sends."""
+        return Action(message.target_stage, Op.FORWARD if self.is_estimate(message) else op, message.microbatch)
 
     def link_of(self, message: Message) -> tuple[int, int]:
         """Directed pair of pipeline ranks that a message crosses."""
@@ -92,17 +104,24 @@ class Problem:
         found = self._steps.get(action)
         if found is None:
             raw = self._lowering.step(action)
-            found = self._steps[action] = Step(action, self._sent(raw.receives), self._sent(raw.sends))
+            found = self._steps[action] = replace(raw, receives=self._sent(raw.receives), sends=self._sent(raw.sends))
         return found
 
     def _sent(self, messages: Iterable[Message]) -> tuple[Message, ...]:
         return tuple(
-            m for m in messages if m.direction is Direction.FORWARD or m.name == HIDDEN or self._values[m.name].gradient
+            m
+            for m in messages
+            if m.direction is not Direction.BACKWARD or m.name == HIDDEN or self._values[m.name].gradient
         )
 
     def lower(self, schedule: Schedule) -> Program:
         """Steps of every rank."""
         return tuple(tuple(self.step(action) for action in row) for row in schedule)
+
+    @property
+    def extra_actions(self) -> list[Action]:
+        """All extra forwards, stage by stage."""
+        return [Action(s, Op.EXTRA_FORWARD, m) for s in range(self.num_stages) for m in self.plan.extra_forwards(s)]
 
     def needs(self, action: Action) -> tuple[Key, ...]:
         """Keys of the actions that must have run before this one."""

@@ -18,7 +18,7 @@ from deepspeed_pulse.ir.fill import FrozenRun, FrozenWork, HandOver
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.program import Message, Step
-from deepspeed_pulse.ir.schedule import Action, Op, Schedule
+from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Reduction, Sent, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cost import state_bytes
@@ -87,7 +87,7 @@ class _Clock:
         self._backwards: Counter[int] = Counter()
         """Per stage, how many are still to come; empty without data-parallel peers."""
         if problem.plan.data_parallel > 1:
-            self._backwards.update(a.stage for row in schedule for a in row if a.op is not Op.FORWARD)
+            self._backwards.update(a.stage for row in schedule for a in row if a.op not in FORWARDS)
         self.unreduced: list[tuple[int, int]] = []
         """(rank, stage) whose gradients are there and wait for the rank's last action."""
 
@@ -133,7 +133,7 @@ class _Clock:
 
     def _leaving(self, rank: int, action: Action, start: float, end: float) -> Sequence[tuple[float, float]]:
         """Gradients that leave with an action: those of a stage with its last backward, unless all leave at the end."""
-        if not self._backwards or action.op is Op.FORWARD:
+        if not self._backwards or action.op in FORWARDS:
             return ()
         self._backwards[action.stage] -= 1
         if self._backwards[action.stage]:
@@ -162,6 +162,10 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
     gap = makespan / bound - 1.0 if bound > 0 else 0.0
     sent = [(t.message, t.num_bytes) for t in timeline.transfers] + [(c.message, c.num_bytes) for c in timeline.carried]
     step_ms = max(makespan, _reduction_end_ms(problem, timeline))
+    # microbatches with an extra forward send more than others: a mean then
+    per_microbatch = sum(size for m, size in sent if m.microbatch == 0)
+    if plan.conditioning:
+        per_microbatch = round(sum(size for _, size in sent) / microbatches)
     samples = plan.microbatch_size * microbatches * plan.data_parallel
     return Estimate(
         makespan_ms=makespan,
@@ -170,7 +174,7 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
         gap=0.0 if abs(gap) < 1e-12 else gap,
         bubble_ratio=timeline.bubble_ratio,
         peak_bytes=peak_bytes(problem, timeline),
-        p2p_bytes_per_microbatch=sum(size for m, size in sent if m.microbatch == 0),
+        p2p_bytes_per_microbatch=per_microbatch,
         samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
     )
 

@@ -22,6 +22,7 @@ from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.discovery import begin, discover
+from deepspeed_pulse.runtime.extra import Estimate
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime, Stats
 from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
@@ -117,6 +118,7 @@ class LocalWorld:
         checkpoint, interval: how layers that the plan recomputes run; see :class:`Stage`.
         mailboxes: what messages go through, where somebody watches them.
         seed: ``seed(layer, microbatch)``, called before a layer runs.
+        estimate: ``estimate(output, microbatch, backbone)``, where the plan has extra forwards.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class LocalWorld:
         interval: int = 1,
         mailboxes: Mailboxes | None = None,
         seed: Callable[[int, int], None] | None = None,
+        estimate: Estimate | None = None,
     ) -> None:
         self._plan, self._graph, self._functions = plan, graph, functions
         self._checkpoint, self._interval, self._seed = checkpoint, interval, seed
@@ -140,13 +143,18 @@ class LocalWorld:
         """By microbatch; of several backbones their sum."""
         mail, device = mailboxes or Mailboxes(), LocalDevice(plan.microbatches)
 
-        def finish(output: Any, microbatch: int, backbone: int) -> Any:
+        def finish(output: Any, place: int, backbone: int) -> Any:
+            microbatch = self._data[place]
             loss = (loss_fn if callable(loss_fn) else loss_fn[backbone])(output, microbatch)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss.detach()
             return loss
 
+        def estimated(output: Any, place: int, backbone: int) -> Any:
+            assert estimate is not None
+            return estimate(output, self._data[place], backbone)
+
         self._ranks = [
-            RankRuntime(rank=rank, communicator=mail, device=device, finish=finish)
+            RankRuntime(rank=rank, communicator=mail, device=device, finish=finish, estimate=estimated)
             for rank in range(plan.pipeline_ranks)
         ]
 
@@ -156,12 +164,14 @@ class LocalWorld:
         *,
         training: bool = True,
         shape_keys: Sequence[int] | None = None,
+        order: Sequence[int] = (),
     ) -> list[Stats]:
         """Run every action of the plan once; gradients accumulate in the layers' parameters.
 
-        ``shape_keys``: see :meth:`RankRuntime.begin`.
+        ``shape_keys``, ``order``: see :meth:`RankRuntime.begin`.
         """
         self._steps += 1
+        self._data = order or range(len(batches))
         self.losses.clear()
         if training not in self._effects:
             self._effects[training] = self._discovered(*batches[0])
@@ -183,6 +193,7 @@ class LocalWorld:
                 training=training,
                 shape_keys=shape_keys,
                 number=self._steps,
+                order=order,
             )
         for rank, index in self._order():
             self._ranks[rank].run(traffic.program[rank][index])
@@ -190,6 +201,10 @@ class LocalWorld:
 
     def _discovered(self, inputs: Any, entries: Mapping[str, Any]) -> tuple[Effects, ...]:
         """What layers change in place, found on a microbatch."""
+        for one in self._plan.conditioning:
+            backbone = self._graph.backbone_of(one.layers[0])
+            like = inputs[backbone] if isinstance(inputs, list) else inputs
+            entries = {**entries, one.entry: torch.zeros_like(like)}
         read = {value.name: entries[value.name] for value in self._graph.batch_entries}
         layers = {i: self._layer(i, self._graph, None) for i in range(len(self._graph.layers))}
         found = []

@@ -19,7 +19,8 @@ from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Held
 from deepspeed_pulse.ir.program import HIDDEN, Message, Step
-from deepspeed_pulse.ir.schedule import Action, Direction, Op
+from deepspeed_pulse.ir.schedule import FORWARDS, Action, Direction, Op
+from deepspeed_pulse.runtime.extra import Estimate, ExtraForwards, OrderedBatches
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, num_bytes, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
@@ -90,6 +91,7 @@ class RankRuntime:
         rank: pipeline rank.
         communicator, device: see :mod:`deepspeed_pulse.runtime.protocols`.
         finish: turns a last layer's output into the loss.
+        estimate: turns what a last layer gave in an extra forward into what the microbatch's forward reads.
         state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``; gradients that autograd
             makes anew in every step (``fresh_gradients``) from the end of their stage's first backward on.
         timeout_seconds: silence of a peer after which a wait raises.
@@ -102,6 +104,7 @@ class RankRuntime:
         communicator: Communicator,
         device: Device,
         finish: Finish,
+        estimate: Estimate | None = None,
         parameters: tuple[torch.Tensor, ...] = (),
         state_bytes: int = 0,
         fresh_gradients: bool = False,
@@ -109,7 +112,7 @@ class RankRuntime:
     ) -> None:
         self.rank = rank
         self._device = device
-        self._finish = finish
+        self._finish, self._estimate = finish, estimate
         self._parameters = parameters
         self._state_bytes, self._fresh_gradients = state_bytes, fresh_gradients
         self._transport = Transport(rank, communicator, device, timeout_seconds)
@@ -127,6 +130,7 @@ class RankRuntime:
             Op.BACKWARD: self._backward,
             Op.INPUT_GRAD: self._input_half,
             Op.WEIGHT_GRAD: self._weight_half,
+            Op.EXTRA_FORWARD: self._extra_forward,
         }
         self._late: dict[tuple[int, int], Tape] = {}
         self.stopwatch: Stopwatch[Action] = Stopwatch(rank, device)
@@ -144,6 +148,7 @@ class RankRuntime:
         shape_keys: Sequence[int] | None = None,
         first_number: int = 0,
         number: int = 1,
+        order: Sequence[int] = (),
     ) -> None:
         """Get ready for one step.
 
@@ -152,14 +157,22 @@ class RankRuntime:
                 shapes never change.
             first_number: by which layers that are seeded know the first microbatch.
             number: of the step, for errors.
+            order: for each microbatch of the plan, which of the data it is; empty: the data's own.
         """
         plan, traffic = part.plan, part.traffic
+        self._order = order or range(plan.microbatches)
+        if plan.conditioning:
+            owners = {c.entry: plan.placement.backbone_of(plan.stage_of(c.layers[0])) for c in plan.conditioning}
+            batches = OrderedBatches(batches, self._order, owners)
         self._plan, self._batches, self._training, self._usage = plan, batches, training, part.usage
+        self._extra = None
+        if plan.conditioning:
+            self._extra = ExtraForwards(plan, part.stages, part.usage, batches, self._estimate, self._layer_number)
         self._stages, self._first_number, self._number = part.stages, first_number, number
         self._held = part.held or [Held()] * plan.num_stages
         self._releases = traffic.releases[self.rank]
         self._in_halves = {(a.stage, a.microbatch) for a in plan.schedule[self.rank] if a.op is Op.INPUT_GRAD}
-        self._last_forwards = set({a.microbatch: a for a in plan.schedule[self.rank] if a.op is Op.FORWARD}.values())
+        self._last_forwards = set({a.microbatch: a for a in plan.schedule[self.rank] if a.op in FORWARDS}.values())
         self._position = 0
         self.stats = Stats()
         self.stopwatch.begin()
@@ -167,11 +180,11 @@ class RankRuntime:
         self._no_gradient = {p for p in self._parameters if fresh and p.requires_grad and p.grad is None}
         state = self._state_bytes - num_bytes(self._no_gradient)
         self._live = {"state": state, "activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
-        self._waiting = {}
+        self._waiting, self._extra_bytes = {}, 0
         if part.communicator_bytes:
             self._live["communicators"] = part.communicator_bytes
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
-        keys = [0] * plan.microbatches if shape_keys is None else shape_keys
+        keys = [0] * plan.microbatches if shape_keys is None else [shape_keys[data] for data in self._order]
         self._shapes = self._book.of("train" if training else "eval", keys)
         self._transport.begin(mine, traffic.slots, self._shapes, part.due)
 
@@ -226,6 +239,7 @@ class RankRuntime:
     def finish(self) -> Stats:
         """End the step: all sends are over and every buffer is empty."""
         self._transport.drain()
+        assert self._extra is None or not self._extra.live, self._extra.live
         assert not (self._forwards or self._late or self._hidden or self._hidden_grads or self._values.live), (
             self._forwards.keys(),
             self._late.keys(),
@@ -239,11 +253,23 @@ class RankRuntime:
 
     def named(self, name: str, microbatch: int) -> Any:
         """A named value or batch entry that this rank reads."""
+        estimate = None if self._extra is None else self._extra.estimate(name, microbatch)
+        if estimate is not None:
+            return estimate
         if self._batches.has_entry(name):
             return self._batches.entry(name, microbatch)
         return self._values.get(name, microbatch)
 
     # -- forward -----------------------------------------------------------------------------
+
+    def _layer_number(self, m: int) -> int:
+        """By which layers that are seeded know a microbatch: its place in the data, not in the plan."""
+        return self._first_number + self._order[m]
+
+    def _extra_forward(self, stage: int, m: int) -> None:
+        assert self._extra is not None
+        self._extra.run(stage, m)
+        self._count("activations", 0, self._held[stage].workspace + self._extra.num_bytes)
 
     def _forward(self, stage: int, m: int) -> None:
         placement = self._plan.placement
@@ -260,7 +286,7 @@ class RankRuntime:
             return self.named(name, m)
 
         tape = Tape(leaves) if self._training and (stage, m) in self._in_halves else None
-        run = partial(self._stages[stage].run, entry, lookup, number=self._first_number + m, tape=tape)
+        run = partial(self._stages[stage].run, entry, lookup, number=self._layer_number(m), tape=tape)
         shapes = self._shapes[m]
         if self._training and stage not in shapes.activation_bytes:
             with SavedBytes((*self._parameters, *self._values.tensors(m))) as saved:
@@ -379,7 +405,10 @@ class RankRuntime:
     def _take(self, message: Message) -> None:
         content = self._transport.receive(message)
         stage, m = message.target_stage, message.microbatch
-        if message.direction is Direction.FORWARD:
+        if message.direction is Direction.EXTRA:
+            assert self._extra is not None
+            self._extra.take(message, content)  # type: ignore[arg-type]
+        elif message.direction is Direction.FORWARD:
             if message.name == HIDDEN:
                 self._hidden[stage, m] = content  # type: ignore[assignment]
             else:
@@ -392,7 +421,11 @@ class RankRuntime:
 
     def _give(self, message: Message) -> None:
         m = message.microbatch
-        if message.direction is Direction.FORWARD:
+        if message.direction is Direction.EXTRA:
+            assert self._extra is not None
+            payload = self._extra.give(message)
+            self._transport.send(message, payload, num_bytes(tensors_of(payload)))
+        elif message.direction is Direction.FORWARD:
             if message.name == HIDDEN:
                 unkept = self._shapes[m].unkept_bytes.get(message.source_stage, 0)
                 self._transport.send(message, self._hidden.pop((message.target_stage, m)), unkept)
@@ -409,6 +442,11 @@ class RankRuntime:
 
     def _drop_values(self, step: Step) -> None:
         m = step.action.microbatch
+        if self._extra is not None:
+            self._extra.drop(step)
+            self._count_extra()
+        if step.action.op is Op.EXTRA_FORWARD:
+            return
         for name in self._usage.sent_away(step.action) if self._training else ():
             released = self._values.release_data(name, m)
             if self._usage.arrived(name):
@@ -436,6 +474,13 @@ class RankRuntime:
         waiting = self._values.gradient_bytes(m) + num_bytes([g for g in hidden if g is not None])
         self._count("gradients", waiting - self._waiting.get(m, 0))
         self._waiting[m] = waiting
+
+    def _count_extra(self) -> None:
+        """What extra forwards keep for one another, and estimates."""
+        assert self._extra is not None
+        held = self._extra.num_bytes
+        self._count("received", held - self._extra_bytes)
+        self._extra_bytes = held
 
     def _count(self, part: str, change: int, workspace: int = 0) -> None:
         """Bytes that come or go; ``workspace`` is there in that moment."""

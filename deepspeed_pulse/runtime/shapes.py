@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from deepspeed_pulse.runtime.payload import Signature
 
-Edge = tuple[str, int, int]
-"""Name and stages (from, to) in forward direction."""
+Edge = tuple[str, int, int, bool]
+"""A boundary: name and stages (from, to) in forward direction, and whether extra forwards cross it."""
 
 MAX_KEYS = 1024
 """Shapes remembered at a time; all ranks see the same keys in the same order, so they forget alike."""

@@ -119,7 +119,7 @@ class Transport:
         self.buffer_bytes -= num_bytes(tensors)
         self._post_ahead(channel, inbox)
         signature = self._agreed(message)
-        if message.direction is Direction.FORWARD:
+        if message.direction is not Direction.BACKWARD:
             arrived = zip(signature.tensors, tensors, strict=True)
             return signature.pack([m.shaped(tensor).requires_grad_(m.requires_grad) for m, tensor in arrived])
         gradients = iter(tensors)
@@ -173,16 +173,16 @@ class Transport:
         assert not left, f"messages never consumed: {left}"
 
     def _known(self, message: Message) -> Signature | None:
-        return self._shapes[message.microbatch].signatures.get(message.forward_edge)
+        return self._shapes[message.microbatch].signatures.get(message.boundary)
 
     def _agreed(self, message: Message) -> Signature:
-        return self._shapes[message.microbatch].signatures[message.forward_edge]
+        return self._shapes[message.microbatch].signatures[message.boundary]
 
     def _learn(self, message: Message, signature: Signature) -> None:
-        self._shapes[message.microbatch].signatures[message.forward_edge] = signature
+        self._shapes[message.microbatch].signatures[message.boundary] = signature
 
     def _counts(self, message: Message) -> bool:
-        return message.direction is Direction.FORWARD or self._agreed(message).wants_gradient
+        return message.direction is not Direction.BACKWARD or self._agreed(message).wants_gradient
 
     def _start(
         self,
@@ -211,7 +211,7 @@ class Transport:
         while inbox.waiting:
             head = inbox.waiting[0]
             signature = self._known(head)
-            if head.direction is Direction.FORWARD or signature is None or signature.wants_gradient:
+            if head.direction is not Direction.BACKWARD or signature is None or signature.wants_gradient:
                 return
             inbox.waiting.popleft()
 
@@ -222,7 +222,7 @@ class Transport:
         if signature is None:
             signature = self._receive_signature(channel, message)
             self._learn(message, signature)
-        forward = message.direction is Direction.FORWARD
+        forward = message.direction is not Direction.BACKWARD
         metas = [meta for meta in signature.tensors if forward or meta.requires_grad]
         buffers = [self._device.empty(meta.buffer_shape, meta.dtype) for meta in metas]
         self.buffer_bytes += num_bytes(buffers)

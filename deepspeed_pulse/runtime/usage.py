@@ -70,6 +70,6 @@ class Usage:
     def dropped(self, action: Action, *, training: bool) -> tuple[str, ...]:
         """Values let go when ``action`` and its sends are done."""
         if training and action.op not in (Op.BACKWARD, Op.INPUT_GRAD):
-            return ()
+            return ()  # those of extra forwards are kept apart
         done = self._origin if training else self._last_use
         return tuple(name for name, stage in done.items() if stage == action.stage)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deepspeed_pulse.ir.dependencies import key_of, local_needs
+from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, make_routes
@@ -62,6 +62,8 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool, halves
         rank: [a for s in plan.stages_of(rank) for m in range(plan.microbatches) for a in actions(s, m)]
         for rank in range(plan.pipeline_ranks)
     }
+    for stage, rank in enumerate(plan.placement):
+        todo[rank] += [Action(stage, Op.EXTRA_FORWARD, m) for m in plan.extra_forwards(stage)]
     full = replace(plan, schedule=tuple(tuple(todo[rank]) for rank in sorted(todo)))
     steps = {step.action: step for row in lower(full) for step in row}
     rows: dict[int, list[Action]] = {rank: [] for rank in todo}
@@ -73,7 +75,7 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool, halves
         return (
             not any(other in todo[plan.placement[action.stage]] for other in earlier)
             and all(message in arrived for message in steps[action].receives)
-            and all(need in given for need in local_needs(action, full.placement))
+            and all(need in given for need in needs(steps[action], full.placement))
         )
 
     while any(todo.values()):

@@ -20,10 +20,12 @@ from deepspeed.runtime.pipe.engine import (
 )
 
 from deepspeed_pulse.ir.program import Step
-from deepspeed_pulse.ir.schedule import Direction, Op
+from deepspeed_pulse.ir.schedule import FORWARDS, Direction
 
 RECEIVING = {Direction.FORWARD: PIPE_RECV_INPUT_TIMER, Direction.BACKWARD: PIPE_RECV_GRAD_TIMER}
+RECEIVING[Direction.EXTRA] = RECEIVING[Direction.FORWARD]
 SENDING = {Direction.FORWARD: PIPE_SEND_OUTPUT_TIMER, Direction.BACKWARD: PIPE_SEND_GRAD_TIMER}
+SENDING[Direction.EXTRA] = SENDING[Direction.FORWARD]
 
 
 class Breakdown:
@@ -39,7 +41,7 @@ class Breakdown:
         return self._timed([RECEIVING[step.receives[0].direction]] if step.receives else [])
 
     def computing(self, step: Step) -> Any:
-        return self._timed(self._engine.engine_timers.forward_timers if step.action.op is Op.FORWARD else [])
+        return self._timed(self._engine.engine_timers.forward_timers if step.action.op in FORWARDS else [])
 
     def sending(self, step: Step) -> Any:
         return self._timed([SENDING[step.sends[0].direction]] if step.sends else [])

@@ -112,8 +112,9 @@ class _Model:
     def _waits(self, rank: int) -> bool:
         """For a release, or for an action of its own that comes later."""
         at = self.ranks[rank]
-        action = self.traffic.program[rank][at.position].action
-        return bool(self._held(rank)) or any(n not in at.done for n in local_needs(action, self.plan.placement))
+        step = self.traffic.program[rank][at.position]
+        own = [*local_needs(step.action, self.plan.placement), *map(key_of, step.takes)]
+        return bool(self._held(rank)) or any(n not in at.done for n in own)
 
     def _held(self, rank: int) -> list[Place]:
         """Sends of the rank that must have moved before its action, and have not."""

@@ -120,6 +120,8 @@ class _Row:
                 yield f"stage {a.stage} belongs to rank {self.plan.placement[a.stage]}:", str(a), i
             elif a.microbatch >= self.plan.microbatches:
                 yield f"there is no such microbatch (0..{self.plan.microbatches - 1}):", str(a), i
+            elif a.op is Op.EXTRA_FORWARD and a.microbatch not in self.plan.extra_forwards(a.stage):
+                yield "its microbatch is not self-conditioned:", str(a), i
 
     def _twice(self) -> Iterator[tuple[str, str, int | None]]:
         count = Counter(self.row)
@@ -129,6 +131,9 @@ class _Row:
 
     def _missing(self) -> Iterator[tuple[str, str, int | None]]:
         for stage in self.plan.stages_of(self.rank):
+            for extra in (Action(stage, Op.EXTRA_FORWARD, m) for m in self.plan.extra_forwards(stage)):
+                if extra not in self.first:
+                    yield "never runs:", str(extra), None
             for m in range(self.plan.microbatches):
                 forward, full, inputs, weights = (Action(stage, op, m) for op in (*WHOLE, *SPLIT[1:]))
                 halves = [a for a in (inputs, weights) if a in self.first]

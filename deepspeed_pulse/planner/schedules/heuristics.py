@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.ir.schedule import Action, Schedule, backward, forward
+from deepspeed_pulse.ir.schedule import Action, Op, Schedule, backward, forward
 from deepspeed_pulse.planner.job import SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules import templates
@@ -59,17 +59,17 @@ def one_f_one_b(problem: Problem, microbatches: int) -> Schedule:
     return tuple(rows)
 
 
-def forward_only(placement: Placement, microbatches: int) -> Schedule:
+def forward_only(placement: Placement, microbatches: int, extra: Sequence[Collection[int]] = ()) -> Schedule:
     """Forwards for evaluation, any placement: by ``stage + microbatch``, later stages first, in each backbone.
 
-    Every action follows what it waits for in this one global order, so no rank can deadlock.
+    Every action follows what it waits for in this one global order, so no rank can deadlock. ``extra``: of each
+    backbone, the microbatches that run an extra forward; its microbatches come as many later as it has stages.
     """
-    every = [
-        (at + m, forward(stage, m))
-        for p in placement.backbones
-        for at, stage in enumerate(p)
-        for m in range(microbatches)
-    ]
+    every: list[tuple[int, Action]] = []
+    for p, some in itertools.zip_longest(placement.backbones, extra, fillvalue=()):
+        later = len(p) if some else 0
+        every += [(at + m + later, forward(s, m)) for at, s in enumerate(p) for m in range(microbatches)]
+        every += [(at + m, Action(s, Op.EXTRA_FORWARD, m)) for at, s in enumerate(p) for m in some]
     order = [action for _, action in sorted(every, key=lambda one: (one[0], -one[1].stage))]
     return tuple(tuple(a for a in order if placement[a.stage] == rank) for rank in range(placement.num_ranks))
 

@@ -27,6 +27,13 @@ class Prefer(enum.Enum):
     ALL_FORWARDS = "all forwards before any backward"
 
 
+class Extra(enum.Enum):
+    """When extra forwards run that can start as early as other actions of their rank."""
+
+    FIRST = -2
+    LAST = 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cap:
     """A limit on what each rank keeps for backward: ``weights`` per stage and microbatch, ``limits`` per rank.
@@ -47,9 +54,11 @@ def list_schedule(
     cap: Cap | None = None,
     split: bool = False,
     order: Schedule | None = None,
+    extra: Extra = Extra.LAST,
 ) -> Schedule:
     """Earliest start first; among equals as ``prefer`` says, then the latest stage. Microbatches stay in order.
 
+    ``extra``: where extra forwards come among equals; with an ``order`` too, they find their place as ``W`` does.
     ``split``: backward runs as ``I`` and ``W``; ``W`` runs when nothing else can start as early. ``order``: ``F`` and
     ``B`` of each rank run as given there, only ``W`` finds its place.
 
@@ -61,7 +70,7 @@ def list_schedule(
         InfeasibleError: the cap does not let a single microbatch through, not in the given order, or backbones wait for
             one another.
     """
-    board = _Board(problem, microbatches, prefer, cap, split, order)
+    board = _Board(problem, microbatches, prefer, cap, split, order, extra)
     best = [board.candidate(rank) for rank in range(problem.num_ranks)]
     rows: list[list[Action]] = [[] for _ in best]
     while True:
@@ -71,7 +80,7 @@ def list_schedule(
         rows[rank].append(action)
         for touched in board.commit(rank, action, start):
             best[touched] = board.candidate(touched)
-    if sum(map(len, rows)) < (3 if split else 2) * problem.num_stages * microbatches:
+    if sum(map(len, rows)) < (3 if split else 2) * problem.num_stages * microbatches + len(problem.extra_actions):
         assert order is not None or len(problem.placement.starts) > 1
         raise InfeasibleError("the given order, or these backbones beside each other, do not fit the cap")
     return tuple(tuple(row) for row in rows)
@@ -81,7 +90,14 @@ class _Board:
     """What has run, what has arrived and what each rank could run next."""
 
     def __init__(
-        self, problem: Problem, microbatches: int, prefer: Prefer, cap: Cap | None, split: bool, order: Schedule | None
+        self,
+        problem: Problem,
+        microbatches: int,
+        prefer: Prefer,
+        cap: Cap | None,
+        split: bool,
+        order: Schedule | None,
+        extra: Extra = Extra.LAST,
     ) -> None:
         self._problem, self._microbatches = problem, microbatches
         self._prefer, self._cap, self._order = prefer, cap, order
@@ -97,6 +113,8 @@ class _Board:
         self._missing: dict[Key, int] = {}
         reserve = _reserves(problem.placement, cap) if cap else ()
         self._reserve = cap.weights if cap and order else reserve
+        self._extra = [problem.plan.extra_forwards(stage) for stage in range(problem.num_stages)]
+        self._extra_preference = extra.value
 
     def candidate(self, rank: int) -> tuple[float, int, Action | None]:
         """Earliest start, rank and the rank's best next action; never and None when nothing can run yet."""
@@ -108,8 +126,12 @@ class _Board:
     def _open(self, rank: int) -> list[Action]:
         """The next action of every stage and op; with a given order its next one, and the next ``W`` of each stage."""
         if self._order is None:
-            return [Action(stage, op, self._next[stage, op]) for stage in self._stages[rank] for op in self._ops]
+            return [
+                *(Action(stage, op, self._next[stage, op]) for stage in self._stages[rank] for op in self._ops),
+                *self._open_extra(rank),
+            ]
         found = [Action(s, op, self._next[s, op]) for s in self._stages[rank] for op in self._ops[2:]]
+        found += self._open_extra(rank)
         at = self._position[rank]
         if at < len(self._order[rank]):
             given = self._order[rank][at]
@@ -117,7 +139,17 @@ class _Board:
             found.append(Action(given.stage, op, given.microbatch))
         return found
 
+    def _open_extra(self, rank: int) -> list[Action]:
+        """The next extra forward of every stage."""
+        found = []
+        for stage in self._stages[rank]:
+            left = self._extra[stage][self._next[stage, Op.EXTRA_FORWARD] :]
+            found += [Action(stage, Op.EXTRA_FORWARD, m) for m in left[:1]]
+        return found
+
     def _preference(self, rank: int, action: Action) -> int:
+        if action.op is Op.EXTRA_FORWARD:
+            return self._extra_preference
         if action.op is Op.WEIGHT_GRAD:
             return 2
         if self._prefer is Prefer.FIRST_HOME and not action.microbatch and action.stage not in self._outer:
@@ -127,6 +159,8 @@ class _Board:
     def _can_run(self, rank: int, action: Action) -> bool:
         if action.microbatch >= self._microbatches or self._waits(action):
             return False
+        if action.op is Op.EXTRA_FORWARD:
+            return True
         if action.op is Op.FORWARD:
             return self._cap is None or (
                 self._live[rank] + self._reserve[action.stage] <= self._cap.limits[rank] * (1 + _SLACK) + _SLACK
@@ -145,7 +179,7 @@ class _Board:
         """Run the action; returns the ranks whose choices may have changed."""
         end = self._rank_free[rank] = start + self._problem.duration_ms(action)
         self._next[action.stage, action.op] += 1
-        if action.op is not Op.WEIGHT_GRAD:
+        if action.op not in (Op.WEIGHT_GRAD, Op.EXTRA_FORWARD):
             self._position[rank] += 1
         if self._cap and action.op in (Op.FORWARD, self._ops[-1]):
             weight = self._cap.weights[action.stage]
@@ -156,9 +190,9 @@ class _Board:
         """Arrival times at every action that waits for this one."""
         problem = self._problem
         dependents = local_dependents(action, problem.placement, split=len(self._ops) > 2)
-        arrivals = dict.fromkeys(dependents, end)
+        arrivals = dict.fromkeys([*dependents, *problem.step(action).feeds], end)
         for message in problem.step(action).sends:
-            target = Action(message.target_stage, action.op, action.microbatch)
+            target = problem.reader_of(message, action.op)
             _, arrivals[target] = self._ports.send(*problem.link_of(message), problem.num_bytes(message), end)
         for target, time in arrivals.items():
             key = key_of(target)

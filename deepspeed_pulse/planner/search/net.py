@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Direction, Op, Schedule
+from deepspeed_pulse.ir.schedule import FORWARDS, SPLIT, WHOLE, Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
 from deepspeed_pulse.planner.links import Port
 from deepspeed_pulse.planner.problem import Problem
@@ -44,12 +44,14 @@ class Net:
         self.ops = SPLIT if split else WHOLE
         stages = range(problem.num_stages)
         self.actions = [Action(s, op, m) for op in self.ops for s in stages for m in range(microbatches)]
+        self.column = [node // microbatches for node in range(len(self.actions))]
+        """Nodes of one stage and op stay in order."""
+        self.actions += problem.extra_actions
+        self.column += [len(self.ops) * problem.num_stages + a.stage for a in problem.extra_actions]
         self.index = {action: node for node, action in enumerate(self.actions)}
         self.num_actions = len(self.actions)
         self.duration = [problem.duration_ms(a) for a in self.actions]
         self.machine = [problem.placement[a.stage] for a in self.actions]
-        self.column = [node // microbatches for node in range(self.num_actions)]
-        """Nodes of one stage and op stay in order."""
         self.finish = [0.0] * self.num_actions
         for stage, extra in enumerate(finish_ms):
             self.finish[self.index[Action(stage, self.ops[-1], microbatches - 1)]] = extra
@@ -62,10 +64,10 @@ class Net:
 
     def _arcs(self) -> None:
         delay = {} if self.queues else _delays(self.problem, self.split)
-        back = self.ops[1]
+        ops = {"F": Op.FORWARD, "B": self.ops[1], "E": Op.EXTRA_FORWARD}
         for node, action in enumerate(self.actions):
             for stage, kind, m in self.problem.needs(action):
-                source = Action(stage, Op.FORWARD if kind == "F" else back, m)
+                source = Action(stage, ops[kind], m)
                 if not self.queues or self.problem.placement[stage] == self.problem.placement[action.stage]:
                     self._arc(self.index[source], node, delay.get((stage, source.op, action.stage), 0.0))
         machines: dict[Port, int] = {}
@@ -88,7 +90,7 @@ class Net:
             self.before.append([])
             self.after.append([])
             self._arc(node, sent, 0.0)
-            self._arc(sent, self.index[Action(message.target_stage, action.op, action.microbatch)], latency_ms)
+            self._arc(sent, self.index[self.problem.reader_of(message, action.op)], latency_ms)
             self.message_nodes.setdefault(node, []).append(sent)
 
     def rows(self, schedule: Schedule) -> Rows:
@@ -120,12 +122,13 @@ class Net:
         return list(chains.values())
 
     def in_any_order(self) -> list[int]:
-        """Whole forwards and backwards in an order in which they can run: stage by stage, and back."""
+        """Forwards and whole backwards in an order in which they can run: stage by stage, and back."""
 
-        def place(node: int) -> tuple[bool, int, int]:
+        def place(node: int) -> tuple[int, int, int]:
             action = self.actions[node]
-            forward = action.op is Op.FORWARD
-            return not forward, action.stage if forward else -action.stage, action.microbatch
+            forward = action.op in FORWARDS
+            turn = (Op.EXTRA_FORWARD, Op.FORWARD).index(action.op) if forward else 2
+            return turn, action.stage if forward else -action.stage, action.microbatch
 
         return sorted(range(self.num_actions), key=place)
 
@@ -147,8 +150,8 @@ def _delays(problem: Problem, split: bool) -> dict[tuple[int, Op, int], float]:
     delays: dict[tuple[int, Op, int], float] = {}
     for message, delay in CriticalPaths(problem, split=split).delays.items():
         back = Op.INPUT_GRAD if split else Op.BACKWARD
-        op = Op.FORWARD if message.direction is Direction.FORWARD else back
-        key = (message.source_stage, op, message.target_stage)
+        ops = {Direction.FORWARD: Op.FORWARD, Direction.BACKWARD: back, Direction.EXTRA: Op.EXTRA_FORWARD}
+        key = (message.source_stage, ops[message.direction], message.target_stage)
         delays[key] = max(delays.get(key, 0.0), delay)
     return delays
 
