@@ -92,7 +92,7 @@ class CriticalPaths:
 
     def _incoming(self, action: Action) -> list[tuple[Column, float]]:
         """What the action waits for, with the ms from there to arrival (0 on its own rank)."""
-        stage, kind = _column(action)
+        stage = action.stage
         # of a microbatch that has all there can be
         m = next((row[0] for row in [self.problem.plan.extra_forwards(stage)] if row), 0)
         step = self.problem.step(replace(action, microbatch=m))

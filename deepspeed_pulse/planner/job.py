@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.conditioning import SelfConditioned
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.layout import Grid, Layout
 from deepspeed_pulse.ir.plan import Plan
@@ -35,6 +36,8 @@ class Job:
         recompute: layers that run again in backward: "none", "all", a list of indices and names, or "auto": none if
             that fits the memory, else those that free most for their time, where that is faster than other cuts.
         frozen: parts that encode the next step's batch in idle time, for the profile's microbatch size.
+        conditioning: of each self-conditioned backbone, what reads its estimates and how often there is one; which
+            microbatches of the order get one is planned.
     """
 
     profile: Profile
@@ -47,6 +50,7 @@ class Job:
     rules: Rules = PLAIN
     recompute: str | Sequence[int | str] = "none"
     frozen: Sequence[FrozenPart] = ()
+    conditioning: Sequence[SelfConditioned] = ()
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile, cluster: Cluster, **changes: Any) -> Job:
@@ -59,6 +63,7 @@ class Job:
             "rules": plan.rules,
             "recompute": plan.recompute,
             "frozen": () if plan.fill is None else plan.fill.parts,
+            "conditioning": tuple(replace(one, microbatches=()) for one in plan.conditioning),
         }
         return cls(profile=profile, cluster=cluster, **(made_for | changes))
 

@@ -58,6 +58,8 @@ def make_plan(
     known, settings = vars(maker.job).copy(), vars(maker.options)
     profile, cluster = known.pop("profile"), known.pop("cluster")
     known |= {"rules": to_data(job.rules), "frozen": [to_data(part) for part in job.frozen]}
+    conditioning = [to_data(one) for one in known.pop("conditioning")]
+    known |= {"conditioning": conditioning} if conditioning else {}
     file = file_of(plan_cache, Plan, [profile], cluster, places=places, **known, **settings)
     return kept(file, Plan, lambda: best_plan(maker, places, rivals))
 
@@ -94,7 +96,9 @@ def reorder(plan: Plan, job: Job, options: SearchOptions = DEFAULTS) -> Plan:
     _check_counts(microbatches=job.microbatches)
     _check_forwards(plan.num_stages, job.microbatches)
     frozen = () if plan.fill is None else plan.fill.parts
-    return ordered(replace(plan, microbatches=job.microbatches), replace(job, frozen=frozen), options)
+    bare = tuple(replace(one, microbatches=()) for one in plan.conditioning)
+    plan = replace(plan, microbatches=job.microbatches, conditioning=bare)
+    return ordered(plan, replace(job, frozen=frozen, conditioning=bare), options)
 
 
 def forward_schedule(plan: Plan, microbatches: int) -> Schedule:

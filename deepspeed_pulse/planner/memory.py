@@ -33,6 +33,9 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     * A stage's output that was sent, a gradient, and a named value that was sent on live until the rank knows that its
       peer has them. A named value of the rank itself counts among the activations of its stage.
 
+    * Of an extra forward: a hidden state and a named value that stay on the rank until the last extra forward that
+      reads them ends; an estimate until the last forward that reads it does.
+
     Without a backward (forward only) things live until their last reader's ``F`` ends.
 
     What a frozen layer needs lives while it runs, its result on a rank until it was used there. Of a part's last result
@@ -63,6 +66,9 @@ def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str,
         yield span.rank, "workspace", (start, span.end_ms, held.workspace)
         if span.work.op is Op.FORWARD:
             yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage])
+        elif span.work.op is Op.EXTRA_FORWARD:
+            for size, until in life.extra(stage, m):
+                yield span.rank, "received", (start, until, size)
         elif span.work.op is not Op.WEIGHT_GRAD:
             yield span.rank, "recomputed", (start, life.end(stage, m), held.recomputed)
     rows: list[list[Span[Action]]] = [[] for _ in range(problem.num_ranks)]
@@ -74,7 +80,7 @@ def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str,
     for transfer in timeline.transfers:
         message, size = transfer.message, transfer.num_bytes
         yield transfer.target_rank, "received", (posted[message], life.received_until(transfer), size)
-        value = message.direction is Direction.FORWARD and message.name != HIDDEN
+        value = message.direction is Direction.FORWARD and message.name != HIDDEN  # of an extra forward it counts
         if not value or problem.passed_on(message.name, message.source_stage):
             yield transfer.source_rank, "sent", (life.sent_ms(message), released.get(message, end), size)
     for rank, interval in _waiting_gradients(problem, life):
@@ -159,6 +165,9 @@ class _Life:
         self._forward_ms = {
             (span.work.stage, span.work.microbatch): span.end_ms for span in spans if span.work.op is Op.FORWARD
         }
+        self._extra_ms = {
+            (span.work.stage, span.work.microbatch): span.end_ms for span in spans if span.work.op is Op.EXTRA_FORWARD
+        }
         self._end: dict[tuple[int, int], float] = {}
         self._backwards: dict[int, dict[int, tuple[float, float]]] = {}
         for span in spans:
@@ -184,8 +193,28 @@ class _Life:
     def sent_ms(self, message: Message) -> float:
         return self._sent[message]
 
+    def extra(self, stage: int, m: int) -> Iterator[tuple[int, float]]:
+        """Bytes that a stage's extra forward leaves on its rank, and until when they are there."""
+        problem, rank = self._problem, self._problem.placement[stage]
+        after = problem.placement.after(stage)
+        if after is None:
+            yield problem.costs.output_bytes[stage], max(self._extra_ms[stage, m], self._estimate_ms(stage, rank, m))
+        elif problem.placement[after] == rank:
+            yield problem.costs.output_bytes[stage], self._extra_ms[after, m]
+        for name in problem.made_in(stage):
+            readers = [reader for reader in problem.consumer_stages(name, rank) if reader != stage]
+            if readers:
+                yield problem.value_bytes(name), max(self._extra_ms[reader, m] for reader in readers)
+
+    def _estimate_ms(self, source: int, rank: int, m: int) -> float:
+        """When the last forward of a rank that reads an estimate ends; 0: none does."""
+        stages = self._problem.estimate_readers(source, rank)
+        return max((self._forward_ms[stage, m] for stage in stages), default=0.0)
+
     def received_until(self, transfer: Transfer[Message]) -> float:
         message = transfer.message
+        if message.direction is Direction.EXTRA and message.name != HIDDEN:
+            return self._extra_until(transfer)
         if message.direction is Direction.BACKWARD or message.name == HIDDEN:
             return self.read_ms(message)
         rank, m = transfer.target_rank, message.microbatch
@@ -193,6 +222,14 @@ class _Life:
         if not readers:
             return self._forward_ms[self._problem.last_sender(message.name, rank), m]
         return max(self.end(stage, m) for stage in readers)
+
+    def _extra_until(self, transfer: Transfer[Message]) -> float:
+        message, rank, m = transfer.message, transfer.target_rank, transfer.message.microbatch
+        if self._problem.is_estimate(message):
+            return self._estimate_ms(message.source_stage, rank, m)
+        readers = self._problem.consumer_stages(message.name, rank)
+        last = readers or (self._problem.last_sender(message.name, rank),)
+        return max(self._extra_ms[stage, m] for stage in last)
 
 
 def _curve(intervals: Iterable[Interval]) -> Curve:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.cluster import Cluster, Link
@@ -118,7 +119,7 @@ class Problem:
         """Steps of every rank."""
         return tuple(tuple(self.step(action) for action in row) for row in schedule)
 
-    @property
+    @cached_property
     def extra_actions(self) -> list[Action]:
         """All extra forwards, stage by stage."""
         return [Action(s, Op.EXTRA_FORWARD, m) for s in range(self.num_stages) for m in self.plan.extra_forwards(s)]
@@ -149,6 +150,19 @@ class Problem:
             found = tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
             self._readers[name, rank] = found
         return found
+
+    def made_in(self, stage: int) -> list[str]:
+        """Named values that a stage stashes."""
+        return [value.name for value in self._values.values() if self.plan.stage_of(value.source) == stage]
+
+    def value_bytes(self, name: str) -> int:
+        return self._values[name].bytes
+
+    def estimate_readers(self, source: int, rank: int) -> tuple[int, ...]:
+        """Stages of a rank that read what a backbone's last stage gives in an extra forward."""
+        found = (c.layers for c in self.plan.conditioning if self.plan.estimate_stages(c)[0] == source)
+        stages = {self.plan.stage_of(layer) for layers in found for layer in layers}
+        return tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
 
     def values_with_gradient(self) -> list[Skip]:
         """One of each named value that has one."""

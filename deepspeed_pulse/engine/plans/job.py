@@ -195,7 +195,8 @@ class TrainingJob:
         assert self.config is not None
         if len(self.heads) > 1 and plan is None:
             raise ConfigError(
-                f'backbones beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan` takes a profile of each'
+                f'backbones beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan` takes a profile '
+                "of each"
             )
         if self.frozen is not None and plan is None:
             raise ConfigError(

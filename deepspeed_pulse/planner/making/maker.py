@@ -201,7 +201,7 @@ class Maker:
 
     def cut(self, placement: Placement, view: Profile, *, filling: int = 0) -> Plan:
         """Without an order; cut as a view of the profile asks for, fill and drain spread over so many microbatches."""
-        viewed = replace(self.job, profile=with_recompute(view, self.recompute))
+        viewed = replace(self.job, profile=_with_extra(with_recompute(view, self.recompute), self.job))
         tolerance = self.options.tolerance
         if self.options.boundaries:
             cuts = tuple(self.options.boundaries)
@@ -222,6 +222,7 @@ class Maker:
             recompute=self.recompute,
             layout=self.job.layout,
             rules=self.job.rules,
+            conditioning=tuple(self.job.conditioning),
         )
 
 
@@ -243,6 +244,16 @@ def _other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:
     if weighed:
         views += [_with_reduction(view, job, share) for view in views for share in _SHARES]
     return views[1:]
+
+
+def _with_extra(profile: Profile, job: Job) -> Profile:
+    """Where some microbatches run a layer's forward twice, it takes as much longer on average."""
+    layers = list(profile.layers)
+    for one in job.conditioning:
+        first, end = next((p.layers for p in profile.backbones if one.layers[0] < p.layers[1]), (0, len(layers)))
+        factor = 1.0 + one.count(job.microbatches) / job.microbatches
+        layers[first:end] = [replace(x, forward_ms=factor * x.forward_ms) for x in layers[first:end]]
+    return replace(profile, layers=tuple(layers)) if job.conditioning else profile
 
 
 def _with_reduction(profile: Profile, job: Job, share: float) -> Profile:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.conditioning import SelfConditioned, placed
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
+
+_SEARCHED = 2
+"""Choices of microbatches that run an extra forward, how many are searched for better orders."""
 
 
 def ordered(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress: Progress | None = None) -> Plan:
@@ -22,6 +27,47 @@ def ordered(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress: P
         InfeasibleError: no order fits the memory, or no rank has room for a part; says how much would be needed.
     """
     plan = replace(plan, fill=None)
+    if plan.conditioning:
+        return _conditioned(plan, job, options, progress)
+    return _ordered(plan, job, options, progress)
+
+
+def _conditioned(plan: Plan, job: Job, options: SearchOptions, progress: Progress | None) -> Plan:
+    """Of the choices of microbatches that run an extra forward, what is best: by known orders, then by a search."""
+    choices = {placed(plan.conditioning, order): None for order in _priorities(plan.microbatches, plan.conditioning)}
+    quick = replace(options, solver_seconds=0.0)
+    found: list[Plan] = []
+    problems: list[InfeasibleError] = []
+    for conditioning in choices:
+        try:
+            found.append(_ordered(replace(plan, conditioning=conditioning), job, quick, None))
+        except InfeasibleError as problem:
+            problems.append(problem)
+    if not found:
+        raise min(problems, key=lambda problem: problem.needed_bytes or 0)
+    best = sorted(found, key=step_ms)[:_SEARCHED]
+    if not options.solver_seconds or (best[0].solver is not None and best[0].solver.optimal):
+        return best[0]
+    share = replace(options, solver_seconds=options.solver_seconds / len(best))
+    return min((_ordered(replace(p, fill=None), job, share, progress) for p in best), key=step_ms)
+
+
+def _priorities(microbatches: int, conditioning: Sequence[SelfConditioned]) -> Iterator[list[int]]:
+    """Which microbatches run an extra forward, in the order in which they are taken: the last ones, spread, the first.
+
+    The first of a step need not wait for one, and the time that ranks are idle at its start is when others run theirs.
+    """
+    every = list(range(microbatches))
+    yield every[::-1]
+    most = max(one.count(microbatches) for one in conditioning)
+    spread = [(k + 1) * microbatches // most - 1 for k in range(most)]
+    yield [*spread[::-1], *(m for m in every if m not in spread)]
+    for ahead in sorted({(microbatches - most) * n // 4 for n in (1, 2, 3)}):
+        yield [*every[ahead : ahead + most][::-1], *every[:ahead], *every[ahead + most :]]
+    yield every
+
+
+def _ordered(plan: Plan, job: Job, options: SearchOptions, progress: Progress | None) -> Plan:
     if not job.frozen:
         return synthesize(plan, job, options, progress)
     try:

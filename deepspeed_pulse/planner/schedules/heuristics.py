@@ -31,7 +31,7 @@ from deepspeed_pulse.ir.schedule import Action, Op, Schedule, backward, forward
 from deepspeed_pulse.planner.job import SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules import templates
-from deepspeed_pulse.planner.schedules.listing import Cap, Prefer, list_schedule
+from deepspeed_pulse.planner.schedules.listing import Cap, Extra, Prefer, list_schedule
 
 Caps = tuple[Cap | None, ...]
 
@@ -153,9 +153,10 @@ def _wave_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
     for cap in (*limits, *caps):
         several = [Prefer.BACKWARD, Prefer.FORWARD, *([] if cap else [Prefer.FIRST_HOME])]
         for prefer in several if forwards <= _HUGE else several[:1] if cap else several[1:]:
-            yield _listed(problem, prefer, cap)
-            if split:
-                yield _listed(problem, prefer, cap, split=True)
+            for extra in Extra if problem.extra_actions else (Extra.LAST,):
+                yield _listed(problem, prefer, cap, extra=extra)
+                if split:
+                    yield _listed(problem, prefer, cap, split=True, extra=extra)
 
 
 def _sequential_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
@@ -213,10 +214,16 @@ def _stages_a_rank(problem: Problem) -> int:
 
 
 def _listed(
-    problem: Problem, prefer: Prefer, cap: Cap | None, *, split: bool = False, order: Schedule | None = None
+    problem: Problem,
+    prefer: Prefer,
+    cap: Cap | None,
+    *,
+    split: bool = False,
+    order: Schedule | None = None,
+    extra: Extra = Extra.LAST,
 ) -> Callable[[], Schedule]:
     microbatches = problem.plan.microbatches
-    return lambda: list_schedule(problem, microbatches, prefer=prefer, cap=cap, split=split, order=order)
+    return lambda: list_schedule(problem, microbatches, prefer=prefer, cap=cap, split=split, order=order, extra=extra)
 
 
 GENERATORS: dict[str, Generator] = {

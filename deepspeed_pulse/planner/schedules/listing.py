@@ -97,7 +97,7 @@ class _Board:
         cap: Cap | None,
         split: bool,
         order: Schedule | None,
-        extra: Extra = Extra.LAST,
+        extra: Extra,
     ) -> None:
         self._problem, self._microbatches = problem, microbatches
         self._prefer, self._cap, self._order = prefer, cap, order

@@ -139,8 +139,12 @@ class Solved:
 
 def count_pairs(problem: Problem, microbatches: int) -> int:
     """Binaries of the model before time windows remove some."""
-    columns = [2 * len(problem.plan.stages_of(rank)) for rank in range(problem.num_ranks)]
-    return sum(math.comb(n * microbatches, 2) - n * math.comb(microbatches, 2) for n in columns)
+    found = 0
+    for rank in range(problem.num_ranks):
+        stages = problem.plan.stages_of(rank)
+        columns = [microbatches] * 2 * len(stages) + [len(problem.plan.extra_forwards(stage)) for stage in stages]
+        found += math.comb(sum(columns), 2) - sum(math.comb(n, 2) for n in columns)
+    return found
 
 
 def whole_model(problem: Problem, upper_ms: float) -> OrderModel:

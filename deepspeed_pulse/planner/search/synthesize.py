@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from deepspeed_pulse.errors import InfeasibleError, PulseError
 from deepspeed_pulse.ir.plan import Estimate, Plan, Solver
-from deepspeed_pulse.ir.schedule import Schedule
+from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.bounds import lower_bound_ms
@@ -20,7 +20,8 @@ from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.halves import in_halves, joined, without_gaps
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for, halves_tried
-from deepspeed_pulse.planner.schedules.listing import Cap
+from deepspeed_pulse.planner.schedules.listing import Cap, list_schedule
+from deepspeed_pulse.planner.schedules.templates import without_weights
 from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search.improve import Improver
 from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
@@ -198,7 +199,7 @@ def _improve(pool: _Pool, seed: int, deadline: float) -> None:
         return
     improver = _improver(pool, seed, deadline)
     few = _FEW * pool.problem.num_ranks
-    if pool.problem.plan.microbatches > 2 * few:
+    if pool.problem.plan.microbatches > 2 * few and not pool.problem.plan.conditioning:
         longer = improver.shortest(_from_few(pool, few, seed, now + (deadline - now) / 2))
         if longer is not None:
             pool.offer("search", longer)
@@ -254,11 +255,21 @@ def _orders(
         for make in generator.orders(problem, caps, split):
             try:
                 order = in_halves(make()) if split else make()
+                order = _with_extra(problem, order, split)
             except InfeasibleError:
                 continue
             if order not in found:
                 found.add(order)
                 yield name, order
+
+
+def _with_extra(problem: Problem, order: Schedule, split: bool) -> Schedule:
+    """With the plan's extra forwards, where a generator knows none: each where its rank would wait, or must run it."""
+    known = any(action.op is Op.EXTRA_FORWARD for row in order for action in row)
+    if known or not problem.extra_actions:
+        return order
+    bare = without_weights(order) if split else order
+    return list_schedule(problem, problem.plan.microbatches, order=bare, split=split)
 
 
 def _caps(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
