@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
+from deepspeed_pulse.engine.conditioning import Estimates
 from deepspeed_pulse.engine.measure.probe import moved
 from deepspeed_pulse.engine.plans.measuring import same_random_numbers
 from deepspeed_pulse.engine.seat import Seat
@@ -20,6 +21,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.runtime.discovery import Reach, begin, discover
+from deepspeed_pulse.runtime.extra import checked
 from deepspeed_pulse.runtime.protocols import Batches
 from deepspeed_pulse.runtime.stage import BoundLayer
 
@@ -32,7 +34,7 @@ class Discovery:
 
     ``plan``: with the routes of batch entries that some ranks are not given; ``communicator``: with its channels open.
     ``layers``: this rank's, by index. ``encoded``: names that frozen parts make. ``number``: of the microbatch, for
-    layers that are seeded.
+    layers that are seeded. ``estimates``: tried too, on what a last layer gives.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class Discovery:
     seat: Seat
     communicator: PipelineCommunicator
     number: int
+    estimates: Estimates | None = None
     _values: dict[str, Any] = field(default_factory=dict, init=False)
     _hidden: Any = field(default=None, init=False)
     _reach: Reach = field(default_factory=Reach, init=False)
@@ -62,6 +65,8 @@ class Discovery:
                     if stage in self.plan.placement.starts[1:]:
                         self._guarded(partial(self._begin_another, stage, batches), f"stage {stage}")
                     self._guarded(partial(self._run_stage, stage), f"stage {stage}")
+                    if self.plan.placement.after(stage) is None:
+                        self._guarded(partial(self._try_estimate, stage, batches), f"stage {stage}")
                 self._hand_on(stage)
         if self._own is not None:
             told_by_all(self._told)
@@ -104,6 +109,15 @@ class Discovery:
         layers = {index: self.layers[index] for index in self.plan.stage_layers(stage)}
         self._hidden, found = discover(layers, self.graph, self._hidden, self._values, self._reach, number=self.number)
         self._found.update(found)
+
+    def _try_estimate(self, stage: int, batches: Batches) -> None:
+        """A BatchError where what is made of a backbone's output is not what its layers read."""
+        backbone = self.plan.placement.backbone_of(stage)
+        for one in self.plan.conditioning:
+            if self.plan.placement.backbone_of(self.plan.stage_of(one.layers[0])) == backbone:
+                assert self.estimates is not None
+                with torch.no_grad():
+                    checked(self.estimates(self._hidden, 0, backbone), batches.entry(one.entry, 0))
 
     def _hand_on(self, stage: int) -> None:
         """What a stage gives to other ranks: the hidden state to the next one's, values along their routes."""

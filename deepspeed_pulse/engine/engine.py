@@ -14,6 +14,7 @@ from deepspeed_pulse.engine import schedule
 from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption
 from deepspeed_pulse.engine.common import CommonEngine
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
+from deepspeed_pulse.engine.conditioning import Estimates
 from deepspeed_pulse.engine.data.agreement import check_batch_size
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading
@@ -83,11 +84,14 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         reading = Reading(self, seat, module.plan, watchdog, self._breakdown.drawing)
         lowering = Lowering(module, seat, self._orders, reading, communicator)
         lowering.part(self.micro_batches, "train", (True,) * self.num_stages)
+        declared = module.job.conditioning
+        estimates = None if declared is None else Estimates(declared, module.job.heads)
         self._runtime = RankRuntime(
             rank=seat.rank,
             communicator=communicator,
             device=self._device,
             finish=losses.finish,
+            estimate=estimates,
             parameters=tuple(module.parameters()),
             state_bytes=self._held_bytes(),
             fresh_gradients=not (self.using_bf16_optimizer or self.zero_optimization_stage()),
@@ -110,6 +114,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             ahead=self._ahead,
             runtime=self._runtime,
             reduction=self._reduction,
+            estimates=estimates,
         )
         self._replaced: Instructions = {}
         self._started = True

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.engine.backbones import FROZEN, Head
+from deepspeed_pulse.engine.conditioning import DeclaredConditioning
 from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.plans.costs import built
 from deepspeed_pulse.engine.specs import describe, unwrap
@@ -49,7 +50,13 @@ class DeclaredParts:
     A GraphError names a part that nobody reads, that needs itself, stashes, or has a trainable parameter.
     """
 
-    def __init__(self, specs: Mapping[str, FrozenSpec], graph: Graph, heads: Sequence[Head]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, FrozenSpec],
+        graph: Graph,
+        heads: Sequence[Head],
+        conditioning: DeclaredConditioning | None = None,
+    ) -> None:
         for name, given in specs.items():
             if not isinstance(given, FrozenSpec):
                 raise ConfigError(f"frozen: expected a FrozenSpec for {name!r}, found {type(given).__name__}")
@@ -69,6 +76,8 @@ class DeclaredParts:
             name: tuple(i for i, layer in enumerate(graph.layers) if name in layer.pop or first.get(i) == name)
             for name in specs
         }
+        for name in specs if conditioning is not None else ():
+            self._targets[name] = tuple(sorted({*self._targets[name], *conditioning.reads_input(name)}))
         _refuse_trainable(self._layers)
         self.names = self._order()
         self.reading_graph = self._reading_graph(graph, first)

@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed_pulse.engine import hook
 from deepspeed_pulse.engine.backbones import DEFAULT_INPUT, Backbone, Head, index_of, layers_of
 from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
+from deepspeed_pulse.engine.conditioning import SelfConditioning
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
 from deepspeed_pulse.engine.ranks import Ranks
@@ -71,6 +72,10 @@ class PipelineModule(upstream.PipelineModule):
             :class:`~deepspeed_pulse.engine.backbones.Backbone`, that train together, each as if it were alone. A batch
             is ``(inputs, labels)``, both a dict by backbone.
 
+        self_conditioning: some microbatches run one more forward first, whose result they read
+            (:class:`~deepspeed_pulse.engine.conditioning.SelfConditioning`); with several backbones a dict of these by
+            backbone. Every rank reads data.
+
     Raises:
         PulseError: anything known to be wrong before the first step, the same on every rank.
     """
@@ -100,6 +105,7 @@ class PipelineModule(upstream.PipelineModule):
         input: str = DEFAULT_INPUT,
         frozen: Mapping[str, FrozenSpec] | None = None,
         backbones: Mapping[str, Backbone] | None = None,
+        self_conditioning: SelfConditioning | Mapping[str, SelfConditioning] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.job, self.shared, num_stages, self.watchdog = set_up(type(self), given)

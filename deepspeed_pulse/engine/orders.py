@@ -39,7 +39,8 @@ class Orders:
 
     def forwards(self, micro_batches: int) -> Plan:
         """The plan of an evaluation."""
-        return planning.evaluation_plan(self._module.planned, self._module.pulse, micro_batches)
+        module = self._module
+        return planning.evaluation_plan(module.planned, module.pulse, micro_batches, module.base_seed)
 
     def check_may_run(self, micro_batches: int) -> None:
         """Raise a ConfigError for another number of microbatches than a given plan's, or one's with frozen parts."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed_pulse.engine.binding import bound_layers, bound_stages
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
+from deepspeed_pulse.engine.conditioning import Estimates
 from deepspeed_pulse.engine.data.agreement import check_same_step
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading, entry_routes
@@ -21,6 +22,7 @@ from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.sharing.shared import ties_of
 from deepspeed_pulse.ir.channels import arrivals, make_traffic
 from deepspeed_pulse.ir.communicators import communicator_bytes
+from deepspeed_pulse.ir.conditioning import data_order, drawn
 from deepspeed_pulse.ir.effects import Effects, with_versions
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
@@ -77,7 +79,9 @@ class Lowering:
         """True when it is known what layers change in place in such steps."""
         return training in self._effects
 
-    def discover(self, part: RankPart, *, training: bool, number: int) -> None:
+    def discover(
+        self, part: RankPart, *, training: bool, number: int, estimates: Estimates | None = None
+    ) -> None:
         """Try the layers on the microbatch of that number; parts made before are void. Collective in the world."""
         module = self.module
         self._effects[training] = Discovery(
@@ -88,7 +92,8 @@ class Lowering:
             seat=self.seat,
             communicator=self.communicator,
             number=number,
-        ).run(self.reading.batches)
+            estimates=estimates,
+        ).run(part.data(self.reading.batches))
         self.clear()
 
 
@@ -108,6 +113,7 @@ class Steps:
     ahead: FrozenAhead | None
     runtime: RankRuntime
     reduction: EarlyReduction
+    estimates: Estimates | None = None
 
     def begin(self, micro_batches: int, mode: str) -> PulseSchedule:
         """Get ready, together with all other ranks; what this rank is to do. ``mode``: one of ``reading.MODES``."""
@@ -125,9 +131,10 @@ class Steps:
         frozen_at = self._begin_encoding(part.plan, mode)
         keys = self.reading.agreed_shapes(micro_batches)
         first_number = engine.global_steps * engine.micro_batches
+        order = self._data_order(part.plan, mode)
         if not self.lowering.knows_effects(training=training):
             self.watchdog.enter("trying the layers before the first step")
-            self.lowering.discover(part, training=training, number=first_number)
+            self.lowering.discover(part, training=training, number=first_number, estimates=self.estimates)
             part = self.lowering.part(micro_batches, mode, readers)
         self.runtime.begin(
             part,
@@ -136,6 +143,7 @@ class Steps:
             shape_keys=keys,
             first_number=first_number,
             number=engine.global_steps + 1,
+            order=order,
         )
         return PulseSchedule(
             part.traffic.program[engine.stage_id],
@@ -146,6 +154,17 @@ class Steps:
             stage_id=engine.stage_id,
             frozen_at=frozen_at,
         )
+
+    def _data_order(self, plan: Plan, mode: str) -> tuple[int, ...]:
+        """Which of the data each microbatch of the plan is; empty for the data's own order, which evaluations keep."""
+        if self.estimates is None:
+            return ()
+        engine, order = self.engine, tuple[int, ...]()
+        if mode == "train":
+            numbers = drawn(engine.module.base_seed, engine.global_steps, plan.microbatches)
+            order = data_order(plan.conditioning, numbers)
+        self.estimates.begin(self.reading.batches, order)
+        return order
 
     def _begin_encoding(self, plan: Plan, mode: str) -> frozenset[int]:
         """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it."""

@@ -41,8 +41,8 @@ class Channel:
 class Message:
     """One tensor group on its way: from the end of ``source_stage``'s action to ``target_stage``'s.
 
-    ``name`` is :data:`HIDDEN` or a named value's; a backward message carries its gradient. From an extra forward it goes
-    to another, or it is the estimate, by the name of its entry.
+    ``name`` is :data:`HIDDEN` or a named value's; a backward message carries its gradient. An extra forward sends to
+    another one, or its estimate, by the name of its entry.
     """
 
     name: str

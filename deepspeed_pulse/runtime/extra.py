@@ -39,7 +39,7 @@ class OrderedBatches:
 
     def __init__(self, batches: Batches, order: Sequence[int], entries: Mapping[str, int]) -> None:
         self._batches, self._order, self._entries = batches, order, entries
-        self._zeros: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        self._zeros: dict[Any, torch.Tensor] = {}
 
     def inputs(self, microbatch: int, backbone: int) -> Any:
         return self._batches.inputs(self._order[microbatch], backbone)
@@ -51,14 +51,9 @@ class OrderedBatches:
 
     def _zeros_like(self, inputs: Any) -> torch.Tensor:
         """One for all microbatches: data of a batch is not for layers to change."""
-        if not isinstance(inputs, torch.Tensor):
-            raise BatchError(
-                "self_conditioning: expected one tensor as the first layer's input, whose form an estimate has, found "
-                f"a tuple of {len(inputs)}"
-            )
-        key = (inputs.shape, inputs.dtype)
+        key = (getattr(inputs, "shape", None), getattr(inputs, "dtype", None))
         if key not in self._zeros:
-            self._zeros[key] = torch.zeros_like(inputs)
+            self._zeros[key] = zeros_like(inputs)
         return self._zeros[key]
 
     def has_entry(self, name: str) -> bool:
@@ -169,6 +164,21 @@ class ExtraForwards:
     def live(self) -> list[Any]:
         """What is held now; empty after a step."""
         return [*self._hidden, *self._values.live, *self._estimates]
+
+
+def zeros_like(inputs: Any) -> torch.Tensor:
+    """What stands for an estimate where there is none.
+
+    Raises:
+        BatchError: a first layer does not read one tensor.
+    """
+    if not isinstance(inputs, torch.Tensor):
+        found = f"a tuple of {len(inputs)}" if isinstance(inputs, (tuple, list)) else type(inputs).__name__
+        raise BatchError(
+            "self_conditioning: expected one tensor as the first layer's input, whose form an estimate has, found "
+            f"{found}"
+        )
+    return torch.zeros_like(inputs)
 
 
 def checked(estimate: Any, zeros: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,14 @@ class RankPart:
     due: Sequence[Sequence[Message]] | None = None
     communicator_bytes: int = 0
 
+    def data(self, batches: Batches, order: Sequence[int] = ()) -> Batches:
+        """The data as the plan's microbatches find it; see :meth:`RankRuntime.begin`."""
+        plan = self.plan
+        if not plan.conditioning:
+            return batches
+        owners = {c.entry: plan.placement.backbone_of(plan.stage_of(c.layers[0])) for c in plan.conditioning}
+        return OrderedBatches(batches, order or range(plan.microbatches), owners)
+
 
 @dataclass
 class _Forward:
@@ -161,9 +169,7 @@ class RankRuntime:
         """
         plan, traffic = part.plan, part.traffic
         self._order = order or range(plan.microbatches)
-        if plan.conditioning:
-            owners = {c.entry: plan.placement.backbone_of(plan.stage_of(c.layers[0])) for c in plan.conditioning}
-            batches = OrderedBatches(batches, self._order, owners)
+        batches = part.data(batches, order)
         self._plan, self._batches, self._training, self._usage = plan, batches, training, part.usage
         self._extra = None
         if plan.conditioning:

@@ -48,7 +48,7 @@ class Unpartitioned(torch.nn.Module):
             values, hidden = {}, inputs
         for index, (declared, function) in enumerate(zip(self.declared, self.functions, strict=True)):
             if number is not None:
-                torch.manual_seed(BASE_SEED * (number + 2) + index)
+                torch.manual_seed((BASE_SEED * (number + 2) + index) % 2**32)
             result = function(hidden, *[values[name] for name in declared.pop])
             if declared.stash:
                 hidden, *stashed = result

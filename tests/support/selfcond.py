@@ -15,12 +15,12 @@ ENTRY = "x_self_cond"
 class Conditioned(nn.Module):
     """A layer of the toy that also reads an estimate, in its input's form."""
 
-    def __init__(self, build: Any) -> None:
+    def __init__(self, build: Any, dropout: float) -> None:
         super().__init__()
-        self.inner, self.mix = build(), nn.Linear(WIDTH, WIDTH)
+        self.inner, self.mix, self.drop = build(), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, estimate: torch.Tensor, *popped: torch.Tensor) -> Any:
-        return self.inner(x + torch.sin(self.mix(estimate)), *popped)
+        return self.inner(self.drop(x + torch.sin(self.mix(estimate))), *popped)
 
 
 class Wide(nn.Module):
@@ -34,7 +34,7 @@ class Wide(nn.Module):
         return self.inner(torch.cat([x, skip], dim=-1))
 
 
-def conditioned_layers(readers: Sequence[int] = (0,)) -> list[Any]:
+def conditioned_layers(readers: Sequence[int] = (0,), dropout: float = 0.0) -> list[Any]:
     """The toy, some of whose layers pop an estimate before anything else."""
     from deepspeed_pulse import LayerSpec
 
@@ -42,7 +42,7 @@ def conditioned_layers(readers: Sequence[int] = (0,)) -> list[Any]:
     layers[-1] = LayerSpec(Wide, pop="s0")
     for index in readers:
         one = layers[index]
-        layers[index] = LayerSpec(Conditioned, one.typename, pop=(ENTRY, *one.pop), stash=one.stash)
+        layers[index] = LayerSpec(Conditioned, one.typename, dropout, pop=(ENTRY, *one.pop), stash=one.stash)
     return layers
 
 

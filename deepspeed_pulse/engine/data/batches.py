@@ -47,6 +47,8 @@ class SplitBatch:
 
     is_encoded = False
     """True where the data has what frozen parts would give."""
+    input_name: str | None = None
+    """Of the first layer's input, where inputs are a dict that has it."""
 
     def __init__(
         self, batch: Any, graph: Graph, input_name: str, *, input_made: bool = False, rules: Sequence[EntryRules] = ()
@@ -74,6 +76,7 @@ class SplitBatch:
             if first not in given and not input_made:
                 raise BatchError(f"expected the first layer's input to be a tensor or tensors, found {first!r}: None")
             inputs = None if input_made else given.pop(first)
+            self.input_name = None if input_made else first
             self.entries = given
             self._check_names(graph, first, [name for name, value in named.items() if value is None])
             for each in rules:
@@ -131,6 +134,10 @@ class SplitBatch:
         """What a backbone's first layer reads."""
         return self.inputs
 
+    def part(self, backbone: int) -> SplitBatch:
+        """What is a backbone's own."""
+        return self
+
 
 class JointBatch(SplitBatch):
     """One microbatch of several backbones: ``(inputs, labels)``, each a dict by backbone.
@@ -165,6 +172,9 @@ class JointBatch(SplitBatch):
 
     def input_of(self, backbone: int) -> Any:
         return self.inputs[backbone]
+
+    def part(self, backbone: int) -> SplitBatch:
+        return list(self._parts.values())[backbone]
 
 
 def _by_backbone(batch: Any, heads: Sequence[Head]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -326,6 +336,14 @@ class StepBatches:
     def data_entry(self, name: str, microbatch: int) -> Any:
         """An entry of the data, for who reads it once."""
         return self._move(self._get(microbatch).value(name))
+
+    def part(self, microbatch: int, backbone: int) -> SplitBatch:
+        """A backbone's own part of a microbatch."""
+        return self._get(microbatch).part(backbone)
+
+    def moved(self, value: Any) -> Any:
+        """On the device."""
+        return self._move(value)
 
     def has_entry(self, name: str) -> bool:
         return self._draw is not None and name in self._entry_names

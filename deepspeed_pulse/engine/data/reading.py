@@ -67,11 +67,12 @@ class Reading:
         self._names = [value.name for value in module.graph.batch_entries]
         self._data_names = [value.name for value in module.job.reading_graph.batch_entries]
         self._readers: dict[str, tuple[bool, ...]] = {}
+        form = module.job.batch_form
         self._shapes = {
             mode: ShapeKeeper(
-                form=module.job.batch_form,
+                form=form,
                 dynamic=module.dynamic_shape,
-                plain=None if mode == "train" else replace(module.job.batch_form, graph=module.graph, made=()),
+                plain=None if mode == "train" else replace(form, graph=module.job.encoded_graph, made=()),
                 made=() if module.frozen is None else module.frozen.names,
             )
             for mode in MODES
@@ -157,6 +158,11 @@ class Reading:
             raise BatchError(
                 "several backbones begin on several ranks, so every rank reads data: pipeline rank "
                 f"{readers.index(False)} was given none; pass data_iter on every rank"
+            )
+        if self._module.job.conditioning is not None and not all(readers):
+            raise BatchError(
+                "self_conditioning: estimates are made and read on several ranks, so every rank reads data: pipeline "
+                f"rank {readers.index(False)} was given none; pass data_iter on every rank"
             )
         if self._module.frozen is not None:
             self._agree_on_encoding(readers)

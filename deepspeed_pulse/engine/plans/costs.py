@@ -17,6 +17,7 @@ from deepspeed_pulse.engine.collectives import told_as
 from deepspeed_pulse.engine.specs import TiedCall, type_name, unwrap
 from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.ir.backbones import BackboneLayers
+from deepspeed_pulse.ir.conditioning import SelfConditioned
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
@@ -53,6 +54,8 @@ class PlanRequest:
     """Parts that encode the next step's batch, with their costs."""
     has_frozen: bool = False
     """True where there are such parts, their costs known or not."""
+    conditioning: tuple[SelfConditioned, ...] = ()
+    """Of self-conditioned backbones."""
 
 
 def known_profile(request: PlanRequest) -> tuple[Profile | None, str]:

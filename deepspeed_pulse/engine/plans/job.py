@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed_pulse.config import PulseConfig, parse_pulse
 from deepspeed_pulse.engine.backbones import INPUT, Head, backbone_layers, joint_graph, own_graph
 from deepspeed_pulse.engine.collectives import agree, everywhere
+from deepspeed_pulse.engine.conditioning import DeclaredConditioning
 from deepspeed_pulse.engine.data.batches import BatchForm, SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
 from deepspeed_pulse.engine.frozen import DeclaredParts
@@ -58,7 +59,9 @@ class TrainingJob:
         self.layers, self.heads = layers, tuple(heads)
         self.graph = joint_graph(layers, heads)
         frozen, example_batch = given["frozen"], given["example_batch"]
-        self.frozen = DeclaredParts(frozen, self.graph, heads) if frozen else None
+        conditioned = given["self_conditioning"]
+        self.conditioning = None if conditioned is None else DeclaredConditioning(conditioned, self.graph, heads)
+        self.frozen = DeclaredParts(frozen, self.graph, heads, self.conditioning) if frozen else None
         self.batch_form = BatchForm(
             graph=self.reading_graph,
             heads=self.heads,
@@ -87,7 +90,15 @@ class TrainingJob:
     @property
     def reading_graph(self) -> Graph:
         """The model's layers behind its frozen parts: its batch entries are what the data must have."""
-        return self.graph if self.frozen is None else self.frozen.reading_graph
+        return self._behind_estimates(self.graph if self.frozen is None else self.frozen.reading_graph)
+
+    @property
+    def encoded_graph(self) -> Graph:
+        """The same for data that has what frozen parts would give."""
+        return self._behind_estimates(self.graph)
+
+    def _behind_estimates(self, graph: Graph) -> Graph:
+        return graph if self.conditioning is None else self.conditioning.behind(graph)
 
     @property
     def entry_rules(self) -> Sequence[EntryRules]:
@@ -153,6 +164,11 @@ class TrainingJob:
                 'backbones: several backbones train by a plan: expected a config with a "pulse" block that is not '
                 'disabled, found none; add "pulse": {}, or train each backbone alone'
             )
+        if self.conditioning is not None and not self.enabled:
+            yield (
+                'self_conditioning: extra forwards run by a plan: expected a config with a "pulse" block that is not '
+                'disabled, found none; add "pulse": {}, or leave self_conditioning= out'
+            )
         if not self.enabled:
             return
         if topology is not None and "model" in topology.get_axis_names() and topology.get_dim("model") > 1:
@@ -163,6 +179,13 @@ class TrainingJob:
     def _against_frozen(self, num_stages: Any, dynamic_shape: bool) -> Iterator[str]:
         if self.frozen is None:
             return
+        both = (
+            []
+            if self.conditioning is None
+            else [x.entry for x in self.conditioning.planned if x.entry in self.frozen.names]
+        )
+        if both:
+            yield f"self_conditioning: {both[0]!r} is the name of a frozen part too; rename one of them"
         if not self.enabled:
             yield "frozen: parts run in the idle time of a plan: turn pulse on, or encode in the data"
         if num_stages == AUTO:
@@ -195,9 +218,10 @@ class TrainingJob:
         assert self.config is not None
         if len(self.heads) > 1 and plan is None:
             raise ConfigError(
-                f'backbones beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan` takes a profile '
-                "of each"
+                f'backbones beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan` takes a profile of each'
             )
+        if self.conditioning is not None and plan is None:
+            raise ConfigError(f'self_conditioning beside {asked.names[0]} "auto": expected numbers')
         if self.frozen is not None and plan is None:
             raise ConfigError(
                 f'frozen beside {asked.names[0]} "auto": expected numbers; `ds_pulse plan --frozen` tries some'
@@ -237,6 +261,13 @@ class TrainingJob:
         if self.frozen is not None:
             assert planned.plan.fill is not None
             self.frozen.check_planned(planned.plan.fill.parts, planned.costs)
+        if self.conditioning is not None:
+            self.conditioning.check_planned(planned.plan, planned.costs)
+        elif planned.plan.conditioning:
+            raise ConfigError(
+                f"{planned.costs}: the plan has self_conditioning, the module has none; plan anew, or pass "
+                "PipelineModule(..., self_conditioning=)"
+            )
         return planned
 
     def upstream_checkpoint(self) -> Checkpoint:
@@ -289,6 +320,7 @@ class TrainingJob:
             dtype=None if parsed is None else trained_dtype(parsed),
             frozen=parts,
             has_frozen=self.frozen is not None,
+            conditioning=() if self.conditioning is None else self.conditioning.planned,
             recompute=self.recomputing.layers,
             rules=rules,
         )
@@ -306,6 +338,8 @@ class TrainingJob:
             parts, given = self.frozen.measure(entries, device)
             inputs |= {index: given.pop(name) for index, name in self.frozen.makes_inputs.items()}
             entries |= given
+        if self.conditioning is not None:
+            entries |= self.conditioning.zeros(inputs)
         # of further backbones, the first layer finds its input among the values
         entries |= {head.value(INPUT): inputs[index] for index, head in enumerate(self.heads) if index}
         return (inputs[0], entries), parts

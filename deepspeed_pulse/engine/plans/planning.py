@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_pulse import planner
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import agree
+from deepspeed_pulse.engine.conditioning import for_evaluation
 from deepspeed_pulse.engine.measure.hardware import NO_LIMIT_BYTES
 from deepspeed_pulse.engine.plans.asked import Asked
 from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_profile, upstream_cuts
@@ -120,6 +121,7 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
         rules=request.rules,
         recompute=request.recompute,
         frozen=request.frozen,
+        conditioning=request.conditioning,
     )
     options = SearchOptions(
         placement=request.pulse.placement,
@@ -175,11 +177,15 @@ def check_may_differ(planned: Planned, pulse: PulseConfig, microbatches: int) ->
         )
 
 
-def evaluation_plan(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
-    """The same cuts, forwards only; nothing is solved, as no order of forwards is better than another."""
+def evaluation_plan(planned: Planned, pulse: PulseConfig, microbatches: int, seed: int) -> Plan:
+    """The same cuts, forwards only; nothing is solved, as no order of forwards is better than another.
+
+    ``seed``: by which microbatches are drawn that get an estimate.
+    """
     if microbatches != planned.plan.microbatches:
         check_may_differ(planned, pulse, microbatches)
-    return with_schedule(planned.plan, planner.forward_schedule(planned.plan, microbatches), microbatches)
+    plan = for_evaluation(planned.plan, seed, microbatches)
+    return with_schedule(plan, planner.forward_schedule(plan, microbatches), microbatches)
 
 
 def _given(request: PlanRequest) -> Planned:

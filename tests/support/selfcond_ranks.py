@@ -1,0 +1,235 @@
+"""What ranks run in the tests of self-conditioning: a pipeline, and one process that draws the same microbatches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.cases import run_each
+from support.frozen_ranks import WIDTH, Mix, encoded, frozen_parts, raw_batch
+from support.parity import share_groups
+from support.reference import BASE_SEED, Unpartitioned, error
+from support.selfcond import ENTRY, batch_of, conditioned_layers, estimate, loss_of
+
+from deepspeed_pulse.ir.conditioning import drawn
+
+STEPS = 3
+TOLERANCE = 1e-5
+RATE, MOMENTUM = 0.05, 0.9
+
+
+def frozen_layers() -> list[Any]:
+    """Eight layers behind encoders, one of which makes the input that estimates have the form of."""
+    from deepspeed_pulse import LayerSpec
+
+    pops: list[Any] = [(ENTRY,), ("text",), (), ("text",), (ENTRY,), (), (), ()]
+    return [LayerSpec(Mix, WIDTH, pop=pop) for pop in pops]
+
+
+def frozen_batch(step: int, microbatch: int, replica: int) -> Any:
+    return raw_batch(step, microbatch, replica)
+
+
+def frozen_estimate(output: torch.Tensor, entries: Any) -> torch.Tensor:
+    return entries["sample"] - entries["scale"] * output
+
+
+def model_of(case: dict[str, Any]) -> tuple[Callable[[], list[Any]], Callable[..., Any], Callable[..., Any], str]:
+    """Layers, batch, estimate, and the name of the input."""
+    if case.get("frozen"):
+        return frozen_layers, frozen_batch, frozen_estimate, "sample"
+    layers = partial(conditioned_layers, tuple(case.get("readers", (0,))), case.get("dropout", 0.0))
+    return layers, batch_of, estimate, "hidden"
+
+
+def probabilities(case: dict[str, Any]) -> dict[str | None, float]:
+    """By name of the backbone; of one that is not self-conditioned there is none."""
+    return dict(case["several"]) if "several" in case else {None: case.get("p", 0.5)}
+
+
+def config_of(case: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case["M"],
+        "gradient_clipping": case.get("clip", 0.0),
+        "zero_optimization": {"stage": case.get("zero", 0)},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "pulse": {"solver_seconds": 0, "placement": case["placement"], **case.get("pulse", {})},
+    }
+
+
+def engine_of(case: dict[str, Any]) -> Any:
+    import deepspeed
+
+    from deepspeed_pulse import Backbone, PipelineModule, SelfConditioning
+
+    layers, batch, made, first = model_of(case)
+    given: dict[str, Any] = {"loss_fn": loss_of, "layers": layers(), "input": first}
+    chances = probabilities(case)
+    conditioning: Any = {n: SelfConditioning(ENTRY, p, made) for n, p in chances.items() if p is not None}
+    if "several" in case:
+        given = {"backbones": {name: Backbone(layers(), loss_fn=loss_of, input=first) for name in chances}}
+    else:
+        conditioning = conditioning[None]
+    if case.get("frozen"):
+        given |= {"frozen": frozen_parts(), "example_batch": batch(0, 0, 0)}
+    module = PipelineModule(
+        num_stages=case["P"],
+        seed_layers=True,
+        config=config_of(case),
+        activation_checkpoint_interval=case.get("interval", 0),
+        self_conditioning=conditioning,
+        **given,
+    )
+    optimizer = torch.optim.SGD(list(module.parameters()), lr=RATE, momentum=MOMENTUM)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config_of(case))
+    return engine
+
+
+def data(case: dict[str, Any], step: int, replica: int) -> Iterator[Any]:
+    """Every backbone of several has data of its own."""
+    _, batch, _, _ = model_of(case)
+    for m in itertools.count():
+        if "several" not in case:
+            yield batch(step, m, replica)
+        else:
+            found = {name: batch(step + 100 * k, m, replica) for k, name in enumerate(probabilities(case))}
+            yield tuple({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Of all ranks of the pipeline by name, on its first rank."""
+    named = [(name, engine.module.full_precision(p).cpu()) for name, p in engine.module.named_parameters()]
+    mine = {name: value.clone() for name, value in named if "placeholder" not in name}
+    rows = engine.module.ranks.gather_to_first(mine) or []
+    return {name: value for row in rows for name, value in row.items()}
+
+
+class Alone:
+    """One backbone in one process."""
+
+    def __init__(self, case: dict[str, Any], name: str | None, start: int, initial: dict[str, torch.Tensor]) -> None:
+        self.case, self.name, self.start = case, name, start
+        layers, self.batch, self.estimate, self.first = model_of(case)
+        self.model = Unpartitioned(layers())
+        self.offset = 0 if name is None else 100 * list(probabilities(case)).index(name)
+        self.p = probabilities(case)[name]
+        with torch.no_grad():
+            for own, value in self.model.named_parameters():
+                value.copy_(initial[self.theirs(own)])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
+
+    def theirs(self, own: str) -> str:
+        """What the engine calls a parameter."""
+        index, _, rest = own.partition(".")
+        if rest == "weight" and index == "1" and not self.case.get("frozen"):
+            return f"tied_modules.{'' if self.name is None else self.name + '/'}square.weight"
+        return f"{int(index) + self.start}.{rest}"
+
+    def loss(self, step: int, draw: int, replicas: int, *, seeded: bool) -> torch.Tensor:
+        """The mean over microbatches and replicas; ``draw``: number of the step by which estimates are drawn."""
+        M = self.case["M"]
+        chosen = drawn(BASE_SEED, draw, M)[: round((self.p or 0.0) * M)]
+        total = torch.zeros(())
+        for replica, m in itertools.product(range(replicas), range(M)):
+            inputs, labels = self.batch(step + self.offset, m, replica)
+            if self.case.get("frozen"):
+                inputs = {**inputs, **encoded(inputs)}
+            number = draw * M + m if seeded else None
+            value = torch.zeros_like(inputs[self.first])
+            if m in chosen:
+                with torch.no_grad():
+                    before = None if number is None else -3 - number
+                    output = self.model({**inputs, ENTRY: value}, self.first, before)
+                    value = self.estimate(output, inputs)
+            output = self.model({**inputs, ENTRY: value}, self.first, number)
+            total = total + loss_of(output, labels) / (M * replicas)
+        return total
+
+    def train(self, step: int, replicas: int) -> float:
+        self.optimizer.zero_grad()
+        loss = self.loss(step, step, replicas, seeded=not self.start and bool(self.case.get("dropout")))
+        loss.backward()
+        if self.case.get("clip"):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case["clip"])
+        self.optimizer.step()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def evaluate(self, step: int, replicas: int) -> float:
+        self.model.eval()
+        found = float(self.loss(step, -1, replicas, seeded=False))
+        self.model.train()
+        return found
+
+
+def trains_alike(case: dict[str, Any]) -> None:
+    """Losses in training and evaluation, and weights, are those of one process."""
+    engine = engine_of(case)
+    module, replica, replicas = engine.module, engine.grid.data_parallel_id, engine.dp_world_size
+    initial = weights(engine)
+    names = list(probabilities(case))
+    starts = [head.layers.start for head in module.job.heads]
+    _check_plan(case, module.plan)
+    alone = [Alone(case, n, s, initial) for n, s in zip(names, starts, strict=True)] if initial else []
+    for step in range(STEPS):
+        loss = float(engine.train_batch(data(case, step, replica)))
+        losses = {name: float(value) for name, value in engine.losses.items()} or {None: loss}
+        for one in alone:
+            expected = one.train(step, replicas)
+            assert abs(losses[one.name] - expected) <= TOLERANCE * expected, (step, one.name, losses, expected)
+        if step == 0:
+            evaluated = [float(engine.eval_batch(data(case, 9, replica))) for _ in range(2)]
+            assert evaluated[0] == evaluated[1]
+            expected = sum(one.evaluate(9, replicas) for one in alone)
+            assert not alone or abs(evaluated[0] - expected) <= TOLERANCE * expected, (evaluated, expected)
+    found = weights(engine)
+    for one in alone:
+        for name, value in one.model.named_parameters():
+            mine = found[one.theirs(name)]
+            assert error(mine, value) < TOLERANCE, (one.name, name, error(mine, value))
+    engine.destroy()
+
+
+def _check_plan(case: dict[str, Any], plan: Any) -> None:
+    """It has as many extra forwards as were asked for, and halves where those were."""
+    counts = [round(p * case["M"]) for p in probabilities(case).values() if p is not None]
+    assert [len(one.microbatches) for one in plan.conditioning] == counts, plan.conditioning
+    texts = "".join(str(action) for row in plan.schedule for action in row)
+    assert ("E" in texts) == any(counts), texts
+    assert ("I" in texts) == bool(case.get("pulse", {}).get("split_backward")), texts
+
+
+def run_cases(cases: list[dict[str, Any]]) -> None:
+    share_groups()
+    run_each(cases, trains_alike)
+
+
+def resumes(arguments: dict[str, Any]) -> None:
+    """Training goes on from a checkpoint under another plan and number of ranks, and draws what it would have."""
+    share_groups()
+    run_each(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
+
+
+def _resumes(case: dict[str, Any], folder: Path) -> None:
+    straight = engine_of(case)
+    replica = straight.grid.data_parallel_id
+    for step in range(2):
+        straight.train_batch(data(case, step, replica))
+    names = [str(folder / f"{case['P']}{case['placement']}{case['M']}")]
+    torch.distributed.broadcast_object_list(names)
+    straight.save_checkpoint(names[0])
+    expected = [float(straight.train_batch(data(case, step, replica))) for step in (2, 3)]
+    straight.destroy()
+    other = engine_of({**case, **case["then"]})
+    replica = other.grid.data_parallel_id
+    other.load_checkpoint(names[0])
+    found = [float(other.train_batch(data(case, step, replica))) for step in (2, 3)]
+    other.destroy()
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a - b) <= TOLERANCE * b, (found, expected)
