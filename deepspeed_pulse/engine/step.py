@@ -79,9 +79,7 @@ class Lowering:
         """True when it is known what layers change in place in such steps."""
         return training in self._effects
 
-    def discover(
-        self, part: RankPart, *, training: bool, number: int, estimates: Estimates | None = None
-    ) -> None:
+    def discover(self, part: RankPart, *, training: bool, number: int, estimates: Estimates | None = None) -> None:
         """Try the layers on the microbatch of that number; parts made before are void. Collective in the world."""
         module = self.module
         self._effects[training] = Discovery(

@@ -73,7 +73,8 @@ def engine_of(case: dict[str, Any]) -> Any:
     chances = probabilities(case)
     conditioning: Any = {n: SelfConditioning(ENTRY, p, made) for n, p in chances.items() if p is not None}
     if "several" in case:
-        given = {"backbones": {name: Backbone(layers(), loss_fn=loss_of, input=first) for name in chances}}
+        lists = {name: conditioned_layers(()) if p is None else layers() for name, p in chances.items()}
+        given = {"backbones": {name: Backbone(own, loss_fn=loss_of, input=first) for name, own in lists.items()}}
     else:
         conditioning = conditioning[None]
     if case.get("frozen"):
@@ -102,6 +103,12 @@ def data(case: dict[str, Any], step: int, replica: int) -> Iterator[Any]:
             yield tuple({name: pair[i] for name, pair in found.items()} for i in (0, 1))
 
 
+def training_data(case: dict[str, Any], replica: int, first: int = 0) -> Iterator[Any]:
+    """Of all steps, one after the other: frozen parts read a step ahead."""
+    for step in itertools.count(first):
+        yield from itertools.islice(data(case, step, replica), case["M"])
+
+
 def weights(engine: Any) -> dict[str, torch.Tensor]:
     """Of all ranks of the pipeline by name, on its first rank."""
     named = [(name, engine.module.full_precision(p).cpu()) for name, p in engine.module.named_parameters()]
@@ -116,7 +123,7 @@ class Alone:
     def __init__(self, case: dict[str, Any], name: str | None, start: int, initial: dict[str, torch.Tensor]) -> None:
         self.case, self.name, self.start = case, name, start
         layers, self.batch, self.estimate, self.first = model_of(case)
-        self.model = Unpartitioned(layers())
+        self.model = Unpartitioned(conditioned_layers(()) if probabilities(case)[name] is None else layers())
         self.offset = 0 if name is None else 100 * list(probabilities(case)).index(name)
         self.p = probabilities(case)[name]
         with torch.no_grad():
@@ -177,9 +184,12 @@ def trains_alike(case: dict[str, Any]) -> None:
     starts = [head.layers.start for head in module.job.heads]
     _check_plan(case, module.plan)
     alone = [Alone(case, n, s, initial) for n, s in zip(names, starts, strict=True)] if initial else []
+    stream = training_data(case, replica)
     for step in range(STEPS):
-        loss = float(engine.train_batch(data(case, step, replica)))
-        losses = {name: float(value) for name, value in engine.losses.items()} or {None: loss}
+        loss = float(engine.train_batch(stream))
+        losses: dict[Any, float] = {None: loss}
+        if module.has_several:
+            losses = {name: float(value) for name, value in engine.losses.items()}
         for one in alone:
             expected = one.train(step, replicas)
             assert abs(losses[one.name] - expected) <= TOLERANCE * expected, (step, one.name, losses, expected)

@@ -175,7 +175,8 @@ class Reading:
             check_iterator(self._engine.data_iterator)
             first = self.batches.first()
             is_first = self._seat.rank == self._first and self._seat.index == 0
-            if first is not None and self._mode == "train" and is_first:
+            reads_all = self._module.job.conditioning is not None  # whatever an estimate is made of
+            if first is not None and self._mode == "train" and is_first and not reads_all:
                 warn_of_unread(first)
         except StopIteration:
             return BatchError(

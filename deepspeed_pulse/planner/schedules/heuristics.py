@@ -179,6 +179,7 @@ def _alone(problem: Problem, index: int) -> tuple[Problem, int]:
         boundaries=tuple(cut - start for cut in plan.boundaries[first : end + 1]),
         placement=plan.placement.parts[index],
         backbones=(),
+        conditioning=(),  # extra forwards find their place in the whole order
         routes=tuple(
             replace(r, source_stage=r.source_stage - first, hops=tuple((a - first, b - first) for a, b in r.hops))
             for r in inside
