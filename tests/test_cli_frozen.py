@@ -72,7 +72,7 @@ def test_the_tuner_counts_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("costs", ["", " --profile profile.json --cluster cluster.json"])
 def test_every_picture_has_it(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"show plan.json{costs} {' '.join(f'--out {name}' for name in PICTURES)}".split()) == 0
-    assert "E= frozen, for the next step" in capsys.readouterr().out
+    assert "Z= frozen, for the next step" in capsys.readouterr().out
     assert "frozen, for the next step" in Path("plan.svg").read_text()
     assert "frozen, for the next step" in Path("plan.html").read_text()
     names = [event["name"] for event in json.loads(Path("trace.json").read_text())["traceEvents"]]

@@ -76,8 +76,9 @@ class DeclaredParts:
             name: tuple(i for i, layer in enumerate(graph.layers) if name in layer.pop or first.get(i) == name)
             for name in specs
         }
-        for name in specs if conditioning is not None else ():
-            self._targets[name] = tuple(sorted({*self._targets[name], *conditioning.reads_input(name)}))
+        if conditioning is not None:
+            estimated = {name: conditioning.reads_input(name) for name in specs}
+            self._targets = {name: tuple(sorted({*found, *estimated[name]})) for name, found in self._targets.items()}
         _refuse_trainable(self._layers)
         self.names = self._order()
         self.reading_graph = self._reading_graph(graph, first)

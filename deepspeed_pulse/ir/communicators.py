@@ -69,8 +69,8 @@ def channels_of(plan: Plan) -> tuple[Channel, ...]:
     hops = [hop for route in plan.routes for hop in route.hops]
     found = [*_channels(plan.placement, hops)]
     for one in plan.conditioning:
-        source, readers = plan.estimate_stages(one)
-        ranks = {plan.placement[stage] for stage in readers} - {plan.placement[source]}
+        source, reading = plan.estimate_stages(one)
+        ranks = {plan.placement[stage] for stage in reading} - {plan.placement[source]}
         found += [Channel(plan.placement[source], rank) for rank in sorted(ranks)]
     if plan.fill is not None:
         readers = {part.name: tuple(plan.readers_of(part)) for part in plan.fill.parts}

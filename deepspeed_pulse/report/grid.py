@@ -21,12 +21,13 @@ from deepspeed_pulse.report.spans import FROZEN, WORDS, kind, kinds
 from deepspeed_pulse.report.words import summary
 
 IDLE = "."
-_FILL = {"F": ">", "B": "<", "I": "(", "W": "~", FROZEN: "="}
+_FILL = {"F": ">", "B": "<", "I": "(", "W": "~", "E": "-", FROZEN: "="}
 _STYLES = {
     "F": ("black on bright_cyan", "black on cyan"),
     "B": ("bright_white on dark_orange3", "bright_white on dark_red"),
     "I": ("bright_white on dark_orange3", "bright_white on dark_red"),
     "W": ("black on green", "black on dark_sea_green"),
+    "E": ("black on bright_white", "black on white"),
     FROZEN: ("black on yellow",),
 }
 _IDLE_STYLE = "dim"

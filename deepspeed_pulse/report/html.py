@@ -24,7 +24,7 @@ def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement
     title = "; ".join(title for title, _ in rows if title) or "timeline"
     found = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     used = {kind.letter for kind in kinds([timeline for _, timeline in rows], placement)}
-    page = _PAGE.replace("@SPLIT@", (_SPLIT if "W" in used else "") + (_FROZEN if FROZEN in used else ""))
+    page = _PAGE.replace("@SPLIT@", (_SPLIT if "W" in used else "") + "".join(_MORE[x] for x in _MORE if x in used))
     page = page.replace("@TITLE@", html.escape(title)).replace("@DATA@", found)
     Path(path).write_text(page, encoding="utf-8")
 
@@ -52,7 +52,11 @@ _SPLIT = """Backward is split: dark colours are its input gradients (I),
 <b style="background:#8d8d8d;color:#fff">W</b>weight gradient, first
 <b style="background:#6f6f6f;color:#fff">W</b>weight gradient, second."""
 
-_FROZEN = """ <b style="background:#f6d58e">E</b>frozen, for the next step."""
+_MORE = {
+    "E": """ <b style="background:#d6cbee">E</b>extra forward, without gradient.""",
+    FROZEN: f""" <b style="background:#f6d58e">{FROZEN}</b>frozen, for the next step.""",
+}
+"""By letter, what the legend says where it is used."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>@TITLE@</title>
@@ -72,7 +76,7 @@ Wheel: zoom. Drag: move. Double click: all of it.</p>
 "use strict";
 const rows = @DATA@, LANE = 26, TITLE = 24, LEFT = 96, GAP = 14;
 const DARK = ["#2f6db0", "#1f7f4f"], FACE = {F: ["#cfe3f7", "#bfe8d2"], B: DARK, I: DARK, W: ["#8d8d8d", "#6f6f6f"],
-  E: ["#f6d58e", "#f6d58e"]};
+  E: ["#e9e3f5", "#d6cbee"], Z: ["#f6d58e", "#f6d58e"]};
 const canvas = document.querySelector("canvas"), tip = document.querySelector("#tip"), pen = canvas.getContext("2d");
 const end = Math.max(...rows.map(r => r.end)) || 1;
 const tall = rows.reduce((y, r) => y + TITLE + r.lanes.length * LANE + GAP, 20);
@@ -96,7 +100,7 @@ function draw() {
       if (way) { pen.fillStyle = "#111"; pen.fillRect(left, y + LANE - 7, Math.max(w - .8, .3), 2.5); }
       const label = w > 34 ? text : String(microbatch);
       if (w > 7 * label.length) {
-        pen.fillStyle = op === "F" || op === "E" ? "#10304d" : "#fff"; pen.textAlign = "center";
+        pen.fillStyle = "FEZ".includes(op) ? "#10304d" : "#fff"; pen.textAlign = "center";
         pen.fillText(label, left + w / 2, y + LANE / 2 - 2);
       }
     }

@@ -9,7 +9,7 @@ from deepspeed_pulse.ir.fill import FrozenRun
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
 
-FROZEN = "E"
+FROZEN = "Z"
 """The letter of frozen work, beside those of operations."""
 
 WORDS = {
@@ -17,6 +17,7 @@ WORDS = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
+    "E": "extra forward, without gradient",
     FROZEN: "frozen, for the next step",
 }
 """By letter, in the order of legends."""

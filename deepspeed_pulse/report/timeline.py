@@ -55,6 +55,8 @@ _LOOKS = {
     Kind("I", 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
     Kind("W", 0): _Look("#8d8d8d", "#ffffff", "#b5b5b5", "...."),
     Kind("W", 1): _Look("#6f6f6f", "#ffffff", "#9a9a9a", "....", "#dddddd"),
+    Kind("E", 0): _Look("#e9e3f5", "#33235c", "#a695cc"),
+    Kind("E", 1): _Look("#d6cbee", "#33235c", "#8f7bbf", foot="#33235c"),
     Kind(FROZEN, 0): _Look("#f6d58e", "#4d3800", "#c79a35", "xx"),
 }
 _MESSAGE_INK = "#c2452d"

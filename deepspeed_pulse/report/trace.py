@@ -13,13 +13,13 @@ from typing import Any
 from deepspeed_pulse.ir.dependencies import key_of
 from deepspeed_pulse.ir.fill import FrozenRun
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.schedule import Action, Direction
+from deepspeed_pulse.ir.schedule import GIVEN_BY, Action, Direction
 from deepspeed_pulse.ir.timeline import AnySpan, Span, Timeline
 from deepspeed_pulse.report.spans import FROZEN, WORDS, kind
 
 Event = dict[str, Any]
 
-_COLOURS = {"F": "good", "B": "bad", "I": "bad", "W": "terrible", FROZEN: "yellow"}
+_COLOURS = {"F": "good", "B": "bad", "I": "bad", "W": "terrible", "E": "olive", FROZEN: "yellow"}
 
 
 def write_trace(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Placement) -> None:
@@ -40,7 +40,7 @@ def _events(timeline: Timeline, placement: Placement, name: str, first_pid: int)
         yield _metadata("process_sort_index", pid, sort_index=pid)
         yield _metadata("thread_name", pid, name="compute")
     yield from (_complete(span, first_pid, placement) for span in timeline.every_span)
-    yield from _flows(timeline, first_pid)
+    yield from _flows(timeline, first_pid, placement)
     yield from _hand_overs(timeline, first_pid)
     for rank, changes in enumerate(timeline.memory):
         for ms, num_bytes in changes:
@@ -75,14 +75,15 @@ def _hand_overs(timeline: Timeline, first_pid: int) -> Iterator[Event]:
         yield {**event, "args": {"bytes": carried.num_bytes, "to rank": carried.target_rank}}
 
 
-def _flows(timeline: Timeline, first_pid: int) -> Iterator[Event]:
+def _flows(timeline: Timeline, first_pid: int, placement: Placement) -> Iterator[Event]:
     """An arrow from the end of a message's producer to the start of its consumer."""
     spans = {key_of(span.work): span for span in timeline.spans}
     for index, transfer in enumerate(timeline.transfers):
         message = transfer.message
-        gives = "B" if message.direction is Direction.BACKWARD else "F"
+        gives = GIVEN_BY[message.direction]
         producer = spans.get((message.source_stage, gives, message.microbatch))
-        consumer = spans.get((message.target_stage, gives, message.microbatch))
+        last = message.direction is Direction.EXTRA and placement.after(message.source_stage) is None
+        consumer = spans.get((message.target_stage, "F" if last else gives, message.microbatch))
         if producer is None or consumer is None:
             continue
         figures = {"bytes": transfer.num_bytes, "leave_ms": transfer.leave_ms, "arrive_ms": transfer.arrive_ms}

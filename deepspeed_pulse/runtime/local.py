@@ -202,8 +202,7 @@ class LocalWorld:
     def _discovered(self, inputs: Any, entries: Mapping[str, Any]) -> tuple[Effects, ...]:
         """What layers change in place, found on a microbatch."""
         for one in self._plan.conditioning:
-            backbone = self._graph.backbone_of(one.layers[0])
-            like = inputs[backbone] if isinstance(inputs, list) else inputs
+            like = inputs[self._graph.backbone_of(one.layers[0])] if isinstance(inputs, list) else inputs
             entries = {**entries, one.entry: torch.zeros_like(like)}
         read = {value.name: entries[value.name] for value in self._graph.batch_entries}
         layers = {i: self._layer(i, self._graph, None) for i in range(len(self._graph.layers))}

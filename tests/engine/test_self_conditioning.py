@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.cases import launch_each
+from support.selfcond_ranks import REFUSED
 
 
 def whole_product(world: int) -> list[dict[str, Any]]:
@@ -67,3 +68,8 @@ def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: P
     ]
     arguments = {"folder": str(tmp_path), "cases": cases}
     launch_each(subtests, "support.selfcond_ranks:resumes", 4, cases, arguments, timeout=300)
+
+
+@pytest.mark.timeout(300)
+def test_bad_input_is_refused_in_the_same_words_on_every_rank(subtests: pytest.Subtests) -> None:
+    launch_each(subtests, "support.selfcond_ranks:refuses", 2, list(REFUSED), timeout=200)

@@ -243,3 +243,90 @@ def _resumes(case: dict[str, Any], folder: Path) -> None:
     other.destroy()
     for a, b in zip(found, expected, strict=True):
         assert abs(a - b) <= TOLERANCE * b, (found, expected)
+
+
+def _refused(name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """What an error says, and what of a right case is changed: arguments of a module, keys of its batches."""
+    from deepspeed_pulse import SelfConditioning
+
+    def one(**changes: Any) -> SelfConditioning:
+        return SelfConditioning(**{"entry": ENTRY, "probability": 0.5, "estimate": estimate, **changes})
+
+    cases: dict[str, tuple[str, Any, dict[str, Any]]] = {
+        "nobody pops it": ("expected an entry that a layer pops, found 'x_self_con'", one(entry="x_self_con"), {}),
+        "stashed": ("which layer 0.Conditioned stashes; rename one of them", one(entry="temb"), {}),
+        "probability": ("probability: expected a number from 0 to 1, found 1.5", one(probability=1.5), {}),
+        "no probability": ("probability: expected a number from 0 to 1, found 'half'", one(probability="half"), {}),
+        "no function": ("estimate: expected a function of output and entries, found 3", one(estimate=3), {}),
+        "a dict": ("self_conditioning: expected a SelfConditioning, found a dict", {"base": one()}, {}),
+        "a number": ("self_conditioning: expected a SelfConditioning, found float", 0.5, {}),
+        "disabled": ('"pulse" block that is not disabled', one(), {"pulse": {"enabled": False}}),
+        "shape": ("to return the shape of the first layer's input [2, 8], found [2]", one(estimate=_narrow), {}),
+        "no tensor": ("expected a tensor from estimate(output, entries), found tuple", one(estimate=_pair), {}),
+        "in the data": (
+            "the batch has an entry 'x_self_cond', and layer (self-conditioning) stashes",
+            one(),
+            {"more": ENTRY},
+        ),
+        "tuple": ("expected one tensor as the first layer's input", one(), {"tuple": True}),
+        "not all read": ("pipeline rank 1 was given none; pass data_iter on every rank", one(), {"first": True}),
+    }
+    told, conditioning, more = cases[name]
+    return told, {"self_conditioning": conditioning}, more
+
+
+REFUSED = (
+    *("nobody pops it", "stashed", "probability", "no probability", "no function", "a dict", "a number", "disabled"),
+    *("shape", "no tensor", "in the data", "tuple", "not all read"),
+)
+
+
+def _narrow(output: torch.Tensor, entries: Any) -> torch.Tensor:
+    return output[:, 0]
+
+
+def _pair(output: torch.Tensor, entries: Any) -> Any:
+    return output, output
+
+
+def _bad_data(more: dict[str, Any]) -> Iterator[Any]:
+    for m in itertools.count():
+        inputs, labels = batch_of(0, m)
+        if more.get("tuple"):
+            inputs = {**inputs, "hidden": (inputs["hidden"], inputs["hidden"])}
+        yield {**inputs, **({more["more"]: inputs["hidden"]} if "more" in more else {})}, labels
+
+
+def _refuses(name: str) -> None:
+    """One clear error, the same on every rank."""
+    import deepspeed
+
+    from deepspeed_pulse import PipelineModule, PulseError
+
+    told, given, more = _refused(name)
+    config = config_of({"M": 2, "placement": "linear"})
+    config["pulse"] = more.get("pulse", config["pulse"])
+    try:
+        module = PipelineModule(
+            layers=conditioned_layers(), num_stages=2, loss_fn=loss_of, config=config, seed_layers=True, **given
+        )
+        optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        reads = not more.get("first") or torch.distributed.get_rank() == 0
+        engine.train_batch(_bad_data(more) if reads else None)
+    except PulseError as problem:
+        found = str(problem)
+    else:
+        raise AssertionError("nothing was refused")
+    assert told in found, found
+    texts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(texts, found)
+    assert len(set(texts)) == 1, texts
+
+
+def refuses(names: list[str]) -> None:
+    from deepspeed import comm
+
+    share_groups()
+    comm.init_distributed(dist_backend="gloo", verbose=False)
+    run_each(names, _refuses)
