@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.backbones import Head, index_of, own_graph
 from deepspeed_pulse.engine.data.batches import StepBatches
@@ -126,6 +127,10 @@ class DeclaredConditioning:
                 f"{where}: self_conditioning: expected (entry, layers, probability) {mine} and as many microbatches as "
                 f"that makes of {plan.microbatches}, found {found} with {[has for has, _ in counts]}; plan anew"
             )
+        for one in self.planned:
+            if one.probability and not one.count(plan.microbatches) and dist.get_rank() == 0:
+                told = f"round({one.probability:g} x {plan.microbatches}) = 0 microbatches of a step have an estimate"
+                print(f"pulse: warning: self_conditioning: {told}; use more of them", flush=True)
 
 
 def _by_name(given: Any, heads: Sequence[Head]) -> dict[str | None, SelfConditioning]:

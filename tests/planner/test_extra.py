@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner import Job, SearchOptions, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.problem import Problem
+from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulator import run
 
 HALF = SelfConditioned(entry="estimate", layers=(0,), probability=0.5)
@@ -48,19 +50,14 @@ def test_wave_orders_are_the_best_there_are(P: int, M: int, expected: int) -> No
     assert makespan(planned(job(P, M), "wave", solver_seconds=240.0)) <= expected
 
 
-def test_a_wave_is_faster_than_a_linear_placement() -> None:
-    one = job(4, 8)
-    assert makespan(planned(one, "wave")) <= 72 < makespan(planned(one, "linear"))
-
-
 @pytest.mark.parametrize("placement", ["wave", "linear", "loop"])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("readers", [(0,), (3,), (0, 7)])
+@pytest.mark.parametrize("readers", [(3,), (0, 7)])
 def test_plans_are_sound(placement: str, split: bool, readers: tuple[int, ...]) -> None:
     costs = profile([layer() for _ in range(8)], skips=[skip("a", 0, 7), skip("b", 2, 5)])
     one = job(2, 5, costs=costs, conditioning=(replace(HALF, layers=readers, probability=0.6),), cluster=cluster())
     plan = planned(one, placement, split_backward=split)
-    assert violations(plan, num_layers=8, values=()) == [] or plan.routes
+    assert violations(plan, num_layers=8, values=named_values(costs)) == []
     problem = Problem(plan, costs, one.cluster)
     assert makespan(plan) >= lower_bound_ms(problem, 5, split=split) - 1e-9
     extra = [a for row in plan.schedule for a in row if a.op is Op.EXTRA_FORWARD]
@@ -70,7 +67,7 @@ def test_plans_are_sound(placement: str, split: bool, readers: tuple[int, ...]) 
 
 def test_an_estimate_is_there_before_it_is_read() -> None:
     costs = uniform(4, output_bytes=10)
-    plan = planned(job(2, 4, costs=costs), "linear")
+    plan = planned(job(2, 4, costs=costs, cluster=cluster()), "linear")
     timeline = simulate(plan, costs, cluster())
     start = {span.work: span.start_ms for span in timeline.spans}
     end = {span.work: span.end_ms for span in timeline.spans}
@@ -122,10 +119,8 @@ def test_a_file_is_read_as_it_was_written() -> None:
 def test_a_wrong_file_is_refused(change: dict[str, Any], told: str) -> None:
     data = planned(job(2, 4), "wave").to_dict()
     data["self_conditioning"] = [{**data["self_conditioning"][0], **change}]
-    from json import dumps
-
     with pytest.raises(FileError, match=told):
-        Plan.from_json(dumps(data))
+        Plan.from_json(json.dumps(data))
 
 
 def test_a_schedule_without_an_extra_forward_is_told() -> None:

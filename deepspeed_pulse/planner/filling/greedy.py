@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from deepspeed_pulse.ir.dependencies import walk
 from deepspeed_pulse.ir.fill import Filling, FrozenPart, FrozenRun
 from deepspeed_pulse.ir.program import Message, Step
-from deepspeed_pulse.ir.schedule import Action, Op
+from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.problem import Problem
 
@@ -48,15 +48,15 @@ def latest_starts(problem: Problem, end_ms: float) -> dict[Action, float]:
             ends.append(latest[following[action]])
         for message in step.sends:
             transfer_ms, latency_ms = problem.delay(message)
-            ends.append(latest[_taker(message.target_stage, action, latest)] - transfer_ms - latency_ms)
+            ends.append(latest[_taker(problem.reader_of(message, action.op), latest)] - transfer_ms - latency_ms)
         latest[action] = min(ends) - problem.duration_ms(action)
     return latest
 
 
-def _taker(stage: int, sender: Action, known: Container[Action]) -> Action:
-    """The action of a stage that takes what ``sender`` sends; one may be whole where the other is a half."""
-    ops = (Op.FORWARD,) if sender.op is Op.FORWARD else (Op.BACKWARD, Op.INPUT_GRAD)
-    return next(taker for op in ops if (taker := Action(stage, op, sender.microbatch)) in known)
+def _taker(reader: Action, known: Container[Action]) -> Action:
+    """The action that takes what another sends; one may be whole where the other is a half."""
+    ops = (reader.op,) if reader.op in FORWARDS else (Op.BACKWARD, Op.INPUT_GRAD)
+    return next(taker for op in ops if (taker := Action(reader.stage, op, reader.microbatch)) in known)
 
 
 @dataclass
