@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 
-Schedule = Literal["auto", "gpipe", "1f1b", "interleaved", "wave", "dualpipev", "zbv", "vhalf", "vmin", "sequential"]
+Schedule = Literal[
+    "auto", "gpipe", "1f1b", "interleaved", "wave", "dualpipev", "zbv", "vhalf", "vmin", "mixed", "sequential"
+]
 Auto = Literal["auto"]
 Flag = Annotated[bool, Field(description="true or false")]
 Path = Annotated[str, Field(min_length=1)]

@@ -10,6 +10,7 @@ wave          any             either    earliest start first (PULSE, arXiv 2606.
 dualpipev     V               either    see ``templates``
 zbv           V               split     see ``templates``
 vhalf, vmin   V               split     see ``templates``
+mixed         several         either    see ``several``
 sequential    several         either    one backbone after the other
 ============  ==============  ========  =================================================
 
@@ -19,10 +20,8 @@ Split: ``I`` and ``W`` instead of ``B``.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import Kind, Placement
@@ -30,16 +29,13 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule, backward, forward
 from deepspeed_pulse.planner.job import SearchOptions
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules import templates
+from deepspeed_pulse.planner.schedules import several, templates
 from deepspeed_pulse.planner.schedules.listing import Cap, Extra, Prefer, list_schedule
 
 Caps = tuple[Cap | None, ...]
 
 _MANY_ACTIONS = 1500
 """Above so many forwards, fewer orders are tried: planning stays within seconds."""
-
-_MOST_TURNS = 3
-"""Backbones whose orders, one after the other, are all tried."""
 
 _HUGE = 10_000
 """Above so many forwards, one order for each memory cap and two without."""
@@ -159,45 +155,6 @@ def _wave_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
                     yield _listed(problem, prefer, cap, split=True, extra=extra)
 
 
-def _sequential_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
-    """Each rank's work of one backbone after the other, in every order of up to three backbones."""
-    parts = range(len(problem.plan.backbones))
-    alone = [_alone(problem, index) for index in parts]
-    turns = list(itertools.permutations(parts)) if len(parts) <= _MOST_TURNS else [tuple(parts), tuple(reversed(parts))]
-    for prefer in (Prefer.BACKWARD, Prefer.FORWARD, Prefer.FIRST_HOME):
-        for turn in turns:
-            yield partial(_one_by_one, problem, [alone[index] for index in turn], prefer, split)
-
-
-def _alone(problem: Problem, index: int) -> tuple[Problem, int]:
-    """One backbone with its part of the plan, and the number of its first stage."""
-    plan, (first, end) = problem.plan, problem.plan.backbones[index].stages
-    start = plan.boundaries[first]
-    inside = [route for route in plan.routes if first <= route.source_stage < end]
-    own = replace(
-        plan,
-        boundaries=tuple(cut - start for cut in plan.boundaries[first : end + 1]),
-        placement=plan.placement.parts[index],
-        backbones=(),
-        conditioning=(),  # extra forwards find their place in the whole order
-        routes=tuple(
-            replace(r, source_stage=r.source_stage - first, hops=tuple((a - first, b - first) for a, b in r.hops))
-            for r in inside
-        ),
-        recompute=tuple(i - start for i in plan.recompute if start <= i < plan.boundaries[end]),
-    )
-    return Problem(own, problem.profile.part(index), problem.cluster), first
-
-
-def _one_by_one(problem: Problem, turn: Sequence[tuple[Problem, int]], prefer: Prefer, split: bool) -> Schedule:
-    rows: list[list[Action]] = [[] for _ in range(problem.num_ranks)]
-    for own, first in turn:
-        listed = list_schedule(own, problem.plan.microbatches, prefer=prefer, split=split)
-        for row, actions in zip(rows, listed, strict=True):
-            row += [replace(action, stage=action.stage + first) for action in actions]
-    return tuple(map(tuple, rows))
-
-
 def frugal_orders(problem: Problem, cap: Cap, split: bool) -> list[Schedule]:
     """Lists under shares of a cap, the most frugal first."""
     found = []
@@ -235,7 +192,8 @@ GENERATORS: dict[str, Generator] = {
     "zbv": Generator(fits=lambda placement: placement.is_v, orders=_zbv_orders, needs_split=True),
     "vhalf": Generator(fits=lambda placement: placement.is_v, orders=_block_orders(templates.V_HALF), needs_split=True),
     "vmin": Generator(fits=lambda placement: placement.is_v, orders=_block_orders(templates.V_MIN), needs_split=True),
-    "sequential": Generator(fits=lambda placement: len(placement.starts) > 1, orders=_sequential_orders),
+    "mixed": Generator(fits=lambda placement: len(placement.starts) > 1, orders=several.mixed_orders),
+    "sequential": Generator(fits=lambda placement: len(placement.starts) > 1, orders=several.sequential_orders),
     "gpipe": Generator(fits=lambda placement: True, orders=_gpipe_orders),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import InfeasibleError
@@ -14,6 +15,10 @@ from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.problem import Problem
 
 _SLACK = 1e-9
+
+
+RankBy = Callable[[Action], tuple[float, ...]]
+"""What an action is compared by with others of its rank that can start at one time."""
 
 
 class Prefer(enum.Enum):
@@ -50,7 +55,7 @@ def list_schedule(
     problem: Problem,
     microbatches: int,
     *,
-    prefer: Prefer = Prefer.FORWARD,
+    prefer: Prefer | RankBy = Prefer.FORWARD,
     cap: Cap | None = None,
     split: bool = False,
     order: Schedule | None = None,
@@ -58,17 +63,17 @@ def list_schedule(
 ) -> Schedule:
     """Earliest start first; among equals as ``prefer`` says, then the latest stage. Microbatches stay in order.
 
+    ``prefer``: also a function, whose smallest value goes first.
     ``extra``: where extra forwards come among equals; with an ``order`` too, they find their place as ``W`` does.
     ``split``: backward runs as ``I`` and ``W``; ``W`` runs when nothing else can start as early. ``order``: ``F`` and
     ``B`` of each rank run as given there, only ``W`` finds its place.
 
     Under a cap a forward starts only if the rank's later stages still fit one microbatch each beside what is live.
-    So the furthest microbatch can always go on, and no cap that lets one microbatch through deadlocks. Several
-    backbones may still take one another's room.
+    So the furthest microbatch can always go on, and no cap that lets one microbatch through deadlocks. Of several
+    backbones each leaves the room that the others need to go on: so it must let one microbatch of each through.
 
     Raises:
-        InfeasibleError: the cap does not let a single microbatch through, not in the given order, or backbones wait for
-            one another.
+        InfeasibleError: the cap does not let a single microbatch of each backbone through, or not in the given order.
     """
     board = _Board(problem, microbatches, prefer, cap, split, order, extra)
     best = [board.candidate(rank) for rank in range(problem.num_ranks)]
@@ -81,8 +86,8 @@ def list_schedule(
         for touched in board.commit(rank, action, start):
             best[touched] = board.candidate(touched)
     if sum(map(len, rows)) < (3 if split else 2) * problem.num_stages * microbatches + len(problem.extra_actions):
-        assert order is not None or len(problem.placement.starts) > 1
-        raise InfeasibleError("the given order, or these backbones beside each other, do not fit the cap")
+        assert order is not None
+        raise InfeasibleError("the given order does not fit the cap")
     return tuple(tuple(row) for row in rows)
 
 
@@ -93,13 +98,14 @@ class _Board:
         self,
         problem: Problem,
         microbatches: int,
-        prefer: Prefer,
+        prefer: Prefer | RankBy,
         cap: Cap | None,
         split: bool,
         order: Schedule | None,
         extra: Extra,
     ) -> None:
         self._problem, self._microbatches = problem, microbatches
+        self._rank_by = None if isinstance(prefer, Prefer) else prefer
         self._prefer, self._cap, self._order = prefer, cap, order
         self._ops = SPLIT if split else WHOLE
         self._next: dict[tuple[int, Op], int] = defaultdict(int)
@@ -115,12 +121,13 @@ class _Board:
         self._reserve = cap.weights if cap and order else reserve
         self._extra = [problem.plan.extra_forwards(stage) for stage in range(problem.num_stages)]
         self._extra_preference = extra.value
+        self._parts = _held_by_backbone(problem.placement) if cap and order is None else []
 
     def candidate(self, rank: int) -> tuple[float, int, Action | None]:
         """Earliest start, rank and the rank's best next action; never and None when nothing can run yet."""
         free = self._rank_free[rank]
         able = ((max(free, self._ready[key_of(a)]), a) for a in self._open(rank) if self._can_run(rank, a))
-        best = min(able, key=lambda c: (c[0], self._preference(rank, c[1]), -c[1].stage), default=None)
+        best = min(able, key=lambda c: (c[0], self._order_of(c[1]), -c[1].stage), default=None)
         return (best[0], rank, best[1]) if best else (float("inf"), rank, None)
 
     def _open(self, rank: int) -> list[Action]:
@@ -147,7 +154,10 @@ class _Board:
             found += [Action(stage, Op.EXTRA_FORWARD, m) for m in left[:1]]
         return found
 
-    def _preference(self, rank: int, action: Action) -> int:
+    def _order_of(self, action: Action) -> tuple[float, ...]:
+        return (self._preference(action),) if self._rank_by is None else self._rank_by(action)
+
+    def _preference(self, action: Action) -> int:
         if action.op is Op.EXTRA_FORWARD:
             return self._extra_preference
         if action.op is Op.WEIGHT_GRAD:
@@ -163,11 +173,31 @@ class _Board:
             return True
         if action.op is Op.FORWARD:
             return self._cap is None or (
-                self._live[rank] + self._reserve[action.stage] <= self._cap.limits[rank] * (1 + _SLACK) + _SLACK
+                self._live[rank] + self._reserve[action.stage] + self._others_need(rank, action.stage)
+                <= self._cap.limits[rank] * (1 + _SLACK) + _SLACK
             )
         return self._prefer is not Prefer.ALL_FORWARDS or all(
             self._next[stage, Op.FORWARD] == self._microbatches for stage in self._stages[rank]
         )
+
+    def _others_need(self, rank: int, stage: int) -> float:
+        """What other backbones need on the rank to go on."""
+        if len(self._problem.placement.starts) == 1 or not self._parts:
+            return 0.0
+        return sum(self._needs(stages) for stages in self._parts[rank] if stage not in stages)
+
+    def _needs(self, stages: tuple[int, ...]) -> float:
+        """Room for the rest of a backbone's first microbatch whose forwards are not all done, less what those before
+        it free by then: their backwards can run in whatever room there is."""
+        assert self._cap is not None
+        done = [self._next[stage, Op.FORWARD] for stage in stages]
+        first = min(done)
+        if first == self._microbatches:
+            return 0.0
+        weights = [self._cap.weights[stage] for stage in stages]
+        rest = sum(weight for weight, count in zip(weights, done, strict=True) if count == first)
+        freed = sum(w * (first - self._next[s, self._ops[-1]]) for s, w in zip(stages, weights, strict=True))
+        return max(0.0, rest - freed)
 
     def _waits(self, action: Action) -> bool:
         key = key_of(action)
@@ -210,15 +240,23 @@ def _first_stages(placement: Placement) -> set[int]:
     return set(first.values())
 
 
+def _held_by_backbone(placement: Placement) -> list[list[tuple[int, ...]]]:
+    """Per rank, its stages of each backbone."""
+    return [
+        [tuple(stage for stage in stages if placement[stage] == rank) for stages in placement.backbones]
+        for rank in range(placement.num_ranks)
+    ]
+
+
 def _reserves(placement: Placement, cap: Cap) -> tuple[float, ...]:
-    """Per stage: its weight and those of its rank's later stages of its backbone. The largest must fit its limit."""
-    after: dict[tuple[int, int], float] = defaultdict(float)
-    reserve = [0.0] * len(placement)
-    for stage in reversed(range(len(placement))):
-        held = placement[stage], placement.backbone_of(stage)
-        after[held] += cap.weights[stage]
-        reserve[stage] = after[held]
-    needs = [max(need for (rank, _), need in after.items() if rank == r) for r in range(placement.num_ranks)]
+    """Per stage: its weight and those of its rank's later stages of its backbone. All backbones' must fit its limit."""
+    reserve, needs = [0.0] * len(placement), [0.0] * placement.num_ranks
+    for stages in placement.backbones:
+        after = [0.0] * placement.num_ranks
+        for stage in reversed(stages):
+            after[placement[stage]] += cap.weights[stage]
+            reserve[stage] = after[placement[stage]]
+        needs = [need + more for need, more in zip(needs, after, strict=True)]
     lacking = [r for r, need in enumerate(needs) if need > cap.limits[r] * (1 + _SLACK) + _SLACK]
     if lacking:
         lines = [f"rank {r} needs {needs[r]:,.0f} {cap.unit}, its limit is {cap.limits[r]:,.0f}" for r in lacking]

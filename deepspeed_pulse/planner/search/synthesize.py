@@ -176,9 +176,15 @@ class _Pool:
         return self._keep(candidate)
 
     def _simulated(self, name: str, schedule: Schedule) -> Candidate:
-        """Without halves that bring nothing, if that fits: a gradient may wait longer for a whole backward."""
+        """Without halves that bring nothing, if that fits: a gradient may wait longer for a whole backward.
+
+        Beside other backbones these halves may bring something: what they make room for is another's.
+        """
         found = _simulated(self.problem, name, joined(self.problem, schedule) if self.split else schedule)
-        return found if self._fits(found) or not self.split else _simulated(self.problem, name, schedule)
+        if not self.split or (self._fits(found) and not self.problem.plan.backbones):
+            return found
+        halves = _simulated(self.problem, name, schedule)
+        return min(found, halves, key=lambda one: one.rank) if self._fits(found) else halves
 
     def _fits(self, candidate: Candidate) -> bool:
         return max(candidate.estimate.peak_bytes) <= self.memory_bytes

@@ -1,0 +1,157 @@
+"""Several backbones in one plan: figures known beforehand, never slower than one after the other, within memory."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from toys import cluster, layer, profile, random_profile, uniform
+
+from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.joined import joined_profile
+from deepspeed_pulse.ir.placement import Placement
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan, violations
+from deepspeed_pulse.planner.making.maker import Maker
+from deepspeed_pulse.planner.problem import Problem
+from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.schedules.heuristics import count_cap
+from deepspeed_pulse.planner.schedules.listing import list_schedule
+from deepspeed_pulse.planner.schedules.templates import peak_in_flight
+
+QUICK = SearchOptions(solver_seconds=0.0)
+"""Generators only: the same figures on every machine."""
+
+
+def several(ranks, *works, **costs):
+    """Backbones whose half-stages take so many times 1 forward and 2 backward, one layer a stage of a wave."""
+    parts = [
+        uniform(
+            2 * ranks,
+            **({"forward_ms": work, "backward_ms": 2 * work, "weight_grad_ms": work, "input_grad_ms": work} | costs),
+        )
+        for work in works
+    ]
+    return joined_profile(parts, [f"model{at}" for at in range(len(works))])
+
+
+def directed(ranks, reversed_ones):
+    wave = Placement.wave(ranks)
+    return Placement.of_backbones([wave.mirrored if back else wave for back in reversed_ones])
+
+
+def planned(ranks, microbatches, works, reversed_ones, *, split=False, memory_bytes=None, seconds=0.0):
+    costs = several(ranks, *works)
+    job = Job(
+        profile=costs,
+        cluster=cluster(ranks=ranks),
+        pipeline_ranks=ranks,
+        microbatches=microbatches,
+        memory_bytes=memory_bytes,
+    )
+    options = SearchOptions(placement="wave", split_backward=split, solver_seconds=seconds)
+    found = Maker(job=job, options=options).plan(directed(ranks, reversed_ones))
+    assert violations(found, num_layers=costs.num_layers, values=named_values(costs)) == []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "same", "opposite", "split"),
+    [(4, 4, 57, 51, 49), (4, 8, 105, 99, 97), (8, 8, 117, 105, 99), (8, 16, 213, 201, 195)],
+)
+def test_two_equal_waves_take_the_shortest_time_there_is(ranks, microbatches, same, opposite, split):
+    """W + (P-1)(f+b); opposite W + (P/2-1)(f+b), with split backward W + (P/2-1)."""
+    work = 12 * microbatches
+    assert (same, opposite, split) == (work + 3 * (ranks - 1), work + 3 * (ranks // 2 - 1), work + ranks // 2 - 1)
+    found = [
+        planned(ranks, microbatches, (1, 1), way, split=halves).estimate
+        for way, halves in (((0, 0), False), ((0, 1), False), ((0, 1), True))
+    ]
+    assert [one.makespan_ms for one in found] == [same, opposite, split]
+    assert [one.gap for one in found] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("ways", "expected"), [((0, 0, 0), 153), ((0, 1, 0), 147), ((0, 0, 1), 147), ((0, 1, 1), 147)])
+def test_three_backbones_gain_by_one_that_is_reversed(ways, expected):
+    assert planned(4, 8, (1, 1, 1), ways).estimate.makespan_ms == expected
+
+
+@pytest.mark.parametrize("works", [(1, 2), (1, 4), (2, 1)])
+@pytest.mark.parametrize("memory_bytes", [None, 8, 4, 2])
+def test_no_plan_is_slower_than_one_backbone_after_the_other(works, memory_bytes):
+    """Down to room for one microbatch of one backbone, where nothing else is left."""
+    costs = several(4, *works)
+    job = Job(profile=costs, cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4, memory_bytes=memory_bytes)
+    plan = make_plan(job, replace(QUICK, placement="wave", split_backward=False))
+    alone = [
+        make_plan(replace(job, profile=costs.part(at)), replace(QUICK, placement="wave", split_backward=False))
+        for at in range(2)
+    ]
+    assert plan.estimate.makespan_ms <= sum(one.estimate.makespan_ms for one in alone)
+    assert memory_bytes is None or max(plan.estimate.peak_bytes) <= memory_bytes
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_backbones_beside_each_other_never_wait_for_room_that_another_took(seed):
+    """Any weights, directions and times: a cap that lets one microbatch of each through is enough."""
+    rng = random.Random(seed)
+    ranks, count = rng.choice([2, 3, 4]), rng.choice([2, 3])
+    place = Placement.of_backbones(
+        [rng.choice([one, one.mirrored]) for one in (Placement.wave(ranks) for _ in range(count))]
+    )
+    parts = [random_profile(rng, 2 * ranks) for _ in range(count)]
+    costs = joined_profile(parts, [f"model{at}" for at in range(count)])
+    job = Job(profile=costs, cluster=cluster(), pipeline_ranks=ranks, microbatches=5)
+    one_a_stage = replace(QUICK, boundaries=tuple(range(len(place) + 1)))
+    problem = Problem(Maker(job=job, options=one_a_stage).cut(place, costs), costs, cluster())
+    weights = tuple(rng.uniform(0.1, 4) for _ in place)
+    needs = [sum(weights[stage] for stage in place.stages_of(rank)) for rank in range(ranks)]
+    cap = replace(count_cap(problem, 1), weights=weights, limits=tuple(rng.uniform(1, 1.5) * need for need in needs))
+    rows = list_schedule(problem, 5, cap=cap, split=rng.random() < 0.5, rank_by=rng.choice([None, by_microbatch]))
+    live = [max_live(row, weights) for row in rows]
+    assert all(most <= limit + 1e-6 for most, limit in zip(live, cap.limits, strict=True))
+
+
+def by_microbatch(action):
+    return (action.microbatch,)
+
+
+def max_live(row, weights):
+    live = most = 0.0
+    last = "W" if any(action.op.value == "W" for action in row) else "B"
+    for action in row:
+        live += {"F": 1, last: -1}.get(action.op.value, 0) * weights[action.stage]
+        most = max(most, live)
+    return most
+
+
+def test_one_cap_of_all_that_lets_only_one_through_is_said():
+    costs = several(2, 1, 1)
+    job = Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=3)
+    problem = Problem(Maker(job=job, options=QUICK).cut(directed(2, (0, 1)), costs), costs, cluster())
+    with pytest.raises(InfeasibleError, match="rank 0 needs 4 stages in flight, its limit is 3"):
+        list_schedule(problem, 3, cap=count_cap(problem, 3))
+    assert peak_in_flight(list_schedule(problem, 3, cap=count_cap(problem, 4))) <= 4
+
+
+def test_joint_cuts_are_more_even_than_each_backbone_s_own():
+    """Layers of 3 and 5 ms do not go evenly into a rank's stages; beside those of the other backbone they do better."""
+    rng = random.Random(3)
+    parts = [profile([layer(t := rng.uniform(1, 5), 2 * t) for _ in range(14)]) for _ in range(2)]
+    costs = joined_profile(parts, ["a", "b"])
+    job = Job(profile=costs, cluster=cluster(), pipeline_ranks=4, microbatches=4)
+    place = directed(4, (0, 1))
+    maker = Maker(job=job, options=QUICK)
+    joint = loads(maker.cut(place, costs).boundaries, costs, place)
+    own = [
+        Maker(job=replace(job, profile=costs.part(at)), options=QUICK).cut(Placement.wave(4), costs.part(at)).boundaries
+        for at in range(2)
+    ]
+    apart = loads((*own[0][:-1], *(14 + cut for cut in own[1])), costs, place)
+    assert max(joint) < max(apart)
+
+
+def loads(cuts, costs, place):
+    found = [0.0] * place.num_ranks
+    for stage, (first, end) in enumerate(itertools.pairwise(cuts)):
+        found[place[stage]] += sum(one.forward_ms + one.backward_ms for one in costs.layers[first:end])
+    return found
