@@ -15,6 +15,7 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.fields import write_json
 from deepspeed_pulse.ir.frozen import FrozenParts
+from deepspeed_pulse.ir.joined import joined_by_size, joined_profile
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.report.files import IMAGES, replacing
@@ -62,7 +63,7 @@ def plan(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
     from deepspeed_pulse.report.tables import plan_table
 
-    profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
+    profile, cluster = load_profiles(arguments.profile), load_cluster(arguments.cluster)
     frozen = FrozenParts.load(arguments.frozen).at(profile.microbatch_size) if arguments.frozen else ()
     with replacing(arguments.out) as out, solving(sys.stderr) as progress:
         job = Job(
@@ -90,6 +91,11 @@ def plan(arguments: argparse.Namespace) -> None:
     print_text(plan_table(plan, profile=profile))
 
 
+def load_profiles(paths: Sequence[str]) -> Profile:
+    """The profile of one file, or of several backbones that train together."""
+    return joined_profile([Profile.load(path) for path in paths])
+
+
 def _memory_bytes(arguments: argparse.Namespace) -> int | None:
     return None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9)
 
@@ -99,7 +105,10 @@ def tune(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.report.tuning import tuning_table
 
     _check_options_of_tune(arguments)
-    profiles, cluster = [Profile.load(path) for path in arguments.profiles], load_cluster(arguments.cluster)
+    profiles = joined_by_size([Profile.load(path) for path in arguments.profiles])
+    cluster = load_cluster(arguments.cluster)
+    if arguments.verify and profiles[0].backbones:
+        raise ConfigError("--verify: expected profiles of one model, found several backbones; leave it out")
     if arguments.verify:
         check_machine(cluster, arguments.world or cluster.num_ranks)
     with contextlib.ExitStack() as files:

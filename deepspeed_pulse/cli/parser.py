@@ -36,6 +36,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+_BACKBONES = "several: backbones that train together, called as their profiles are"
+
+
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     """Reads a number that ``fits``."""
 
@@ -79,7 +82,7 @@ def _profile(add: Add) -> None:
 
 
 def _plan(add: Add) -> None:
-    add("profile", metavar="PROFILE", help="layer costs (pulse-profile/1)")
+    add("profile", nargs="+", metavar="PROFILE", help=f"layer costs (pulse-profile/1); {_BACKBONES}")
     add("--cluster", required=True, help=SPELLINGS)
     add("--pipeline-ranks", required=True, type=_count, metavar="P")
     add("--microbatches", required=True, type=_count, metavar="M", help="of one step and pipeline")
@@ -103,7 +106,10 @@ def _plan(add: Add) -> None:
 
 
 def _tune(add: Add) -> None:
-    costs = "layer costs, a file for each microbatch size; of a single one, larger microbatches are scaled"
+    costs = (
+        "layer costs, a file for each microbatch size; of a single one, larger microbatches are scaled; profiles of "
+        "different names are backbones that train together, each with the same sizes"
+    )
     add("profiles", nargs="+", metavar="PROFILE", help=costs)
     add("--cluster", required=True, help=SPELLINGS)
     add("--global-batch", required=True, type=_count, metavar="B", help="samples of one step, all ranks")
@@ -133,14 +139,15 @@ def _tune(add: Add) -> None:
 
 def _plan_and_costs(add: Add) -> None:
     add("plan", metavar="PLAN", help="a plan (pulse-plan/2)")
-    add("--profile", required=True, help="layer costs (pulse-profile/1)")
+    add("--profile", required=True, nargs="+", help=f"layer costs (pulse-profile/1); {_BACKBONES}")
     add("--cluster", required=True, help=SPELLINGS)
 
 
 def _show(add: Add) -> None:
     add("file", metavar="FILE", help="a plan (pulse-plan/2) or a profile (pulse-profile/1)")
     add("--plan", help="goes with a profile: draw this plan's cuts, and what it sends")
-    add("--profile", help="real times; without it a forward takes 1 ms, a backward 2 ms")
+    times = "real times; without it a forward takes 1 ms, a backward 2 ms"
+    add("--profile", nargs="+", help=f"{times}; {_BACKBONES}")
     add("--cluster", help="goes with --profile")
     add("--memory", action="store_true", help="draw each rank's live bytes too (needs --profile)")
     kinds = "page (.html), Perfetto trace (.json), torch's action table (.csv); repeatable"

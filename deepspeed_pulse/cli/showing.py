@@ -6,6 +6,7 @@ import argparse
 import contextlib
 
 from deepspeed_pulse import __version__
+from deepspeed_pulse.cli.making import load_profiles
 from deepspeed_pulse.cli.terminal import check_suffixes, print_text, quiet, width
 from deepspeed_pulse.errors import ConfigError, PlanError
 from deepspeed_pulse.ir.cluster import Cluster
@@ -34,7 +35,7 @@ def check(arguments: argparse.Namespace) -> int | None:
     from deepspeed_pulse.report.tables import audit_text
 
     plan = Plan.load(arguments.plan)
-    profile, cluster = Profile.load(arguments.profile), load_cluster(arguments.cluster)
+    profile, cluster = load_profiles(arguments.profile), load_cluster(arguments.cluster)
     found = audit(plan, profile, cluster)
     print_text(audit_text(arguments.plan, found.problems, found.rows))
     return FAILED_CHECK if found.problems else None
@@ -85,7 +86,8 @@ def _show_plan(arguments: argparse.Namespace, text: str) -> None:
         print_text(plan_table(plan, profile=profile))
     else:
         print_text(plan_table(plan, costs="unit times below: a forward takes 1 ms, a backward 2 ms, a message nothing"))
-    print_text(schedule_grid(timeline, plan.placement, width=width()))
+    names = [part.name for part in plan.backbones]
+    print_text(schedule_grid(timeline, plan.placement, width=width(), backbones=names))
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -106,7 +108,7 @@ def report(arguments: argparse.Namespace) -> None:
         run = found.only_run()
         with contextlib.ExitStack() as files:
             for path in arguments.out:
-                write_rows(files.enter_context(replacing(path)), timelines(run), run.plan.placement)
+                write_rows(files.enter_context(replacing(path)), timelines(run), run.plan)
     print_text(report(found))
 
 
@@ -121,8 +123,8 @@ def _costs(arguments: argparse.Namespace, path: str, plan: Plan) -> tuple[Plan, 
             raise ConfigError("--memory needs --profile and --cluster: unit times say nothing about bytes")
         plan, profile, cluster = with_unit_costs(plan)
     else:
-        profile = Profile.load(arguments.profile)
-        _check_origin(path, plan, arguments.profile, profile)
+        profile = load_profiles(arguments.profile)
+        _check_origin(path, plan, " and ".join(arguments.profile), profile)
         cluster = load_cluster(arguments.cluster)
     if plan.grid.num_ranks > cluster.num_ranks:
         raise PlanError(

@@ -44,6 +44,29 @@ def joined_profile(profiles: Sequence[Profile], names: Sequence[str] | None = No
     )
 
 
+def joined_by_size(profiles: Sequence[Profile]) -> list[Profile]:
+    """Profiles of one model at several microbatch sizes as they are; of several, by their names, joined at each size.
+
+    Raises:
+        ConfigError: backbones have not the same sizes, or what :func:`joined_profile` refuses.
+    """
+    by_name: dict[str, list[Profile]] = {}
+    for profile in profiles:
+        by_name.setdefault(profile.name, []).append(profile)
+    if len(by_name) < 2:
+        return list(profiles)
+    sizes = {name: sorted(profile.microbatch_size for profile in own) for name, own in by_name.items()}
+    if len({tuple(found) for found in sizes.values()}) > 1 or any(len(set(s)) < len(s) for s in sizes.values()):
+        found = "; ".join(f"{name} of {', '.join(map(str, own))}" for name, own in sizes.items())
+        raise ConfigError(
+            "profiles: expected of each backbone one for each of the same microbatch sizes, found "
+            f"{found}; profiles of different names are backbones that train together, those of one model have one name"
+        )
+    first = next(iter(sizes.values()))
+    ordered = [sorted(own, key=lambda profile: profile.microbatch_size) for own in by_name.values()]
+    return [joined_profile([own[at] for own in ordered]) for at in range(len(first))]
+
+
 def _check_alike(profiles: Sequence[Profile], names: Sequence[str]) -> None:
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:

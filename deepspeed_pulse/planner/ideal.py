@@ -30,10 +30,14 @@ def ideal_ms(
 
     ``split``: backward may run in halves. ``reduction_ms``: of all gradients over data-parallel peers, one rank after
     the other. A rank reduces its own after all its work but one backward, or with several stages at least after all
-    their forwards; on average that is a P-th of all.
+    their forwards; on average that is a P-th of all. ``placement``: of each of several backbones.
     """
     work = [layer.forward_ms + layer.backward_ms for layer in profile.layers]
     ranks = placement.num_ranks
+    if profile.backbones:  # any one fills the others' bubble, and reduces its gradients behind their work
+        parts = [profile.part(index) for index in range(len(profile.backbones))]
+        alone = [ideal_ms(part, placement, microbatches, split=split) for part in parts]
+        return max(microbatches * sum(work) / ranks, *alone)
     shares = [layer.forward_ms / ms for layer, ms in zip(profile.layers, work, strict=True) if ms]
     forward = min(shares, default=1.0)
     first = 1.0 - (1.0 - forward) / microbatches if len(placement) == ranks else forward

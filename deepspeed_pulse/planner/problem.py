@@ -186,15 +186,17 @@ class Problem:
         return route
 
 
-def _check_backbones(plan: Plan, profile: Profile) -> None:
+def other_backbones(plan: Plan, profile: Profile) -> str | None:
+    """What is wrong where a plan's backbones are not the profile's; None where they are."""
     cut = [(part.name, tuple(plan.boundaries[stage] for stage in part.stages)) for part in plan.backbones]
     known = [(part.name, part.layers) for part in profile.backbones]
-    if cut != known:
-        expected, found = (", ".join(f"{n} {a}..{b - 1}" for n, (a, b) in one) or "one" for one in (known, cut))
-        raise PlanError(
-            f"the plan's backbones are not those of the profile {profile.name!r}: expected (by layers) {expected}, "
-            f"found {found}; plan it anew from this profile"
-        )
+    if cut == known:
+        return None
+    expected, found = (", ".join(f"{n} {a}..{b - 1}" for n, (a, b) in one) or "one" for one in (known, cut))
+    return (
+        f"the plan's backbones are not those of the profile {profile.name!r}: expected (by layers) {expected}, "
+        f"found {found}; plan it anew from this profile"
+    )
 
 
 def _check_fit(plan: Plan, profile: Profile) -> None:
@@ -203,7 +205,9 @@ def _check_fit(plan: Plan, profile: Profile) -> None:
             f"the plan cuts {plan.num_layers} layers, the profile {profile.name!r} has {profile.num_layers}: "
             "the plan was made for another model; plan it anew from this profile"
         )
-    _check_backbones(plan, profile)
+    other = other_backbones(plan, profile)
+    if other is not None:
+        raise PlanError(other)
     known = {skip.name for skip in profile.skips}
     for route in plan.routes:
         if route.name not in known:

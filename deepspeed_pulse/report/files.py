@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_pulse.errors import FileError
-from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import format_schedule
 from deepspeed_pulse.ir.timeline import Timeline
@@ -27,7 +26,7 @@ def write(path: Path, plan: Plan, timeline: Timeline, *, memory: bool) -> None:
     title = "planned"
     if path.suffix != ".json" and plan.solver is not None:
         title += f", schedule {words.schedule(plan.solver.name)}"
-    write_rows(path, [(title, timeline)], plan.placement, memory=memory)
+    write_rows(path, [(title, timeline)], plan, memory=memory)
 
 
 def to_csv(plan: Plan) -> str:
@@ -38,20 +37,21 @@ def to_csv(plan: Plan) -> str:
     return "".join(",".join(row) + "\n" for row in format_schedule(plan.schedule))
 
 
-def write_rows(path: Path, rows: Sequence[tuple[str, Timeline]], placement: Placement, *, memory: bool = False) -> None:
-    """Named timelines as a trace, a page or a picture, as the suffix asks for."""
+def write_rows(path: Path, rows: Sequence[tuple[str, Timeline]], plan: Plan, *, memory: bool = False) -> None:
+    """Named timelines of a plan as a trace, a page or a picture, as the suffix asks for."""
+    placement, backbones = plan.placement, [part.name for part in plan.backbones]
     if path.suffix == ".json":
         from deepspeed_pulse.report.trace import write_trace
 
-        write_trace(path, rows, placement)
+        write_trace(path, rows, placement, backbones=backbones)
     elif path.suffix == ".html":
         from deepspeed_pulse.report.html import write_page
 
-        write_page(path, rows, placement)
+        write_page(path, rows, placement, backbones=backbones)
     else:
         from deepspeed_pulse.report.timeline import draw_timelines
 
-        draw_timelines(rows, placement, path, memory=memory)
+        draw_timelines(rows, placement, path, memory=memory, backbones=backbones)
 
 
 @contextlib.contextmanager

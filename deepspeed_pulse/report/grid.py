@@ -6,22 +6,32 @@ colour; ``E3=`` is frozen work for microbatch 3 of the next step, a dot is idle 
 
     rank 0  0F0>0F1>0F2>............3F0>....3B0<<<<<0B0<<<<<
     rank 1  ....1F0>1F1>2F0>2F1>2B0<<<<<1B0<<<<<............
+
+Of several backbones each has fills and shades of its own: the second ``}`` and ``{``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
-from deepspeed_pulse.report.spans import FROZEN, WORDS, kind, kinds
+from deepspeed_pulse.report.spans import FROZEN, WORDS, backbone, kind, kinds, named_backbones
 from deepspeed_pulse.report.words import summary
 
 IDLE = "."
 _FILL = {"F": ">", "B": "<", "I": "(", "W": "~", "E": "-", FROZEN: "="}
+_OTHER_FILLS = ({"F": "}", "B": "{"}, {"F": "]", "B": "["}, {"F": "/", "B": "\\"})
+"""Of the second, third, fourth backbone, and again."""
+
+_OTHER_STYLES = (
+    {"F": "black on plum2", "B": "bright_white on purple4", "I": "bright_white on purple4"},
+    {"F": "black on khaki1", "B": "bright_white on orange4", "I": "bright_white on orange4"},
+    {"F": "black on grey82", "B": "bright_white on grey30", "I": "bright_white on grey30"},
+)
 _STYLES = {
     "F": ("black on bright_cyan", "black on cyan"),
     "B": ("bright_white on dark_orange3", "bright_white on dark_red"),
@@ -36,12 +46,13 @@ _CELL_WIDTHS = (5, 4, 3, 2, 1)
 """Columns of a short action, widest first; the first that needs few enough bands is taken."""
 
 
-def schedule_grid(timeline: Timeline, placement: Placement, *, width: int = 100) -> Text:
+def schedule_grid(timeline: Timeline, placement: Placement, *, width: int = 100, backbones: Sequence[str] = ()) -> Text:
     """The grid, ``width`` columns wide, as something rich prints; ``str()`` of it is the plain form.
 
-    ``placement``: rank of each stage; a rank's first and second stage get different shades.
+    ``placement``: rank of each stage; a rank's first and second stage get different shades. ``backbones``: their names.
     """
     lines = [Text(summary(timeline)), *_bands(timeline, placement, width), *_legend(timeline, placement, width)]
+    lines += _owners(placement, backbones)
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
@@ -84,18 +95,38 @@ def _lane(
         left = max(left, at)
         if right > left:
             lane.append(IDLE * (left - at), style=_IDLE_STYLE)
-            lane.append(_cell(span, letter, right - left), style=_STYLES[letter][way])
+            fill, style = _look(letter, way, backbone(span, placement))
+            lane.append(_cell(span, letter, right - left, fill), style=style)
             at = right
     lane.append(IDLE * (columns - at), style=_IDLE_STYLE)
     return lane
 
 
-def _cell(span: AnySpan, letter: str, width: int) -> str:
+def _look(letter: str, way: int, owner: int | None) -> tuple[str, str]:
+    """Fill and style."""
+    fill, style = _FILL[letter], _STYLES[letter][way]
+    if not owner:
+        return fill, style
+    other = (owner - 1) % len(_OTHER_FILLS)
+    return _OTHER_FILLS[other].get(letter, fill), _OTHER_STYLES[other].get(letter, style)
+
+
+def _owners(placement: Placement, names: Sequence[str]) -> Iterator[Text]:
+    """A line for each of several backbones."""
+    for index, name in enumerate(named_backbones(placement, names)):
+        line = Text("  ")
+        for letter in "FB":
+            fill, style = _look(letter, 0, index)
+            line.append(letter + fill, style=style).append(" ")
+        yield line.append(name)
+
+
+def _cell(span: AnySpan, letter: str, width: int, fill: str) -> str:
     """The action's text where it leaves room for a fill, else less of it, else without a fill."""
     short = (f"{letter}{span.work.microbatch}", letter)
     labels = short if letter == FROZEN else (str(span.work), *short)
     fitting = [text for room in (width - 1, width) for text in labels if len(text) <= room]
-    return fitting[0].ljust(width, _FILL[letter])
+    return fitting[0].ljust(width, fill)
 
 
 def _legend(timeline: Timeline, placement: Placement, width: int) -> Iterator[Text]:

@@ -14,23 +14,37 @@ from typing import Any
 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.report.spans import FROZEN, kind, kinds
+from deepspeed_pulse.report.spans import FROZEN, backbone, kind, kinds, named_backbones
 from deepspeed_pulse.report.words import summary
 
 
-def write_page(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Placement) -> None:
-    """Write named timelines above each other, on one time axis."""
+def write_page(
+    path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Placement, *, backbones: Sequence[str] = ()
+) -> None:
+    """Write named timelines above each other, on one time axis; ``backbones``: their names, where there are several."""
     data = [_row(title, timeline, placement) for title, timeline in rows]
+    owners = named_backbones(placement, backbones)
     title = "; ".join(title for title, _ in rows if title) or "timeline"
     found = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     used = {kind.letter for kind in kinds([timeline for _, timeline in rows], placement)}
     page = _PAGE.replace("@SPLIT@", (_SPLIT if "W" in used else "") + "".join(_MORE[x] for x in _MORE if x in used))
+    names = json.dumps(list(backbones) or owners).replace("<", "\\u003c")
+    page = page.replace("@OWNERS@", _legend_of(owners)).replace("@NAMES@", names)
     page = page.replace("@TITLE@", html.escape(title)).replace("@DATA@", found)
     Path(path).write_text(page, encoding="utf-8")
 
 
+def _legend_of(owners: Sequence[str]) -> str:
+    """Each of several backbones with the bar at the head of its boxes."""
+    return "".join(
+        f'<br><b style="border-top:5px solid {_HEADS[index % len(_HEADS)]}">&nbsp;</b>{html.escape(name)}'
+        for index, name in enumerate(owners)
+    )
+
+
 def _row(title: str, timeline: Timeline, placement: Placement) -> dict[str, Any]:
-    """``spans``: rank, letter, second stage or not, start, end, text, microbatch; ``messages``: ranks, from, until."""
+    """``spans``: rank, letter, second stage or not, start, end, text, microbatch, backbone; ``messages``: ranks, from,
+    until."""
     start = timeline.start_ms
 
     def at(ms: float) -> float:
@@ -42,11 +56,15 @@ def _row(title: str, timeline: Timeline, placement: Placement) -> dict[str, Any]
         "end": timeline.makespan_ms,
         "spans": [
             [s.rank, *kind(s, placement), at(s.start_ms), at(s.end_ms), str(s.work), s.work.microbatch]
+            + ([] if backbone(s, placement) is None else [backbone(s, placement)])
             for s in timeline.every_span
         ],
         "messages": [[t.source_rank, t.target_rank, at(t.leave_ms), at(t.arrive_ms)] for t in timeline.every_transfer],
     }
 
+
+_HEADS = ("#dddddd", "#1a1a1a", "#f2a900", "#9a5fc0")
+"""Bars of backbones, of different brightness, so that they differ in grey."""
 
 _SPLIT = """Backward is split: dark colours are its input gradients (I),
 <b style="background:#8d8d8d;color:#fff">W</b>weight gradient, first
@@ -71,9 +89,10 @@ Red lines: messages.<br><b style="background:#cfe3f7">F</b>forward, first stage 
 <b style="background:#bfe8d2">F</b>forward, second (bar below)
 <b style="background:#2f6db0;color:#fff">B</b>backward, first
 <b style="background:#1f7f4f;color:#fff">B</b>backward, second. @SPLIT@
-Wheel: zoom. Drag: move. Double click: all of it.</p>
+Wheel: zoom. Drag: move. Double click: all of it.@OWNERS@</p>
 <script>
 "use strict";
+const names = @NAMES@, HEADS = ["#dddddd", "#1a1a1a", "#f2a900", "#9a5fc0"];
 const rows = @DATA@, LANE = 26, TITLE = 24, LEFT = 96, GAP = 14;
 const DARK = ["#2f6db0", "#1f7f4f"], FACE = {F: ["#cfe3f7", "#bfe8d2"], B: DARK, I: DARK, W: ["#8d8d8d", "#6f6f6f"],
   E: ["#e9e3f5", "#d6cbee"], Z: ["#f6d58e", "#f6d58e"]};
@@ -94,10 +113,13 @@ function draw() {
     pen.fillStyle = "#222"; pen.textAlign = "left"; pen.fillText(row.title, 0, top + TITLE / 2);
     row.lanes.forEach((name, r) => pen.fillText(name, 0, top + TITLE + (r + .5) * LANE, LEFT - 4));
     pen.save(); pen.beginPath(); pen.rect(LEFT, top + TITLE, wide(), row.lanes.length * LANE); pen.clip();
-    for (const [rank, op, way, a, b, text, microbatch] of row.spans) if (b >= from && a <= to) {
+    for (const [rank, op, way, a, b, text, microbatch, owner] of row.spans) if (b >= from && a <= to) {
       const left = x(a), w = x(b) - left, y = top + TITLE + rank * LANE + 2;
       pen.fillStyle = FACE[op][way]; pen.fillRect(left, y, Math.max(w - .8, .3), LANE - 4);
       if (way) { pen.fillStyle = "#111"; pen.fillRect(left, y + LANE - 7, Math.max(w - .8, .3), 2.5); }
+      if (owner !== undefined) {
+        pen.fillStyle = HEADS[owner % HEADS.length]; pen.fillRect(left, y, Math.max(w - .8, .3), 4);
+      }
       const label = w > 34 ? text : String(microbatch);
       if (w > 7 * label.length) {
         pen.fillStyle = "FEZ".includes(op) ? "#10304d" : "#fff"; pen.textAlign = "center";
@@ -141,7 +163,8 @@ canvas.onmousemove = e => {
     const hit = row.spans.find(s => s[0] === rank && s[3] <= ms && ms <= s[4]);
     if (hit) {
       const long = +(hit[4] - hit[3]).toPrecision(4);
-      tip.textContent = `${hit[5]} on rank ${rank}: ${hit[3]} to ${hit[4]} ms (${long} ms)`;
+      const of = hit[7] === undefined ? "" : ` of ${names[hit[7]]}`;
+      tip.textContent = `${hit[5]}${of} on rank ${rank}: ${hit[3]} to ${hit[4]} ms (${long} ms)`;
     }
     top += TITLE + row.lanes.length * LANE + GAP;
   }

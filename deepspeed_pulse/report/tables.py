@@ -37,7 +37,10 @@ def plan_table(
         layer_names = layer_names or [layer.name for layer in profile.layers]
         param_counts = param_counts or words.param_counts(profile)
         costs = costs or f"profile {profile.name} ({profile.device}, {profile.dtype})"
-    table = new_table(("rank", "stages", "layers", "parameters", "predicted GB"), text=("rank", "layers"))
+    owners = ("backbone",) * bool(plan.backbones)
+    columns = ("rank", "stages", *owners, "layers", "parameters", "predicted GB")
+    table = new_table(columns, text=("rank", *owners, "layers"))
+    bare = words.without_backbones(plan, layer_names)
     for rank in range(plan.pipeline_ranks):
         parameters = None if param_counts is None else sum(param_counts[i] for i in plan.layers_of(rank))
         figures = (
@@ -45,8 +48,9 @@ def plan_table(
             UNKNOWN if plan.estimate is None or not timed else words.gigabytes(plan.estimate.peak_bytes[rank]),
         )
         for index, stage in enumerate(plan.stages_of(rank)):
-            layers = words.stage_layers(plan, stage, layer_names)
-            table.add_row("" if index else str(rank), str(stage), layers, *(("", "") if index else figures))
+            owner = [Name(plan.backbones[plan.placement.backbone_of(stage)].name)] if plan.backbones else []
+            layers = words.stage_layers(plan, stage, bare)
+            table.add_row("" if index else str(rank), str(stage), *owner, layers, *(("", "") if index else figures))
     return Group(Text(_title(plan), style="bold"), table, *map(Text, _caption(plan, costs, layer_names, timed)))
 
 

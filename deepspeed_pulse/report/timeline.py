@@ -2,6 +2,7 @@
 
 Forward is light, backward is dark and hatched, so the picture reads in black and white too. A rank's second stage (on
 the way up the V) has another hue than its first, and a bar at the foot of its boxes. Frozen work is cross-hatched.
+Of several backbones the second and later have a bar at the head of their boxes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
-from deepspeed_pulse.report.spans import FROZEN, STYLE, WORDS, Kind, kind, kinds
+from deepspeed_pulse.report.spans import FROZEN, STYLE, WORDS, Kind, backbone, kind, kinds, named_backbones
 from deepspeed_pulse.report.words import summary
 
 _LANE = 0.84
@@ -60,24 +61,39 @@ _LOOKS = {
     Kind(FROZEN, 0): _Look("#f6d58e", "#4d3800", "#c79a35", "xx"),
 }
 _MESSAGE_INK = "#c2452d"
+_HEAD = 0.16
+_HEADS = ("#1a1a1a", "#f2a900", "#9a5fc0")
+"""Bars of the second, third, fourth backbone, and again: of different brightness, so that they differ in grey."""
 
 
 def draw_timelines(
-    rows: Sequence[tuple[str, Timeline]], placement: Placement, path: str | Path, *, memory: bool = False
+    rows: Sequence[tuple[str, Timeline]],
+    placement: Placement,
+    path: str | Path,
+    *,
+    memory: bool = False,
+    backbones: Sequence[str] = (),
 ) -> None:
     """Write one picture of several timelines that share the time axis, for example planned above measured.
 
     ``rows``: title and timeline of each. ``placement``: rank of each stage, for all rows. ``path``: ``.png``, ``.svg``
     or ``.pdf``, by its suffix. ``memory``: draw each rank's live bytes under the timelines that have them.
+    ``backbones``: their names, where there are several.
     """
     with matplotlib.rc_context(STYLE):
-        timelines_figure(rows, placement, memory=memory).savefig(path, dpi=110)
+        timelines_figure(rows, placement, memory=memory, backbones=backbones).savefig(path, dpi=110)
 
 
-def timelines_figure(rows: Sequence[tuple[str, Timeline]], placement: Placement, *, memory: bool = False) -> Figure:
+def timelines_figure(
+    rows: Sequence[tuple[str, Timeline]],
+    placement: Placement,
+    *,
+    memory: bool = False,
+    backbones: Sequence[str] = (),
+) -> Figure:
     """The picture of :func:`draw_timelines`, not yet written."""
     width, heights = _size(rows, memory)
-    handles = _legend([timeline for _, timeline in rows], placement)
+    handles = [*_legend([timeline for _, timeline in rows], placement), *_owners(placement, backbones)]
     columns = min(len(handles), int(width / _LEGEND_INCHES))
     legend_rows = math.ceil(len(handles) / columns)
     figure = Figure(figsize=(width, sum(heights) + 0.55 + 0.2 * legend_rows), layout="constrained")
@@ -110,12 +126,17 @@ def _size(rows: Sequence[tuple[str, Timeline]], memory: bool) -> tuple[float, li
 def _draw_lanes(axes: Axes, timeline: Timeline, placement: Placement, *, points_per_ms: float) -> None:
     start = timeline.start_ms
     groups: dict[Kind, list[AnySpan]] = {}
+    owned: dict[int, list[AnySpan]] = {}
     for span in timeline.every_span:
         groups.setdefault(kind(span, placement), []).append(span)
+        owned.setdefault(backbone(span, placement) or 0, []).append(span)
     for key, spans in groups.items():
         _draw_boxes(axes, spans, _LOOKS[key], start)
         for span in spans:
             _draw_number(axes, span, _LOOKS[key].ink, start, points_per_ms)
+    for owner, spans in owned.items():
+        if owner:
+            _draw_heads(axes, spans, _HEADS[(owner - 1) % len(_HEADS)], start)
     if len(timeline.transfers) <= _MAX_MESSAGES:
         _draw_messages(axes, timeline, start)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
@@ -140,6 +161,20 @@ def _draw_boxes(axes: Axes, spans: Sequence[AnySpan], look: _Look, start: float)
     if look.foot:
         feet = [Rectangle((b.get_x(), b.get_y() + _LANE - _FOOT), b.get_width(), _FOOT) for b in boxes]
         axes.add_collection(PatchCollection(feet, facecolor=look.foot, linewidth=0))
+
+
+def _draw_heads(axes: Axes, spans: Sequence[AnySpan], colour: str, start: float) -> None:
+    bars = [Rectangle((s.start_ms - start, s.rank - _LANE / 2), s.end_ms - s.start_ms, _HEAD) for s in spans]
+    axes.add_collection(PatchCollection(bars, facecolor=colour, edgecolor="#ffffff", linewidth=0.6, zorder=2))
+
+
+def _owners(placement: Placement, names: Sequence[str]) -> list[Patch]:
+    """Of the legend: each of several backbones."""
+    found = []
+    for index, name in enumerate(named_backbones(placement, names)):
+        colour = _HEADS[(index - 1) % len(_HEADS)] if index else "none"
+        found.append(Patch(facecolor=colour, edgecolor="#888888", label=f"{name}{', bar above' if index else ''}"))
+    return found
 
 
 def _draw_number(axes: Axes, span: AnySpan, ink: str, start: float, points_per_ms: float) -> None:

@@ -15,31 +15,38 @@ from deepspeed_pulse.ir.fill import FrozenRun
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import GIVEN_BY, Action, Direction
 from deepspeed_pulse.ir.timeline import AnySpan, Span, Timeline
-from deepspeed_pulse.report.spans import FROZEN, WORDS, kind
+from deepspeed_pulse.report.spans import FROZEN, WORDS, backbone, kind
 
 Event = dict[str, Any]
 
 _COLOURS = {"F": "good", "B": "bad", "I": "bad", "W": "terrible", "E": "olive", FROZEN: "yellow"}
 
 
-def write_trace(path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Placement) -> None:
-    """Write named timelines into one trace, each with processes of its own (``measured rank 0``)."""
+def write_trace(
+    path: str | Path, rows: Sequence[tuple[str, Timeline]], placement: Placement, *, backbones: Sequence[str] = ()
+) -> None:
+    """Write named timelines into one trace, each with processes of its own (``measured rank 0``).
+
+    ``backbones``: their names, where there are several; each action says whose it is.
+    """
     events: list[Event] = []
     pid = 0
     for name, timeline in rows:
-        events += _events(timeline, placement, name, pid)
+        events += _events(timeline, placement, name, pid, backbones)
         pid += timeline.num_ranks
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
 
 
-def _events(timeline: Timeline, placement: Placement, name: str, first_pid: int) -> Iterator[Event]:
+def _events(
+    timeline: Timeline, placement: Placement, name: str, first_pid: int, backbones: Sequence[str]
+) -> Iterator[Event]:
     for rank in range(timeline.num_ranks):
         pid = first_pid + rank
         stages = ", ".join(map(str, placement.stages_of(rank)))
         yield _metadata("process_name", pid, name=f"{name} rank {rank} (stages {stages})".strip())
         yield _metadata("process_sort_index", pid, sort_index=pid)
         yield _metadata("thread_name", pid, name="compute")
-    yield from (_complete(span, first_pid, placement) for span in timeline.every_span)
+    yield from (_complete(span, first_pid, placement, backbones) for span in timeline.every_span)
     yield from _flows(timeline, first_pid, placement)
     yield from _hand_overs(timeline, first_pid)
     for rank, changes in enumerate(timeline.memory):
@@ -52,12 +59,14 @@ def _metadata(kind: str, pid: int, **args: object) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": args}
 
 
-def _complete(span: AnySpan, first_pid: int, placement: Placement) -> Event:
-    letter, work = kind(span, placement).letter, span.work
+def _complete(span: AnySpan, first_pid: int, placement: Placement, backbones: Sequence[str]) -> Event:
+    letter, work, owner = kind(span, placement).letter, span.work, backbone(span, placement)
     if isinstance(work, FrozenRun):
         what: Event = {"part": work.part, "layers": f"{work.first}-{work.end - 1}"}
     else:
         what = {"stage": work.stage}
+        if owner is not None:
+            what["backbone"] = backbones[owner] if backbones else owner
     event = _lasting(str(work), WORDS[letter], first_pid + span.rank, 0, span.start_ms, span.end_ms)
     return {**event, "cname": _COLOURS[letter], "args": {**what, "microbatch": work.microbatch}}
 

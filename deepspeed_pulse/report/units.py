@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from deepspeed_pulse.ir.backbones import BackboneLayers
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.fill import Fill
 from deepspeed_pulse.ir.plan import Plan
@@ -31,7 +32,18 @@ def with_unit_costs(plan: Plan) -> tuple[Plan, Profile, Cluster]:
         for index, share in enumerate(shares)
     )
     size, name, ranks = plan.microbatch_size, "unit times", plan.grid.num_ranks
-    profile = Profile(name=name, device="none", dtype="float32", microbatch_size=size, layers=layers, skips=skips)
+    profile = Profile(
+        name=name,
+        device="none",
+        dtype="float32",
+        microbatch_size=size,
+        layers=layers,
+        skips=skips,
+        backbones=tuple(
+            BackboneLayers(name=part.name, layers=(plan.boundaries[part.stages[0]], plan.boundaries[part.stages[1]]))
+            for part in plan.backbones
+        ),
+    )
     instant = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
     cluster = Cluster(name=name, nodes=1, ranks_per_node=ranks, memory_bytes=1, intra_node=instant, inter_node=instant)
     unit = dataclasses.replace(plan, routes=sent, fill=_fill(plan), profile_fingerprint=None)

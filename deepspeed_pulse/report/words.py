@@ -96,6 +96,14 @@ def stage_layers(plan: Plan, stage: int, names: Sequence[str] | None = None) -> 
     return f"{first}-{last}{named}"
 
 
+def without_backbones(plan: Plan, names: Sequence[str] | None) -> Sequence[str] | None:
+    """Names of layers as their own backbone calls them: ``base.mid`` of ``base`` is ``mid``."""
+    if names is None or not plan.backbones:
+        return names
+    owners = [plan.backbones[plan.placement.backbone_of(plan.stage_of(index))].name for index in range(len(names))]
+    return [name.removeprefix(f"{owner}.") for name, owner in zip(names, owners, strict=True)]
+
+
 def recomputed(plan: Plan, names: Sequence[str] | None = None) -> str | None:
     """``recomputed in backward: 3 of 46 layers (down.0, down.1, mid)``; None where nothing is."""
     if not plan.recompute:

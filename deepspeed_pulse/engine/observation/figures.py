@@ -84,7 +84,8 @@ def _crowded() -> str | None:
 
 def write_trace_files(trace: Path, run: Run) -> None:
     """The trace, planned above measured, and the run file beside it."""
-    _write(trace, lambda file: write_trace(file, timelines(run), run.plan.placement))
+    names = [part.name for part in run.plan.backbones]
+    _write(trace, lambda file: write_trace(file, timelines(run), run.plan.placement, backbones=names))
     write_run(trace.with_suffix(".run.json"), run)
 
 

@@ -10,7 +10,7 @@ from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.checks.validate import marked_rows, violations
-from deepspeed_pulse.planner.problem import Problem
+from deepspeed_pulse.planner.problem import Problem, other_backbones
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulator import run, summarize
 
@@ -39,6 +39,8 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
     """
     about_files = tuple(_files(plan, profile, cluster))
     found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))
+    other = None if found else other_backbones(plan, profile)
+    found += [] if other is None else [f"backbones: {other}"]
     if found or plan.grid.num_ranks > cluster.num_ranks:
         return Audit(problems=(*about_files, *found), rows=tuple(marked_rows(plan)))
     problem = Problem(plan, profile, cluster)

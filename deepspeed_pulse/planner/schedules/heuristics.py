@@ -20,7 +20,8 @@ Split: ``I`` and ``W`` instead of ``B``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean

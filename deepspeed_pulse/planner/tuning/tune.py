@@ -16,7 +16,7 @@ from deepspeed_pulse.ir.choice import Choice, Trial, Tuning, Verdict
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
-from deepspeed_pulse.planner.tuning.tuner import Progress, Tuner, rank_of
+from deepspeed_pulse.planner.tuning.tuner import Progress, Tuner, fewest_layers, rank_of
 
 _MARGINS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 """Times what an error asks for, as memory that may do where nothing fits."""
@@ -136,7 +136,7 @@ def _anything_fits(tuner: Tuner) -> bool:
     except ConfigError:
         return False
     for choice in (replace(family, zero_stage=max(tuner.zero_stages(family))) for family in families):
-        many = len(choice.placement) > tuner.sizes.smallest.num_layers
+        many = len(choice.placement) > fewest_layers(tuner.sizes.smallest)
         hopeless = many or tuner.least_held_bytes(choice) > tuner.job.limit_bytes
         if _is_frugal(tuner, choice) and not hopeless and _fits(tuner, choice, tuner.job.limit_bytes):
             return True

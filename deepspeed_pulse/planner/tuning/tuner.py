@@ -13,6 +13,7 @@ from deepspeed_pulse.ir.communicators import fewest_bytes
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
+from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.cost import state_bytes
 from deepspeed_pulse.planner.ideal import ideal_ms
@@ -134,7 +135,7 @@ class Tuner:
 
     def _ideal_ms(self, choice: Choice) -> float:
         profile = self.sizes.at(choice.microbatch_size)
-        if profile.num_layers < len(choice.placement):
+        if fewest_layers(profile) < len(choice.placement):
             return math.inf
         return ideal_ms(
             profile,
@@ -189,10 +190,10 @@ class Tuner:
 
     def _excluded(self, family: Choice) -> Trial | None:
         """What needs no plan to be excluded."""
-        stages, layers = len(family.placement), self.sizes.smallest.num_layers
-        forwards = stages * family.microbatches
+        profile, stages = self.sizes.smallest, len(family.placement)
+        layers, forwards = fewest_layers(profile), stages * family.microbatches * max(1, len(profile.backbones))
         if layers < stages:
-            reason = f"{stages} stages, the model has {layers} layers"
+            reason = f"{stages} stages, {'a backbone' if profile.backbones else 'the model'} has {layers} layers"
             return Trial(choice=family, verdict=Verdict.LAYERS, reason=reason)
         if forwards > MOST_FORWARDS:
             reason = f"{forwards} forwards a step; at most {MOST_FORWARDS} are planned"
@@ -313,6 +314,11 @@ class Tuner:
         except InfeasibleError:  # a better order may keep more activations, and leave no room
             return trial
         return min(trial, _success(choice, plan), key=rank_of)
+
+
+def fewest_layers(profile: Profile) -> int:
+    """Of the model, or of the backbone that has the fewest."""
+    return min((end - first for first, end in (part.layers for part in profile.backbones)), default=profile.num_layers)
 
 
 def _several(choice: Choice) -> bool:
