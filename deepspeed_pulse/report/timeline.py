@@ -210,7 +210,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
 
 def _legend(timelines: Sequence[Timeline], placement: Placement) -> list[Patch]:
     used = kinds(timelines, placement)
-    several = max(len(placement.stages_of(rank)) for rank in set(placement))
+    several = max(len(part.stages_of(rank)) for part in placement.parts for rank in set(part))
     ways = ("first stage of a rank", "second stage of a rank (bar below)")
     if several > 2:
         ways = ("1st, 3rd, .. stage of a rank", "2nd, 4th, .. stage of a rank (bar below)")

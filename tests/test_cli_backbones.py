@@ -1,0 +1,102 @@
+"""``ds_pulse`` with a profile for each of several backbones: plans, tables and pictures that tell them apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deepspeed_pulse.cli import main
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.profile import LayerCost, Profile
+
+BOTH = "base.json upscaler.json"
+PLAN = (
+    f"plan {BOTH} --cluster a100:1x2 --pipeline-ranks 2 --microbatches 2 --placement wave --solver-seconds 0 "
+    "--out plan.json"
+)
+COSTS = f"--profile {BOTH} --cluster a100:1x2"
+
+
+def run(line: str) -> int:
+    return main(line.split())
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    costs = {"param_bytes": 4_000_000, "activation_bytes": 8_000_000, "output_bytes": 1000}
+    for name, ms in (("base", 1.0), ("upscaler", 2.0)):
+        layers = tuple(LayerCost(name=f"blocks.{at}", forward_ms=ms, backward_ms=2 * ms, **costs) for at in range(4))
+        profile = Profile(name=name, device="x", dtype="float32", microbatch_size=1, layers=layers)
+        Path(f"{name}.json").write_text(profile.to_json())
+        Path(f"{name}4.json").write_text(replace(profile, microbatch_size=4).to_json())
+
+
+def test_a_plan_of_two_profiles_names_its_backbones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLAN) == 0
+    text = capsys.readouterr().out
+    assert "backbone" in text
+    assert "base      0 (blocks.0)" in text
+    assert "base.blocks" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert [part.name for part in Plan.load("plan.json").backbones] == ["base", "upscaler"]
+
+
+def test_plans_are_simulated_checked_and_drawn_with_the_same_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLAN) == 0
+    assert run(f"simulate plan.json {COSTS}") == 0
+    assert run(f"check plan.json {COSTS}") == 0
+    assert "plan.json: no violation" in capsys.readouterr().out
+    assert run(f"show plan.json {COSTS} --memory --out p.svg --out p.html --out p.json") == 0
+    grid = capsys.readouterr().out
+    assert "F> B< base (stages 0-3)" in grid
+    assert "F} B{ upscaler (stages 4-7)" in grid
+    assert "upscaler (stages 4-7), bar above" in Path("p.svg").read_text()
+    assert "upscaler (stages 4-7)" in Path("p.html").read_text()
+    actions = [event for event in json.loads(Path("p.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {(event["args"]["stage"] > 3, event["args"]["backbone"]) for event in actions} == {
+        (False, "base"),
+        (True, "upscaler"),
+    }
+
+
+def test_a_plan_is_drawn_without_its_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLAN) == 0
+    assert run("show plan.json") == 0
+    assert "F} B{ upscaler (stages 4-7)" in capsys.readouterr().out
+
+
+def test_tune_takes_profiles_of_other_names_as_backbones(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"tune {BOTH} --cluster a100:1x2 --global-batch 2 --solver-seconds 0 --out plan.json --profile-out both.json"
+    assert run(line) == 0
+    assert "costs: profile base + upscaler" in capsys.readouterr().out.replace("\n", " ")
+    assert run("check plan.json --profile both.json --cluster a100:1x2") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (PLAN.replace("upscaler.json", "base4.json"), "expected profiles of different names, found 'base' twice"),
+        ("tune base.json base4.json upscaler.json --cluster a100:1x2 --global-batch 4", "found base of 1, 4; upscaler"),
+        (f"tune {BOTH} --cluster a100:1x2 --global-batch 4 --verify 1 --model sd15", "found several backbones"),
+        (f"check nothing.json {COSTS}", "nothing.json"),
+        (PLAN.replace("upscaler.json", "missing.json"), "missing.json"),
+        (f"{PLAN} --cuts 2,3,5", "expected"),
+    ],
+)
+def test_bad_input_is_one_clear_error(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(line) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("ds_pulse: error:") == 1
+    assert "Traceback" not in error
+
+
+def test_other_profiles_or_another_order_of_them_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLAN) == 0
+    assert run("show plan.json --profile upscaler.json base.json --cluster a100:1x2") == 2
+    assert "made from another profile than upscaler.json and base.json" in capsys.readouterr().err
