@@ -272,6 +272,7 @@ def test_public_names() -> None:
         "LayerSpec",
         "PipelineModule",
         "PulseError",
+        "SelfConditioning",
         "TiedLayerSpec",
         "__version__",
         "spec",
