@@ -70,12 +70,12 @@ class Placement(tuple[int, ...]):
         return bisect_right(self.starts, stage) - 1
 
     def before(self, stage: int) -> int | None:
-        """The stage that gives this one its hidden state; None for a backbone's first."""
-        return None if stage in self.starts else stage - 1
+        """The stage that gives this one its hidden state; None for a backbone's first, and where there is none."""
+        return None if stage in self.starts or stage >= len(self) else stage - 1
 
     def after(self, stage: int) -> int | None:
         """The stage that takes this one's hidden state; None for a backbone's last."""
-        return None if stage + 1 in self.starts or stage + 1 == len(self) else stage + 1
+        return None if stage + 1 in self.starts or stage + 1 >= len(self) else stage + 1
 
     @property
     def hidden_edges(self) -> list[tuple[int, int]]:
