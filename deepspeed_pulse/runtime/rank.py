@@ -275,7 +275,7 @@ class RankRuntime:
     def _extra_forward(self, stage: int, m: int) -> None:
         assert self._extra is not None
         self._extra.run(stage, m)
-        self._count("activations", 0, self._held[stage].workspace + self._extra.num_bytes)
+        self._count("received", 0, self._held[stage].workspace + self._extra.num_bytes - self._extra_bytes)
 
     def _forward(self, stage: int, m: int) -> None:
         placement = self._plan.placement

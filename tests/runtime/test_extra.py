@@ -73,6 +73,31 @@ def test_gradients_equal_one_process(seed: int, place: str, readers: str) -> Non
             assert error(found.grad, expected.grad) < 1e-5, name
 
 
+def test_shapes_may_change_from_one_microbatch_to_the_next() -> None:
+    layers = conditioned_layers((0, 9))
+    plan = drawn_plan(layers, 1, ranks=3, microbatches=5, place="linear", readers="first and last")
+    mine, alone = Unpartitioned(layers), Unpartitioned(layers)
+    batches = [batch_of(1, m, size=1 + m % 3) for m in range(5)]
+    world = LocalWorld(
+        plan,
+        graph_of(layers),
+        mine.functions,
+        lambda output, m: loss_of(output, batches[m][1]),
+        estimate=lambda output, m, backbone: estimate(output, batches[m][0]),
+    )
+    for step in range(3):
+        order = drawn(7, step, 5)
+        given = [(b[0]["hidden"], b[0]) for b in batches]
+        world.step(given, order=data_order(plan.conditioning, order), shape_keys=[m % 3 for m in range(5)])
+        for m, (inputs, labels) in enumerate(batches):
+            value = torch.zeros_like(inputs["hidden"])
+            with torch.no_grad():
+                if m in order[:2]:
+                    value = estimate(alone({**inputs, ENTRY: value}), inputs)
+                loss = loss_of(alone({**inputs, ENTRY: value}), labels)
+            assert float(world.losses[m]) == pytest.approx(float(loss), rel=1e-5), (m, order)
+
+
 def test_evaluation_runs_extra_forwards_too() -> None:
     layers = conditioned_layers((0,))
     plan = drawn_plan(layers, 3, ranks=2, microbatches=4, place="linear", readers="first")
