@@ -40,7 +40,7 @@ def test_a_loader_that_sends_labels_trains_on_a_linear_placement() -> None:
 
 
 def test_the_page_for_users_of_deepspeed_trains_alike_with_tuples_and_names() -> None:
-    page = Path(__file__).parents[2] / "docs" / "from_deepspeed.md"
+    page = Path(__file__).parents[2] / "docs" / "migrate" / "deepspeed.md"
     for _, output in launch("support.drop_in_ranks:run_page", 2, str(page)):
         tuples, names = json.loads(next(line for line in output.splitlines() if line.startswith("[[")))
         assert names == pytest.approx(tuples, rel=1e-4)

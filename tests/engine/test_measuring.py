@@ -16,6 +16,7 @@ from deepspeed_pulse.engine.data.resizing import resized
 from deepspeed_pulse.engine.measure.fitting import fit_link
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.links import rounds, shape_of, uneven
+from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.measure.sums import rings
 from deepspeed_pulse.engine.plans.measuring import shares
 from deepspeed_pulse.errors import BatchError
@@ -150,7 +151,9 @@ def test_an_accelerator_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) 
 
     graph = Graph(layers=(Layer(name="seven"),))
     clock = device_module.DeviceClock(torch.device("meta"))
-    (cost,) = measure_layers(graph, [lambda: layer], torch.ones(2, 2), {}, torch.device("cpu"), clock).layers
+    (cost,) = measure_layers(
+        graph, [lambda: layer], LayerInputs(hidden=torch.ones(2, 2), values={}), torch.device("cpu"), clock
+    ).layers
     assert (cost.forward_ms, cost.backward_ms, cost.spread) == (7.0, 0.0, 0.0)
 
 

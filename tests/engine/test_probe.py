@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.measure.layers import measure_layers
+from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.ir.graph import Graph, Layer
 
 CPU = torch.device("cpu")
@@ -30,14 +31,16 @@ def test_a_layer_is_dropped_before_the_next_is_made() -> None:
         made.append(weakref.ref(layer))
         return layer
 
-    measure_layers(chain(4), [make] * 4, torch.randn(2, 4), {}, CPU)
+    measure_layers(chain(4), [make] * 4, LayerInputs(hidden=torch.randn(2, 4), values={}), CPU)
     assert len(made) == 4
 
 
 def test_gradients_and_buffers_are_what_they_were() -> None:
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4)]
     layers[0].weight.grad = before = torch.full((4, 4), 7.0)
-    measured = measure_layers(chain(2), [lambda one=one: one for one in layers], torch.randn(2, 4), {}, CPU)
+    measured = measure_layers(
+        chain(2), [lambda one=one: one for one in layers], LayerInputs(hidden=torch.randn(2, 4), values={}), CPU
+    )
     assert layers[0].weight.grad is before
     assert torch.equal(before, torch.full((4, 4), 7.0))
     assert layers[0].bias.grad is None
@@ -56,7 +59,7 @@ def test_what_runs_again_neither_counts_what_it_reads_nor_what_it_only_stashes()
     graph = Graph(layers=(Layer(name="a", stash=("v",)), Layer(name="b", pop=("v",))))
     start = torch.randn(2, 4).requires_grad_()
     made = [lambda: layer, lambda: lambda hidden, v: hidden * v]
-    first, second = measure_layers(graph, made, start, {}, CPU).layers
+    first, second = measure_layers(graph, made, LayerInputs(hidden=start, values={}), CPU).layers
     assert (first.activation_bytes, first.rerun_bytes) == (3 * 32, 32)
     assert (second.activation_bytes, second.rerun_bytes) == (64, 0)
 
@@ -66,7 +69,7 @@ def test_measuring_takes_no_random_numbers_from_the_run() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    measure_layers(chain(1), [nn.Dropout], hidden, {}, CPU)
+    measure_layers(chain(1), [nn.Dropout], LayerInputs(hidden=hidden, values={}), CPU)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -90,7 +93,9 @@ def test_every_consumer_reads_a_leaf_of_its_own() -> None:
         )
     )
     layers = [nn.Linear(4, 4), stash, pop, pop]
-    measure_layers(graph, [lambda one=one: one for one in layers], torch.randn(2, 4), {}, CPU)
+    measure_layers(
+        graph, [lambda one=one: one for one in layers], LayerInputs(hidden=torch.randn(2, 4), values={}), CPU
+    )
     assert all(value.requires_grad for value in seen)
     assert len({id(value) for value in seen}) == len(seen)
 
@@ -137,7 +142,7 @@ class Layered(nn.Module):
 def test_what_is_measured_is_warm_and_says_the_weights_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ticks, "now", 0.0)
     layers = [Layered, Layered, nn.Tanh]
-    measured = measure_layers(chain(3), layers, torch.randn(2, 4), {}, CPU, Ticks(CPU))
+    measured = measure_layers(chain(3), layers, LayerInputs(hidden=torch.randn(2, 4), values={}), CPU, Ticks(CPU))
     first, second, last = measured.layers
     assert (first.forward_ms, first.backward_ms, first.weight_grad_ms, first.spread) == (1.0, 3.0, 3.0, 0.0)
     assert (second.forward_ms, second.backward_ms, second.weight_grad_ms) == (1.0, 5.0, 3.0)
@@ -153,7 +158,7 @@ def test_views_of_a_storage_and_parameters_are_not_counted_twice() -> None:
         return (left * right) * left
 
     layers: list[Any] = [lambda: nn.Linear(4, 8), lambda: views, lambda: nn.Linear(4, 4)]
-    measured = measure_layers(chain(3), layers, torch.randn(2, 4), {}, CPU)
+    measured = measure_layers(chain(3), layers, LayerInputs(hidden=torch.randn(2, 4), values={}), CPU)
     assert [cost.activation_bytes for cost in measured.layers] == [4 * 2 * 4, 4 * (2 * 8 + 2 * 4), 4 * 2 * 4]
     assert [cost.output_bytes for cost in measured.layers] == [4 * 2 * 8, 4 * 2 * 4, 4 * 2 * 4]
 
@@ -186,7 +191,9 @@ class Twice(Layered):
 
 def test_of_a_layer_that_cannot_be_divided_no_halves_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ticks, "now", 0.0)
-    measured = measure_layers(chain(3), [Layered, Once, Twice], torch.randn(2, 4), {}, CPU, Ticks(CPU))
+    measured = measure_layers(
+        chain(3), [Layered, Once, Twice], LayerInputs(hidden=torch.randn(2, 4), values={}), CPU, Ticks(CPU)
+    )
     _, once, twice = measured.layers
     assert (once.weight_grad_ms, once.input_grad_ms) == (None, None)
     assert (twice.weight_grad_ms, twice.input_grad_ms, twice.backward_ms) == (0.0, 10.0, 10.0)

@@ -41,6 +41,7 @@ from support.small_transformers import (
 from torch import nn
 
 from deepspeed_pulse.engine.measure.layers import measure_layers
+from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.plans.costs import parameter_counts
 from deepspeed_pulse.engine.specs import describe, spec
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
@@ -211,7 +212,10 @@ def test_measuring_holds_one_layer_at_a_time(saved):
     gc.disable()
     try:
         measure_layers(
-            graph, [lambda x=x: build(x) for x in layers], entries.pop("sample"), entries, torch.device("cpu")
+            graph,
+            [lambda x=x: build(x) for x in layers],
+            LayerInputs(hidden=entries.pop("sample"), values=entries),
+            torch.device("cpu"),
         )
     finally:
         gc.enable()

@@ -15,7 +15,7 @@ from deepspeed_pulse.planner.making.maker import Maker
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import count_cap
-from deepspeed_pulse.planner.schedules.listing import list_schedule
+from deepspeed_pulse.planner.schedules.listing import Prefer, list_schedule
 from deepspeed_pulse.planner.schedules.templates import peak_in_flight
 
 QUICK = SearchOptions(solver_seconds=0.0)
@@ -106,7 +106,9 @@ def test_backbones_beside_each_other_never_wait_for_room_that_another_took(seed)
     weights = tuple(rng.uniform(0.1, 4) for _ in place)
     needs = [sum(weights[stage] for stage in place.stages_of(rank)) for rank in range(ranks)]
     cap = replace(count_cap(problem, 1), weights=weights, limits=tuple(rng.uniform(1, 1.5) * need for need in needs))
-    rows = list_schedule(problem, 5, cap=cap, split=rng.random() < 0.5, rank_by=rng.choice([None, by_microbatch]))
+    rows = list_schedule(
+        problem, 5, cap=cap, split=rng.random() < 0.5, prefer=rng.choice([Prefer.FORWARD, by_microbatch])
+    )
     live = [max_live(row, weights) for row in rows]
     assert all(most <= limit + 1e-6 for most, limit in zip(live, cap.limits, strict=True))
 

@@ -54,6 +54,7 @@ def told_by_all(item: Any) -> list[Any]:
 def measures(_: Any) -> None:
     """Sizes are those of the whole model on one rank, times are there, every rank has the same."""
     from deepspeed_pulse.engine.measure.layers import measure_layers
+    from deepspeed_pulse.engine.measure.probe import LayerInputs
     from deepspeed_pulse.engine.plans.measuring import measure_profiles
     from deepspeed_pulse.engine.specs import LayerSpec
 
@@ -82,7 +83,9 @@ def measures(_: Any) -> None:
         from deepspeed_pulse.engine.plans.costs import built as make
         from deepspeed_pulse.engine.plans.costs import skips_of
 
-        alone = measure_layers(asked.graph, [lambda x=x: make(x) for x in asked.layers], inputs, entries, CPU)
+        alone = measure_layers(
+            asked.graph, [lambda x=x: make(x) for x in asked.layers], LayerInputs(hidden=inputs, values=entries), CPU
+        )
         assert sizes(profiles[1].layers) == sizes(alone.layers)
         assert profiles[1].skips == skips_of(asked.graph, alone.value_bytes)
         assert profiles[1].dtype == alone.dtype == "float32"
