@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from support.drop_in_ranks import BLOCKS, CONSTRUCTS
@@ -37,11 +36,3 @@ def test_a_loader_that_sends_labels_has_no_partner_in_a_wave(before: bool) -> No
 def test_a_loader_that_sends_labels_trains_on_a_linear_placement() -> None:
     for _, output in launch("support.drop_in_ranks:sending_loader", 2, {"placement": "linear", "before": True}):
         assert "TRAINED" in output
-
-
-def test_the_page_for_users_of_deepspeed_trains_alike_with_tuples_and_names() -> None:
-    page = Path(__file__).parents[2] / "docs" / "migrate" / "deepspeed.md"
-    for _, output in launch("support.drop_in_ranks:run_page", 2, str(page)):
-        tuples, names = json.loads(next(line for line in output.splitlines() if line.startswith("[[")))
-        assert names == pytest.approx(tuples, rel=1e-4)
-        assert tuples[-1] < tuples[0]

@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -461,12 +460,3 @@ def sending_loader(case: dict[str, Any]) -> None:
             data = iter([next(loader) for _ in range(MICROBATCHES)])
         engine.train_batch(data)
     print("TRAINED", flush=True)
-
-
-def run_page(page: str) -> None:
-    """The code of a page of the docs, as it stands there; prints the losses it gives."""
-    torch.set_num_threads(1)
-    blocks = Path(page).read_text(encoding="utf-8").split("```python\n")[1:]
-    found: dict[str, Any] = {"__name__": "page"}
-    exec(compile("".join(block.split("```")[0] for block in blocks), page, "exec"), found)
-    print(json.dumps([found["tuples"], found["names"]]), flush=True)
