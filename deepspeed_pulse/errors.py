@@ -38,11 +38,14 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 class PulseError(Exception):
     """Base of all errors that deepspeed_pulse raises for a user's mistake or a failed run.
 
-    ``more``: short name of the section of docs/errors.md that says more; the message ends with it.
+    ``more``: short name of the section of docs/errors.md that says more; the message ends with it, on a line of its own
+    when it has several. ``text`` is the message without it, for one made of several.
     """
 
     def __init__(self, message: object = "", *, more: str | None = None) -> None:
-        super().__init__(shortened(str(message)) + (f" [docs: {more}]" if more else ""))
+        self.text, self.more = shortened(str(message)), more
+        before = "\n" if "\n" in self.text else " "
+        super().__init__(self.text + (f"{before}[docs: {more}]" if more else ""))
 
 
 class ConfigError(PulseError):

@@ -151,6 +151,7 @@ def test_an_error_ends_with_its_section() -> None:
     problem = PulseError("x" * 5000, more="memory")
     assert str(problem).endswith("x [docs: memory]")
     assert str(PulseError("short")) == "short"
+    assert str(PulseError("one\n  two", more="memory")) == "one\n  two\n[docs: memory]"
 
 
 def test_added_lines_of_a_diff_stand_in_a_program_that_runs() -> None:

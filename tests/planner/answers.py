@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -68,11 +67,6 @@ BYTES = 125_000
 
 Answer = Any
 CASES: dict[str, Callable[[], Answer]] = {}
-
-
-def told(problem: PulseError) -> str:
-    """What an error says, without the names of pages that say more."""
-    return re.sub(r" \[docs: [\w-]+\]", "", str(problem))
 
 
 def case(*seeds: int) -> Callable[[Callable[[random.Random], Answer]], Callable[[random.Random], Answer]]:
@@ -257,7 +251,7 @@ def attempted(make: Callable[[], Plan]) -> Answer:
     try:
         return planned(make())
     except InfeasibleError as problem:
-        return {"error": told(problem), "needed_bytes": problem.needed_bytes}
+        return {"error": problem.text, "needed_bytes": problem.needed_bytes}
 
 
 # -- plans ---------------------------------------------------------------------------------------
@@ -522,7 +516,7 @@ def choices(rng: random.Random) -> Answer:
                 progress=lambda at, of, best: done.append(f"{at}/{of} {best:.6g}"),
             )
     except PulseError as problem:
-        return {"error": told(problem), "needed_bytes": getattr(problem, "needed_bytes", None)}
+        return {"error": problem.text, "needed_bytes": getattr(problem, "needed_bytes", None)}
     return {"trials": [_trial(trial) for trial in found.trials], "progress": ", ".join(done)}
 
 

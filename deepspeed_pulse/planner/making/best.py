@@ -43,7 +43,7 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
             longest_first = sorted(plan.recompute, key=lambda i: -maker.job.profile.layers[i].forward_ms)
             found.append(_dropped(plan, maker, longest_first))
     if not found:
-        raise _joined(problems, f"{problems[0]}; recomputing layers in backward does not help enough")
+        raise _joined(problems, f"{problems[0].text}; recomputing layers in backward does not help enough")
     lean = min(found, key=lambda plan: (step_ms(plan), len(plan.recompute)))
     try:
         return min(lean, maker.order(lean), key=step_ms) if lean.recompute else _fastest(maker, places)
@@ -112,7 +112,7 @@ def _each(maker: Maker, places: Sequence[Placement]) -> list[Plan]:
             problems.append(problem)
     if not plans:
         named = zip(places, problems, strict=True)
-        raise _joined(problems, "\n".join(f"{place.name} placement: {text}" for place, text in named))
+        raise _joined(problems, "\n".join(f"{place.name} placement: {problem.text}" for place, problem in named))
     return plans
 
 
@@ -122,4 +122,5 @@ def _joined(problems: Sequence[InfeasibleError], text: str) -> InfeasibleError:
     if slow:
         return min(slow, key=lambda problem: problem.bound_ms)
     needed = [problem.needed_bytes for problem in problems if problem.needed_bytes is not None]
-    return InfeasibleError(text, needed_bytes=min(needed, default=None))
+    more = next((problem.more for problem in problems if problem.more), None)
+    return InfeasibleError(text, needed_bytes=min(needed, default=None), more=more)
