@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 
 from deepspeed_pulse.engine.observation import processes, progress, watchdog, whereabouts
 from deepspeed_pulse.engine.observation.processes import Process
+from deepspeed_pulse.engine.observation.program import Program
 from deepspeed_pulse.engine.observation.progress import DeviceProgress
 from deepspeed_pulse.engine.observation.watchdog import OUTSIDE, Watchdog
 from deepspeed_pulse.engine.observation.whereabouts import Activity, Whereabouts
@@ -283,7 +286,7 @@ def test_a_host_that_is_lost_is_told_though_its_clock_is_another(store: Any) -> 
     dog.meet()
     with pytest.raises(PeerError) as caught, dog.watching("action 0B0 (stage 0, microbatch 0)"):
         raise PeerError("pipeline rank 2 did not send")
-    _, _, lost, *rows = str(caught.value).splitlines()
+    _, _, lost, *rows = caught.value.text.splitlines()
     assert lost == "  host second gives no sign of life (ranks 2, 3): it is down, or its network is"
     silent = r"rank 2 \(host second\): no sign of life for \d+\.\d s, stopped or dead; it was in action 2F0"
     assert re.search(silent, "\n".join(rows)), rows
@@ -371,3 +374,42 @@ def test_sigterm_is_heard_while_the_main_thread_is_busy(usual_sigterm: None) -> 
     os.kill(os.getpid(), signal.SIGTERM)
     assert soon(lambda: bool(heard))
     request.ignore()
+
+
+def test_a_look_at_the_program_outlives_threads_that_come_and_go() -> None:
+    """Threads that are not Python's, as torch's and gloo's are: CPython 3.11 listed them before they were whole."""
+    program, looks, end = Program(), 0, time.monotonic() + 3
+
+    def look() -> None:
+        nonlocal looks
+        while time.monotonic() < end:
+            assert program.communication() is None
+            looks += 1
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    libc, routine = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+    while time.monotonic() < end:
+        thread = ctypes.c_ulong()
+        libc.pthread_create(ctypes.byref(thread), None, routine, None)
+        libc.pthread_join(thread, None)
+    looking.join(timeout=30)
+    assert looks
+
+
+def test_a_look_names_what_the_program_is_in() -> None:
+    program, seen, lock = Program(), list[Any](), threading.Lock()
+
+    def look() -> None:
+        time.sleep(0.2)
+        seen.extend([program.communication(), Program().communication()])
+        lock.release()
+
+    names: dict[str, Any] = {}
+    file = Path(torch.distributed.__file__).with_name("its_own.py")
+    exec(compile("def send(lock): lock.acquire()", file, "exec"), names)
+    lock.acquire()
+    threading.Thread(target=look).start()
+    names["send"](lock)
+    assert re.fullmatch(r"send, called at test_watchdog\.py:\d+", seen[0])
+    assert seen[1] is None, "another thread does not know the main thread's stack"

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_pulse.engine.groups import START_SECONDS
 from deepspeed_pulse.engine.observation.processes import launchers
-from deepspeed_pulse.engine.observation.program import communication
+from deepspeed_pulse.engine.observation.program import Program
 from deepspeed_pulse.engine.observation.progress import DeviceProgress
 from deepspeed_pulse.engine.observation.stopping import StopRequest
 from deepspeed_pulse.engine.observation.whereabouts import Activity, Whereabouts, named, of_default_group
@@ -64,6 +64,7 @@ class Watchdog:
         self._act, self._whereabouts = act or _end_process, whereabouts
         self._place = Activity(OUTSIDE, inside=False)
         """One value, so that threads never see half of a change."""
+        self._program = Program()
         self._thread: threading.Thread | None = None
         self._launchers = launchers()
         self._looked_at: Activity | None = None
@@ -86,7 +87,7 @@ class Watchdog:
                 self._whereabouts.start(self._described)
 
     def _described(self) -> Activity:
-        return replace(self._waiting_in(), communication=communication() or "")
+        return replace(self._waiting_in(), communication=self._program.communication() or "")
 
     def _waiting_in(self) -> Activity:
         """What the host does; what the device does where the host has left it behind."""
@@ -221,7 +222,7 @@ class Watchdog:
 
     def _unanswered(self, place: Activity) -> str:
         """The program waits for an answer of ranks that wait for this one; empty where it does not."""
-        found, now = communication(), time.monotonic()
+        found, now = self._program.communication(), time.monotonic()
         if found is None or self._whereabouts is None or found != self._communicating[0]:
             self._communicating = found, now
             return ""
