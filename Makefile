@@ -73,10 +73,10 @@ lint: .venv
 types: .venv
 	$(BIN)/mypy
 
-# Three files at a time: ranks wait for each other, so two leave two cores idle. What fails runs once more, alone; what
-# passes then is "unsteady".
+# Three files at a time: ranks wait for each other, so two leave two cores idle. Files go out by name, not those with many
+# tests first: those with few launch ranks and take longest. What fails runs once more, alone; what passes then is "unsteady".
 test: lint types
-	PYTHONPATH=tests:$$PYTHONPATH $(TEST_ENV) $(BIN)/python -m pytest -p support.unsteady -n 3 --dist loadfile $(TESTS)
+	PYTHONPATH=tests:$$PYTHONPATH $(TEST_ENV) $(BIN)/python -m pytest -p support.unsteady -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-diffusers-old: .venv-old
 	$(TEST_ENV) $(OLD)/python -m pytest -n 2 --dist loadfile $(or $(TESTS),tests/models)

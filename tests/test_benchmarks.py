@@ -110,6 +110,7 @@ def holds_on_the_standin(case: dict[str, Any]) -> None:
 
 
 @needs_standin()
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_accelerators_benchmark_runs_on_the_standin(tmp_path: Path) -> None:
     text, (case,) = on_accelerator(tmp_path, "--ranks 2 --models uvit", 550, **environment())

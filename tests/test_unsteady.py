@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.launch import TESTS
 
 ONCE = """
@@ -96,16 +97,19 @@ def test_nothing_is_said_of_a_steady_suite(tmp_path: Path) -> None:
     assert (status, closing.split(" in ")[0]) == (0, "1 passed") and "alone" not in output
 
 
+@pytest.mark.soak
 def test_an_error_while_collecting_fails_the_run(tmp_path: Path) -> None:
     status, output, _ = run(tmp_path, *PARALLEL, broken="import no_such_module", steady="def test_it(): pass")
     assert status != 0 and "no_such_module" in output
 
 
+@pytest.mark.soak
 def test_a_crash_alone_too_fails_the_run(tmp_path: Path) -> None:
     status, output, _ = run(tmp_path, *PARALLEL, crash=CRASHES, once=ONCE)
     assert status == 1 and "UNSTEADY test_crash" not in output and "UNSTEADY test_once" in output, output
 
 
+@pytest.mark.soak
 def test_tests_that_never_ran_fail_the_run(tmp_path: Path) -> None:
     status, output, _ = run(tmp_path, *PARALLEL, crash=CRASHES_BESIDE_OTHERS)
     assert status == 1 and "some tests never ran" in output, output

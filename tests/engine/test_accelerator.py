@@ -73,7 +73,7 @@ SHORT = {
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", SHORT, ids=named)
+@pytest.mark.parametrize("kind", [QUICK, pytest.param(LATE, marks=pytest.mark.soak)], ids=named)
 def test_two_ranks_train_as_on_the_cpu(subtests: pytest.Subtests, kind: tuple[str, int]) -> None:
     run_parity(subtests, 2, SHORT[kind], kind, 300)
 
@@ -198,7 +198,7 @@ def test_messages_and_sums_are_timed_by_the_device() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("config", COPIED, ids=str)
-@pytest.mark.parametrize("kind", [QUICK, LATE], ids=named)
+@pytest.mark.parametrize("kind", [pytest.param(QUICK, marks=pytest.mark.soak), LATE], ids=named)
 def test_copies_of_gradients_are_put_back_as_they_are_summed(config: dict[str, Any], kind: tuple[str, int]) -> None:
     """Two at a time are there, of twelve, and none is left when the host has handed over the sums; it waits nowhere."""
     for _, output in launch("support.device_ranks:sums_copies", 2, config, timeout=250, environment=device_of(kind)):
@@ -226,7 +226,7 @@ MADE = {
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("environment", [{}, {"P2P_HCCL_BUFFSIZE": "0", "HCCL_BUFFSIZE": "50"}], ids=["usual", "told"])
-@pytest.mark.parametrize("world", MADE)
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_communicators_are_as_counted(subtests: pytest.Subtests, world: int, environment: dict[str, str]) -> None:
     """No rank makes another than its plan says, and they hold on the device what is counted for them."""
     device = {**device_of(QUICK), **environment}

@@ -39,7 +39,7 @@ def some(world: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 4])
 def test_each_trains_as_if_alone(subtests: pytest.Subtests, world: int) -> None:
     launch_each(subtests, "support.backbone_ranks:run_cases", world, some(world), timeout=500)
 

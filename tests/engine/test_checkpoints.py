@@ -45,6 +45,7 @@ def test_bf16_resumes_under_another_plan(tmp_path: Path) -> None:
     launch("support.resume_ranks:resumes", 4, case, timeout=200)
 
 
+@pytest.mark.soak
 def test_fp16_and_its_loss_scale_resume_under_another_plan(tmp_path: Path) -> None:
     """Without ZeRO, for fused Adam too, and with it; the same plan bit for bit."""
     fp16, fused = {"dtype": "float16"}, {"dtype": "float16", "optimizer": "fused"}

@@ -10,7 +10,7 @@ import pytest
 from support.launch import launch
 
 
-@pytest.mark.parametrize(("model", "world"), [("toy", 2), ("toy", 4), ("unet", 4)])
+@pytest.mark.parametrize(("model", "world"), [pytest.param("toy", 2, marks=pytest.mark.soak), ("toy", 4), ("unet", 4)])
 def test_skips_stay_on_their_rank(model: str, world: int) -> None:
     outputs = launch("support.engine_ranks:bytes_on_the_wire", world, model, timeout=200)
     ratio = re.search(r"RATIO relayed / wave = ([0-9.]+)", outputs[0][1])
@@ -18,7 +18,7 @@ def test_skips_stay_on_their_rank(model: str, world: int) -> None:
     print(f"{model}, {world} ranks: bytes relayed / wave = {ratio[1]}")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_evaluation_between_training_steps(world: int) -> None:
     launch("support.engine_ranks:evaluates", world, timeout=200)
 

@@ -48,7 +48,7 @@ def some(world: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", (1, 4))
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_equal_to_one_process(subtests: pytest.Subtests, world: int) -> None:
     launch_each(subtests, "support.selfcond_ranks:run_cases", world, some(world), timeout=300)
 

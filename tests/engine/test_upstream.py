@@ -13,8 +13,7 @@ from support.launch import launch
 from support.standin import environment, needs_standin
 
 WAITS = [
-    pytest.param("hccl", marks=[needs_standin(), pytest.mark.timeout(400)]),
-    pytest.param("nccl", marks=[needs_standin(), pytest.mark.timeout(400), pytest.mark.soak]),
+    pytest.param(kind, marks=[needs_standin(), pytest.mark.timeout(400), pytest.mark.soak]) for kind in ("hccl", "nccl")
 ]
 """Whose kind of wait the device has."""
 

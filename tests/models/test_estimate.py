@@ -68,6 +68,9 @@ FIGURES = {
 }
 """GFLOP of a forward, skips, and their MB in bfloat16."""
 
+LARGE = {"sdxl", "svd-xt", "hunyuan-dit", "unidiffuser"}
+"""Counted for a long time; the slow proofs do."""
+
 
 def whole_model(model: nn.Module, batch: dict[str, Any]) -> tuple[int, int]:
     """Operations of the model's own forward and backward."""
@@ -127,7 +130,9 @@ def test_published_numbers_of_parameters(name: str) -> None:
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LARGE else name for name in FIGURES]
+)
 def test_operations_and_skips_as_published(name: str) -> None:
     """Counts equal the whole model's; every skip stays on its rank at P = 2, 4, 8."""
     estimated = estimate_profile(find_workload(name), tflops=312)

@@ -18,8 +18,7 @@ def forward(model: Any, batch: dict[str, Any]) -> Tensor:
     return model(**batch, return_dict=False)[0]
 
 
-@pytest.mark.parametrize("granularity", ["block", "fine"])
-@pytest.mark.parametrize("sized", [False, True], ids=["1.2", "1.1"])
+@pytest.mark.parametrize(("sized", "granularity"), [(False, "fine"), (True, "block")], ids=["1.2-fine", "1.1-block"])
 def test_transparent(sized, granularity):
     model = small_hunyuan_dit(use_style_cond_and_image_meta_size=sized)
     batch = hunyuan_dit_batch(sizes_and_style=sized)

@@ -69,7 +69,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_what_trains_trains_as_in_one_process(subtests: pytest.Subtests, world: int, tmp_path: Path) -> None:
     cases = [{**case, "out": str(tmp_path)} for case in CASES[world]]
     launch_each(subtests, "support.lora_ranks:run_cases", world, cases, timeout=500)

@@ -46,8 +46,15 @@ def controlnet() -> Workload:
     )
 
 
-@pytest.mark.parametrize("name", ["kandinsky3", "controlnet"])
-@pytest.mark.parametrize(("speed", "faster"), [(FAST, "wave"), (SLOW, "linear")])
+@pytest.mark.parametrize(
+    ("name", "speed", "faster"),
+    [
+        ("kandinsky3", SLOW, "linear"),
+        pytest.param("kandinsky3", FAST, "wave", marks=pytest.mark.soak),
+        pytest.param("controlnet", SLOW, "linear", marks=pytest.mark.soak),
+        pytest.param("controlnet", FAST, "wave", marks=pytest.mark.soak),
+    ],
+)
 def test_auto_takes_the_faster_placement(name: str, speed: float, faster: str) -> None:
     plans = {
         placement: make_plan(
@@ -62,6 +69,8 @@ def test_auto_takes_the_faster_placement(name: str, speed: float, faster: str) -
     assert steps["auto"] <= steps[faster] * (1.0 if same else 0.99), "loops and two waves are taken where they gain 1 %"
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_the_tuner_does_so_too() -> None:
     best = tune(
         OpenJob(profiles=[profile("kandinsky3")], cluster=cluster(SLOW), global_batch=16), solver_seconds=0

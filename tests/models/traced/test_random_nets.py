@@ -35,7 +35,7 @@ def check(seed: int) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_few_random_networks(seed):
     check(seed)
 
