@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
+LEAVES_OUT = 5
+"""A branch whose number this divides leaves out its block."""
 
 
 class Block(nn.Module):
@@ -43,7 +45,9 @@ STEPS = (
 
 
 class RandomNet(nn.Module):
-    """A network drawn from ``seed``."""
+    """A network drawn from ``seed``; ``checkpoints``: whether it runs blocks again in backward, where it draws that."""
+
+    checkpoints = True
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -71,6 +75,11 @@ class RandomNet(nn.Module):
     def block(self, index: int) -> Any:
         return self.blocks[index] if index < len(self.blocks) else getattr(self, f"stage_{index}")
 
+    def leaves_out_a_block(self, tokens: int) -> list[int]:
+        """Steps that do nothing for so many tokens."""
+        branches = (i for i, step in enumerate(self.steps) if step == "branch" and self.numbers[i] % LEAVES_OUT == 0)
+        return [i for i in branches if tokens % 2 == self.numbers[i] % 2]
+
     def run(self, index: int, x: Tensor, condition: Tensor, scale: float = 1.0) -> Tensor:
         found = self.block(index)(x, condition, scale=scale)
         if isinstance(found, tuple):
@@ -83,14 +92,14 @@ class RandomNet(nn.Module):
         for index, (step, number) in enumerate(zip(self.steps, self.numbers, strict=True)):
             if step in ("block", "branch", "shared", "checkpointed", "tuple"):
                 if step == "branch" and x.shape[1] % 2 == number % 2:
-                    if number % 5 == 0:
+                    if number % LEAVES_OUT == 0:
                         continue
                     x = x * 0.9
                 which = number % (index + 1) if step == "shared" else index
-                if step == "checkpointed":
+                if step == "checkpointed" and self.checkpoints:
                     x = checkpoint(self.run, which, x, condition, use_reentrant=bool(number % 2))
                 else:
-                    x = self.run(which, x, condition, scale=1.0 + number / 1000)
+                    x = self.run(which, x, condition, scale=1.0 if step == "checkpointed" else 1.0 + number / 1000)
                 if step == "tuple":
                     extra = x[:, :1] * 2
             elif step == "listed":

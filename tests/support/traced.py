@@ -22,6 +22,17 @@ def assert_equal(model: nn.Module, layers: Sequence[Any], *batches: dict[str, An
             assert got is None or torch.equal(got, wanted), name
 
 
+def assert_close(model: nn.Module, layers: Sequence[Any], batch: dict[str, Any]) -> None:
+    """The same up to rounding."""
+    found, expected = (gradients_of(model, run, batch) for run in (output_of, lambda _, b: interpret(layers, b)))
+    for name, wanted in expected.items():
+        got = found[name]
+        assert (got is None) == (wanted is None), name
+        if got is not None and wanted is not None:
+            off = float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+            assert off <= 1e-5, f"{name}: {off:.1e}"
+
+
 def gradients_of(model: nn.Module, run: Any, batch: dict[str, Any]) -> dict[str, Tensor | None]:
     first = next(iter(batch))
     leaf = batch[first]
