@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from deepspeed_pulse.models.units import Origin, check_cover, without_wrapper
 
 Granularity = Literal["block", "fine"]
 Blocks = Literal["auto"] | Sequence[str]
+PlanCache = str | os.PathLike[str] | None
 
 FAMILIES = {
     "AudioLDM2UNet2DConditionModel": "unets.audioldm2",
@@ -97,6 +99,7 @@ def to_layers(
     example_batch: Any = None,
     blocks: Blocks = "auto",
     trace: bool = False,
+    plan_cache: PlanCache = None,
     **what_the_batch_has: Any,
 ) -> list[Declared]:
     """The layer list of a model; its modules and weights are the model's own, not copies.
@@ -111,6 +114,8 @@ def to_layers(
         blocks: for a model that is traced: paths of the modules, or of containers of modules, to be layers, each kept
             whole; ``"auto"`` takes what stands in the model's lists of blocks.
         trace: trace a model of a known family too.
+        plan_cache: for a model that is traced: a folder, as in the "pulse" block. A trace that took a second is kept
+            there by content; one process of a machine traces, the others read.
         granularity: ``"block"``: the finest units at which a single hidden state flows;
             ``"fine"``: transformer blocks are cut further, attention and MLP apart.
         what_the_batch_has: optional batch entries, for example ``attention_mask=True``; the
@@ -128,11 +133,14 @@ def to_layers(
     model = without_wrapper(model)
     found = family_of(model)
     if found is None or trace:
-        return _traced(model, example_batch, granularity, blocks, what_the_batch_has)
-    if blocks != "auto":
-        raise GraphError(
-            f"blocks= is for models that are traced; {found[0].__name__} has a family: pass trace=True too"
-        )
+        how = {"blocks": blocks, "fine": granularity == "fine", "plan_cache": plan_cache}
+        return _traced(model, example_batch, how, what_the_batch_has)
+    for name, value, default in (("blocks", blocks, "auto"), ("plan_cache", plan_cache, None)):
+        if value != default:
+            raise GraphError(
+                f"{name}= is for models that are traced; {found[0].__name__} has a family: leave it out, or pass "
+                "trace=True too"
+            )
     kind, family = found
     _check_names(kind.__name__, family.to_layers, what_the_batch_has)
     check_switches(model)
@@ -144,9 +152,7 @@ def to_layers(
     return layers
 
 
-def _traced(
-    model: nn.Module, example_batch: Any, granularity: Granularity, blocks: Blocks, options: Mapping[str, Any]
-) -> list[Declared]:
+def _traced(model: nn.Module, example_batch: Any, how: Mapping[str, Any], options: Mapping[str, Any]) -> list[Declared]:
     from deepspeed_pulse.models.traced.layers import traced_layers  # which needs much of torch that families do not
 
     name = type(model).__name__
@@ -163,7 +169,7 @@ def _traced(
         )
     check_switches(model)
     origin = Origin.of(model)
-    return traced_layers(model, origin, example_batch, blocks=blocks, fine=granularity == "fine")
+    return traced_layers(model, origin, example_batch, **how)
 
 
 def family_of(model: nn.Module) -> tuple[type[nn.Module], Any] | None:

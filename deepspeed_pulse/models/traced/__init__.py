@@ -3,7 +3,8 @@
 outline     which modules are kept whole
 batch       the example that the model is run with
 standins    a model and a batch without numbers
-recording   what the model's forward calls, alike: what leaves of one build give
+recording   what the model's forward calls, alike: what leaves of one build give, built: how a leaf is built
+keeping     what leaves gave, kept in a folder; content: what that depends on; expressions: sizes as plain data
 trying      what leaves give that look at numbers
 tracing     one run, and what it takes for given
 cutting     where the calls are cut, and what goes from layer to layer

@@ -6,17 +6,15 @@ weights only. Only shapes come from here; what a leaf computes is computed when 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_pulse.models.traced.built import PLAIN, built
 from deepspeed_pulse.models.traced.names import pytree
-
-_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size)
-_SKIPPED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,58 +43,68 @@ class Alike:
 
     def key(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
         """Of a call; None for one that is given what cannot be compared."""
-        told = []
-        for one in leaves:
-            if isinstance(one, Tensor):
-                told.append(("tensor", *_form(one)))
-            elif isinstance(one, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                told.append(("size", str(one.node.expr)))
-            elif isinstance(one, _PLAIN):
-                told.append((type(one).__name__, repr(one)))
-            else:
-                return None
+        told = given(leaves)
+        if told is None:
+            return None
         if id(module) not in self._built:
-            self._built[id(module)] = tuple(_built(name, part) for name, part in module.named_modules())
-        return self._built[id(module)], tuple(told), str(spec), torch.is_grad_enabled()
+            self._built[id(module)] = tuple(built(name, part) for name, part in module.named_modules())
+        return self._built[id(module)], told, str(spec)
 
     def find(self, key: Any) -> Result | None:
         return None if key is None else self._found.get(key)
 
-    def keep(self, key: Any, result: Any, given: Iterable[Tensor], once: bool) -> None:
+    def put(self, key: Any, result: Result) -> None:
+        self._found[key] = result
+
+    def keep(self, key: Any, result: Any, given: Iterable[Tensor], once: bool) -> Result | None:
         """Remember a result, unless a part of it lies in memory that the call was given, or twice in its own."""
         leaves, spec = pytree.tree_flatten(result)
         if key is None or not all(one is None or isinstance(one, Tensor) for one in leaves):
-            return
+            return None
         memory = [one.untyped_storage()._cdata for one in leaves if one is not None]
         if len(set(memory)) < len(memory) or set(memory) & {one.untyped_storage()._cdata for one in given}:
-            return
+            return None
         forms = tuple(
             None if one is None else (tuple(one.shape), tuple(one.stride()), one.dtype, one.device) for one in leaves
         )
-        self._found[key] = Result(forms=forms, spec=spec, once=once)
+        self._found[key] = found = Result(forms=forms, spec=spec, once=once)
+        return found
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    shape = tuple(str(size) for size in tensor.shape)
-    return shape, tuple(str(step) for step in tensor.stride()), tensor.dtype, str(tensor.device), tensor.is_conj()
+def given(leaves: Sequence[Any], told_size: Callable[[Any], str] = str) -> tuple[Any, ...] | None:
+    """What a call is given and what is set around it; None where a part cannot be told.
+
+    ``told_size`` tells an expression of sizes.
+    """
+    told = [_told(one, told_size) for one in leaves]
+    kinds = dict.fromkeys(["cpu", *(one.device.type for one in leaves if isinstance(one, Tensor))])
+    return None if None in told else (*told, torch.is_grad_enabled(), *map(_autocast, kinds))
 
 
-def _built(name: str, module: nn.Module) -> Any:
-    own = ((key, value) for key, value in sorted(vars(module).items()) if key not in _SKIPPED)
-    tensors = (*module._parameters.items(), *module._buffers.items())
-    weights = tuple((key, None if one is None else (tuple(one.shape), one.dtype)) for key, one in tensors)
-    return name, type(module), tuple((key, _told(value)) for key, value in own), weights
+def _told(one: Any, told_size: Callable[[Any], str]) -> Any:
+    if isinstance(one, Tensor):
+        shape, stride = (
+            tuple(told_size(size.node.expr) if isinstance(size, torch.SymInt) else size for size in found)
+            for found in (one.shape, one.stride())
+        )
+        return "tensor", shape, stride, str(one.dtype), str(one.device), one.is_conj()
+    if isinstance(one, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return "size", told_size(one.node.expr)
+    return (type(one).__name__, repr(one)) if isinstance(one, PLAIN) else None
 
 
-def _told(value: Any, depth: int = 2) -> Any:
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(_told(one, depth) for one in value)
-    if isinstance(value, Mapping):
-        return type(value), tuple((str(key), _told(one, depth)) for key, one in value.items())
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    if depth and hasattr(value, "__dict__") and not callable(value):
-        return type(value), tuple((key, _told(one, depth - 1)) for key, one in sorted(vars(value).items()))
-    return getattr(value, "__qualname__", type(value))
+def _autocast(kind: str) -> tuple[bool, str]:
+    return torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))
+
+
+class Attributes:
+    """What modules hold as attributes: a leaf that changes any is run each time, as others may read them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._had = [(part, dict(vars(part))) for part in module.modules()]
+
+    def same(self) -> bool:
+        return all(
+            vars(part).keys() == had.keys() and all(vars(part)[name] is value for name, value in had.items())
+            for part, had in self._had
+        )

@@ -25,6 +25,7 @@ from deepspeed_pulse.models.traced.code import (
     first_unknown,
     from_shapes,
 )
+from deepspeed_pulse.models.traced.content import PlanCache
 from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, cut
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
 from deepspeed_pulse.models.traced.standins import Bare
@@ -36,17 +37,24 @@ MOST = 64
 
 
 def traced_layers(
-    model: nn.Module, origin: Origin, example_batch: Any, *, blocks: Blocks = "auto", fine: bool = False
+    model: nn.Module,
+    origin: Origin,
+    example_batch: Any,
+    *,
+    blocks: Blocks = "auto",
+    fine: bool = False,
+    plan_cache: PlanCache = None,
 ) -> list[Declared]:
     """The layers of a model, found by running its forward once without numbers.
 
+    ``plan_cache``: folder where traces that took time are kept by content.
     Raises :class:`GraphError` where that is not possible, naming the line of the model's code.
     """
     given, kept = Given.of(example_batch), frozenset[str]()
     while True:
         outlined = outline(model, blocks, fine=fine, kept=kept)
         check_hooks(model, outlined.opened)
-        shared = TracedModel(model, given, outlined)
+        shared = TracedModel(model, given, outlined, plan_cache)
         routing = shared.base.routing() - kept if blocks == "auto" else frozenset()
         if not routing:
             break
@@ -117,14 +125,15 @@ class Traced:
 class TracedModel:
     """What the layers of one model share: the trace, and those for other sizes, modes and dtypes."""
 
-    def __init__(self, model: nn.Module, given: Given, outlined: Outline) -> None:
+    def __init__(self, model: nn.Module, given: Given, outlined: Outline, plan_cache: PlanCache = None) -> None:
+        self._plan_cache = plan_cache
         self.name, self.outline, self.given = type(model).__name__, outlined, given
         self._bare = Bare(model)
         self.weights = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
         saved = model.state_dict().keys()
         self.persistent = frozenset(path for path, _ in model.named_buffers() if path in saved)
         self.training = model.training
-        self.base = Traced(self, trace(self._bare, outlined, given))
+        self.base = Traced(self, trace(self._bare, outlined, given, plan_cache=plan_cache))
         self.with_sizes = self.base.with_sizes
         self.slots = tuple(self.base.trace.symbols.values())
         """Entry, index in it and dimension of every size of the batch, in the order in which layers are told."""
@@ -167,7 +176,8 @@ class TracedModel:
                 f"{self.name} was traced {MOST} times for different batches; make numbers that change from batch to "
                 f"batch tensors, and sizes fewer; the last: {self._told(sizes, plain)}"
             )
-        found = Traced(self, trace(self._bare, self.outline, given, cast=cast, training=training), self.with_sizes)
+        other = trace(self._bare, self.outline, given, cast=cast, training=training, plan_cache=self._plan_cache)
+        found = Traced(self, other, self.with_sizes)
         told, expected = ([code.interface for code in one.codes] for one in (found, self.base))
         if told != expected:
             raise BatchError(

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy import functions
 
 CONTENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 """What is raised where code asks for the numbers in a tensor that has none."""
@@ -28,7 +29,7 @@ CHECKPOINTS = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
 
 INSTANCE_NAMES = {
     "mode": "from_tensor shape_env",
-    "shape_env": "guards replace",
+    "shape_env": "guards replace evaluate_expr create_symintnode",
     "guard": "expr",
     "size": "node",
     "node": "expr hint guard_int",
@@ -50,6 +51,7 @@ __all__ = [
     "TorchDispatchMode",
     "checkpoint",
     "enable_python_dispatcher",
+    "functions",
     "pytree",
     "unset_fake_temporarily",
 ]

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.models.traced.alike import Alike
+from deepspeed_pulse.models.traced.alike import Alike, Attributes
+from deepspeed_pulse.models.traced.keeping import Leaves
 from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, TorchDispatchMode, pytree
 from deepspeed_pulse.models.traced.trying import Unrecognised, tried
 
@@ -127,9 +128,16 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(
-        self, paths: Mapping[int, str], opened: frozenset[str], device: torch.device, shape_env: Any, is_once: Any
+        self,
+        paths: Mapping[int, str],
+        opened: frozenset[str],
+        device: torch.device,
+        shape_env: Any,
+        is_once: Any,
+        leaves: Leaves | None = None,
     ) -> None:
         super().__init__()
+        self._leaves = leaves
         self._paths, self._opened, self._device, self._env = paths, opened, device, shape_env
         self._is_once, self._alike = is_once, Alike()
         self.calls: list[Call] = []
@@ -259,6 +267,11 @@ class Recorder(TorchFunctionMode):
         key = None if path is None else self._alike.key(run.__self__, leaves, spec)
         if (found := self._alike.find(key)) is not None:
             return found.tensors(), found.once
+        name = None if key is None or self._leaves is None else self._leaves.name(str(path), leaves, spec)
+        if self._leaves is not None and name is not None and (found := self._leaves.find(name)) is not None:
+            self._alike.put(key, found)
+            return found.tensors(), found.once
+        guards, had = len(self._env.guards), None if key is None else Attributes(run.__self__)
         before = [one._version for one in tensors]
         try:
             with _Watch() as watch:
@@ -272,8 +285,11 @@ class Recorder(TorchFunctionMode):
                 raise problem from None
             self._tried = True
             return result, True
-        if all(one._version == version for one, version in zip(tensors, before, strict=True)):
-            self._alike.keep(key, result, tensors, watch.random)
+        untouched = all(one._version == version for one, version in zip(tensors, before, strict=True))
+        if untouched and had is not None and had.same():
+            kept = self._alike.keep(key, result, tensors, watch.random)
+            if kept is not None and name is not None and self._leaves is not None:
+                self._leaves.add(name, kept, self._env.guards[guards:])
         return result, watch.random
 
     def _argument(self, one: Any, where: str) -> Any:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from deepspeed_pulse.errors import GraphError, PulseError
 from deepspeed_pulse.models.traced import names
 from deepspeed_pulse.models.traced.batch import Given, on_device
+from deepspeed_pulse.models.traced.content import PlanCache, file_of
+from deepspeed_pulse.models.traced.keeping import Leaves, kept_leaves
 from deepspeed_pulse.models.traced.names import CONTENT, enable_python_dispatcher, pytree
 from deepspeed_pulse.models.traced.outline import Outline
 from deepspeed_pulse.models.traced.recording import (
@@ -71,9 +73,31 @@ class Trace:
 
 
 def trace(
-    bare: Bare, outline: Outline, given: Given, *, cast: torch.dtype | None = None, training: bool | None = None
+    bare: Bare,
+    outline: Outline,
+    given: Given,
+    *,
+    cast: torch.dtype | None = None,
+    training: bool | None = None,
+    plan_cache: PlanCache = None,
 ) -> Trace:
-    """Run the model once without numbers. Raises :class:`GraphError` naming the line that cannot be traced."""
+    """Run the model once without numbers. Raises :class:`GraphError` naming the line that cannot be traced.
+
+    ``plan_cache``: folder where what its leaves gave is kept by content.
+    """
+    path = None if plan_cache is None else file_of(plan_cache, bare.model, outline, given, cast, training)
+    with kept_leaves(path) as leaves:
+        return _traced(bare, outline, given, cast, training, leaves)
+
+
+def _traced(
+    bare: Bare,
+    outline: Outline,
+    given: Given,
+    cast: torch.dtype | None,
+    training: bool | None,
+    leaves: Leaves | None,
+) -> Trace:
     mode, device = new_mode(), given.device
     model = bare.stand_in(mode, device, cast, training)
     name = type(model).__name__
@@ -82,8 +106,10 @@ def trace(
     _note_training(model, outline.opened, reads)
     stateful = {path for path, module in model.named_modules() if not _can_be_repeated(module)}
     before = plain_state(model, outline.opened)
-    recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful)
+    recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful, leaves)
     positional, keywords, symbols = _arguments(mode, recorder, given)
+    if leaves is not None:
+        leaves.begin([*symbols], mode.shape_env)
     _add_weights(model, recorder)
     if "return_dict" in inspect.signature(model.forward).parameters and "return_dict" not in keywords:
         keywords["return_dict"] = False

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, LayerSpec
 from deepspeed_pulse.errors import ConfigError, GraphError
-from deepspeed_pulse.models.families import Blocks, Granularity, class_of, construct, to_layers
+from deepspeed_pulse.models.families import Blocks, Granularity, PlanCache, class_of, construct, to_layers
 from deepspeed_pulse.models.units import Origin, Unit
 from deepspeed_pulse.models.weights.folder import CONFIG, WeightFiles, read_config, read_object
 from deepspeed_pulse.models.weights.skeleton import Prepare, Skeleton
@@ -73,6 +73,7 @@ def from_pretrained(
     example_batch: Any = None,
     blocks: Blocks = "auto",
     trace: bool = False,
+    plan_cache: PlanCache = None,
     **what_the_batch_has: Any,
 ) -> list[Any]:
     """The layer list of a diffusers model folder; each rank reads the weights of its own layers only.
@@ -90,7 +91,7 @@ def from_pretrained(
         model_class: a class derived from a known one; left out, the class that ``config.json`` names.
         prepare: is given the model before it is cut, its weights not read yet: to freeze parameters, add
             adapters or set options (:meth:`.Skeleton.prepare`). What it adds keeps its values.
-        granularity, example_batch, blocks, trace, what_the_batch_has: as for :func:`~.families.to_layers`.
+        granularity, example_batch, blocks, trace, plan_cache, what_the_batch_has: as for :func:`~.families.to_layers`.
 
     Raises:
         FileError: the folder, its config or its weights are missing, damaged or do not fit together.
@@ -109,8 +110,8 @@ def from_pretrained(
     skeleton.model.register_to_config(_name_or_path=str(path))
     files = WeightFiles.find(path, variant, skeleton.model._fix_state_dict_keys_on_load)
     files.check(skeleton.entries, ignored=kind._keys_to_ignore_on_load_unexpected or (), what=kind.__name__)
-    how = {"granularity": granularity, "example_batch": example_batch, "blocks": blocks, "trace": trace}
-    return _lazy_layers(skeleton, files.read, prepare, {**how, **what_the_batch_has})
+    how = {"granularity": granularity, "blocks": blocks, "trace": trace, "plan_cache": plan_cache}
+    return _lazy_layers(skeleton, files.read, prepare, {**how, **what_the_batch_has}, example_batch)
 
 
 def from_config(
@@ -126,6 +127,7 @@ def from_config(
     example_batch: Any = None,
     blocks: Blocks = "auto",
     trace: bool = False,
+    plan_cache: PlanCache = None,
     **what_the_batch_has: Any,
 ) -> list[Any]:
     """The layer list of a new model; each rank initialises its own layers only.
@@ -140,7 +142,7 @@ def from_config(
         seed: of the weights.
         dtype: as in ``model.to(dtype)`` after the constructor.
         subfolder, model_class, prepare: as for :func:`from_pretrained`.
-        granularity, example_batch, blocks, trace, what_the_batch_has: as for :func:`~.families.to_layers`.
+        granularity, example_batch, blocks, trace, plan_cache, what_the_batch_has: as for :func:`~.families.to_layers`.
 
     Raises:
         FileError: no usable config.
@@ -154,14 +156,16 @@ def from_config(
         seed=seed,
         cast=lambda model: None if dtype is None else model.to(dtype),
     )
-    how = {"granularity": granularity, "example_batch": example_batch, "blocks": blocks, "trace": trace}
-    return _lazy_layers(skeleton, skeleton.initial, prepare, {**how, **what_the_batch_has})
+    how = {"granularity": granularity, "blocks": blocks, "trace": trace, "plan_cache": plan_cache}
+    return _lazy_layers(skeleton, skeleton.initial, prepare, {**how, **what_the_batch_has}, example_batch)
 
 
-def _lazy_layers(skeleton: Skeleton, fill: Fill, prepare: Prepare | None, options: Mapping[str, Any]) -> list[Any]:
+def _lazy_layers(
+    skeleton: Skeleton, fill: Fill, prepare: Prepare | None, options: Mapping[str, Any], example_batch: Any
+) -> list[Any]:
     if prepare is not None:
         skeleton.prepare(prepare)
-    layers = to_layers(skeleton.model, **options)
+    layers = to_layers(skeleton.model, example_batch=example_batch, **options)
     inside = [module for one in layers if isinstance(one.layer, nn.Module) for module in one.layer.modules()]
     units_of = Counter(map(id, inside))
     # Modules of several units, by id: tables without weights, which a rank holds once.
