@@ -154,3 +154,33 @@ def plain_unet_workload() -> Any:
 
     batch = {name: value.to("meta") for name, value in plain_unet_batch().items()}
     return to_layers(PlainUNet().to("meta"), example_batch=batch), (batch, None)
+
+
+class Experts(nn.Module):
+    """Tokens go to the expert that a gate chooses, so the sizes of what experts get follow from numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero().squeeze(-1)
+            out = out.index_add(0, mine, expert(x[mine]))
+        return x + out
+
+
+class ExpertNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": Experts()}) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = kept = self.stem(x)
+        for block in self.blocks:
+            x = block["mlp"](block["norm"](x))
+        return self.head(x + kept)

@@ -122,7 +122,7 @@ class RandomNet(nn.Module):
             elif step == "scale":
                 x = x * self.gain
             elif step == "table":
-                waved = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * self.constant
+                waved = torch.view_as_complex(x.float().contiguous().reshape(*x.shape[:-1], -1, 2)) * self.constant
                 x = torch.view_as_real(waved).flatten(-2).type_as(x) * self.table
             elif step == "mask":
                 x = x * mask.to(x.dtype)[:, : x.shape[1], None] + 0.1

@@ -11,7 +11,7 @@ import torch
 from support import small_models as unets
 from support import small_transformers as small
 from support.families import assert_transparent, interpret
-from support.plain_nets import Odd, PlainUNet, plain_unet_batch
+from support.plain_nets import ExpertNet, Odd, PlainUNet, plain_unet_batch
 from support.traced import assert_equal
 from support.zoo import ZOO
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from deepspeed_pulse.engine.specs import graph_of, spec
 from deepspeed_pulse.errors import BatchError, FileError, GraphError
 from deepspeed_pulse.models import from_pretrained, to_layers
+from deepspeed_pulse.models.traced.layers import Traced
 
 
 def odd_batch(samples: int = 2, seed: int = 0) -> dict[str, Any]:
@@ -163,6 +164,17 @@ def test_a_folder_is_read_layer_by_layer(tmp_path: Path) -> None:
     state = {key: value for layer in built for key, value in layer.layer.state_dict().items()}
     assert state.keys() == model.state_dict().keys()
     assert torch.equal(interpret(built, batch), model(**batch).sample)
+
+
+def test_a_module_that_chooses_experts_is_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it has a list of blocks: between those the sizes of values follow from numbers."""
+    torch.manual_seed(0)
+    model, batch = ExpertNet(), odd_batch()
+    layers = to_layers(model, example_batch=batch)
+    assert [layer.name for layer in layers] == ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert_equal(model, layers, batch, odd_batch(7, seed=1), odd_batch(1))
+    monkeypatch.setattr(Traced, "routing", lambda _: frozenset())
+    assert any("experts" in layer.name for layer in to_layers(model, example_batch=batch)), "what routing() prevents"
 
 
 def test_fine_layers_open_the_blocks():
