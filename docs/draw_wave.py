@@ -16,7 +16,7 @@ from deepspeed_pulse.ir.placement import Placement
 
 RANKS = 4
 DOWN, UP, BAND = "#cfe3f7", "#bfe8d2", "#f4f4f2"
-INK, HIDDEN, SKIP = "#22303c", "#8a939b", "#d1552c"
+INK, HIDDEN, SKIP = "#22303c", "#a0a8b0", "#a83210"
 HALF_WIDTH, HALF_HEIGHT = 0.38, 0.26
 
 

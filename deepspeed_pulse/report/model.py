@@ -140,6 +140,7 @@ def _draw_rails(axes: Axes, rails: Sequence[_Value], rest: Sequence[_Value]) -> 
         axes.plot(here, [row] * len(here), "o", color=_STAYS, markersize=3)
         axes.plot(sorted(rail.away), [row] * len(rail.away), linestyle="none", **_AWAY)
     axes.set_ylim(len(rails) - 0.4, -0.6)
+    axes.set_visible(bool(rails))
     _bare(axes)
     labels = [f"{words.shortened(rail.name)} ({words.megabytes(rail.bytes)})" for rail in rails]
     axes.set_yticks(range(len(rails)), labels, fontsize=7, parse_math=False)
@@ -207,6 +208,7 @@ def _legend(
 ) -> list[Patch | Line2D]:
     spread = any(layer.spread is not None for layer in profile.layers)
     readers = {min(len(value.targets), 2) for value in values if value.away}
+    rails = any(len(value.targets) > 1 for value in values)
     skip, again = f"skip of {words.megabytes(largest)}", plan is not None and plan.recompute
     entries = (
         (True, Patch(facecolor=_FORWARD, edgecolor=_BACKWARD_EDGE, label="forward")),
@@ -214,6 +216,8 @@ def _legend(
         (spread, Line2D([], [], color="black", linewidth=0.8, label="spread of repeats")),
         (largest, Line2D([], [], color=_STAYS, linewidth=thick, label=skip)),
         (1 in readers, Line2D([], [], color=_TRAVELS, linestyle=_DASHES, label="sent to another rank")),
+        (rails, Line2D([], [], color=_STAYS, marker="s", markersize=4, linestyle="none", label="made")),
+        (rails, Line2D([], [], color=_STAYS, marker="o", markersize=3, linestyle="none", label="read")),
         (2 in readers, Line2D([], [], label="read on another rank", linestyle="none", **_AWAY)),
         (again, Patch(facecolor="white", edgecolor=_BYTES, label="run again in backward")),
     )

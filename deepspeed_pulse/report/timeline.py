@@ -1,7 +1,8 @@
 """Timelines as a picture: a lane a rank, time to the right, several timelines above each other.
 
 Forward is light, backward is dark and hatched, so the picture reads in black and white too. A rank's second stage (on
-the way up the V) has another hue than its first, and a bar at the foot of its boxes. Frozen work is cross-hatched.
+the way up the V) has another hue than its first, and a bar at the foot of its boxes. Frozen work is cross-hatched,
+input gradients are hatched the other way than whole backwards, extra forwards upright.
 Of several backbones the second and later have a bar at the head of their boxes.
 """
 
@@ -52,12 +53,12 @@ _LOOKS = {
     Kind("F", 1): _Look("#bfe8d2", "#0f3d26", "#74b392", foot="#0f3d26"),
     Kind("B", 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "////"),
     Kind("B", 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
-    Kind("I", 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "////"),
-    Kind("I", 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "////", "#bfe8d2"),
+    Kind("I", 0): _Look("#2f6db0", "#ffffff", "#5f93ca", "\\\\\\\\"),
+    Kind("I", 1): _Look("#1f7f4f", "#ffffff", "#55a67d", "\\\\\\\\", "#bfe8d2"),
     Kind("W", 0): _Look("#8d8d8d", "#ffffff", "#b5b5b5", "...."),
     Kind("W", 1): _Look("#6f6f6f", "#ffffff", "#9a9a9a", "....", "#dddddd"),
-    Kind("E", 0): _Look("#e9e3f5", "#33235c", "#a695cc"),
-    Kind("E", 1): _Look("#d6cbee", "#33235c", "#8f7bbf", foot="#33235c"),
+    Kind("E", 0): _Look("#e9e3f5", "#33235c", "#a695cc", "|||"),
+    Kind("E", 1): _Look("#d6cbee", "#33235c", "#8f7bbf", "|||", "#33235c"),
     Kind(FROZEN, 0): _Look("#f6d58e", "#4d3800", "#c79a35", "xx"),
 }
 _MESSAGE_INK = "#c2452d"

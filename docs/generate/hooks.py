@@ -58,6 +58,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return "".join([*pieces, _with_links(markdown[end:], source, here)])
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """A picture is a link to itself: on a phone it is opened to be read."""
+    return re.sub(r'<img [^>]*src="([^"]+)"[^>]*/?>', r'<a href="\1">\g<0></a>', html)
+
+
 def _with_links(text: str, source: str, here: str) -> str:
     return _LINK.sub(lambda link: _link(link, source, here), text)
 
