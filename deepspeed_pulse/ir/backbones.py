@@ -28,10 +28,14 @@ class BackboneLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneStages:
-    """Stages of a plan that are one backbone's."""
+    """Stages of a plan that are one backbone's.
+
+    ``carried``: per rank, how many of its actions, the first of them, are the previous step's; left out where none are.
+    """
 
     name: str
     stages: Annotated[Range, Form(expected="[first stage, end]")]
+    carried: Annotated[tuple[int, ...], Form(left_out=True)] = ()
 
 
 def check_parts(fields: Fields, key: str, ranges: Sequence[Range], names: Sequence[str], count: int) -> None:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from deepspeed_pulse.errors import PlanError
+from deepspeed_pulse.ir.carried import Part, program_of
 from deepspeed_pulse.ir.dependencies import Key, key_of, needs, ordered
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.program import Channel, Message, Program, Step, channel_of, lower
+from deepspeed_pulse.ir.program import Channel, Message, Program, Step, channel_of
 from deepspeed_pulse.ir.schedule import OP_RULES
 
 MIN_SLOTS = 2
@@ -48,9 +49,9 @@ class Traffic:
     releases: tuple[tuple[tuple[Message, ...], ...], ...]
 
 
-def make_traffic(plan: Plan) -> Traffic:
+def make_traffic(plan: Plan, part: Part = Part.WHOLE) -> Traffic:
     """Analyse a plan's messages. Raises PlanError when the order of actions deadlocks."""
-    return traffic_of(lower(plan), plan.placement)
+    return traffic_of(program_of(plan, part), plan.placement)
 
 
 _Ends = dict[Message, tuple[int, int]]

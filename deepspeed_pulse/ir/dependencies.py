@@ -73,9 +73,9 @@ def _neighbour(stage: int, way: Direction | None, placement: Placement, *, givin
 
 def needs(step: Step, placement: Placement) -> tuple[Key, ...]:
     """Keys that must be given before a step: its messages' producers, and what its own rank hands over."""
-    m = step.action.microbatch
-    found = [(msg.source_stage, GIVEN_BY[msg.direction], m) for msg in step.receives]
-    return tuple(dict.fromkeys([*found, *local_needs(step.action, placement), *map(key_of, step.takes)]))
+    found = [(msg.source_stage, GIVEN_BY[msg.direction], msg.microbatch) for msg in step.receives]
+    every = dict.fromkeys([*found, *local_needs(step.action, placement), *map(key_of, step.takes)])
+    return tuple(key for key in every if key not in step.before) if step.before else tuple(every)
 
 
 def results_needed(rank: int, work: FrozenWork, fill: Fill) -> tuple[Result, ...]:

@@ -195,6 +195,8 @@ class Plan(File):
             raise fields.error("waves", f"{self.waves} for the {placement}")
         parts = self.backbones
         check_parts(fields, "backbones", [p.stages for p in parts], [p.name for p in parts], stages)
+        if any(part.carried and len(part.carried) != self.pipeline_ranks for part in parts):
+            raise fields.error("backbones", f"carried actions of each of the {self.pipeline_ranks} ranks, or none")
         if len(bounds) != stages + 1:
             raise fields.error("boundaries", f"{stages + 1} layer indices for {stages} stages")
         if bounds[0] != 0 or any(a >= b for a, b in itertools.pairwise(bounds)):

@@ -75,6 +75,7 @@ class Step:
     """One action of a rank, the messages it waits for and the messages that leave when it ends.
 
     ``takes``: extra forwards of its own rank whose estimate it reads; ``feeds``: forwards there that read its own.
+    ``before``: of what it needs (by :mod:`~deepspeed_pulse.ir.dependencies`), what the step before has given.
     """
 
     action: Action
@@ -82,6 +83,7 @@ class Step:
     sends: tuple[Message, ...]
     takes: tuple[Action, ...] = ()
     feeds: tuple[Action, ...] = ()
+    before: tuple[tuple[int, str, int], ...] = ()
 
 
 Program = tuple[tuple[Step, ...], ...]

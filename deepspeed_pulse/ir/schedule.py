@@ -21,6 +21,8 @@ class Op(enum.Enum):
     WEIGHT_GRAD = "W"
     EXTRA_FORWARD = "E"
     """Without gradient, before the forward of its microbatch, which reads what is made of the result."""
+    LANDING = "L"
+    """Takes messages that are read in the next step. In programs only, after the last action of a rank."""
     __hash__ = object.__hash__  # members are singletons; enum's own hash is slow, and actions are hashed all the time
 
 
@@ -57,6 +59,7 @@ OP_RULES = {
     Op.INPUT_GRAD: OpRule("B", Op.FORWARD, Direction.BACKWARD, 1),
     Op.WEIGHT_GRAD: OpRule("W", Op.INPUT_GRAD, None, 1),
     Op.EXTRA_FORWARD: OpRule("E", None, Direction.EXTRA, 1),
+    Op.LANDING: OpRule("L", None, None, 0),
 }
 GIVEN_BY = {Direction.FORWARD: "F", Direction.BACKWARD: "B", Direction.EXTRA: "E"}
 """What must be given before a message that goes that way leaves."""
@@ -65,7 +68,7 @@ FORWARDS = (Op.FORWARD, Op.EXTRA_FORWARD)
 WHOLE, SPLIT = (Op.FORWARD, Op.BACKWARD), (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 """The ops of a stage and microbatch, in order; before them :attr:`Op.EXTRA_FORWARD` where it is self-conditioned."""
 
-_LETTERS = " ".join(op.value for op in Op)
+_LETTERS = " ".join(op.value for op in Op if op is not Op.LANDING)
 ACTION = re.compile(rf"(0|[1-9][0-9]{{0,8}})([{_LETTERS.replace(' ', '')}])(0|[1-9][0-9]{{0,8}})")
 """Stage, operation, microbatch."""
 

@@ -94,6 +94,8 @@ class SearchOptions:
         within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
         part_skips: cuts of a wave may also send skips that could stay, for a better balance, where that is faster
             in known orders. None: if ``placement`` is "auto".
+        backbone_steps: of several backbones: "together", "each" (each makes its optimizer step as soon as its own last
+            backward has ended, and the next steps of the others run meanwhile), or "auto": what is faster.
     """
 
     placement: str = "auto"
@@ -106,6 +108,7 @@ class SearchOptions:
     tolerance: float = 0.0
     within_ms: float = math.inf
     part_skips: bool | None = None
+    backbone_steps: str = "together"
 
     @property
     def parts_skips(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from deepspeed_pulse.ir.channels import Traffic, traffic_of
 from deepspeed_pulse.ir.dependencies import Result, result_of, results_needed
 from deepspeed_pulse.ir.program import HIDDEN, Message
-from deepspeed_pulse.ir.schedule import Action, Direction, Op
+from deepspeed_pulse.ir.schedule import OP_RULES, Action, Direction, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.planner.problem import Problem
 
@@ -18,7 +19,7 @@ Curve = tuple[tuple[float, int], ...]
 
 
 def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
-    """Per rank, (ms, bytes) at every change.
+    """Per rank, (ms, bytes) at every change; of a step among others alike where the problem's plan carries actions.
 
     * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split); they
       include what it stashes, so a value that stays on its rank adds nothing.
@@ -42,16 +43,54 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     there are two where it is read: this step's until its last reader's backward ends, the next step's until the end.
     """
     intervals: list[list[Interval]] = [[] for _ in range(problem.num_ranks)]
-    for rank, _, interval in _intervals(problem, timeline):
+    for rank, _, interval in _every_interval(problem, timeline):
         intervals[rank].append(interval)
     return tuple(_curve(row) for row in intervals)
+
+
+def _every_interval(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str, Interval]]:
+    """:func:`_intervals`, of steps alike where the plan carries actions from one to the next."""
+    carried = problem.carried(tuple(tuple(s.work for s in timeline.spans_of(r)) for r in range(problem.num_ranks)))
+    if not carried:
+        yield from _intervals(problem, timeline)
+        return
+    period_ms = max([timeline.makespan_ms, *(t.arrive_ms for t in timeline.transfers)])
+    for rank, kind, interval in _intervals(problem, _isolated(timeline, carried, period_ms)):
+        yield from ((rank, kind, part) for part in _folded(interval, period_ms))
+
+
+def _isolated(timeline: Timeline, carried: Collection[Action], period_ms: float) -> Timeline:
+    """One step with what it carries over where that runs: in the next one."""
+    late = {(a.stage, OP_RULES[a.op].way, a.microbatch) for a in carried}
+
+    def moved(span: Span[Action]) -> Span[Action]:
+        shift = period_ms if span.work in carried else 0.0
+        return replace(span, start_ms=span.start_ms + shift, end_ms=span.end_ms + shift)
+
+    def sent(transfer: Transfer[Message]) -> Transfer[Message]:
+        m = transfer.message
+        shift = period_ms if (m.source_stage, m.direction, m.microbatch) in late else 0.0
+        return replace(transfer, leave_ms=transfer.leave_ms + shift, arrive_ms=transfer.arrive_ms + shift)
+
+    spans = sorted(map(moved, timeline.spans), key=lambda span: span.start_ms)
+    return replace(timeline, spans=tuple(spans), transfers=tuple(map(sent, timeline.transfers)))
+
+
+def _folded(interval: Interval, period_ms: float) -> Iterator[Interval]:
+    """What steps alike have at a time, each beginning a period after the one before."""
+    start, end, size = interval
+    for number in range(int(start // period_ms), int(end // period_ms) + 1):
+        shift = number * period_ms
+        first, last = max(start - shift, 0.0), min(end - shift, period_ms)
+        if last > first:
+            yield first, last, size
 
 
 def parts_at_peak(problem: Problem, timeline: Timeline) -> tuple[dict[str, int], ...]:
     """Per rank, what is live when most is, by kind (:data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`), state apart."""
     peaks = [max(curve, key=lambda change: change[1], default=(0.0, 0))[0] for curve in timeline.memory]
     found: list[dict[str, int]] = [{} for _ in peaks]
-    for rank, kind, (start, end, size) in _intervals(problem, timeline):
+    for rank, kind, (start, end, size) in _every_interval(problem, timeline):
         if start <= peaks[rank] < end:
             found[rank][kind] = found[rank].get(kind, 0) + size
     return tuple(found)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
+from deepspeed_pulse.ir.carried import carried_actions, rolling
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.communicators import communicator_bytes
 from deepspeed_pulse.ir.dependencies import Key, needs
@@ -117,7 +118,15 @@ class Problem:
 
     def lower(self, schedule: Schedule) -> Program:
         """Steps of every rank."""
-        return tuple(tuple(self.step(action) for action in row) for row in schedule)
+        program = tuple(tuple(self.step(action) for action in row) for row in schedule)
+        late = self.carried(schedule)
+        return rolling(program, late, self.placement) if late else program
+
+    def carried(self, schedule: Schedule) -> frozenset[Action]:
+        """The actions of an order that are the previous step's, as the plan says."""
+        if not any(part.carried for part in self.plan.backbones):
+            return frozenset()
+        return carried_actions(replace(self.plan, schedule=schedule))
 
     @cached_property
     def extra_actions(self) -> list[Action]:

@@ -8,10 +8,11 @@ another through it.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from deepspeed_pulse.ir.carried import in_step_order
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.dependencies import Item, Result, ordered, result_of, results_needed
 from deepspeed_pulse.ir.fill import FrozenRun, FrozenWork, HandOver
@@ -50,9 +51,12 @@ def estimate(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
 def run(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, float] | None = None) -> Timeline:
     """Simulate an order on a problem, whatever schedule its plan has.
 
+    Where the problem's plan carries actions over, it is a step among others alike.
+
     ``durations``: ms of every action, where they are not the profile's.
     """
-    clock = _Clock(problem, schedule, durations)
+    late = problem.carried(schedule)
+    clock = _Clock(problem, schedule, durations, late)
     for rank, item in ordered(problem.lower(schedule), problem.placement, problem.plan.fill):
         clock.run(rank, item)
     for rank, stage in clock.unreduced:
@@ -71,7 +75,13 @@ def run(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, floa
 class _Clock:
     """Times of steps that come in a feasible order."""
 
-    def __init__(self, problem: Problem, schedule: Schedule, durations: Mapping[Action, float] | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        durations: Mapping[Action, float] | None,
+        carried: Collection[Action] = (),
+    ) -> None:
         self.problem = problem
         self._duration_ms = problem.duration_ms if durations is None else durations.__getitem__
         self.spans: list[Span[Action]] = []
@@ -84,10 +94,12 @@ class _Clock:
         self._arrived: dict[Message, float] = {}
         self._ready: dict[Result, float] = {}
         """When frozen results are on a rank."""
-        self._backwards: Counter[int] = Counter()
-        """Per stage, how many are still to come; empty without data-parallel peers."""
+        self._last_backwards: set[Action] = set()
+        """Of each stage; empty without data-parallel peers."""
         if problem.plan.data_parallel > 1:
-            self._backwards.update(a.stage for row in schedule for a in row if a.op not in FORWARDS)
+            rows = in_step_order(schedule, carried)
+            last = {a.stage: a for row in rows for a in row if a.op not in FORWARDS}
+            self._last_backwards.update(last.values())
         self.unreduced: list[tuple[int, int]] = []
         """(rank, stage) whose gradients are there and wait for the rank's last action."""
 
@@ -98,6 +110,8 @@ class _Clock:
             self._run_frozen(rank, item)
 
     def _compute(self, rank: int, step: Step) -> None:
+        if step.action.op is Op.LANDING:
+            return
         start = max([self.rank_free[rank], *(self._arrived[message] for message in step.receives)])
         end = self.rank_free[rank] = start + self._duration_ms(step.action)
         self.spans.append(Span(rank=rank, work=step.action, start_ms=start, end_ms=end))
@@ -133,10 +147,7 @@ class _Clock:
 
     def _leaving(self, rank: int, action: Action, start: float, end: float) -> Sequence[tuple[float, float]]:
         """Gradients that leave with an action: those of a stage with its last backward, unless all leave at the end."""
-        if not self._backwards or action.op in FORWARDS:
-            return ()
-        self._backwards[action.stage] -= 1
-        if self._backwards[action.stage]:
+        if action not in self._last_backwards:
             return ()
         if self.problem.rules.reduce_early:
             return pieces(self.problem, action.stage, start, end)
@@ -154,9 +165,14 @@ class _Clock:
 def summarize(problem: Problem, timeline: Timeline) -> Estimate:
     """The figures of a simulated step."""
     plan, makespan = problem.plan, timeline.makespan_ms
+    carries = any(part.carried for part in plan.backbones)
+    if carries:  # what the next step reads lands before this one ends
+        makespan = max([makespan, *(t.arrive_ms for t in timeline.transfers)])
     microbatches = 1 + max(span.work.microbatch for span in timeline.spans)
     split = any(span.work.op is Op.WEIGHT_GRAD for span in timeline.spans)
     bound = lower_bound_ms(problem, microbatches, split=split)
+    if carries:
+        bound = busiest_ms(problem)
     if timeline.frozen:  # no order is then shorter than all work divided by the ranks
         bound = max(bound, sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks)
     gap = makespan / bound - 1.0 if bound > 0 else 0.0
@@ -177,6 +193,14 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
         p2p_bytes_per_microbatch=per_microbatch,
         samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
     )
+
+
+def busiest_ms(problem: Problem) -> float:
+    """Work of the rank that has most: no steady state is shorter."""
+    work = [0.0] * problem.num_ranks
+    for stage, rank in enumerate(problem.placement):
+        work[rank] += problem.plan.microbatches * problem.costs.work_ms(stage)
+    return max(work)
 
 
 def peak_bytes(problem: Problem, timeline: Timeline) -> tuple[int, ...]:

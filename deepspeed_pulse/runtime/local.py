@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.ir.carried import Part, carried_actions, isolated, updates_at
 from deepspeed_pulse.ir.channels import make_traffic, unit_clock
 from deepspeed_pulse.ir.effects import Effects, joined, with_versions
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.plan import Plan, make_routes
-from deepspeed_pulse.ir.program import Channel
+from deepspeed_pulse.ir.program import Channel, Program
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.discovery import begin, discover
 from deepspeed_pulse.runtime.extra import Estimate
@@ -119,6 +120,12 @@ class LocalWorld:
         mailboxes: what messages go through, where somebody watches them.
         seed: ``seed(layer, microbatch)``, called before a layer runs.
         estimate: ``estimate(output, microbatch, backbone)``, where the plan has extra forwards.
+        update: ``update(backbone)``, called when a backbone's step has ended, where some are carried over.
+
+    Attributes:
+        number: of the step whose loss was computed last, from 1.
+        losses: of the last step, by microbatch; of several backbones their sum. What is carried over counts where it
+            was computed.
     """
 
     def __init__(
@@ -133,7 +140,12 @@ class LocalWorld:
         mailboxes: Mailboxes | None = None,
         seed: Callable[[int, int], None] | None = None,
         estimate: Estimate | None = None,
+        update: Callable[[int], None] | None = None,
     ) -> None:
+        self._rolled, self._update = plan, update
+        self._carried, self._updates = carried_actions(plan), updates_at(plan)
+        self._runs_on, self.number = False, 0
+        plan = isolated(plan)
         self._plan, self._graph, self._functions = plan, graph, functions
         self._checkpoint, self._interval, self._seed = checkpoint, interval, seed
         self._traffic = make_traffic(plan)
@@ -143,8 +155,9 @@ class LocalWorld:
         """By microbatch; of several backbones their sum."""
         mail, device = mailboxes or Mailboxes(), LocalDevice(plan.microbatches)
 
-        def finish(output: Any, place: int, backbone: int) -> Any:
+        def finish(rank: int, output: Any, place: int, backbone: int) -> Any:
             microbatch = self._data[place]
+            self.number = self._ranks[rank].number
             loss = (loss_fn if callable(loss_fn) else loss_fn[backbone])(output, microbatch)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss.detach()
             return loss
@@ -154,7 +167,7 @@ class LocalWorld:
             return estimate(output, self._data[place], backbone)
 
         self._ranks = [
-            RankRuntime(rank=rank, communicator=mail, device=device, finish=finish, estimate=estimated)
+            RankRuntime(rank=rank, communicator=mail, device=device, finish=partial(finish, rank), estimate=estimated)
             for rank in range(plan.pipeline_ranks)
         ]
 
@@ -170,6 +183,7 @@ class LocalWorld:
 
         ``shape_keys``, ``order``: see :meth:`RankRuntime.begin`.
         """
+        assert training or not self._runs_on
         self._steps += 1
         self._data = order or range(len(batches))
         self.losses.clear()
@@ -183,21 +197,65 @@ class LocalWorld:
             entries = [route for route in plan.routes if route.name in batches[0][1]]
             plan = replace(plan, routes=(*make_routes(plan.boundaries, plan.placement, graph.values), *entries))
             traffic = make_traffic(plan)
+        part = Part.WHOLE if self._runs_on or not self._carried else Part.FIRST
+        if self._carried:
+            rolled = replace(self._rolled, routes=plan.routes)
+            traffic = make_traffic(rolled, part)
+        self._parts: list[RankPart] = []
         for runtime in self._ranks:
             reads = runtime.rank == plan.placement[0] or not routed & batches[0][1].keys()
             usage = Usage(plan, (*graph.values, *graph.batch_entries), runtime.rank)
             stages = {s: self._stage(s, graph, effects, usage) for s in plan.stages_of(runtime.rank)}
+            self._parts.append(
+                RankPart(
+                    plan=plan,
+                    traffic=traffic,
+                    usage=usage,
+                    stages=stages,
+                    carried=self._carried,
+                    runs_on=bool(self._carried),
+                )
+            )
             runtime.begin(
-                RankPart(plan=plan, traffic=traffic, usage=usage, stages=stages),
+                self._parts[-1],
                 ListedBatches(batches, reads_entries=reads),
                 training=training,
                 shape_keys=shape_keys,
                 number=self._steps,
                 order=order,
             )
-        for rank, index in self._order():
-            self._ranks[rank].run(traffic.program[rank][index])
+        self._run(traffic.program, part)
+        self._runs_on = bool(self._carried)
         return [runtime.finish() for runtime in self._ranks]
+
+    def end_last(self) -> None:
+        """Run what the last step carries over, where no step follows."""
+        rolled = replace(self._rolled, routes=self._parts[0].plan.routes)
+        traffic = make_traffic(rolled, Part.LAST)
+        for runtime, part in zip(self._ranks, self._parts, strict=True):
+            runtime.end_last(replace(part, traffic=traffic, runs_on=False))
+        self._run(traffic.program, Part.LAST)
+        self._runs_on = False
+        for runtime in self._ranks:
+            runtime.finish()
+
+    def _run(self, program: Program, part: Part) -> None:
+        """Every step of a program, and what ends the step of a backbone."""
+        order = self._order(program)
+        for backbone, counts in self._updates.items() if part is Part.WHOLE else ():
+            for rank, index in [(r, i) for r, i in order if i < counts[r]]:
+                self._ranks[rank].run(program[rank][index])
+            order = [(rank, index) for rank, index in order if index >= counts[rank]]
+            self._end(backbone)
+        for rank, index in order:
+            self._ranks[rank].run(program[rank][index])
+        for backbone in range(len(self._rolled.backbones)) if self._carried else ():
+            if (backbone in self._updates) == (part is Part.LAST):
+                self._end(backbone)
+
+    def _end(self, backbone: int) -> None:
+        if self._update is not None:
+            self._update(backbone)
 
     def _discovered(self, inputs: Any, entries: Mapping[str, Any]) -> tuple[Effects, ...]:
         """What layers change in place, found on a microbatch."""
@@ -232,8 +290,8 @@ class LocalWorld:
         spans = tuple(span for runtime in self._ranks for span in runtime.stopwatch.spans)
         return Timeline(num_ranks=len(self._ranks), spans=spans)
 
-    def _order(self) -> list[tuple[int, int]]:
+    def _order(self, program: Program) -> list[tuple[int, int]]:
         """An order of (rank, step) in which everything a step needs was sent before."""
-        starts = unit_clock(self._traffic.program, self._plan.placement)
+        starts = unit_clock(program, self._plan.placement)
         timed = [(start, rank, i) for rank, row in enumerate(starts) for i, start in enumerate(row)]
         return [(rank, i) for _, rank, i in sorted(timed)]

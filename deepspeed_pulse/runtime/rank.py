@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, num_bytes, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
 from deepspeed_pulse.runtime.roots import Root, roots_of
-from deepspeed_pulse.runtime.shapes import ShapeBook
+from deepspeed_pulse.runtime.shapes import ShapeBook, Shapes
 from deepspeed_pulse.runtime.stage import SavedBytes, Stage
 from deepspeed_pulse.runtime.stopwatch import Stopwatch
 from deepspeed_pulse.runtime.tape import Tape
@@ -49,6 +49,9 @@ class RankPart:
         due: per step of this rank, the receives to post (:func:`~deepspeed_pulse.ir.channels.arrivals`); None: as early
             as can be.
         communicator_bytes: what the rank's communicators hold.
+        carried: actions of any rank that are the previous step's (:mod:`deepspeed_pulse.ir.carried`). ``plan`` is then
+            that of one step by itself, and ``traffic`` that of the part of the rows that runs.
+        runs_on: the next step runs what this one leaves.
     """
 
     plan: Plan
@@ -58,6 +61,14 @@ class RankPart:
     held: Sequence[Held] = ()
     due: Sequence[Sequence[Message]] | None = None
     communicator_bytes: int = 0
+    carried: frozenset[Action] = frozenset()
+    runs_on: bool = False
+
+    @cached_property
+    def earlier(self) -> frozenset[Message]:
+        """Messages of the previous step's data, apart from those that have landed."""
+        steps = (step for row in self.traffic.program for step in row if step.action in self.carried)
+        return frozenset(message for step in steps for message in step.sends)
 
     def data(self, batches: Batches, order: Sequence[int] = ()) -> Batches:
         """The data as the plan's microbatches find it; see :meth:`RankRuntime.begin`."""
@@ -66,6 +77,17 @@ class RankPart:
             return batches
         owners = {c.entry: plan.placement.backbone_of(plan.stage_of(c.layers[0])) for c in plan.conditioning}
         return OrderedBatches(batches, order or range(plan.microbatches), owners)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """The data of a step; ``order``: for each microbatch of the plan, which of the data it is."""
+
+    batches: Batches
+    shapes: Sequence[Shapes]
+    order: Sequence[int]
+    first_number: int
+    number: int
 
 
 @dataclass
@@ -141,6 +163,13 @@ class RankRuntime:
             Op.EXTRA_FORWARD: self._extra_forward,
         }
         self._late: dict[tuple[int, int], Tape] = {}
+        self._runs_on = False
+        """The last step has left something."""
+        self._data: _Data
+        self._earlier: _Data | None = None
+        """Of the step before, where that has left something."""
+        self._now: _Data
+        """Of the action that runs."""
         self.stopwatch: Stopwatch[Action] = Stopwatch(rank, device)
         """Of the last step's actions."""
         self.stats = Stats()
@@ -167,14 +196,30 @@ class RankRuntime:
             number: of the step, for errors.
             order: for each microbatch of the plan, which of the data it is; empty: the data's own.
         """
-        plan, traffic = part.plan, part.traffic
-        self._order = order or range(plan.microbatches)
+        plan = part.plan
+        order = order or range(plan.microbatches)
         batches = part.data(batches, order)
-        self._plan, self._batches, self._training, self._usage = plan, batches, training, part.usage
+        keys = [0] * plan.microbatches if shape_keys is None else [shape_keys[data] for data in order]
+        shapes = self._book.of("train" if training else "eval", keys)
+        self._earlier = self._data if self._runs_on else None
+        self._data = self._now = _Data(
+            batches=batches, shapes=shapes, order=order, first_number=first_number, number=number
+        )
+        self._training = training
         self._extra = None
         if plan.conditioning:
             self._extra = ExtraForwards(plan, part.stages, part.usage, batches, self._estimate, self._layer_number)
-        self._stages, self._first_number, self._number = part.stages, first_number, number
+        self._set_out(part)
+
+    def end_last(self, part: RankPart) -> None:
+        """Get ready for what the last step has left, where no step follows."""
+        self._earlier = self._now = self._data
+        self._set_out(part)
+
+    def _set_out(self, part: RankPart) -> None:
+        """Be at the beginning of a part; what the step before has left stays."""
+        plan, traffic = part.plan, part.traffic
+        self._plan, self._usage, self._stages, self._carried = plan, part.usage, part.stages, part.carried
         self._held = part.held or [Held()] * plan.num_stages
         self._releases = traffic.releases[self.rank]
         self._in_halves = {(a.stage, a.microbatch) for a in plan.schedule[self.rank] if a.op is Op.INPUT_GRAD}
@@ -182,22 +227,43 @@ class RankRuntime:
         self._position = 0
         self.stats = Stats()
         self.stopwatch.begin()
-        fresh = training and self._fresh_gradients
+        fresh = self._training and self._fresh_gradients
         self._no_gradient = {p for p in self._parameters if fresh and p.requires_grad and p.grad is None}
         state = self._state_bytes - num_bytes(self._no_gradient)
-        self._live = {"state": state, "activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
-        self._waiting, self._extra_bytes = {}, 0
+        if not self._runs_on:
+            self._live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
+            self._waiting = {}
+        self._live["state"] = state
+        self._extra_bytes = 0
         if part.communicator_bytes:
             self._live["communicators"] = part.communicator_bytes
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
-        keys = [0] * plan.microbatches if shape_keys is None else [shape_keys[data] for data in self._order]
-        self._shapes = self._book.of("train" if training else "eval", keys)
-        self._transport.begin(mine, traffic.slots, self._shapes, part.due)
+        self._runs_on = part.runs_on
+        earlier = self._earlier.shapes if self._earlier is not None else ()
+        self._transport.begin(mine, traffic.slots, self._data.shapes, part.due, (part.earlier, earlier))
+
+    @property
+    def number(self) -> int:
+        """Of the step whose data the action works on that runs, or ran last."""
+        return self._now.number
+
+    @property
+    def runs_on(self) -> bool:
+        """The last step has left something, which the next one runs or :meth:`end_last` begins."""
+        return self._runs_on
 
     def run(self, step: Step, timers: Timers | None = None) -> None:
         """Wait for the messages that a step needs, run its action, and start the messages that leave then."""
+        if step.action in self._carried:
+            assert self._earlier is not None
+            self._now = self._earlier
+        else:
+            self._now = self._data
         try:
-            if timers is None:
+            if step.action.op is Op.LANDING:
+                self._receive(step)
+                self._position += 1
+            elif timers is None:
                 self._receive(step)
                 self._compute(step)
                 self._send(step)
@@ -217,7 +283,7 @@ class RankRuntime:
     def _where(self, step: Step) -> str:
         action = step.action
         place = f"pipeline rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
-        return f"step {self._number}, {place}"
+        return f"step {self._now.number}, {place}"
 
     def _receive(self, step: Step) -> None:
         self._transport.reach(self._position)
@@ -239,14 +305,16 @@ class RankRuntime:
         if self._training:
             self._count_gradients(step.action.microbatch)
         if step.action in self._last_forwards:
-            self._batches.release(step.action.microbatch)
+            self._now.batches.release(step.action.microbatch)
         self._position += 1
 
     def finish(self) -> Stats:
         """End the step: all sends are over and every buffer is empty."""
         self._transport.drain()
         assert self._extra is None or not self._extra.live, self._extra.live
-        assert not (self._forwards or self._late or self._hidden or self._hidden_grads or self._values.live), (
+        assert self._runs_on or not (
+            self._forwards or self._late or self._hidden or self._hidden_grads or self._values.live
+        ), (
             self._forwards.keys(),
             self._late.keys(),
             self._hidden.keys(),
@@ -262,15 +330,15 @@ class RankRuntime:
         estimate = None if self._extra is None else self._extra.estimate(name, microbatch)
         if estimate is not None:
             return estimate
-        if self._batches.has_entry(name):
-            return self._batches.entry(name, microbatch)
+        if self._now.batches.has_entry(name):
+            return self._now.batches.entry(name, microbatch)
         return self._values.get(name, microbatch)
 
     # -- forward -----------------------------------------------------------------------------
 
     def _layer_number(self, m: int) -> int:
         """By which layers that are seeded know a microbatch: its place in the data, not in the plan."""
-        return self._first_number + self._order[m]
+        return self._now.first_number + self._now.order[m]
 
     def _extra_forward(self, stage: int, m: int) -> None:
         assert self._extra is not None
@@ -280,7 +348,7 @@ class RankRuntime:
     def _forward(self, stage: int, m: int) -> None:
         placement = self._plan.placement
         if placement.before(stage) is None:
-            hidden = self._batches.inputs(m, placement.backbone_of(stage))
+            hidden = self._now.batches.inputs(m, placement.backbone_of(stage))
         else:
             hidden = self._hidden.pop((stage, m))
         leaves = self._leaves(hidden)
@@ -293,7 +361,7 @@ class RankRuntime:
 
         tape = Tape(leaves) if self._training and (stage, m) in self._in_halves else None
         run = partial(self._stages[stage].run, entry, lookup, number=self._layer_number(m), tape=tape)
-        shapes = self._shapes[m]
+        shapes = self._now.shapes[m]
         if self._training and stage not in shapes.activation_bytes:
             with SavedBytes((*self._parameters, *self._values.tensors(m))) as saved:
                 output, exported = run(saved=saved)
@@ -347,7 +415,7 @@ class RankRuntime:
                 loss=loss,
                 tape=tape,
             )
-            self._count("activations", self._shapes[m].activation_bytes[stage], self._held[stage].workspace)
+            self._count("activations", self._now.shapes[m].activation_bytes[stage], self._held[stage].workspace)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -403,7 +471,7 @@ class RankRuntime:
 
     def _end_backward(self, stage: int, m: int) -> None:
         self._count_fresh(self._stages[stage].parameters)
-        self._count("activations", -self._shapes[m].activation_bytes[stage])
+        self._count("activations", -self._now.shapes[m].activation_bytes[stage])
         self._count_gradients(m)
 
     # -- messages ----------------------------------------------------------------------------
@@ -433,10 +501,10 @@ class RankRuntime:
             self._transport.send(message, payload, num_bytes(tensors_of(payload)))
         elif message.direction is Direction.FORWARD:
             if message.name == HIDDEN:
-                unkept = self._shapes[m].unkept_bytes.get(message.source_stage, 0)
+                unkept = self._now.shapes[m].unkept_bytes.get(message.source_stage, 0)
                 self._transport.send(message, self._hidden.pop((message.target_stage, m)), unkept)
-            elif self._batches.has_entry(message.name):
-                self._transport.send(message, as_payload(self._batches.entry(message.name, m), message.label))
+            elif self._now.batches.has_entry(message.name):
+                self._transport.send(message, as_payload(self._now.batches.entry(message.name, m), message.label))
             else:
                 passed_on = self._usage.passed_on(message.name, message.source_stage)
                 unkept = self._values.bytes_of(message.name, m) if passed_on else 0

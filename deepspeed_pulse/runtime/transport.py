@@ -9,7 +9,7 @@ is needed.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,7 @@ class Transport:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._shapes: Sequence[Shapes] = ()
+        self._earlier: tuple[Collection[Message], Sequence[Shapes]] = ((), ())
         self._due: Sequence[Sequence[Message]] | None = None
         self._inboxes: dict[Channel, _Inbox] = {}
         self._channel_of: dict[Message, Channel] = {}
@@ -72,6 +73,7 @@ class Transport:
         slots: Mapping[Channel, int],
         shapes: Sequence[Shapes],
         due: Sequence[Sequence[Message]] | None = None,
+        earlier: tuple[Collection[Message], Sequence[Shapes]] = ((), ()),
     ) -> None:
         """Start a step: reset counters and post the first receives.
 
@@ -80,8 +82,9 @@ class Transport:
             slots: receive buffers per channel.
             shapes: per microbatch, what is known of batches of its shape.
             due: per step, what is to be received from then on, shapes known or not; None: as much as slots allow.
+            earlier: messages of the data of the step before, and the shapes of that.
         """
-        self._shapes = shapes
+        self._shapes, self._earlier = shapes, earlier
         self._channel_of = {m: c for c, messages in channels.items() for m in messages}
         self._inboxes = {
             c: _Inbox(deque(messages), slots[c], {}) for c, messages in channels.items() if c.target_rank == self._rank
@@ -172,14 +175,18 @@ class Transport:
         left = [m for inbox in self._inboxes.values() for m in (*inbox.posted, *inbox.waiting) if self._counts(m)]
         assert not left, f"messages never consumed: {left}"
 
+    def _shapes_of(self, message: Message) -> Shapes:
+        messages, shapes = self._earlier
+        return (shapes if message in messages else self._shapes)[message.microbatch]
+
     def _known(self, message: Message) -> Signature | None:
-        return self._shapes[message.microbatch].signatures.get(message.boundary)
+        return self._shapes_of(message).signatures.get(message.boundary)
 
     def _agreed(self, message: Message) -> Signature:
-        return self._shapes[message.microbatch].signatures[message.boundary]
+        return self._shapes_of(message).signatures[message.boundary]
 
     def _learn(self, message: Message, signature: Signature) -> None:
-        self._shapes[message.microbatch].signatures[message.boundary] = signature
+        self._shapes_of(message).signatures[message.boundary] = signature
 
     def _counts(self, message: Message) -> bool:
         return message.direction is not Direction.BACKWARD or self._agreed(message).wants_gradient

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from toys import cluster, layer, profile, random_profile, uniform
 
-from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.errors import ConfigError, InfeasibleError
+from deepspeed_pulse.ir.carried import carried_actions, program_of
+from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.joined import joined_profile
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner import Job, SearchOptions, make_plan, violations
@@ -157,3 +159,92 @@ def loads(cuts, costs, place):
     for stage, (first, end) in enumerate(itertools.pairwise(cuts)):
         found[place[stage]] += sum(one.forward_ms + one.backward_ms for one in costs.layers[first:end])
     return found
+
+
+def each_planned(ranks, microbatches, works, ways, *, memory_bytes=None, split=True):
+    costs = several(ranks, *works)
+    job = Job(
+        profile=costs,
+        cluster=cluster(ranks=ranks),
+        pipeline_ranks=ranks,
+        microbatches=microbatches,
+        memory_bytes=memory_bytes,
+    )
+    options = SearchOptions(
+        placement="wave", split_backward=split, solver_seconds=1e-9, backbone_steps="each"
+    )  # every trial, and no search for the order that they replace
+    found = Maker(job=job, options=options).plan(directed(ranks, ways))
+    assert violations(found, num_layers=costs.num_layers, values=named_values(costs)) == []
+    return found
+
+
+@pytest.mark.parametrize("ways", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_steps_of_their_own_leave_no_bubble_within_two_stashes_a_rank(microbatches, ways):
+    """Period W, in steady state, under the cap of 2P stashes; each layer of these keeps one byte."""
+    found = each_planned(4, microbatches, (1, 1), ways, memory_bytes=8)
+    assert found.estimate.makespan_ms == 12 * microbatches
+    assert found.estimate.bubble_ratio == 0 and max(found.estimate.peak_bytes) <= 8
+    assert simulated_chain(found, 5) == 12 * microbatches
+    assert carried_actions(found)
+
+
+def simulated_chain(plan, steps):
+    """Mean ms from the end of a step to the next, of so many, each rank going on as soon as it can."""
+    late, free, given = carried_actions(plan), [0.0] * plan.pipeline_ranks, {}
+    costs = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    ends = []
+    program = program_of(plan)
+    for step in range(steps):
+        rows = [list(row) for row in program]
+        while any(rows):
+            moved = False
+            for rank, row in enumerate(rows):
+                while row:
+                    action = row[0].action
+                    if action.op.value == "L":
+                        row.pop(0)
+                        moved = True
+                        continue
+                    mine = step - (action in late)
+                    keys = [(mine, key) for key in needs(replace(row[0], before=()), plan.placement)]
+                    crossing = {(mine, key) for key in row[0].before}
+                    if mine < 0:
+                        row.pop(0)
+                        moved = True
+                        continue
+                    if any(key not in given for key in [*keys, *crossing]):
+                        break
+                    start = max([free[rank], *(given[key] for key in [*keys, *crossing])])
+                    free[rank] = given[mine, key_of(action)] = start + costs[action.op.value]
+                    row.pop(0)
+                    moved = True
+            assert moved
+        ends.append(max(free))
+    return (ends[-1] - ends[1]) / (steps - 2)
+
+
+def test_auto_takes_own_steps_only_where_they_are_faster():
+    costs = several(4, 1, 1)
+    job = Job(profile=costs, cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4)
+    auto = make_plan(job, replace(QUICK, placement="wave", backbone_steps="auto"))
+    assert auto.estimate.makespan_ms == 48 and carried_actions(auto)
+    alone = replace(job, pipeline_ranks=1, cluster=cluster())
+    assert not carried_actions(make_plan(alone, replace(QUICK, backbone_steps="auto")))
+
+
+def test_own_steps_that_cannot_be_are_refused():
+    job = Job(profile=uniform(8), cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4)
+    with pytest.raises(ConfigError, match="expected several backbones, found one"):
+        make_plan(job, replace(QUICK, backbone_steps="each"))
+
+
+def test_what_is_carried_must_leave_nothing_behind():
+    """A step that needs what the next one runs, or a backbone that begins before it has ended elsewhere."""
+    plan = each_planned(4, 4, (1, 1), (0, 1))
+    values, layers = named_values(several(4, 1, 1)), plan.num_layers
+    moved = next(at for at, part in enumerate(plan.backbones) if part.carried)
+    fewer = tuple(max(0, count - 5 * (rank == 0)) for rank, count in enumerate(plan.backbones[moved].carried))
+    parts = list(plan.backbones)
+    parts[moved] = replace(parts[moved], carried=fewer)
+    assert violations(replace(plan, backbones=tuple(parts)), num_layers=layers, values=values)

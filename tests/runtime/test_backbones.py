@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from support.toy import loss_fn, toy_batch, toy_layers
 
 from deepspeed_pulse.engine.backbones import Backbone, heads_of, joint_graph, own_ties
 from deepspeed_pulse.ir.backbones import BackboneStages
+from deepspeed_pulse.ir.carried import carried_actions, with_carried
+from deepspeed_pulse.ir.dependencies import key_of, needs, walk
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, make_routes
+from deepspeed_pulse.ir.program import Step, lower
+from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner import forward_schedule, violations
 from deepspeed_pulse.runtime.local import LocalWorld
 
@@ -129,3 +134,96 @@ def test_a_plan_of_several_backbones_is_read_as_it_was_written() -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan and again.placement.starts == plan.placement.starts
     assert [again.backbone_name(stages[0]) for stages in plan.placement.backbones] == ["base", "middle"]
+
+
+def rolled(plan: Plan, seed: int) -> Plan:
+    """The plan with steps that run into one another: some backbones cut by chance, everything in a random order."""
+    source = random.Random(seed)
+    one = source.randrange(len(plan.backbones))
+    steps = {item.action: item for _, item in walk(lower(plan), plan.placement)[0] if isinstance(item, Step)}
+    owner = {action: plan.placement.backbone_of(action.stage) for action in steps}
+    late: set[Action] = set()
+    for k in {*range(len(plan.backbones))} - {one}:
+        own = [action for action in steps if owner[action] == k]
+        late |= set(own[source.randrange(len(own) // 3, len(own)) :])
+    needed = {
+        action: [
+            other
+            for other in steps
+            if key_of(other) in needs(step, plan.placement) and (other in late) == (action in late)
+        ]
+        for action, step in steps.items()
+    }
+    for action in steps:
+        if owner[action] != one and action not in late:
+            needed[action] += [other for other in late if owner[other] == owner[action]]
+        needed[action] += [
+            other
+            for other in steps
+            if (other.stage, other.op, other in late) == (action.stage, action.op, action in late)
+            and other.microbatch < action.microbatch
+        ]
+    rows: list[list[Action]] = [[] for _ in plan.schedule]
+    done: set[Action] = set()
+    while len(done) < len(steps):
+        action = source.choice([a for a in steps if a not in done and done.issuperset(needed[a])])
+        rows[plan.placement[action.stage]].append(action)
+        done.add(action)
+    return with_carried(replace(plan, schedule=tuple(map(tuple, rows))), late)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_steps_of_their_own_train_each_backbone_as_if_alone(seed: int) -> None:
+    """Five steps that run into one another, other data in each, weights changed as each backbone ends its step."""
+    count, steps = 2 + seed % 2, 5
+    layers, graph = joint(count)
+    plan = drawn_plan(graph, seed, ranks=1 + seed % 4, microbatches=1 + seed % 3)
+    plan = rolled(plan, seed)
+    assert carried_actions(plan) and not violations(plan, num_layers=len(layers), values=graph.values)
+    mine = Unpartitioned(layers)
+    weights = {index: own.state_dict() for index, own in mine.by_layer.items()}
+    weights = {index: {name: value.clone() for name, value in own.items()} for index, own in weights.items()}
+    data = [
+        [[toy_batch(k, m + 10 * step, 0) for k in range(count)] for m in range(plan.microbatches)]
+        for step in range(steps)
+    ]
+    found: dict[tuple[int, int], list[float]] = {}
+
+    def loss_of(output: Any, m: int, k: int) -> torch.Tensor:
+        loss = loss_fn(output, data[world.number - 1][m][k][1])
+        found.setdefault((world.number, k), []).append(float(loss.detach()))
+        return loss
+
+    def update(backbone: int) -> None:
+        descend([layer for index, layer in mine.by_layer.items() if index in graph.backbones[backbone]])
+
+    losses = [lambda output, m, k=k: loss_of(output, m, k) for k in range(count)]
+    world = LocalWorld(plan, graph, mine.functions, losses, update=update)
+    for step in range(steps):
+        world.step(given(data[step]))
+    world.end_last()
+    for k, part in enumerate(graph.backbones):
+        alone = Unpartitioned(toy_layers())
+        for index, own in alone.by_layer.items():
+            own.load_state_dict(weights[part.start + index])
+        for step in range(steps):
+            values = []
+            for m in range(plan.microbatches):
+                inputs, labels = data[step][m][k]
+                loss = loss_fn(alone(inputs), labels)
+                values.append(float(loss.detach()))
+                (loss / plan.microbatches).backward()
+            assert sum(found[step + 1, k]) == pytest.approx(sum(values), rel=1e-5), (step, k)
+            descend(list(alone.by_layer.values()))
+        for index, own in alone.by_layer.items():
+            for name, value in own.named_parameters():
+                assert error(mine.by_layer[part.start + index].get_parameter(name), value) < 1e-5, (k, index, name)
+
+
+def descend(layers: list[Any]) -> None:
+    """A step of gradient descent, after which gradients are gone."""
+    with torch.no_grad():
+        for parameter in {p for layer in layers for p in layer.parameters()}:
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None

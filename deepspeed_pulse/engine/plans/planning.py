@@ -199,6 +199,8 @@ def _given(request: PlanRequest) -> Planned:
                 "ds_pulse plan, or change the job",
                 more="plan-of-another-job",
             )
+    if any(part.carried for part in plan.backbones):
+        raise PlanError(f"{path}: its backbones make their own steps, which the engine does not run; plan anew")
     if (plan.fill is None) == request.has_frozen:
         have, lacks = ("the module", "the plan") if request.has_frozen else ("the plan", "the module")
         raise PlanError(

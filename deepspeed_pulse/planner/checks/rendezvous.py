@@ -114,7 +114,7 @@ class _Model:
         at = self.ranks[rank]
         step = self.traffic.program[rank][at.position]
         own = [*local_needs(step.action, self.plan.placement), *map(key_of, step.takes)]
-        return bool(self._held(rank)) or any(n not in at.done for n in own)
+        return bool(self._held(rank)) or any(n not in at.done for n in own if n not in step.before)
 
     def _held(self, rank: int) -> list[Place]:
         """Sends of the rank that must have moved before its action, and have not."""

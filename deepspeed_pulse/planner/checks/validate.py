@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
+from deepspeed_pulse.ir import carried
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.dependencies import walk
 from deepspeed_pulse.ir.graph import NamedValue
@@ -25,11 +26,28 @@ def violations(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> 
     found = list(_shape(plan, num_layers))
     if found:
         return found
+    one = carried.isolated(plan)
     found += _routes(plan, values)
-    found += [line for lines, _ in _schedule_problems(plan).values() for line in lines]
-    _, stuck = walk(lower(plan), plan.placement)
+    found += [line for lines, _ in _schedule_problems(one).values() for line in lines]
+    _, stuck = walk(lower(one), plan.placement)
     found += [f"deadlock: {entry}" for entry in stuck]
-    return found or fill_problems(plan) or rendezvous_problems(plan, make_traffic(plan))
+    found = found or fill_problems(plan) or rendezvous_problems(one, make_traffic(one))
+    return found if found or one is plan else list(_rolling_problems(plan))
+
+
+def _rolling_problems(plan: Plan) -> Iterator[str]:
+    """Of a plan whose steps run into one another: of whole rows, and of the first and the last ones."""
+    found = list(carried.problems(plan))
+    if found:
+        yield from found
+        return
+    for part in carried.Part:
+        _, stuck = walk(carried.program_of(plan, part), plan.placement)
+        if stuck:
+            yield from (f"deadlock: {entry}" for entry in stuck)
+            return
+        yield from rendezvous_problems(plan, make_traffic(plan, part))
+    yield from carried.meeting_problems(plan)
 
 
 def check(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> None:
@@ -47,6 +65,7 @@ def marked_rows(plan: Plan, also: Mapping[int, set[int]] | None = None) -> list[
     """Rows of the ranks at fault, with actions at fault as ``>>2F0<<``; ``also``: further positions, per rank."""
     if any(_shape(plan, plan.boundaries[-1] if plan.boundaries else 0)):
         return []
+    plan = carried.isolated(plan)
     marked = {rank: set(at) for rank, (_, at) in _schedule_problems(plan).items()}
     for rank, positions in (also or {}).items():
         marked.setdefault(rank, set()).update(positions)

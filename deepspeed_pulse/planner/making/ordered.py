@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from deepspeed_pulse.errors import InfeasibleError
+from deepspeed_pulse.ir.carried import with_carried
 from deepspeed_pulse.ir.conditioning import SelfConditioned, placed
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.filling.fill import fill_plan
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
+from deepspeed_pulse.planner.making.rolled import with_own_steps
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
 
@@ -26,10 +28,9 @@ def ordered(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress: P
         ConfigError: the schedule is not available or does not fit the placement; lists those that do.
         InfeasibleError: no order fits the memory, or no rank has room for a part; says how much would be needed.
     """
-    plan = replace(plan, fill=None)
-    if plan.conditioning:
-        return _conditioned(plan, job, options, progress)
-    return _ordered(plan, job, options, progress)
+    plan = with_carried(replace(plan, fill=None), ())
+    order = _conditioned if plan.conditioning else _ordered
+    return with_own_steps(order(plan, job, options, progress), job, options)
 
 
 def _conditioned(plan: Plan, job: Job, options: SearchOptions, progress: Progress | None) -> Plan:

@@ -122,7 +122,7 @@ class _Pool:
     def __init__(self, problem: Problem, memory_bytes: int, split: bool, progress: Progress | None = None) -> None:
         self.progress = progress
         self.problem, self.memory_bytes, self.split = problem, memory_bytes, split
-        self.caps = _caps(problem, memory_bytes)
+        self.caps = caps_within(problem, memory_bytes)
         self.bound_ms = lower_bound_ms(problem, problem.plan.microbatches, split=split)
         self.solver_bound = False
         self.fits_all = True
@@ -278,7 +278,7 @@ def _with_extra(problem: Problem, order: Schedule, split: bool) -> Schedule:
     return list_schedule(problem, problem.plan.microbatches, order=bare, split=split)
 
 
-def _caps(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
+def caps_within(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     """None where everything fits; else what state leaves for activations, and less: hidden states come on top."""
     ranks, stages_of = range(problem.num_ranks), problem.plan.stages_of
     weights = byte_cap(problem, ()).weights

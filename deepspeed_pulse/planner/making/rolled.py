@@ -1,0 +1,92 @@
+"""Plans of several backbones, each of which makes its own optimizer step: where that is asked for, or faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from deepspeed_pulse.errors import ConfigError, InfeasibleError
+from deepspeed_pulse.ir.carried import Part, meeting_problems, with_carried
+from deepspeed_pulse.ir.channels import make_traffic
+from deepspeed_pulse.ir.plan import Plan, Solver
+from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
+from deepspeed_pulse.planner.job import Job, SearchOptions
+from deepspeed_pulse.planner.problem import Problem
+from deepspeed_pulse.planner.schedules.heuristics import halves_tried
+from deepspeed_pulse.planner.schedules.rolling import TRIALS, rolling_orders
+from deepspeed_pulse.planner.search.synthesize import caps_within
+from deepspeed_pulse.planner.simulator import busiest_ms, run, summarize
+
+_QUICK_TRIALS = 60
+"""Where nothing is searched for."""
+
+_PROVEN = 1e-9
+
+
+def with_own_steps(plan: Plan, job: Job, options: SearchOptions) -> Plan:
+    """The plan as it is, or one of the same cuts whose backbones make their own steps (``options.backbone_steps``).
+
+    Raises:
+        ConfigError: that is asked for, but cannot be.
+        InfeasibleError: that is asked for, but no such order fits the memory.
+    """
+    asked = options.backbone_steps == "each"
+    refused = _refused(plan, job)
+    if refused is not None and asked:
+        raise ConfigError(f'"backbone_steps": "each": {refused}; use "together"')
+    if refused is not None or options.backbone_steps == "together":
+        return plan
+    found = min(_rolled(plan, job, options), key=_step_ms, default=None)
+    if found is None and asked:
+        raise InfeasibleError(
+            '"backbone_steps": "each": no such order fits the memory; use "together", a smaller microbatch or '
+            "activation checkpointing"
+        )
+    return plan if found is None or not (asked or _step_ms(found) < _step_ms(plan) * (1 - _PROVEN)) else found
+
+
+def _refused(plan: Plan, job: Job) -> str | None:
+    if not plan.backbones:
+        return "expected several backbones, found one"
+    if job.frozen:
+        return "expected no frozen parts, which run in the idle time that is then gone"
+    if plan.conditioning:
+        return "expected no self-conditioning"
+    return None
+
+
+def _step_ms(plan: Plan) -> float:
+    assert plan.estimate is not None
+    return plan.estimate.step_ms
+
+
+def _rolled(plan: Plan, job: Job, options: SearchOptions) -> Iterator[Plan]:
+    """Those that fit, each faster than the ones before with backwards as whole and as much room."""
+    bare = replace(with_carried(plan, ()), schedule=((),) * plan.pipeline_ranks)
+    problem = Problem(bare, job.profile, job.cluster)
+    bound_ms = busiest_ms(problem)
+    trials = TRIALS if options.solver_seconds else _QUICK_TRIALS
+    for split in reversed(halves_tried(options, job.profile)):
+        for cap in caps_within(problem, job.limit_bytes):
+            best: Plan | None = None
+            orders = rolling_orders(problem, cap, split=split, bound_ms=bound_ms, seed=options.seed, trials=trials)
+            for order in orders:
+                made = with_carried(replace(bare, schedule=order.schedule), order.carried)
+                fitting = _judged(made, job, bound_ms)
+                if fitting is not None:
+                    best = fitting
+                    yield best
+            if best is not None and _step_ms(best) <= bound_ms * (1 + _PROVEN):
+                return
+
+
+def _judged(plan: Plan, job: Job, bound_ms: float) -> Plan | None:
+    """With its figures; None where it does not fit, or could not run."""
+    problem = Problem(plan, job.profile, job.cluster)
+    figures = summarize(problem, run(problem, plan.schedule))
+    stuck = any(rendezvous_problems(plan, make_traffic(plan, part)) for part in Part)
+    if max(figures.peak_bytes) > job.limit_bytes or stuck or any(meeting_problems(plan)):
+        return None
+    optimal = figures.step_ms <= bound_ms * (1 + _PROVEN)
+    solver = Solver(name="rolling", optimal=optimal)
+    return replace(plan, estimate=figures, solver=solver, profile_fingerprint=job.profile.fingerprint)
