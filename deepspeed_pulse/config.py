@@ -48,6 +48,14 @@ class PulseConfig(BaseModel):
     """True: schedules may use I and W (input and weight gradients apart). "auto": where that is faster, by measured
     costs."""
 
+    backbone_steps: Literal["together", "each", "auto"] = Field(
+        default="together", description='"together", "each" or "auto"'
+    )
+    """When several backbones make their optimizer steps: "together" at the end of ``train_batch``, or "each" as soon as
+    its own last backward has ended, while others still work. The end of a backbone's step then runs in the next
+    ``train_batch``; ``engine.losses`` has each one's last finished step. "auto": each where that is planned as faster.
+    """
+
     profile: Path = Field(default="auto", description='"auto" or a path')
     """"auto": layer costs measured from ``example_batch``, else from parameter counts; or a profile file."""
 

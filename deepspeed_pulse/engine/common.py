@@ -45,6 +45,9 @@ class CommonEngine(PipelineEngine):
         self._loading = Loading(self, super().load_checkpoint)
         self._evaluation = Evaluation(self)
 
+    def finish_backbones(self) -> None:
+        """End the steps that backbones are in the midst of: none, unless they make their own."""
+
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
         self.module.check_usable("train_batch")

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
@@ -21,6 +22,7 @@ from deepspeed_pulse.engine.data.reading import Reading
 from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.gradients.clipping import OwnNorms
 from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
+from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.groups import GroupOptions
@@ -41,6 +43,7 @@ from deepspeed_pulse.engine.starting.setting_up import watched_start
 from deepspeed_pulse.engine.starting.supported import check_same_block, check_supported
 from deepspeed_pulse.engine.step import Lowering, Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
+from deepspeed_pulse.ir.carried import updates_at
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE, RankFigures
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
@@ -51,6 +54,8 @@ from deepspeed_pulse.runtime.state import state_bytes
 class PulseEngine(CommonEngine, EngineWithSeams):
     """``PipelineEngine`` whose schedule, placement and messages come from the module's plan."""
 
+    _first_apart = 0
+    """Steps that were over when backbones began to make their own."""
     _started = False
     """False while upstream's ``__init__`` runs: there "first" and "last" mean the topology."""
     losses: dict[str, Any]
@@ -74,9 +79,15 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def _prepare_running(self, module: Any) -> None:
         """Everything that upstream's engine does not know of."""
         seat, watchdog, timeout = Seat.of(self), self._watchdog, module.pulse.timeout_seconds
-        self._losses = Losses(self, module.job.heads, lambda name, m: self._runtime.named(name, m))
+        self._losses = Losses(
+            self, module.job.heads, lambda name, m: self._runtime.named(name, m), lambda: self._runtime.number
+        )
         losses = self._losses
         self._own_norms = OwnNorms(self, module.backbone_of, len(module.job.heads)) if module.has_several else None
+        self._own_steps: OwnSteps | None = None
+        if self._own_norms is not None and module.job.may_step_apart:
+            self._own_steps = OwnSteps(self, self._own_norms)
+        self._micro_batches_begun = self.micro_batches
         self._device = EngineDevice(seat.device, losses.accumulating, losses.scale)
         self._breakdown = Breakdown(self)
         self._orders = Orders(module, watchdog)
@@ -132,8 +143,16 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def _aggregate_total_loss(self) -> Any:
         """As upstream; of several backbones the sum of their means."""
         if self.module.has_several:
-            return self._losses.gather(self.micro_batches)
+            return self._losses.gather(self.micro_batches, self._steps_ended())
         return super()._aggregate_total_loss()
+
+    def _steps_ended(self) -> dict[int, int] | None:
+        """By backbone the last step that it has ended; None where all have ended the last one."""
+        if not self._runtime.runs_on:
+            return None
+        parts, last = self._orders.of(self._micro_batches_begun).backbones, int(self.global_steps)
+        ended = {index: last - bool(part.carried) for index, part in enumerate(parts)}
+        return {index: number for index, number in ended.items() if number > self._first_apart}
 
     def _reduce_outputs(self, outputs: Any, reduce: str | None = "avg", **options: Any) -> Any:
         """As upstream; losses of several backbones are put together where they are broadcast."""
@@ -187,10 +206,52 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         if found != self._replaced:
             self._replaced = found
             self.__dict__["_INSTRUCTION_MAP"] = {**PulseEngine._INSTRUCTION_MAP, **found}
-        self._losses.begin()
-        return self._steps.begin(micro_batches, mode)
+        if self._runtime.runs_on and micro_batches != self._micro_batches_begun:
+            self.finish_backbones()
+        runs_on = self._runtime.runs_on
+        self._losses.begin(micro_batches, runs_on=runs_on)
+        begun = self._steps.begin(micro_batches, mode)
+        if mode == "train":
+            self._micro_batches_begun = micro_batches
+            if self._runtime.runs_on:
+                self._begin_apart(runs_on)
+        return begun
+
+    def _begin_apart(self, runs_on: bool) -> None:
+        assert self._own_steps is not None
+        self._own_steps.begin()
+        if not runs_on:
+            self._first_apart = self.global_steps
+
+    def finish_backbones(self) -> None:
+        """End the steps that backbones are in the midst of (``"backbone_steps"``); collective, nothing where none is.
+
+        Saving, loading and evaluating do it first. A script that reads or changes weights between two ``train_batch``
+        calls, or after the last one, calls it itself. ``losses`` then has what the last step gave.
+        """
+        if not self._started or not self._runtime.runs_on:
+            return
+        assert self._own_steps is not None
+        micro_batches, was_training = self._micro_batches_begun, self.module.training
+        with self._watchdog.watching("finish_backbones"), torch.enable_grad():
+            self.module.train()
+            for step in self._steps.begin_last(micro_batches):
+                self._exec_run_step(step)
+            self._runtime.finish()
+            last = {index: int(self.global_steps or 0) for index in updates_at(self._orders.of(micro_batches))}
+            for index in last:
+                self._own_steps.end(index, earlier=False)
+            ended = dict(self.losses)
+            self._losses.gather(micro_batches, last)
+            self.losses = {**ended, **self.losses}
+            self.module.train(was_training)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if self.module.has_several and self.module.job.may_step_apart:
+            if hasattr(client_optimizer, "param_groups"):
+                split_optimizer(self.module, client_optimizer, self.client_lr_scheduler)
+            else:
+                model_parameters = split_groups(self.module, list(model_parameters))
         super()._configure_optimizer(*completed(client_optimizer, model_parameters, self, self.param_names))
         norm_of_nothing_is_zero(self.optimizer)
 
@@ -205,6 +266,10 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         """As upstream; of several backbones, each is clipped by its own norm before."""
+        if self._runtime.runs_on:  # each has made its own step, or will
+            with counting_only(self):
+                super()._take_model_step(*args, **kwargs)
+            return
         norm = None if self._own_norms is None else self._own_norms.clip()
         super()._take_model_step(*args, **kwargs)
         if norm is not None:
@@ -248,6 +313,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, forward only."""
+        self.finish_backbones()
         with self._watchdog.watching("the start of eval_batch", meets=True):
             self._preemption.agreed()  # a stop waits for train_batch, but ranks in different calls do not
             self._watchdog.gave_outside()
@@ -257,6 +323,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> bool:
         """As upstream; beside the checkpoints lies a run file, what ``ds_pulse report`` reads."""
+        self.finish_backbones()
         with self._watchdog.watching_patiently("save_checkpoint"):
             saved = super().save_checkpoint(save_dir, *args, **kwargs)
             if self.global_rank == 0:
@@ -265,6 +332,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As upstream; data that was read ahead is dropped, so that the next step reads its own."""
+        self.finish_backbones()
         with self._watchdog.watching_patiently("load_checkpoint"):
             found = super().load_checkpoint(*args, **kwargs)
             if self._ahead is not None:
@@ -336,6 +404,15 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")
         self._steps.finish()
 
+    def _exec_end_backbone(self, backbone: int, earlier: bool) -> None:
+        assert self._own_steps is not None
+        self._watchdog.enter(f"the end of a step of backbone {self.module.job.heads[backbone].name}")
+        with self._breakdown.reducing():
+            self._own_steps.end(backbone, earlier=earlier)
+
+    def _exec_count_step(self) -> None:
+        self._exec_optimizer_step()
+
     def _exec_complete_tied_grads(self) -> None:
         check_buffers(self.module.shared)
         complete_tied(self.module, self.optimizer)
@@ -362,6 +439,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         schedule.ExpectStageGrads: _exec_expect_stage_grads,
         schedule.ReduceStageGrads: _exec_reduce_stage_grads,
         schedule.FinishStep: _exec_finish_step,
+        schedule.EndBackbone: _exec_end_backbone,
+        schedule.CountStep: _exec_count_step,
         schedule.CompleteTiedGrads: _exec_complete_tied_grads,
         ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,

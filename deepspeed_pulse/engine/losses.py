@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,17 +18,23 @@ from deepspeed_pulse.errors import ConfigError
 class Losses:
     """Upstream's books of losses, kept where a plan computes them, and upstream's backward.
 
-    ``labels`` gives those of a microbatch.
+    ``labels`` gives those of a microbatch, ``number`` the step that the microbatch is of.
     """
 
-    def __init__(self, engine: Any, heads: Sequence[Head], labels: Callable[[str, int], Any]) -> None:
-        self._engine, self._heads, self._labels = engine, heads, labels
-        self._totals: dict[int, torch.Tensor] = {}
+    def __init__(
+        self, engine: Any, heads: Sequence[Head], labels: Callable[[str, int], Any], number: Callable[[], int]
+    ) -> None:
+        self._engine, self._heads, self._labels, self._number = engine, heads, labels, number
+        self._totals: dict[tuple[int, int], torch.Tensor] = {}
+        """By backbone and step."""
+        self._micro_batches = 1
         engine.losses = {}
 
-    def begin(self) -> None:
-        """A step begins, of any kind."""
-        self._totals.clear()
+    def begin(self, micro_batches: int, *, runs_on: bool = False) -> None:
+        """A step of any kind begins, of so many microbatches; ``runs_on``: into it, one of training of as many."""
+        self._micro_batches = micro_batches
+        if not runs_on:
+            self._totals.clear()
 
     def finish(self, output: Any, microbatch: int, backbone: int) -> Any:
         """The loss of a microbatch, from the last layer's output; the output itself where no loss is asked for.
@@ -62,26 +68,35 @@ class Losses:
                 "get_additional_losses(): expected None with several backbones, each of which has one loss; add what "
                 "it returns to the loss of its backbone"
             )
-        before = self._totals.get(backbone)
-        self._totals[backbone] = loss.detach().clone() if before is None else before + loss.detach()
+        place = backbone, self._number()
+        before = self._totals.get(place)
+        self._totals[place] = loss.detach().clone() if before is None else before + loss.detach()
 
-    def gather(self, micro_batches: int) -> torch.Tensor:
-        """The sum of the backbones' mean losses, the same on every rank; collective. ``engine.losses`` has each."""
+    def gather(self, micro_batches: int, ended: Mapping[int, int] | None = None) -> torch.Tensor:
+        """The sum of the backbones' mean losses, the same on every rank; collective. ``engine.losses`` has each.
+
+        ``ended``: by backbone, the number of the last step that it has ended; None: the step's. One that has ended none
+        is left out.
+        """
         engine, count = self._engine, len(self._heads)
         found = torch.zeros(count, dtype=torch.float32, device=engine.device)
-        for index, total in self._totals.items():
-            found[index] = total.float() / micro_batches
+        for (index, number), total in list(self._totals.items()):
+            if ended is None or ended.get(index) == number:
+                found[index] = total.float() / micro_batches
+            if ended is None or number <= ended.get(index, 0):
+                del self._totals[index, number]
         dist.all_reduce(found, group=engine.grid.get_pipe_parallel_group())
         engine.dp_group_loss = found.sum()
         if engine.is_data_parallel:
             dist.all_reduce(found, group=engine.mpu.get_data_parallel_group())
             found = found / engine.dp_world_size
-        engine.losses = {str(head.name): found[index].clone() for index, head in enumerate(self._heads)}
+        known = [index for index in range(count) if ended is None or index in ended]
+        engine.losses = {str(self._heads[index].name): found[index].clone() for index in known}
         return found.sum()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as the optimizer expects the sum of its gradients over a step."""
-        return scaled(loss / self._engine.gradient_accumulation_steps(), self._engine.optimizer)
+        return scaled(loss / self._micro_batches, self._engine.optimizer)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ class Orders:
             module = self._module
             with self._watchdog.watching_patiently(f"planning the order of {micro_batches} microbatches on rank 0"):
                 self._plans[micro_batches] = agree(
-                    lambda: planning.reorder(module.planned, module.pulse, micro_batches), "planning"
+                    lambda: planning.reorder(module.planned, module.job.planned_pulse, micro_batches), "planning"
                 )
         return self._plans[micro_batches]
 

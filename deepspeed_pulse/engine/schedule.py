@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from deepspeed.runtime.pipe import schedule as upstream
 
@@ -37,11 +38,34 @@ class ReduceStageGrads(upstream.PipeInstruction):
     """Start summing what is left of the gradients of a stage, whose last backward has ended."""
 
 
+class EndBackbone(upstream.PipeInstruction):
+    """A backbone's last backward has ended on all ranks, as the plan goes: its own reduction and optimizer step.
+
+    ``earlier``: of the step before.
+    """
+
+
+class CountStep(upstream.PipeInstruction):
+    """What an optimizer step does to the books, where backbones have made their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneEnds:
+    """Where backbones make their own steps.
+
+    ``within``: numbers of the row's steps after which one does that has run on from the step before, with its index, in
+    the order in which ranks meet. ``after``: those whose steps end with the row.
+    """
+
+    within: tuple[tuple[int, int], ...]
+    after: tuple[int, ...]
+
+
 class PulseSchedule(upstream.TrainSchedule):
     """The steps of one rank (its row of the program), then reduction and optimizer step when training.
 
     ``reduce_early``: a stage's gradients are reduced from its last backward on, not all at the end. ``frozen_at``:
-    positions before which there is frozen work.
+    positions before which there is frozen work. ``ends``: where backbones make their own steps.
     """
 
     def __init__(
@@ -54,9 +78,11 @@ class PulseSchedule(upstream.TrainSchedule):
         stages: int,
         stage_id: int,
         frozen_at: frozenset[int] = frozenset(),
+        ends: BackboneEnds | None = None,
     ) -> None:
         super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
         self._steps, self._training, self._frozen_at = tuple(steps), training, frozen_at
+        self._ends = ends
         last_backwards = {s.action.stage: s.action for s in self._steps if s.action.op not in FORWARDS}
         self._reduce_after = set(last_backwards.values()) if reduce_early else set()
 
@@ -64,6 +90,7 @@ class PulseSchedule(upstream.TrainSchedule):
         for position, step in enumerate(self._steps):
             if position in self._frozen_at:
                 yield [RunFrozen(position=position)]
+            yield from self._ended(position)
             stage = step.action.stage
             if step.action in self._reduce_after:
                 yield [ExpectStageGrads(stage=stage), RunStep(step=step), ReduceStageGrads(stage=stage)]
@@ -71,9 +98,18 @@ class PulseSchedule(upstream.TrainSchedule):
                 yield [RunStep(step=step)]
         if len(self._steps) in self._frozen_at:
             yield [RunFrozen(position=len(self._steps))]
+        yield from self._ended(len(self._steps))
         yield [FinishStep()]
-        if self._training:
+        if self._ends is not None:
+            yield [*(EndBackbone(backbone=index, earlier=False) for index in self._ends.after), CountStep()]
+        elif self._training:
             yield [CompleteTiedGrads(), *(instruction() for instruction in FROM_UPSTREAM)]
+
+    def _ended(self, count: int) -> Iterator[list[upstream.PipeInstruction]]:
+        """Backbones whose steps end when so many steps of the row have run."""
+        for place, backbone in self._ends.within if self._ends is not None else ():
+            if place == count:
+                yield [EndBackbone(backbone=backbone, earlier=True)]
 
     def num_pipe_buffers(self) -> int:
         """Upstream's per-buffer lists are not used: the runtime keeps its own."""

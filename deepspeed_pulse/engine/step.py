@@ -17,14 +17,16 @@ from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.orders import Orders
 from deepspeed_pulse.engine.plans import planning
-from deepspeed_pulse.engine.schedule import PulseSchedule
+from deepspeed_pulse.engine.schedule import BackboneEnds, PulseSchedule
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.sharing.shared import ties_of
+from deepspeed_pulse.ir.carried import Part, carried_actions, isolated, updates_at
 from deepspeed_pulse.ir.channels import arrivals, make_traffic
 from deepspeed_pulse.ir.communicators import communicator_bytes
 from deepspeed_pulse.ir.conditioning import data_order, drawn
 from deepspeed_pulse.ir.effects import Effects, with_versions
 from deepspeed_pulse.ir.plan import Plan, make_routes
+from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
 from deepspeed_pulse.runtime.usage import Usage
 
@@ -46,23 +48,28 @@ class Lowering:
         """Forget what was made: the plans have changed."""
         self._made.clear()
 
-    def part(self, micro_batches: int, mode: str, readers: tuple[bool, ...]) -> RankPart:
-        """The part of a step of a kind; collective in the world where it is made, and its order planned."""
-        key = (micro_batches, mode, readers, self.reading.reads_labels)
+    def part(self, micro_batches: int, mode: str, readers: tuple[bool, ...], rows: Part = Part.WHOLE) -> RankPart:
+        """The part of a step of a kind; collective in the world where it is made, and its order planned.
+
+        ``rows``: what of them runs, where a step runs on into the next one.
+        """
+        key = (micro_batches, mode, readers, self.reading.reads_labels, rows)
         if key not in self._made:
             training = mode == "train"
             plan = self.orders.of(micro_batches) if training else self.orders.forwards(micro_batches)
-            self._made[key] = self._lowered(plan, self._effects.get(training, ()), readers)
+            self._made[key] = self._lowered(plan, self._effects.get(training, ()), readers, rows)
         return self._made[key]
 
-    def _lowered(self, plan: Plan, effects: Sequence[Effects], readers: tuple[bool, ...]) -> RankPart:
+    def _lowered(self, plan: Plan, effects: Sequence[Effects], readers: tuple[bool, ...], rows: Part) -> RankPart:
         module = self.module
         graph = with_versions(module.graph, effects)
         entries = self.reading.entries(graph)
         same = graph is module.graph
         routes = plan.routes if same else make_routes(plan.boundaries, plan.placement, graph.values)
+        carried = carried_actions(plan)
         plan = replace(plan, routes=(*routes, *entry_routes(plan, entries, readers)))
-        traffic = make_traffic(plan)
+        traffic = make_traffic(plan, rows)
+        plan = isolated(plan)
         self.communicator.open(traffic.channels)
         usage = Usage(plan, [*graph.values, *entries], self.seat.rank)
         return RankPart(
@@ -73,6 +80,8 @@ class Lowering:
             held=planning.held(module.planned, module.job.recomputing.interval),
             due=None if module.pulse.receive_ahead else arrivals(traffic.program, plan.placement)[self.seat.rank],
             communicator_bytes=communicator_bytes(plan, self.seat.rank, module.planned.cluster, ties_of(module)),
+            carried=carried,
+            runs_on=bool(carried) and rows is not Part.LAST,
         )
 
     def knows_effects(self, *, training: bool) -> bool:
@@ -122,10 +131,13 @@ class Steps:
             engine.module.shared.watch_buffers()
         check_same_step(mode, micro_batches, engine.train_micro_batch_size_per_gpu(), self.host_group)
         self.watchdog.go_on("the start of a step")
+        rows = self._rows(micro_batches, mode)
         ahead = self.ahead.take() if self.ahead is not None and training else None
         self.reading.begin(micro_batches, mode, ahead)
         readers = self.reading.agreed_readers()
-        part = self.lowering.part(micro_batches, mode, readers)
+        part = self.lowering.part(micro_batches, mode, readers, rows)
+        if part.carried:
+            self.reading.batches.hold()
         frozen_at = self._begin_encoding(part.plan, mode)
         keys = self.reading.agreed_shapes(micro_batches)
         first_number = engine.global_steps * engine.micro_batches
@@ -133,7 +145,7 @@ class Steps:
         if not self.lowering.knows_effects(training=training):
             self.watchdog.enter("trying the layers before the first step")
             self.lowering.discover(part, training=training, number=first_number, estimates=self.estimates)
-            part = self.lowering.part(micro_batches, mode, readers)
+            part = self.lowering.part(micro_batches, mode, readers, rows)
         self.runtime.begin(
             part,
             self.reading.batches,
@@ -146,12 +158,34 @@ class Steps:
         return PulseSchedule(
             part.traffic.program[engine.stage_id],
             training=training,
-            reduce_early=self.reduction.begin(training=training),
+            reduce_early=not part.carried and self.reduction.begin(training=training),
             micro_batches=micro_batches,
             stages=engine.num_stages,
             stage_id=engine.stage_id,
             frozen_at=frozen_at,
+            ends=self._ends(micro_batches, rows) if part.carried else None,
         )
+
+    def _rows(self, micro_batches: int, mode: str) -> Part:
+        """What of the rows runs; some of it only where a step was before."""
+        if mode != "train" or self.runtime.runs_on or not carried_actions(self.orders.of(micro_batches)):
+            return Part.WHOLE
+        return Part.FIRST
+
+    def _ends(self, micro_batches: int, rows: Part) -> BackboneEnds:
+        plan, rank = self.orders.of(micro_batches), self.engine.stage_id
+        later = updates_at(plan)
+        return BackboneEnds(
+            within=tuple((counts[rank], index) for index, counts in later.items()) if rows is Part.WHOLE else (),
+            after=tuple(index for index in range(len(plan.backbones)) if index not in later),
+        )
+
+    def begin_last(self, micro_batches: int) -> tuple[Step, ...]:
+        """Get ready for what the last step has left; this rank's steps of it. Collective where they are made."""
+        every = (True,) * self.engine.num_stages  # with several backbones all ranks read data
+        part = self.lowering.part(micro_batches, "train", every, Part.LAST)
+        self.runtime.end_last(part)
+        return part.traffic.program[self.engine.stage_id]
 
     def _data_order(self, plan: Plan, mode: str) -> tuple[int, ...]:
         """Which of the data each microbatch of the plan is; empty for the data's own order, which evaluations keep."""

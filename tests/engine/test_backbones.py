@@ -60,3 +60,53 @@ def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: P
     ]
     arguments = {"folder": str(tmp_path), "cases": cases}
     launch_each(subtests, "support.backbone_ranks:resumes", 4, cases, arguments, timeout=500)
+
+
+def some_apart(world: int) -> list[dict[str, Any]]:
+    """Steps of their own: with clipping, schedules, replicas, another number of microbatches, layers run again."""
+    P = max(p for p in (1, 2, 4) if world % p == 0)
+    opposite = {"P": P, "directions": "opposite", "set": "two toys"}
+    return [
+        {**opposite, "M": 4, "clip": 0.1, "schedule": True},
+        {"P": P, "M": 2, "directions": "same", "set": "three toys", "interval": 1},
+        {**opposite, "M": 2, "precision": "bf16", "clip": 0.1, "schedule": True},
+        {**opposite, "P": max(1, P // 2), "M": 2, "then M": 4, "clip": 0.1},
+        {**opposite, "P": max(1, P // 2), "M": 2, "precision": "bf16", "zero": 1, "accumulate": "fp32", "clip": 0.1},
+    ]
+
+
+def whole_product_apart(world: int) -> list[dict[str, Any]]:
+    found = []
+    for P, M, way in itertools.product([p for p in (1, 2, 4) if world % p == 0], (1, 2, 4), ("same", "opposite")):
+        base = {"P": P, "M": M, "directions": way}
+        found += [
+            {**base, "set": "two toys", "clip": 0.1},
+            {**base, "set": "three toys", "schedule": True},
+            {**base, "set": "two toys", "precision": "bf16", "clip": 0.1},
+            {**base, "set": "two toys", "precision": "bf16", "zero": 1, "accumulate": "fp32", "schedule": True},
+            {**base, "set": "two toys", "interval": 1, "rates": [0.05, 0.01]},
+        ]
+    return [*found, {"P": world, "M": 2, "set": "two unets", "directions": "opposite"}]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", (2, 4))
+def test_with_steps_of_their_own_each_trains_as_if_alone(subtests: pytest.Subtests, world: int) -> None:
+    launch_each(subtests, "support.backbone_apart_ranks:run_cases", world, some_apart(world), timeout=500)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_the_whole_product_of_steps_of_their_own(subtests: pytest.Subtests, world: int) -> None:
+    launch_each(subtests, "support.backbone_apart_ranks:run_cases", world, whole_product_apart(world), timeout=2900)
+
+
+@pytest.mark.timeout(600)
+def test_steps_of_their_own_go_on_from_a_checkpoint(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    cases = [
+        {"P": 2, "M": 2, "set": "two toys", "directions": "opposite", "adam": True},
+        {"P": 2, "M": 2, "set": "two toys", "directions": "same", "clip": 0.1},
+    ]
+    arguments = {"cases": cases, "folder": str(tmp_path)}
+    launch_each(subtests, "support.backbone_apart_ranks:resumes", 2, cases, arguments, timeout=500)

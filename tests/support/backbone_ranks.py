@@ -91,6 +91,7 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
         "pulse": {"solver_seconds": 0, "placement": case.get("placement", "wave"), **case.get("pulse", {})},
+        **({"data_types": {"grad_accum_dtype": case["accumulate"]}} if "accumulate" in case else {}),
         **precision,
     }
 

@@ -303,6 +303,11 @@ class StepBatches:
         """Draw every microbatch: what is drawn from here on belongs to the next step."""
         self._get(self._num - 1)
 
+    def hold(self) -> None:
+        """:meth:`hold_all`, where there is an iterator: the next step reads some of it."""
+        if self._draw is not None:
+            self.hold_all()
+
     def draw_all(self) -> list[int]:
         """Draw every microbatch; what stands for the shapes of each."""
         self.hold_all()

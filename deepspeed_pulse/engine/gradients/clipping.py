@@ -36,16 +36,18 @@ class OwnNorms:
                 f"{self._max_norm:g}: gradients are unscaled and clipped in one, by one norm; use bf16, or no clipping"
             )
 
-    def clip(self) -> torch.Tensor | None:
+    def clip(self, only: int | None = None) -> torch.Tensor | None:
         """Scale gradients so that the norm of each backbone is at most ``gradient_clipping``; collective.
 
-        Called after the reduction over replicas. Returns the norm of all gradients before; None without clipping.
+        Called after the reduction over replicas. ``only``: of that one, where those of others are not whole. Returns
+        the norm of all gradients before; None without clipping.
         """
         if self._max_norm <= 0:
             return None
         if isinstance(self._engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
             self._engine.optimizer.clip_grad = 0.0  # here, as a checkpoint may bring another
         parts = [(gradient, p, self._backbone_of(p)) for gradient, p in self._parts()]
+        parts = parts if only is None else [part for part in parts if part[2] == only]
         squares = torch.zeros(self._count, dtype=torch.float32, device=self._engine.device)
         for gradient, parameter, index in parts:
             if index is not None and not getattr(parameter, "ds_pipe_replicated", False):

@@ -21,6 +21,7 @@ from deepspeed_pulse.engine.conditioning import DeclaredConditioning
 from deepspeed_pulse.engine.data.batches import BatchForm, SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
 from deepspeed_pulse.engine.frozen import DeclaredParts
+from deepspeed_pulse.engine.gradients.own_steps import refusal
 from deepspeed_pulse.engine.gradients.reduction import reduces_early
 from deepspeed_pulse.engine.gradients.scaling import trained_dtype
 from deepspeed_pulse.engine.observation import figures
@@ -285,6 +286,22 @@ class TrainingJob:
         found = self._recompute_arguments.every(interval, self.layers)
         self.recomputing = replace(found, function=function or self.recomputing.function)
 
+    @property
+    def planned_pulse(self) -> PulseConfig:
+        """The block as plans are made by it; a ConfigError for steps of their own that backbones cannot make."""
+        assert self.pulse is not None
+        steps = self.pulse.backbone_steps
+        reason = None if steps == "together" else refusal(self.config)
+        if reason is not None and steps == "each":
+            raise ConfigError(f'"backbone_steps": "each": {reason}; or use "together"')
+        changes: dict[str, Any] = {"backbone_steps": "together" if reason else steps}
+        return self.pulse.model_copy(update=changes | ({"placement": "linear"} if self.keeps_cuts else {}))
+
+    @property
+    def may_step_apart(self) -> bool:
+        """True where there are several backbones, which may make optimizer steps of their own."""
+        return len(self.heads) > 1 and self.planned_pulse.backbone_steps != "together"
+
     def _whole_request(self, grid: Any, topology: ProcessTopology) -> PlanRequest:
         parsed = _parsed(self.config, grid)
         size = 1 if parsed is None else int(parsed.train_micro_batch_size_per_gpu)
@@ -309,7 +326,7 @@ class TrainingJob:
             graph=self.graph,
             layers=self.layers,
             backbones=backbone_layers(self.heads),
-            pulse=self.pulse.model_copy(update={"placement": "linear"}) if self.keeps_cuts else self.pulse,
+            pulse=self.planned_pulse,
             pipeline_ranks=1,
             data_parallel=dist.get_world_size(),
             microbatches=1,

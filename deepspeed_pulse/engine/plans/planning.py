@@ -22,6 +22,7 @@ from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_pro
 from deepspeed_pulse.engine.plans.machines import machines, with_communicators
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
+from deepspeed_pulse.ir.carried import with_carried
 from deepspeed_pulse.ir.choice import Decision, Tuning
 from deepspeed_pulse.ir.cluster import MEASURED, Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
@@ -130,6 +131,7 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
         schedule=request.pulse.schedule,
         split_backward=request.pulse.halves,
         solver_seconds=request.pulse.solver_seconds,
+        backbone_steps=request.pulse.backbone_steps,
     )
     plan = planner.make_plan(job, options, plan_cache=request.pulse.plan_cache)
     return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
@@ -164,7 +166,12 @@ def reorder(planned: Planned, pulse: PulseConfig, microbatches: int) -> Plan:
     check_may_differ(planned, pulse, microbatches)
     assert planned.profile is not None and planned.cluster is not None
     job = Job.of(planned.plan, planned.profile, planned.cluster, microbatches=microbatches)
-    options = SearchOptions(schedule=pulse.schedule, split_backward=pulse.halves, solver_seconds=pulse.solver_seconds)
+    options = SearchOptions(
+        schedule=pulse.schedule,
+        split_backward=pulse.halves,
+        solver_seconds=pulse.solver_seconds,
+        backbone_steps=pulse.backbone_steps,
+    )
     return planner.reorder(planned.plan, job, options)
 
 
@@ -184,7 +191,7 @@ def evaluation_plan(planned: Planned, pulse: PulseConfig, microbatches: int, see
     """
     if microbatches != planned.plan.microbatches:
         check_may_differ(planned, pulse, microbatches)
-    plan = for_evaluation(planned.plan, seed, microbatches)
+    plan = with_carried(for_evaluation(planned.plan, seed, microbatches), ())
     return with_schedule(plan, planner.forward_schedule(plan, microbatches), microbatches)
 
 
@@ -199,8 +206,11 @@ def _given(request: PlanRequest) -> Planned:
                 "ds_pulse plan, or change the job",
                 more="plan-of-another-job",
             )
-    if any(part.carried for part in plan.backbones):
-        raise PlanError(f"{path}: its backbones make their own steps, which the engine does not run; plan anew")
+    if any(part.carried for part in plan.backbones) and request.pulse.backbone_steps == "together":
+        raise PlanError(
+            f'{path}: its backbones make steps of their own: set "backbone_steps": "each" in the "pulse" block, or '
+            "plan anew"
+        )
     if (plan.fill is None) == request.has_frozen:
         have, lacks = ("the module", "the plan") if request.has_frozen else ("the plan", "the module")
         raise PlanError(

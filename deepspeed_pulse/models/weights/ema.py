@@ -78,10 +78,12 @@ class EMA:
         """Take the weights of now into the averages: on every rank, after each ``train_batch``."""
         if self._average.temp_stored_params is not None:
             raise ConfigError("EMA.step(): averages may be in the engine's weights; call restore() before training")
+        self._engine.finish_backbones()
         self._average.step(self._weights())
 
     def store(self) -> None:
         """Keep the weights of now on the host, for :meth:`restore`."""
+        self._engine.finish_backbones()
         self._average.store(self._parameters)
 
     def copy_to(self) -> None:

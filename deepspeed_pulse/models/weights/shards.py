@@ -131,6 +131,7 @@ class Part:
     def asked(cls, engine: Any, what: str, model_class: type[nn.Module] | None, backbone: str | None) -> Part:
         """The one model of a backbone, or the one of ``model_class``; ``what`` asks and is named in the error."""
         layers = engine.module.backbone_layers(backbone, what)
+        engine.finish_backbones()
         mine = engine.module.layer_list[layers.start : layers.stop]
         return cls(origin=origin_of(mine, what, model_class), layers=layers)
 

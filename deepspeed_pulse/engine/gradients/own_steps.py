@@ -1,0 +1,277 @@
+"""Optimizer steps of one of several backbones, while gradients of the others are not whole yet.
+
+DeepSpeed has one optimizer over all parameter groups. Where each group is of one backbone, a step of some groups is a
+step of one backbone: for its time the optimizer sees no others. That holds for optimizers over gradients where autograd
+leaves them, and for DeepSpeed's over bf16 weights with fp32 gradients, ZeRO-1 included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads, ReduceTiedGrads
+
+from deepspeed_pulse.engine.gradients.clipping import OwnNorms
+from deepspeed_pulse.engine.gradients.completion import complete_tied
+from deepspeed_pulse.engine.replaced import replaced_instructions
+from deepspeed_pulse.engine.sharing.unseen import check_buffers
+from deepspeed_pulse.errors import ConfigError
+
+_SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
+"""Options of a group that schedules of a script or of DeepSpeed change from step to step."""
+
+_BY_GROUP = (
+    "bf16_groups",
+    "bf16_groups_flat",
+    "bf16_partitioned_groups",
+    "fp32_groups_flat_partition",
+    "fp32_groups_gradients",
+    "fp32_groups_gradients_flat",
+    "fp32_groups_gradient_flat_partition",
+    "fp32_groups_has_gradients",
+    "group_paddings",
+    "real_dp_process_group",
+)
+"""What DeepSpeed's bf16 optimizer has a list of, one item a group."""
+
+_OWN = 'use "backbone_steps": "together" in the "pulse" block'
+
+Values = Sequence[Mapping[str, Any]]
+"""Of each group, the options that schedules change."""
+
+
+def refusal(config: Mapping[str, Any] | None) -> str | None:
+    """Why backbones cannot make steps of their own under a DeepSpeed config; None where they can."""
+    given = config or {}
+    fp16, bf16 = (bool(_section(given, key).get("enabled")) for key in ("fp16", "bf16"))
+    stage = _section(given, "zero_optimization").get("stage", 0)
+    if fp16:
+        return "expected no fp16, whose loss scale is one for all backbones"
+    accumulates = _section(given, "data_types").get("grad_accum_dtype")
+    if stage and not (bf16 and accumulates == "fp32"):
+        return 'expected with ZeRO-1 bf16 and "data_types": {"grad_accum_dtype": "fp32"}, or stage 0'
+    return None
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = config.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def split_groups(module: Any, given: Sequence[Any]) -> list[Any]:
+    """Parameters, or groups of them, as groups of one backbone each; what stands in for one comes with the first."""
+    groups = list(given)
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    return [part for group in groups for part in _parted(module, group)]
+
+
+def _parted(module: Any, group: dict[str, Any]) -> list[dict[str, Any]]:
+    """In the order of backbones; all ranks have as many, where a rank has nothing of one an empty one."""
+    held = group["params"]
+    parameters = [held] if isinstance(held, torch.Tensor) else list(held)
+    owners = [module.backbone_of(p) for p in parameters]
+    known = sorted({owner for owner in owners if owner is not None})
+    if len(known) < 2:
+        return [group]
+    return [
+        {
+            **group,
+            "params": [p for p, o in zip(parameters, owners, strict=True) if (known[0] if o is None else o) == owner],
+        }
+        for owner in known
+    ]
+
+
+def split_optimizer(module: Any, optimizer: Any, scheduler: Any) -> None:
+    """The same of a script's optimizer; refused where a schedule of the script has counted its groups already."""
+    parted = [_parted(module, group) for group in optimizer.param_groups]
+    if all(len(parts) == 1 for parts in parted):
+        return
+    if hasattr(scheduler, "step"):
+        raise ConfigError(
+            "backbones that make steps of their own: expected parameter groups of one backbone each, found one of "
+            "several beside a learning rate schedule that has counted the groups; make groups from "
+            f"module.backbone_parameters(name), or {_OWN}"
+        )
+    optimizer.param_groups[:] = [part for parts in parted for part in parts]
+
+
+class OwnSteps:
+    """Ends the steps of backbones, each by itself.
+
+    Args:
+        engine: its optimizer is made, of groups of one backbone each.
+        norms: clips one backbone's gradients.
+
+    Raises:
+        ConfigError: the optimizer, or something that a program has put in its place, steps all at once.
+    """
+
+    def __init__(self, engine: Any, norms: OwnNorms) -> None:
+        self._engine, self._norms = engine, norms
+        self._before: Values = ()
+        self._now: Values = ()
+        optimizer = engine.optimizer
+        unknown = isinstance(optimizer, ZeROOptimizer) and not isinstance(optimizer, BF16_Optimizer)
+        if unknown or not hasattr(optimizer, "param_groups") or engine.fp16_enabled():
+            raise self._refused(f"the optimizer {type(optimizer).__name__}")
+        if isinstance(optimizer, BF16_Optimizer) and (optimizer.immediate_grad_update or engine.has_moe_layers):
+            raise self._refused("bf16 with immediate_grad_update or experts")
+        if not engine.pipeline_enable_backward_allreduce or engine.torch_autocast_z0_gradscaler is not None:
+            raise self._refused("an optimizer that sums or scales gradients itself")
+        if any(getattr(part, "sparse", False) is True for part in engine.module.modules()):
+            raise self._refused("sparse gradients")
+        self._groups = [self._owner_of(number, group) for number, group in enumerate(self._held())]
+
+    def _refused(self, found: str) -> ConfigError:
+        return ConfigError(
+            "backbones that make steps of their own: expected gradients that DeepSpeed sums and an optimizer for fp32, "
+            f"or bf16 with fp32 gradients, found {found}; {_OWN}"
+        )
+
+    def _held(self) -> Sequence[Sequence[torch.Tensor]]:
+        """Parameters by group."""
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            return list(optimizer.bf16_groups)
+        return [group["params"] for group in optimizer.param_groups]
+
+    def _owner_of(self, number: int, parameters: Iterable[torch.Tensor]) -> int:
+        """The backbone of a group; the first where it has a placeholder only."""
+        owners = {self._engine.module.backbone_of(p) for p in parameters} - {None}
+        if len(owners) > 1:
+            raise ConfigError(
+                f"backbones that make steps of their own: expected parameter groups of one backbone each, found number "
+                f"{number} of several; make groups from module.backbone_parameters(name), or {_OWN}"
+            )
+        return owners.pop() if owners else 0
+
+    def begin(self) -> None:
+        """A step begins: remember what learning rates are its own."""
+        if not {OptimizerStep, ReduceGrads, ReduceTiedGrads}.isdisjoint(replaced_instructions()):
+            raise self._refused("an instruction of DeepSpeed's schedule that the program has replaced")
+        self._before, self._now = self._now, self._values()
+
+    def _values(self) -> Values:
+        groups = self._engine.optimizer.param_groups
+        return [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
+
+    def end(self, backbone: int, *, earlier: bool) -> None:
+        """Sum a backbone's gradients, clip them, and step; collective. ``earlier``: it is the step before that ends."""
+        self._reduce(backbone)
+        self._norms.clip(backbone)
+        present = self._values()
+        self._set(self._before if earlier else self._now)
+        with self._only(backbone):
+            self._engine.optimizer.step()
+            self._clear(backbone)
+        self._set(present)
+
+    def _set(self, values: Values) -> None:
+        for group, own in zip(self._engine.optimizer.param_groups, values, strict=True):
+            group.update(own)
+
+    def _reduce(self, backbone: int) -> None:
+        engine, module = self._engine, self._engine.module
+        check_buffers(module.shared)
+        tied = [(w, g) for w, g in module.get_tied_weights_and_groups() if module.backbone_of(w) == backbone]
+        complete_tied(SimpleNamespace(get_tied_weights_and_groups=lambda: tied), engine.optimizer)
+        for weight, group in tied:
+            gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
+            dist.all_reduce(gradient, group=group)
+        engine.buffered_allreduce_fallback(grads=list(self._gradients(backbone)))
+
+    def _gradients(self, backbone: int) -> Iterator[torch.Tensor]:
+        """Of all its parameters that train, zeros where this rank's data has not used one; others' may have."""
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            for number, gradients in enumerate(optimizer.fp32_groups_gradients):
+                yield from (gradients if self._groups[number] == backbone else ())
+            return
+        for parameter in self._parameters(backbone):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            yield parameter.grad
+
+    def _parameters(self, backbone: int) -> list[torch.Tensor]:
+        module = self._engine.module
+        return [p for p in module.parameters() if p.requires_grad and module.backbone_of(p) == backbone]
+
+    def _clear(self, backbone: int) -> None:
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            optimizer.zero_grad()
+            return
+        for parameter in self._parameters(backbone):
+            parameter.grad = None
+
+    @contextmanager
+    def _only(self, backbone: int) -> Iterator[None]:
+        """The optimizer has a backbone's groups only."""
+        optimizer = self._engine.optimizer
+        mine = [number for number, owner in enumerate(self._groups) if owner == backbone]
+        if not isinstance(optimizer, BF16_Optimizer):
+            with _items_of(optimizer, "param_groups", mine):
+                yield
+            return
+        optimizer.clip_grad = 0.0
+        linked, optimizer._hp_optimizer_states_linked = optimizer._hp_optimizer_states_linked, True
+        with ExitStack() as stack:
+            for name in _BY_GROUP:
+                stack.enter_context(_items_of(optimizer, name, mine))
+            stack.enter_context(_items_of(optimizer.optimizer, "param_groups", mine))
+            yield
+        optimizer._hp_optimizer_states_linked = linked
+        if not linked and all(part in optimizer.optimizer.state for part in optimizer.fp32_groups_flat_partition):
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+
+@contextmanager
+def _items_of(owner: Any, name: str, numbers: Sequence[int]) -> Iterator[None]:
+    """A list of an object has some of its items only; what is put in their places stays."""
+    every = getattr(owner, name)
+    some = [every[number] for number in numbers]
+    setattr(owner, name, some)
+    try:
+        yield
+    finally:
+        for number, item in zip(numbers, some, strict=True):
+            every[number] = item
+        setattr(owner, name, every)
+
+
+@contextmanager
+def counting_only(engine: Any) -> Iterator[None]:
+    """What upstream does in an optimizer step changes its books and schedules only."""
+    optimizer = engine.optimizer
+    engine.optimizer, engine.zero_grad = _Counting(optimizer), _nothing
+    try:
+        yield
+    finally:
+        engine.optimizer = optimizer
+        del engine.zero_grad
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _Counting:
+    """An optimizer, but for steps."""
+
+    overflow = False
+    step = zero_grad = staticmethod(_nothing)
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)

@@ -1,0 +1,131 @@
+"""What ranks run in the tests of backbones that make optimizer steps of their own, and of each alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.backbone_ranks import TOLERANCES, alone_data, alone_engine, joint_data, joint_engine, parts_of, weights
+from support.cases import run_each
+from support.parity import share_groups
+from support.reference import error
+
+from deepspeed_pulse.ir.carried import carried_actions
+
+STEPS = 4
+
+
+def apart(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with steps of their own."""
+    return {**case, "pulse": {**case.get("pulse", {}), "backbone_steps": "each"}}
+
+
+def trains_alike(case: dict[str, Any]) -> None:
+    """Losses and weights of each backbone equal those of its own run alone; evaluated in the midst."""
+    engine = joint_engine(apart(case))
+    assert carried_actions(engine.module.plan)
+    if "schedule" in case:
+        scheduled(engine)
+    replica, names = engine.grid.data_parallel_id, list(parts_of(case))
+    starts = [head.layers.start for head in engine.module.job.heads]
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    data = joint_data(case, 0, replica)
+    for step in range(STEPS):
+        total = engine.train_batch(data)
+        note(losses, engine)
+        assert abs(float(total) - sum(map(float, engine.losses.values()))) <= 1e-6 * abs(float(total))
+        assert engine.global_steps == step + 1
+        assert {len(found) for found in losses.values()} == ({step, step + 1} if step != 1 else {1, 2})
+        if step == 1:
+            if "then M" in case:
+                engine.set_train_batch_size(2 * case["then M"] * engine.dp_world_size)
+            engine.finish_backbones()
+            note(losses, engine, step + 1)
+            evaluated = engine.eval_batch(joint_data(case, 9, replica))
+            assert set(engine.losses) == set(names) and float(evaluated) > 0
+    engine.finish_backbones()
+    note(losses, engine, STEPS)
+    engine.finish_backbones()
+    found = weights(engine)
+    engine.destroy()
+    for name, start in zip(names, starts, strict=True):
+        alike_alone(case, name, start, found, losses[name])
+
+
+def note(losses: dict[str, list[float]], engine: Any, limit: int = STEPS) -> None:
+    """Each backbone's loss, if it has ended another step."""
+    for name, loss in engine.losses.items():
+        if len(losses[name]) < min(limit, engine.global_steps):
+            losses[name].append(float(loss))
+
+
+def alike_alone(
+    case: dict[str, Any], name: str, start: int, found: dict[str, torch.Tensor], losses: list[float]
+) -> None:
+    tolerance = TOLERANCES[case.get("precision", "fp32")]
+    rounding = max(tolerance, 2.0**-8 if case.get("precision") == "bf16" else 0.0)  # upstream's mean is of that dtype
+    alone = alone_engine(case, name, start)
+    if "schedule" in case:
+        scheduled(alone)
+    data = alone_data(case, name, 0, alone.grid.data_parallel_id)
+    for step, expected in enumerate(losses):
+        loss = float(alone.train_batch(data))
+        assert abs(loss - expected) <= rounding * loss, (name, step, loss, expected)
+        if step == 1 and "then M" in case:
+            alone.set_train_batch_size(2 * case["then M"] * alone.dp_world_size)
+    for weight, value in weights(alone).items():
+        index, _, rest = weight.partition(".")
+        mine = found[f"{int(index) + start}.{rest}" if index.isdigit() else f"{index}.{name}/{rest}"]
+        assert error(mine, value) < tolerance, (name, weight, error(mine, value))
+    alone.destroy()
+
+
+def scheduled(engine: Any) -> None:
+    """Another learning rate in every step."""
+    engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(inner(engine.optimizer), 0.5)
+
+
+def inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def run_cases(cases: list[dict[str, Any]]) -> None:
+    share_groups()
+    run_each(cases, trains_alike)
+
+
+def resumes(arguments: dict[str, Any]) -> None:
+    share_groups()
+    run_each(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
+
+
+def _resumes(case: dict[str, Any], folder: Path) -> None:
+    """Saved in the midst, both go on as one that never stopped: this run, and another one, together."""
+    straight = joint_engine(case)
+    names = [str(folder / str(abs(hash(str(case))) % 10**6))]
+    torch.distributed.broadcast_object_list(names)
+    replica = straight.grid.data_parallel_id
+    for step in range(4):
+        straight.train_batch(joint_data(case, step, replica))
+    expected = weights(straight)
+    straight.destroy()
+    first = joint_engine(apart(case))
+    for step in range(2):
+        first.train_batch(joint_data(case, step, replica))
+    first.save_checkpoint(names[0])
+    goes_on(case, first, expected)
+    first.destroy()
+    for other in (apart(case), case):
+        engine = joint_engine(other)
+        engine.load_checkpoint(names[0])
+        goes_on(case, engine, expected)
+        engine.destroy()
+
+
+def goes_on(case: dict[str, Any], engine: Any, expected: dict[str, torch.Tensor]) -> None:
+    for step in (2, 3):
+        engine.train_batch(joint_data(case, step, engine.grid.data_parallel_id))
+    engine.finish_backbones()
+    for name, value in weights(engine).items():
+        assert error(value, expected[name]) < 1e-5, name
