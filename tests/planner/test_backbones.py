@@ -14,6 +14,7 @@ from deepspeed_pulse.ir.joined import joined_profile
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner import Job, SearchOptions, make_plan, violations
 from deepspeed_pulse.planner.making.maker import Maker
+from deepspeed_pulse.planner.making.rolled import with_own_steps
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import count_cap
@@ -237,6 +238,11 @@ def test_own_steps_that_cannot_be_are_refused():
     job = Job(profile=uniform(8), cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4)
     with pytest.raises(ConfigError, match="expected several backbones, found one"):
         make_plan(job, replace(QUICK, backbone_steps="each"))
+    both = replace(job, profile=several(4, 1, 1))
+    plan = make_plan(both, replace(QUICK, placement="wave"))
+    with pytest.raises(ConfigError, match="expected no frozen parts, which run in the idle time that is then gone"):
+        with_own_steps(plan, replace(both, frozen=(None,)), replace(QUICK, backbone_steps="each"))
+    assert with_own_steps(plan, replace(both, frozen=(None,)), replace(QUICK, backbone_steps="auto")) is plan
 
 
 def test_what_is_carried_must_leave_nothing_behind():

@@ -50,6 +50,19 @@ def each(change: Callable[[Any, Any], Any] = lambda inputs, labels: (inputs, lab
     return (change(*batch(m)) for m in itertools.count())
 
 
+EACH = {"backbone_steps": "each"}
+
+
+def own_schedule() -> Any:
+    """A schedule that has counted the one group, which is of both backbones."""
+    import deepspeed
+
+    made = module(EACH)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return deepspeed.initialize(model=made, optimizer=optimizer, lr_scheduler=schedule, config=config_with(EACH))
+
+
 def sharing() -> dict[str, Any]:
     """One linear layer in both."""
     shared = nn.Linear(3, 3)
@@ -108,6 +121,11 @@ def construction(folder: Path) -> dict[str, Case]:
         "frozen reads the other": lambda: module(frozen={"upper.t": frozen}, example_batch=example),
         "profile of one": lambda: module({"profile": str(folder / "profile.json")}),
         "plan of one": lambda: module({"plan": str(folder / "plan.json")}),
+        "own steps of one": lambda: module(EACH, backbones=None, layers=toy_layers(), loss_fn=loss_fn),
+        "own steps in words": lambda: module({"backbone_steps": "both"}),
+        "own steps with fp16": lambda: module(config=config_with(EACH, fp16={"enabled": True})),
+        "own steps with ZeRO-1 in fp32": lambda: module(config=config_with(EACH, zero_optimization={"stage": 1})),
+        "groups of both beside a schedule": own_schedule,
         "parameters of an unknown": lambda: module().backbone_parameters("bese"),
         "on some ranks": lambda: module(backbones=pair() if rank() else {"lower": one, "upper": one}),
     }

@@ -272,4 +272,6 @@ def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Differen
     profile, cluster, peaks = planned.profile, planned.cluster, [rank.peak_parts for rank in measured.ranks]
     if not planned.measured or profile is None or cluster is None:
         return None
+    if len(measured.timeline.spans) < sum(map(len, plan.schedule)):  # the first step of several that run on
+        return None
     return explain(plan, profile, cluster, measured.timeline, step_ms=measured.step_ms, peaks=peaks)
