@@ -158,30 +158,58 @@ class Nap(torch.autograd.Function):
         return gradient.clone(), None, None
 
 
+class Doze(torch.autograd.Function):
+    """Sleeps when the gradient of weights is made."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, backward_ms: float) -> torch.Tensor:
+        ctx.backward_ms = backward_ms
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.backward_ms / 1e3)
+        return gradient.clone(), None
+
+
 class Sleeper(torch.nn.Module):
     """A layer that sleeps and adds what it pops.
 
     Args:
         forward_ms, backward_ms: how long for a microbatch of one sample; larger ones in proportion.
+        weight_ms: of ``backward_ms``, for gradients of weights.
         param_bytes: of its parameters, float32, all with a gradient.
         stashes: returns its output a second time.
     """
 
-    def __init__(self, forward_ms: float, backward_ms: float, *, param_bytes: int = 4, stashes: bool = False) -> None:
+    def __init__(
+        self,
+        forward_ms: float,
+        backward_ms: float,
+        *,
+        weight_ms: float = 0.0,
+        param_bytes: int = 4,
+        stashes: bool = False,
+    ) -> None:
         super().__init__()
+        self.weight_ms = weight_ms
         self.weight = torch.nn.Parameter(torch.zeros(max(1, param_bytes // 4)))
         self.forward_ms, self.backward_ms, self.stashes = forward_ms, backward_ms, stashes
 
     def forward(self, x: torch.Tensor, *skips: torch.Tensor) -> Any:
         samples = len(x)
-        y = Nap.apply(x + self.weight.mean(), samples * self.forward_ms, samples * self.backward_ms)
+        weight = Doze.apply(self.weight, samples * self.weight_ms) if self.weight_ms else self.weight
+        y = Nap.apply(x + weight.mean(), samples * self.forward_ms, samples * (self.backward_ms - self.weight_ms))
         for skip in skips:
             y = y + skip
         return (y, y) if self.stashes else y
 
 
-def sleepers(forward_ms: Sequence[float], *, param_bytes: int = 4) -> list[LayerSpec]:
-    """Layers that sleep so long forward and twice as long backward; the first half has nested skips to the second."""
+def sleepers(forward_ms: Sequence[float], *, param_bytes: int = 4, halves: bool = False) -> list[LayerSpec]:
+    """Layers that sleep so long forward and twice as long backward; the first half has nested skips to the second.
+
+    ``halves``: half of a backward is for gradients of weights.
+    """
     from deepspeed_pulse import LayerSpec
 
     half = len(forward_ms) // 2
@@ -190,6 +218,7 @@ def sleepers(forward_ms: Sequence[float], *, param_bytes: int = 4) -> list[Layer
             Sleeper,
             ms,
             2 * ms,
+            weight_ms=ms if halves else 0.0,
             param_bytes=param_bytes,
             stashes=i < half,
             stash=f"skip{i}" if i < half else (),
