@@ -1,6 +1,6 @@
 """A process that has imported what all ranks need, and forks a parent of ranks whenever a test asks for one.
 
-Importing torch, DeepSpeed, diffusers and the engine takes six seconds of a processor, a fork a hundredth of one.
+Importing torch, DeepSpeed and diffusers takes five seconds of a processor, a fork a hundredth of one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ def imports() -> None:
     import deepspeed.runtime.pipe.engine  # noqa: F401
     from diffusers import HunyuanDiT2DModel, UNet2DConditionModel, UNet2DModel  # noqa: F401
     from transformers import CLIPTextModel  # noqa: F401
-
-    from deepspeed_pulse import PipelineModule  # noqa: F401
-    from deepspeed_pulse.models import to_layers  # noqa: F401
 
 
 def status_of(request: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ from support.cases import run_each
 from support.pages import ROOT, Step, steps
 
 import deepspeed_pulse.models  # noqa: F401
+from deepspeed_pulse import PipelineModule  # noqa: F401
 from deepspeed_pulse.cli import main
 
 
