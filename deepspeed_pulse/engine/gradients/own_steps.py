@@ -54,6 +54,8 @@ def refusal(config: Mapping[str, Any] | None) -> str | None:
     stage = _section(given, "zero_optimization").get("stage", 0)
     if fp16:
         return "expected no fp16, whose loss scale is one for all backbones"
+    if _section(given, "torch_autocast").get("enabled"):
+        return "expected no torch_autocast, which may scale the losses of all backbones"
     accumulates = _section(given, "data_types").get("grad_accum_dtype")
     if stage and not (bf16 and accumulates == "fp32"):
         return 'expected with ZeRO-1 bf16 and "data_types": {"grad_accum_dtype": "fp32"}, or stage 0'
@@ -125,8 +127,8 @@ class OwnSteps:
             raise self._refused(f"the optimizer {type(optimizer).__name__}")
         if isinstance(optimizer, BF16_Optimizer) and (optimizer.immediate_grad_update or engine.has_moe_layers):
             raise self._refused("bf16 with immediate_grad_update or experts")
-        if not engine.pipeline_enable_backward_allreduce or engine.torch_autocast_z0_gradscaler is not None:
-            raise self._refused("an optimizer that sums or scales gradients itself")
+        if not engine.pipeline_enable_backward_allreduce:
+            raise self._refused("an optimizer that sums gradients itself")
         if any(getattr(part, "sparse", False) is True for part in engine.module.modules()):
             raise self._refused("sparse gradients")
         self._groups = [self._owner_of(number, group) for number, group in enumerate(self._held())]

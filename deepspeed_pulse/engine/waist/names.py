@@ -37,9 +37,10 @@ NAMES = {
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": """
-        _hp_grad _hp_mapping _hp_optimizer_states_linked _link_all_hp_params _param_slice_mappings _update_hp_grad
-        bf16_groups clear_lp_grads clip_grad fp32_groups_flat_partition fp32_groups_gradients fp32_groups_has_gradients
-        get_grads_for_norm optimizer param_groups scale_if_loss state
+        _hp_grad _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _link_all_hp_params
+        _param_slice_mappings _update_hp_grad bf16_groups clear_lp_grads clip_grad fp32_groups_flat_partition
+        fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm immediate_grad_update optimizer
+        param_groups scale_if_loss state step zero_grad
     """,
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": "TorchCheckpointEngine",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",
@@ -55,13 +56,13 @@ NAMES = {
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": """
         clip_grad dynamic_loss_scale fp16_groups fp32_groups_flat loss_scale loss_scale_config optimizer param_groups
-        state
+        state step zero_grad
     """,
     "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": "dynamic",
     "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": """
-        clip_grad fp16_groups fp32_groups loss_scale loss_scale_config optimizer param_groups state
+        clip_grad fp16_groups fp32_groups loss_scale loss_scale_config optimizer param_groups state step zero_grad
     """,
     "deepspeed.runtime.pipe.engine": """
         BATCH_INPUT_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER PIPE_SEND_OUTPUT_TIMER
@@ -76,16 +77,16 @@ NAMES = {
         _get_zero_ckpt_name _get_zero_param_shapes _global_grad_norm _inference_schedule _loss_stage_global_rank
         _next_batch _reduce_outputs _running_engine_backward _save_checkpoint _save_zero_checkpoint _take_model_step
         _train_schedule basic_optimizer bfloat16_enabled buffered_allreduce_fallback checkpoint_engine
-        clip_fp32_gradients communication_data_type config data_iterator device dp_group_loss dp_world_size
-        engine_timers eval_batch eval_return_logits fp16_enabled fwd_outputs global_rank global_samples global_steps
-        gradient_accumulation_steps gradient_average gradient_clipping gradient_predivide_factor grid has_moe_layers
-        is_data_parallel is_first_stage is_last_stage load_checkpoint load_module_state_dict load_universal_checkpoint
-        local_rank loss losses micro_batches monitor mp_world_size mpu num_stages optimizer optimizer_name
-        optimizer_params outputs param_names pipe_buffers pipeline_enable_backward_allreduce postscale_gradients
-        reset_activation_shape save_checkpoint save_zero_checkpoint set_dataiterator set_dataloader set_train_batch_size
-        stage_id steps_per_print timers total_additional_losses total_loss train_batch train_micro_batch_size_per_gpu
-        training_dataloader use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_optimization
-        zero_optimization_stage zero_use_cpu_optimizer
+        client_lr_scheduler clip_fp32_gradients communication_data_type config data_iterator device dp_group_loss
+        dp_world_size engine_timers eval_batch eval_return_logits fp16_enabled fwd_outputs global_rank global_samples
+        global_steps gradient_average gradient_clipping gradient_predivide_factor grid has_moe_layers is_data_parallel
+        is_first_stage is_last_stage load_checkpoint load_module_state_dict load_universal_checkpoint local_rank loss
+        losses micro_batches monitor mp_world_size mpu num_stages optimizer optimizer_name optimizer_params outputs
+        param_names pipe_buffers pipeline_enable_backward_allreduce postscale_gradients reset_activation_shape
+        save_checkpoint save_zero_checkpoint set_dataiterator set_dataloader set_train_batch_size stage_id
+        steps_per_print timers total_additional_losses total_loss train_batch train_micro_batch_size_per_gpu
+        training_dataloader use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_grad
+        zero_optimization zero_optimization_stage zero_use_cpu_optimizer
     """,
     "deepspeed.runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
     "deepspeed.runtime.pipe.module.LayerSpec": "build typename",
@@ -115,9 +116,9 @@ NAMES = {
     "deepspeed.runtime.zero.config": "ZeroStageEnum",
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
-        _hp_mapping _hp_optimizer_states_linked _link_all_hp_params _param_slice_mappings averaged_gradients
-        bit16_groups clip_grad loss_scale loss_scaler optimizer param_groups params_in_partition scale_if_loss
-        single_partition_of_fp32_groups state
+        _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _link_all_hp_params
+        _param_slice_mappings averaged_gradients bit16_groups clip_grad loss_scale loss_scaler optimizer param_groups
+        params_in_partition scale_if_loss single_partition_of_fp32_groups state step zero_grad
     """,
     "deepspeed.utils": "safe_get_full_fp32_param",
     "deepspeed.utils.tensor_fragment": "fragment_address",
