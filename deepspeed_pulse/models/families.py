@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
@@ -167,6 +168,8 @@ def _traced(model: nn.Module, example_batch: Any, how: Mapping[str, Any], option
             f"to_layers() of a {name} that is traced reads from example_batch what the batch has; found the option "
             f"{next(iter(options))!r}, which is for families: leave it out"
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise GraphError(f"to_layers() of a scripted model ({name}): there is no code to trace; pass the model itself")
     check_switches(model)
     origin = Origin.of(model)
     return traced_layers(model, origin, example_batch, **how)

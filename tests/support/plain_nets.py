@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,6 +64,18 @@ def plain_unet_batch(samples: int = 2, side: int = 16, seed: int = 0) -> dict[st
     }
 
 
+class Straight(torch.autograd.Function):
+    """Rounds; its gradient passes as if it did not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        return (x * scale).round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 3, None
+
+
 class Odd(nn.Module):
     """What tracing has to get right one by one; ``kind`` says which."""
 
@@ -117,6 +130,17 @@ class Odd(nn.Module):
         y = self.second(y.reshape(-1, 8) if x.ndim > 2 else y)
         y = self.third(y + torch.arange(x.shape[0], device=x.device)[:, None])
         return y / x.shape[0] ** 0.5
+
+    def own_backward(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        return self.third(Straight.apply(self.second(self.first(x)), x.shape[0] + 1.0))  # type: ignore[no-untyped-call]
+
+    def tensor_hook(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x)
+        y.register_hook(lambda grad: grad * 2)
+        return self.second(y)
+
+    def numpy_random(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        return self.second(self.first(x) * float(np.random.rand()))
 
     def late_input(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         return self.third(self.second(self.first(x))) + x

@@ -19,7 +19,7 @@ from deepspeed_pulse.models.traced.outline import Outline
 
 PlanCache = str | os.PathLike[str] | None
 
-TRACER_VERSION = 1
+TRACER_VERSION = 2
 """Raised when traces change, so that kept ones are not used any more."""
 
 _INSTALLED = ("site-packages", "dist-packages")

@@ -192,9 +192,21 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return func(*args, **kwargs)
         self._python_guards()
+        if getattr(func, "__name__", "") == "register_hook":
+            raise GraphError(
+                f"{_line()}: puts a hook on a tensor between blocks, which layers would lose; name the module around "
+                "that line with blocks=[...], so that it is kept whole"
+            )
         if getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is Tensor.dtype:
             self.reads_dtype = True
         return self._recorded(None, func, func, args, kwargs)
+
+    def apply(self, kind: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What stands for the ``apply`` of an ``autograd.Function``: one call, as its backward is its own."""
+        if self._inside:
+            return plain(*args, **kwargs)
+        function = Applied(kind)
+        return self._recorded(None, function, function, args, kwargs)
 
     def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What stands for a module's ``__call__``; hooks do not run."""
@@ -355,6 +367,16 @@ class Recorder(TorchFunctionMode):
         self._python_guards()
 
 
+class Applied:
+    """The ``apply`` of an ``autograd.Function``, under the name of that."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind, self.__name__ = kind, kind.__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._kind.apply(*args, **kwargs)
+
+
 def _together(kind: type) -> Callable[..., Any]:
     return lambda *parts: kind(parts)
 
@@ -400,8 +422,15 @@ def _line() -> str:
 
 @contextmanager
 def calling(recorder: Recorder) -> Iterator[None]:
-    """While modules are called as the recorder says, by this thread."""
+    """While modules and functions of autograd are called as the recorder says, by this thread."""
     call, thread = nn.Module.__call__, threading.get_ident()
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def applied(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
+        plain = apply.__get__(None, kind)
+        if threading.get_ident() != thread:
+            return plain(*args, **kwargs)
+        return recorder.apply(kind, plain, args, kwargs)
 
     def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -409,11 +438,13 @@ def calling(recorder: Recorder) -> Iterator[None]:
         return recorder.call_module(module, args, kwargs)
 
     nn.Module.__call__ = recorded  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
     try:
         with recorder:
             yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 def line_of(problem: BaseException) -> str:

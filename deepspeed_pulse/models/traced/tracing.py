@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import random
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +21,7 @@ from deepspeed_pulse.models.traced import names
 from deepspeed_pulse.models.traced.batch import Given, on_device
 from deepspeed_pulse.models.traced.content import PlanCache, file_of
 from deepspeed_pulse.models.traced.keeping import Leaves, kept_leaves
-from deepspeed_pulse.models.traced.names import CONTENT, enable_python_dispatcher, pytree
+from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, enable_python_dispatcher, pytree
 from deepspeed_pulse.models.traced.outline import Outline
 from deepspeed_pulse.models.traced.recording import (
     BUFFER,
@@ -113,9 +116,16 @@ def _traced(
     _add_weights(model, recorder)
     if "return_dict" in inspect.signature(model.forward).parameters and "return_dict" not in keywords:
         keywords["return_dict"] = False
-    drawn = random.getstate()
+    drawn, drawn_by_numpy = random.getstate(), _state_of_numpy()
     try:
-        with torch.enable_grad(), _without_checkpoints(), sizes_can_be_keys(), enable_python_dispatcher(), mode:
+        with (
+            _quietly(),
+            torch.enable_grad(),
+            _without_checkpoints(),
+            sizes_can_be_keys(),
+            enable_python_dispatcher(),
+            mode,
+        ):
             recorder.start()
             with calling(recorder):
                 result = nn.Module.__call__(model, *positional, **keywords)
@@ -127,11 +137,13 @@ def _traced(
     except Exception as problem:
         raise GraphError(
             f"{name} cannot be traced with this example_batch: its forward fails at {line_of(problem)}: "
-            f"{type(problem).__name__}: {problem}"
+            f"{type(problem).__name__}: {_with_sizes(str(problem), symbols, given)}"
         ) from problem
-    if random.getstate() != drawn:
+    by_numpy = _state_of_numpy() != drawn_by_numpy
+    if random.getstate() != drawn or by_numpy:
+        source = "numpy" if by_numpy else "Python"
         raise GraphError(
-            f"{name} draws from Python's random in its forward, which a trace would fix to what was drawn once; draw "
+            f"{name} draws from {source}'s random in its forward, which a trace would fix to what was drawn once; draw "
             "in the data, or inside a block named with blocks=[...]"
         )
     after = plain_state(model, outline.opened)
@@ -196,9 +208,33 @@ def _add_weights(model: nn.Module, recorder: Recorder) -> None:
 def _outputs(name: str, result: Any, recorder: Recorder) -> tuple[int, ...]:
     leaves = [one for one in pytree.tree_leaves(result) if one is not None]
     if not leaves or not all(isinstance(one, Tensor) for one in leaves):
-        found = ", ".join(dict.fromkeys(type(one).__name__ for one in leaves)) or "nothing"
+        kinds = ("Tensor" if isinstance(one, Tensor) else type(one).__name__ for one in leaves)
+        found = ", ".join(dict.fromkeys(kinds)) or "nothing"
         raise GraphError(f"{name}: expected its forward to return a tensor or a structure of tensors, found {found}")
     return tuple(recorder.value_of(one, f"what {name} returns") for one in leaves)
+
+
+def _with_sizes(text: str, symbols: Mapping[Any, tuple[str, int, int]], given: Given) -> str:
+    """A message of torch with the example's sizes in place of symbols."""
+    sizes = {str(symbol): given[name].forms[at].shape[dim] for symbol, (name, at, dim) in symbols.items()}
+    return re.sub(r"\bs\d+\b", lambda found: str(sizes.get(found[0], found[0])), text)
+
+
+def _state_of_numpy() -> tuple[bytes, int]:
+    """Of its global generator."""
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), state[2]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """While torch does not log what it raises, too."""
+    logger = logging.getLogger(FakeTensor.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _content(name: str, problem: BaseException, leaf: str | None) -> str:

@@ -57,6 +57,7 @@ def test_a_plain_unet_under_every_plan():
         ("batch_alone", {"mask": torch.eye(8)[:2], "scale": 0.5}),
         ("sizes", {}),
         ("late_input", {}),
+        ("own_backward", {}),
         ("tuples", {}),
         ("shared_weight", {}),
     ],
@@ -201,6 +202,10 @@ def test_a_new_user_is_told_what_to_pass():
         to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 3, 8, 8), "y": torch.ones(1)})
     with pytest.raises(GraphError, match=r"forward fails at .*plain_nets.py:\d+"):
         to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 5, 8, 8), "t": torch.ones(1)})
+    with pytest.raises(GraphError, match=r"forward fails at .*got \[2, 7\] X \[8, 8\]"):
+        to_layers(Odd("sizes"), example_batch={"x": torch.ones(2, 7)})
+    with pytest.raises(GraphError, match=r"of a scripted model.*pass the model itself"):
+        to_layers(torch.jit.script(nn.Linear(8, 8)), example_batch={"input": torch.ones(2, 8)})
     with pytest.raises(GraphError, match=r"blocks: PlainUNet has no module 'down9'.*did you mean"):
         to_layers(PlainUNet(), example_batch=plain_unet_batch(), blocks=["down9"])
     with pytest.raises(GraphError, match=r"found the option 'attention_mask', which is for families"):
@@ -212,6 +217,8 @@ def test_a_new_user_is_told_what_to_pass():
     [
         ("reads_content", r"reads the numbers in a tensor at .*plain_nets.py:\d+ \(reads_content\).*blocks="),
         ("counts", r"changes step in its forward \(from 0 to 1\)"),
+        ("tensor_hook", r"plain_nets.py:\d+ \(tensor_hook\): puts a hook on a tensor between blocks.*blocks="),
+        ("numpy_random", r"draws from numpy's random in its forward"),
         ("unregistered", r"plain_nets.py:\d+ \(unregistered\): reads a weight of shape \[8\] that no module"),
     ],
 )
