@@ -15,14 +15,14 @@ class Shapes:
 
     def __init__(self, model: Any, microbatch_size: int, dtype: torch.dtype) -> None:
         self.model, self.config = model, model.config
-        self._microbatch_size, self._dtype = microbatch_size, dtype
+        self.samples, self._dtype = microbatch_size, dtype
 
     def numbers(self, *shape: int, rows: int = 1) -> Tensor:
         """``rows`` for each sample."""
-        return torch.empty(rows * self._microbatch_size, *shape, dtype=self._dtype, device="meta")
+        return torch.empty(rows * self.samples, *shape, dtype=self._dtype, device="meta")
 
     def integers(self, *shape: int) -> Tensor:
-        return torch.empty(self._microbatch_size, *shape, dtype=torch.long, device="meta")
+        return torch.empty(self.samples, *shape, dtype=torch.long, device="meta")
 
     def table(self, *shape: int) -> Tensor:
         """Numbers that all samples share."""

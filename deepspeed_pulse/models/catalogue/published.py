@@ -122,4 +122,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cogvideox-5b": _model(
         "CogVideoXTransformer3DModel", num_attention_heads=48, num_layers=42, use_rotary_positional_embeddings=True
     ),
+    # Those below have no family: they are traced (examples.py has their batches).
+    # Efficient-Large-Model/Sana_600M_1024px_diffusers and Sana_1600M_1024px_diffusers, 1024 x 1024
+    "sana-0.6b": _model(
+        "SanaTransformer2DModel",
+        num_layers=28,
+        num_attention_heads=36,
+        num_cross_attention_heads=16,
+        cross_attention_head_dim=72,
+        cross_attention_dim=1152,
+    ),
+    "sana-1.6b": _model("SanaTransformer2DModel"),
+    # THUDM/CogView4-6B, 1024 x 1024
+    "cogview4": _model("CogView4Transformer2DModel", num_layers=28, attention_head_dim=128, num_attention_heads=32),
+    # lodestones/Chroma1-HD, 1024 x 1024
+    "chroma": _model("ChromaTransformer2DModel"),
+    # Qwen/Qwen-Image, 1024 x 1024
+    "qwen-image": _model("QwenImageTransformer2DModel"),
+    # black-forest-labs/FLUX.2-dev, 1024 x 1024
+    "flux2-dev": _model("Flux2Transformer2DModel"),
+    # Lightricks/LTX-Video, 161 frames of 512 x 704
+    "ltx-video": _model("LTXVideoTransformer3DModel"),
 }

@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed_pulse.engine.specs import Workload
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError, PulseError, did_you_mean
+from deepspeed_pulse.models.catalogue.examples import EXAMPLES
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
 from deepspeed_pulse.models.families import FAMILIES, Granularity, class_of, construct, family_of, to_layers
 from deepspeed_pulse.models.shapes import Shapes
@@ -43,7 +44,8 @@ def find_workload(
         microbatch_size, dtype = microbatch_size or 1, dtype or "bfloat16"
         built = build_model(config, dtype=dtype, where=model)
         batch = example_batch(built, microbatch_size=microbatch_size, dtype=DTYPES[dtype])
-        layers = to_layers(built, granularity=granularity or "block")
+        example = batch if family_of(built) is None else None
+        layers = to_layers(built, granularity=granularity or "block", example_batch=example)
         return Workload(name=model, layers=layers, batch=(batch, None), microbatch_size=microbatch_size)
     given = {"microbatch_size": microbatch_size, "dtype": dtype, "granularity": granularity}
     if ":" in model:
@@ -57,7 +59,8 @@ def find_workload(
 def build_model(config: Mapping[str, Any], *, dtype: str = "float32", where: str = "config") -> nn.Module:
     """A diffusers model on the meta device."""
     with torch.device("meta"):
-        model: nn.Module = construct(class_of(config, where), config, where)
+        kind = class_of(config, where, traced=config.get("_class_name") in EXAMPLES)
+        model: nn.Module = construct(kind, config, where)
     # Some models make parameters from numbers, which stay on the CPU.
     return nn.Module.to(model, torch.device("meta"), DTYPES[dtype])
 
@@ -67,13 +70,14 @@ def example_batch(model: nn.Module, *, microbatch_size: int, dtype: torch.dtype)
 
     They are on the meta device; the first is the first layer's input. Raises :class:`GraphError` for an unknown model.
     """
-    found = family_of(model)
-    if found is None:
+    found, name = family_of(model), type(model).__name__
+    if found is None and name not in EXAMPLES:
         raise GraphError(
-            f"no example batch is known for {type(model).__name__}, only for {', '.join(FAMILIES)}; "
+            f"no example batch is known for {name}, only for {', '.join([*FAMILIES, *EXAMPLES])}; "
             "write a function that returns a layer list and an example batch and give it as package.module:function"
         )
-    batch: dict[str, Any] = found[1].example(Shapes(model, microbatch_size, dtype))
+    make = EXAMPLES[name] if found is None else found[1].example
+    batch: dict[str, Any] = make(Shapes(model, microbatch_size, dtype))
     return batch
 
 

@@ -204,8 +204,10 @@ def test_a_new_user_is_told_what_to_pass():
         to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 5, 8, 8), "t": torch.ones(1)})
     with pytest.raises(GraphError, match=r"forward fails at .*got \[2, 7\] X \[8, 8\]"):
         to_layers(Odd("sizes"), example_batch={"x": torch.ones(2, 7)})
+    with pytest.warns(DeprecationWarning):
+        scripted = torch.jit.script(nn.Linear(8, 8))
     with pytest.raises(GraphError, match=r"of a scripted model.*pass the model itself"):
-        to_layers(torch.jit.script(nn.Linear(8, 8)), example_batch={"input": torch.ones(2, 8)})
+        to_layers(scripted, example_batch={"input": torch.ones(2, 8)})
     with pytest.raises(GraphError, match=r"blocks: PlainUNet has no module 'down9'.*did you mean"):
         to_layers(PlainUNet(), example_batch=plain_unet_batch(), blocks=["down9"])
     with pytest.raises(GraphError, match=r"found the option 'attention_mask', which is for families"):
