@@ -49,7 +49,7 @@ def test_violations(layers, message):
 def test_all_violations_are_listed():
     with pytest.raises(GraphError) as caught:
         graph(("a b", "c"), ("c", ""))
-    assert len(str(caught.value).splitlines()) == 1 + 3
+    assert len(caught.value.text.splitlines()) == 1 + 3
 
 
 def test_layers_by_name():
