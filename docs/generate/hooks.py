@@ -50,6 +50,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links between files of the checkout become links between pages, or the file's name where it is no page."""
     here = page.file.src_uri
+    if here.startswith("figures/"):  # wide tables: they get the room of both menus
+        page.meta["hide"] = ["navigation", "toc"]
     source = next((source for source, made in BESIDE.items() if made == here), f"docs/{here}")
     pieces, end = [], 0
     for block in _CODE.finditer(markdown):
