@@ -21,7 +21,7 @@ from support.small_models import (
     small_sd_unet,
     small_unet,
 )
-from support.thread_ranks import FakeModule, on_ranks
+from support.thread_ranks import FakeModule, fake_engine, on_ranks
 
 from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import ConfigError, FileError
@@ -117,10 +117,7 @@ def test_data_parallel_replicas_send_nothing(tmp_path):
     first, replica = (FakeModule(layers, [0] * len(layers), rank, shared) for rank in range(2))
     replica.local_layers = first.local_layers
     replica.ranks.gather_to_first = lambda item: [item, replica.meet(None)][0]
-    engines = [
-        SimpleNamespace(module=module, grid=SimpleNamespace(data_parallel_id=index))
-        for index, module in enumerate((first, replica))
-    ]
+    engines = [fake_engine(module, replica=index) for index, module in enumerate((first, replica))]
     sent = []
     replica.ranks.bring_to_first = lambda tensor, **_: [sent.append(tensor), replica.meet(None)][0]
     with ThreadPoolExecutor(2) as pool:

@@ -72,13 +72,18 @@ class FakeModule:
         return parameter.detach().float()
 
 
+def fake_engine(module: FakeModule, *, replica: int = 0) -> Any:
+    """What saving asks an engine for."""
+    grid = SimpleNamespace(data_parallel_id=replica)
+    return SimpleNamespace(module=module, grid=grid, global_rank=module.stage_id, finish_backbones=lambda: None)
+
+
 def on_ranks(layers: list[Any], act: Callable[[Any], Any], *, ranks: int = 1) -> list[FakeModule]:
     """Run ``act(engine)`` on ranks that each hold a wave: layer i of n and layer n - i together."""
     owners = [min(i, len(layers) - 1 - i) * 2 * ranks // (len(layers) + 1) for i in range(len(layers))]
     shared = SimpleNamespace(slots=[None] * ranks, barrier=threading.Barrier(ranks, timeout=60))
     modules = [FakeModule(layers, owners, rank, shared) for rank in range(ranks)]
-    grid = SimpleNamespace(data_parallel_id=0)
-    engines = [SimpleNamespace(module=module, grid=grid, global_rank=module.stage_id) for module in modules]
+    engines = [fake_engine(module) for module in modules]
     with ThreadPoolExecutor(ranks) as pool:
         done = [pool.submit(act, engine) for engine in engines]
         problems = [one.exception() for one in done]
