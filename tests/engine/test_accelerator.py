@@ -158,7 +158,7 @@ def test_the_host_waits_in_a_steady_step_for_what_is_listed_only() -> None:
 @pytest.mark.timeout(300)
 def test_an_entry_goes_to_the_device_once_a_microbatch(subtests: pytest.Subtests) -> None:
     """From pinned memory, on the ranks that read it, however many layers there do."""
-    cases = [case("unet", 2, M=2), case("unet", 2, M=2, placement="linear"), case("toy", 2)]
+    cases = [case("unet", 2, M=2), case("toy", 2, placement="linear"), case("toy", 2)]
     for _, output in launch("support.accelerator_ranks:counted", 2, cases, timeout=250, environment=device_of(QUICK)):
         found = [json.loads(line.removeprefix("COUNTED")) for line in output.splitlines() if line.startswith("COUNTED")]
         assert len(found) == len(cases)
@@ -224,8 +224,11 @@ MADE = {
 """By world size: waves, a line, replicas (tied layers in all of these), layers and links measured; HCCL's buffers."""
 
 
+TOLD = {"P2P_HCCL_BUFFSIZE": "0", "HCCL_BUFFSIZE": "50"}
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("environment", [{}, {"P2P_HCCL_BUFFSIZE": "0", "HCCL_BUFFSIZE": "50"}], ids=["usual", "told"])
+@pytest.mark.parametrize("environment", [{}, pytest.param(TOLD, marks=pytest.mark.soak)], ids=["usual", "told"])
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_communicators_are_as_counted(subtests: pytest.Subtests, world: int, environment: dict[str, str]) -> None:
     """No rank makes another than its plan says, and they hold on the device what is counted for them."""

@@ -80,7 +80,7 @@ FIGURES = {
 }
 """GFLOP of a forward, skips, and their MB in bfloat16."""
 
-LARGE = {"sdxl", "svd-xt", "hunyuan-dit", "unidiffuser"}
+LARGE = {"sd15", "sd21", "sdxl", "svd-xt", "hunyuan-dit", "unidiffuser"}
 """Counted for a long time; the slow proofs do."""
 
 
@@ -175,6 +175,7 @@ def travelling_skips(profile: Profile, ranks: int) -> list[str]:
     return [route.name for route in planned(profile, ranks).routes if route.hops and route.name in skips(profile)]
 
 
+@pytest.mark.soak
 def test_fine_layers_balance_where_blocks_cannot() -> None:
     """SDXL on eight ranks: 1.30 with a layer for each transformer, 1.03 with one for each of its blocks.
 
@@ -216,7 +217,7 @@ def test_an_example_of_a_pixel_model_has_classes() -> None:
     assert (tuple(batch["sample"].shape), tuple(batch["class_labels"].shape)) == ((1, 3, 16, 24), (1,))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_estimated_sizes_are_exactly_the_measured_ones(dtype: str) -> None:
     """Of the small SD-like U-Net: parameters, outputs and named values; parameters are the whole model's."""
     model = small_sd_unet().to(getattr(torch, dtype))

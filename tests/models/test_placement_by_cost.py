@@ -46,13 +46,15 @@ def controlnet() -> Workload:
     )
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "speed", "faster"),
     [
         ("kandinsky3", SLOW, "linear"),
-        pytest.param("kandinsky3", FAST, "wave", marks=pytest.mark.soak),
-        pytest.param("controlnet", SLOW, "linear", marks=pytest.mark.soak),
-        pytest.param("controlnet", FAST, "wave", marks=pytest.mark.soak),
+        ("kandinsky3", FAST, "wave"),
+        ("controlnet", SLOW, "linear"),
+        ("controlnet", FAST, "wave"),
     ],
 )
 def test_auto_takes_the_faster_placement(name: str, speed: float, faster: str) -> None:

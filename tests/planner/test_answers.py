@@ -11,7 +11,13 @@ KEPT = json.loads(answers.FILE.read_text())
 AGAIN = "where that is meant: PYTHONPATH=tests python tests/planner/answers.py"
 
 
-@pytest.mark.parametrize("name", answers.CASES)
+LONG = {"plans 19", "plans 27", "replicas 5"}
+"""Others ask the same in a fraction of the time."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in answers.CASES]
+)
 def test_the_answer_is_the_kept_one(name):
     found = json.loads(json.dumps(answers.CASES[name]()))
     assert found == KEPT.get(name), f"another answer to {name!r}; {AGAIN}"

@@ -59,7 +59,12 @@ def planned(ranks, microbatches, works, reversed_ones, *, split=False, memory_by
 
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "same", "opposite", "split"),
-    [(4, 4, 57, 51, 49), (4, 8, 105, 99, 97), (8, 8, 117, 105, 99), (8, 16, 213, 201, 195)],
+    [
+        (4, 4, 57, 51, 49),
+        (4, 8, 105, 99, 97),
+        (8, 8, 117, 105, 99),
+        pytest.param(8, 16, 213, 201, 195, marks=pytest.mark.soak),
+    ],
 )
 def test_two_equal_waves_take_the_shortest_time_there_is(ranks, microbatches, same, opposite, split):
     """W + (P-1)(f+b); opposite W + (P/2-1)(f+b), with split backward W + (P/2-1)."""
@@ -79,7 +84,7 @@ def test_three_backbones_gain_by_one_that_is_reversed(ways, expected):
 
 
 @pytest.mark.parametrize("works", [(1, 2), (1, 4), (2, 1)])
-@pytest.mark.parametrize("memory_bytes", [None, 8, 4, 2])
+@pytest.mark.parametrize("memory_bytes", [None, pytest.param(8, marks=pytest.mark.soak), 4, 2])
 def test_no_plan_is_slower_than_one_backbone_after_the_other(works, memory_bytes):
     """Down to room for one microbatch of one backbone, where nothing else is left."""
     costs = several(4, *works)
@@ -180,7 +185,7 @@ def each_planned(ranks, microbatches, works, ways, *, memory_bytes=None, split=T
 
 
 @pytest.mark.parametrize("ways", [(0, 0), (0, 1)])
-@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_steps_of_their_own_leave_no_bubble_within_two_stashes_a_rank(microbatches, ways):
     """Period W, in steady state, under the cap of 2P stashes; each layer of these keeps one byte."""
     found = each_planned(4, microbatches, (1, 1), ways, memory_bytes=8)
