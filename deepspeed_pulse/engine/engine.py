@@ -43,7 +43,6 @@ from deepspeed_pulse.engine.starting.setting_up import watched_start
 from deepspeed_pulse.engine.starting.supported import check_same_block, check_supported
 from deepspeed_pulse.engine.step import Lowering, Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
-from deepspeed_pulse.ir.carried import updates_at
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE, RankFigures
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
@@ -238,7 +237,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             for step in self._steps.begin_last(micro_batches):
                 self._exec_run_step(step)
             self._runtime.finish()
-            last = {index: int(self.global_steps or 0) for index in updates_at(self._orders.of(micro_batches))}
+            last = {index: int(self.global_steps or 0) for index in self._steps.lowering.updates(micro_batches)}
             for index in last:
                 self._own_steps.end(index, earlier=False)
             ended = dict(self.losses)

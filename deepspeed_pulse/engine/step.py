@@ -43,10 +43,18 @@ class Lowering:
     _effects: dict[bool, tuple[Effects, ...]] = field(default_factory=dict, init=False)
     """What layers change in place, in training and in evaluation; found before the first step of each kind."""
     _made: dict[Any, RankPart] = field(default_factory=dict, init=False)
+    _updates: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict, init=False)
 
     def clear(self) -> None:
         """Forget what was made: the plans have changed."""
         self._made.clear()
+        self._updates.clear()
+
+    def updates(self, micro_batches: int) -> dict[int, tuple[int, ...]]:
+        """Where backbones that carry actions make their own steps (:func:`~deepspeed_pulse.ir.carried.updates_at`)."""
+        if micro_batches not in self._updates:
+            self._updates[micro_batches] = updates_at(self.orders.of(micro_batches))
+        return self._updates[micro_batches]
 
     def part(self, micro_batches: int, mode: str, readers: tuple[bool, ...], rows: Part = Part.WHOLE) -> RankPart:
         """The part of a step of a kind; collective in the world where it is made, and its order planned.
@@ -174,7 +182,7 @@ class Steps:
 
     def _ends(self, micro_batches: int, rows: Part) -> BackboneEnds:
         plan, rank = self.orders.of(micro_batches), self.engine.stage_id
-        later = updates_at(plan)
+        later = self.lowering.updates(micro_batches)
         return BackboneEnds(
             within=tuple((counts[rank], index) for index, counts in later.items()) if rows is Part.WHOLE else (),
             after=tuple(index for index in range(len(plan.backbones)) if index not in later),
