@@ -42,7 +42,9 @@ def directed(ranks, reversed_ones):
     return Placement.of_backbones([wave.mirrored if back else wave for back in reversed_ones])
 
 
-def planned(ranks, microbatches, works, reversed_ones, *, split=False, memory_bytes=None, seconds=0.0):
+def planned(
+    ranks, microbatches, works, reversed_ones, *, split=False, memory_bytes=None, seconds=0.0, steps="together"
+):
     costs = several(ranks, *works)
     job = Job(
         profile=costs,
@@ -51,7 +53,7 @@ def planned(ranks, microbatches, works, reversed_ones, *, split=False, memory_by
         microbatches=microbatches,
         memory_bytes=memory_bytes,
     )
-    options = SearchOptions(placement="wave", split_backward=split, solver_seconds=seconds)
+    options = SearchOptions(placement="wave", split_backward=split, solver_seconds=seconds, backbone_steps=steps)
     found = Maker(job=job, options=options).plan(directed(ranks, reversed_ones))
     assert violations(found, num_layers=costs.num_layers, values=named_values(costs)) == []
     return found
@@ -167,21 +169,9 @@ def loads(cuts, costs, place):
     return found
 
 
-def each_planned(ranks, microbatches, works, ways, *, memory_bytes=None, split=True):
-    costs = several(ranks, *works)
-    job = Job(
-        profile=costs,
-        cluster=cluster(ranks=ranks),
-        pipeline_ranks=ranks,
-        microbatches=microbatches,
-        memory_bytes=memory_bytes,
-    )
-    options = SearchOptions(
-        placement="wave", split_backward=split, solver_seconds=1e-9, backbone_steps="each"
-    )  # every trial, and no search for the order that they replace
-    found = Maker(job=job, options=options).plan(directed(ranks, ways))
-    assert violations(found, num_layers=costs.num_layers, values=named_values(costs)) == []
-    return found
+def each_planned(*args, split=True, memory_bytes=None):
+    """With steps of their own: every trial, and no search for the order that they replace."""
+    return planned(*args, split=split, memory_bytes=memory_bytes, seconds=1e-9, steps="each")
 
 
 @pytest.mark.parametrize("ways", [(0, 0), (0, 1)])

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from support.backbone_ranks import TOLERANCES, alone_data, alone_engine, joint_data, joint_engine, parts_of, weights
-from support.cases import run_each
-from support.parity import share_groups
+from support.parity import run_sharing
 from support.reference import error
 
 from deepspeed_pulse.ir.carried import carried_actions
@@ -91,13 +90,11 @@ def inner(optimizer: Any) -> Any:
 
 
 def run_cases(cases: list[dict[str, Any]]) -> None:
-    share_groups()
-    run_each(cases, trains_alike)
+    run_sharing(cases, trains_alike)
 
 
 def resumes(arguments: dict[str, Any]) -> None:
-    share_groups()
-    run_each(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
+    run_sharing(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
 
 
 def _resumes(case: dict[str, Any], folder: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from support import frozen_ranks
-from support.cases import run_each
-from support.parity import models, mse, share_groups
+from support.parity import models, mse, run_sharing
 from support.precision_ranks import DTYPES, cast
 from support.reference import BASE_SEED, error
 from support.small_unet import unet_batch
@@ -263,14 +262,12 @@ def with_results(batch: Any) -> Any:
 
 
 def run_cases(cases: list[dict[str, Any]]) -> None:
-    share_groups()
-    run_each(cases, trains_alike)
+    run_sharing(cases, trains_alike)
 
 
 def resumes(arguments: dict[str, Any]) -> None:
     """Training goes on from a checkpoint under another plan or direction as if it had not stopped."""
-    share_groups()
-    run_each(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
+    run_sharing(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
 
 
 def _resumes(case: dict[str, Any], folder: Path) -> None:

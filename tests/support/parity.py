@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,12 @@ class RecordingSGD(torch.optim.SGD):
             id(p): p.grad.clone() for group in self.param_groups for p in group["params"] if p.grad is not None
         }
         return super().step(closure)
+
+
+def run_sharing(cases: Iterable[Any], run: Callable[[Any], Any]) -> None:
+    """:func:`run_each`, of cases that share process groups."""
+    share_groups()
+    run_each(cases, run)
 
 
 def models(name: str) -> tuple[Any, Any, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from support.cases import run_each
 from support.frozen_ranks import WIDTH, Mix, encoded, frozen_parts, raw_batch
-from support.parity import share_groups
+from support.parity import run_sharing, share_groups
 from support.reference import BASE_SEED, Unpartitioned, error
 from support.selfcond import ENTRY, batch_of, conditioned_layers, estimate, loss_of
 
@@ -216,14 +216,12 @@ def _check_plan(case: dict[str, Any], plan: Any) -> None:
 
 
 def run_cases(cases: list[dict[str, Any]]) -> None:
-    share_groups()
-    run_each(cases, trains_alike)
+    run_sharing(cases, trains_alike)
 
 
 def resumes(arguments: dict[str, Any]) -> None:
     """Training goes on from a checkpoint under another plan and number of ranks, and draws what it would have."""
-    share_groups()
-    run_each(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
+    run_sharing(arguments["cases"], lambda case: _resumes(case, Path(arguments["folder"])))
 
 
 def _resumes(case: dict[str, Any], folder: Path) -> None:

@@ -17,8 +17,6 @@ from deepspeed_pulse.models.traced.batch import Given
 from deepspeed_pulse.models.traced.built import built, is_plain
 from deepspeed_pulse.models.traced.outline import Outline
 
-PlanCache = str | os.PathLike[str] | None
-
 TRACER_VERSION = 2
 """Raised when traces change, so that kept ones are not used any more."""
 

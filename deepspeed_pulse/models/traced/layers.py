@@ -14,6 +14,7 @@ from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.models.bypassed import check_hooks
+from deepspeed_pulse.models.families import PlanCache
 from deepspeed_pulse.models.traced.batch import Given, TensorForm, as_given, form_of
 from deepspeed_pulse.models.traced.code import (
     SIZES,
@@ -25,7 +26,6 @@ from deepspeed_pulse.models.traced.code import (
     first_unknown,
     from_shapes,
 )
-from deepspeed_pulse.models.traced.content import PlanCache
 from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, cut
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
 from deepspeed_pulse.models.traced.standins import Bare

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.errors import GraphError, PulseError
+from deepspeed_pulse.models.families import PlanCache
 from deepspeed_pulse.models.traced import names
 from deepspeed_pulse.models.traced.batch import Given, on_device
-from deepspeed_pulse.models.traced.content import PlanCache, file_of
+from deepspeed_pulse.models.traced.content import file_of
 from deepspeed_pulse.models.traced.keeping import Leaves, kept_leaves
 from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, enable_python_dispatcher, pytree
 from deepspeed_pulse.models.traced.outline import Outline
