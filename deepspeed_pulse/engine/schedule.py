@@ -88,17 +88,17 @@ class PulseSchedule(upstream.TrainSchedule):
 
     def steps(self) -> Iterator[list[upstream.PipeInstruction]]:
         for position, step in enumerate(self._steps):
+            yield from self._ended(position)
             if position in self._frozen_at:
                 yield [RunFrozen(position=position)]
-            yield from self._ended(position)
             stage = step.action.stage
             if step.action in self._reduce_after:
                 yield [ExpectStageGrads(stage=stage), RunStep(step=step), ReduceStageGrads(stage=stage)]
             else:
                 yield [RunStep(step=step)]
+        yield from self._ended(len(self._steps))
         if len(self._steps) in self._frozen_at:
             yield [RunFrozen(position=len(self._steps))]
-        yield from self._ended(len(self._steps))
         yield [FinishStep()]
         if self._ends is not None:
             yield [*(EndBackbone(backbone=index, earlier=False) for index in self._ends.after), CountStep()]

@@ -20,11 +20,12 @@ from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import BackboneEnds, PulseSchedule
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.sharing.shared import ties_of
-from deepspeed_pulse.ir.carried import Part, carried_actions, isolated, updates_at
+from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, isolated, updates_at
 from deepspeed_pulse.ir.channels import arrivals, make_traffic
 from deepspeed_pulse.ir.communicators import communicator_bytes
 from deepspeed_pulse.ir.conditioning import data_order, drawn
 from deepspeed_pulse.ir.effects import Effects, with_versions
+from deepspeed_pulse.ir.fill import Fill
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
@@ -44,6 +45,7 @@ class Lowering:
     """What layers change in place, in training and in evaluation; found before the first step of each kind."""
     _made: dict[Any, RankPart] = field(default_factory=dict, init=False)
     _updates: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict, init=False)
+    _fills: dict[tuple[int, Part], Fill] = field(default_factory=dict, init=False)
 
     def clear(self) -> None:
         """Forget what was made: the plans have changed."""
@@ -55,6 +57,15 @@ class Lowering:
         if micro_batches not in self._updates:
             self._updates[micro_batches] = updates_at(self.orders.of(micro_batches))
         return self._updates[micro_batches]
+
+    def fill(self, micro_batches: int, rows: Part) -> Fill:
+        """Frozen work of a training step, at places among the actions that run."""
+        key = (micro_batches, rows)
+        if key not in self._fills:
+            fill = fill_of(self.orders.of(micro_batches), rows)
+            assert fill is not None
+            self._fills[key] = fill
+        return self._fills[key]
 
     def part(self, micro_batches: int, mode: str, readers: tuple[bool, ...], rows: Part = Part.WHOLE) -> RankPart:
         """The part of a step of a kind; collective in the world where it is made, and its order planned.
@@ -146,7 +157,7 @@ class Steps:
         part = self.lowering.part(micro_batches, mode, readers, rows)
         if part.carried:
             self.reading.batches.hold()
-        frozen_at = self._begin_encoding(part.plan, mode)
+        frozen_at = self._begin_encoding(micro_batches, mode, rows)
         keys = self.reading.agreed_shapes(micro_batches)
         first_number = engine.global_steps * engine.micro_batches
         order = self._data_order(part.plan, mode)
@@ -206,15 +217,16 @@ class Steps:
         self.estimates.begin(self.reading.batches, order)
         return order
 
-    def _begin_encoding(self, plan: Plan, mode: str) -> frozenset[int]:
+    def _begin_encoding(self, micro_batches: int, mode: str, rows: Part) -> frozenset[int]:
         """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it."""
         if self.ahead is None or self.reading.is_encoded:
             return frozenset()
         self.watchdog.enter("encoding before the step")
-        self.ahead.encode(self.reading.batches, plan.microbatches, mode)
-        if mode != "train" or plan.fill is None:
+        self.ahead.encode(self.reading.batches, micro_batches, mode)
+        if mode != "train":
             return frozenset()
-        return self.ahead.start(self.reading.batches, self.reading.following(plan.microbatches))
+        fill = self.lowering.fill(micro_batches, rows)
+        return self.ahead.start(fill, self.reading.batches, self.reading.following(micro_batches))
 
     def finish(self) -> None:
         """The end of a step's actions: messages have arrived, data is read to its end and was the same everywhere."""

@@ -17,8 +17,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 from deepspeed_pulse.ir.dependencies import key_of, needs
+from deepspeed_pulse.ir.fill import Fill, FrozenRun
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Message, Program, Step, lower
@@ -69,6 +71,24 @@ def program_of(plan: Plan, part: Part = Part.WHOLE) -> Program:
     """Steps of every rank of a plan, and where messages land."""
     carried = carried_actions(plan)
     return rolling(lower(plan), carried, plan.placement, part) if carried else lower(plan)
+
+
+def fill_of(plan: Plan, part: Part = Part.WHOLE) -> Fill | None:
+    """The frozen work of a part of the rows, at places among its actions; the last part has none.
+
+    All of it is for the step after the row, also where the row is the first.
+    """
+    carried = carried_actions(plan)
+    if plan.fill is None or not carried or part is Part.WHOLE:
+        return plan.fill
+    if part is Part.LAST:
+        return None
+    counts = [list(accumulate((a not in carried for a in row), initial=0)) for row in plan.schedule]
+    rows = (
+        tuple(replace(filling, position=count[filling.position]) for filling in row)
+        for row, count in zip(plan.fill.rows, counts, strict=True)
+    )
+    return replace(plan.fill, rows=tuple(rows))
 
 
 def rolling(program: Program, carried: Collection[Action], placement: Placement, part: Part = Part.WHOLE) -> Program:
@@ -145,14 +165,17 @@ def problems(plan: Plan) -> Iterator[str]:
             needed = [late[key] for key in needs(step, plan.placement) if key in late]
             if step.action not in carried and needed:
                 yield f"carried: {step.action} is this step's, but needs {needed[0]}, which the next step runs"
-    if plan.fill is not None or plan.conditioning:
-        yield "carried: expected nothing carried where there are frozen parts or self-conditioning"
+    if plan.conditioning:
+        yield "carried: expected nothing carried where there is self-conditioning"
     if all(part.carried for part in plan.backbones):
         yield "carried: expected one backbone that carries nothing, whose actions begin and end with the step"
 
 
 def meeting_problems(plan: Plan) -> Iterator[str]:
-    """Where a backbone would begin its next step before all ranks have ended the one before."""
+    """Where a backbone would begin its next step before all ranks have ended the one before.
+
+    And frozen work before a place where ranks meet: it might wait for a result that another rank makes behind it.
+    """
     carried = carried_actions(plan)
     for index, counts in updates_at(plan).items():
         for rank, count in enumerate(counts):
@@ -162,4 +185,11 @@ def meeting_problems(plan: Plan) -> Iterator[str]:
                 yield (
                     f"carried: rank {rank} runs {early[0]} of backbone {plan.backbones[index].name} before all ranks "
                     "have ended its step before"
+                )
+            fillings = () if plan.fill is None else plan.fill.rows[rank]
+            before = [f.work for f in fillings if isinstance(f.work, FrozenRun) and f.position < count]
+            if before:
+                yield (
+                    f"carried: rank {rank} encodes {before[0]} before all ranks have ended the step of backbone "
+                    f"{plan.backbones[index].name} before"
                 )

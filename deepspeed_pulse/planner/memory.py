@@ -40,7 +40,8 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     Without a backward (forward only) things live until their last reader's ``F`` ends.
 
     What a frozen layer needs lives while it runs, its result on a rank until it was used there. Of a part's last result
-    there are two where it is read: this step's until its last reader's backward ends, the next step's until the end.
+    there are two where it is read: this step's until its last reader's backward and the rank's last forward of the
+    microbatch have ended, the next step's until the end.
     """
     intervals: list[list[Interval]] = [[] for _ in range(problem.num_ranks)]
     for rank, _, interval in _every_interval(problem, timeline):
@@ -52,10 +53,10 @@ def _every_interval(problem: Problem, timeline: Timeline) -> Iterator[tuple[int,
     """:func:`_intervals`, of steps alike where the plan carries actions from one to the next."""
     carried = problem.carried(tuple(tuple(s.work for s in timeline.spans_of(r)) for r in range(problem.num_ranks)))
     if not carried:
-        yield from _intervals(problem, timeline)
+        yield from _intervals(problem, timeline, (timeline.start_ms, timeline.start_ms + timeline.makespan_ms))
         return
     period_ms = max([timeline.makespan_ms, *(t.arrive_ms for t in timeline.transfers)])
-    for rank, kind, interval in _intervals(problem, _isolated(timeline, carried, period_ms)):
+    for rank, kind, interval in _intervals(problem, _isolated(timeline, carried, period_ms), (0.0, period_ms)):
         yield from ((rank, kind, part) for part in _folded(interval, period_ms))
 
 
@@ -96,8 +97,10 @@ def parts_at_peak(problem: Problem, timeline: Timeline) -> tuple[dict[str, int],
     return tuple(found)
 
 
-def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str, Interval]]:
-    """(rank, kind, interval) of everything that is live for a time."""
+def _intervals(
+    problem: Problem, timeline: Timeline, row_ms: tuple[float, float]
+) -> Iterator[tuple[int, str, Interval]]:
+    """(rank, kind, interval) of everything that is live for a time; ``row_ms``: when the ranks' rows begin and end."""
     life = _Life(problem, timeline.spans)
     for span in timeline.spans:
         stage, m, start = span.work.stage, span.work.microbatch, span.start_ms
@@ -124,7 +127,7 @@ def _intervals(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str,
             yield transfer.source_rank, "sent", (life.sent_ms(message), released.get(message, end), size)
     for rank, interval in _waiting_gradients(problem, life):
         yield rank, "gradients", interval
-    for rank, interval in _frozen_intervals(problem, timeline, life):
+    for rank, interval in _frozen_intervals(problem, timeline, life, row_ms):
         yield rank, "frozen", interval
 
 
@@ -164,11 +167,12 @@ def _waiting_gradients(problem: Problem, life: _Life) -> Iterator[tuple[int, Int
                 yield rank, (min(ends), until, value.bytes)
 
 
-def _frozen_intervals(problem: Problem, timeline: Timeline, life: _Life) -> Iterator[tuple[int, Interval]]:
+def _frozen_intervals(
+    problem: Problem, timeline: Timeline, life: _Life, row_ms: tuple[float, float]
+) -> Iterator[tuple[int, Interval]]:
     fill = problem.plan.fill
     if fill is None:
         return
-    end = timeline.start_ms + timeline.makespan_ms
     made: dict[Result, float] = {}
     used: dict[Result, float] = {}
     for span in timeline.frozen:
@@ -185,13 +189,13 @@ def _frozen_intervals(problem: Problem, timeline: Timeline, life: _Life) -> Iter
     for result, start in made.items():
         layers = fill.part(result.part).layers
         kept = result.done == len(layers) and result.rank in readers[result.part]
-        until = end if kept else used.get(result, start)
+        until = row_ms[1] if kept else used.get(result, start)
         yield result.rank, (start, until, layers[result.done - 1].output_bytes)
     for part in fill.parts:
         for rank, stages in readers[part.name].items():
             for m in range(problem.plan.microbatches):
-                until = max(life.end(stage, m) for stage in stages)
-                yield rank, (timeline.start_ms, until, part.output_bytes)
+                until = max(life.read_on_ms(rank, m), *(life.end(stage, m) for stage in stages))
+                yield rank, (row_ms[0], until, part.output_bytes)
 
 
 class _Life:
@@ -207,6 +211,10 @@ class _Life:
         self._extra_ms = {
             (span.work.stage, span.work.microbatch): span.end_ms for span in spans if span.work.op is Op.EXTRA_FORWARD
         }
+        self._read_on: dict[tuple[int, int], float] = {}
+        for (stage, m), end_ms in self._forward_ms.items():
+            place = problem.placement[stage], m
+            self._read_on[place] = max(self._read_on.get(place, 0.0), end_ms)
         self._end: dict[tuple[int, int], float] = {}
         self._backwards: dict[int, dict[int, tuple[float, float]]] = {}
         for span in spans:
@@ -217,6 +225,10 @@ class _Life:
 
     def end(self, stage: int, microbatch: int) -> float:
         return self._end[stage, microbatch]
+
+    def read_on_ms(self, rank: int, microbatch: int) -> float:
+        """When a rank has read the last of a microbatch's data."""
+        return self._read_on[rank, microbatch]
 
     def backward(self, stage: int, microbatch: int) -> tuple[float, float]:
         """When it starts and ends; of a split one, the half that gives gradients of what the stage read."""

@@ -72,6 +72,8 @@ def some_apart(world: int) -> list[dict[str, Any]]:
         {**opposite, "M": 2, "precision": "bf16", "clip": 0.1, "schedule": True},
         {**opposite, "P": max(1, P // 2), "M": 2, "then M": 4, "clip": 0.1},
         {**opposite, "P": max(1, P // 2), "M": 2, "precision": "bf16", "zero": 1, "accumulate": "fp32", "clip": 0.1},
+        {**opposite, "set": "two encoded", "M": 4, "clip": 0.1},
+        {"P": max(1, P // 2), "M": 2, "directions": "same", "set": "encoded and toy"},
     ]
 
 

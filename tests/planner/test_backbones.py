@@ -8,11 +8,13 @@ import pytest
 from toys import cluster, layer, profile, random_profile, uniform
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
-from deepspeed_pulse.ir.carried import carried_actions, program_of
+from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, program_of
 from deepspeed_pulse.ir.dependencies import key_of, needs
+from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.joined import joined_profile
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.planner import Job, SearchOptions, make_plan, violations
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, violations
 from deepspeed_pulse.planner.making.maker import Maker
 from deepspeed_pulse.planner.making.rolled import with_own_steps
 from deepspeed_pulse.planner.problem import Problem
@@ -235,9 +237,40 @@ def test_own_steps_that_cannot_be_are_refused():
         make_plan(job, replace(QUICK, backbone_steps="each"))
     both = replace(job, profile=several(4, 1, 1))
     plan = make_plan(both, replace(QUICK, placement="wave"))
-    with pytest.raises(ConfigError, match="expected no frozen parts, which run in the idle time that is then gone"):
-        with_own_steps(plan, replace(both, frozen=(None,)), replace(QUICK, backbone_steps="each"))
-    assert with_own_steps(plan, replace(both, frozen=(None,)), replace(QUICK, backbone_steps="auto")) is plan
+    conditioned = replace(plan, conditioning=(None,))
+    with pytest.raises(ConfigError, match="expected no self-conditioning"):
+        with_own_steps(conditioned, both, replace(QUICK, backbone_steps="each"))
+    assert with_own_steps(conditioned, both, replace(QUICK, backbone_steps="auto")) is conditioned
+
+
+def encoder(name, *ms, targets, size=1):
+    layers = tuple(
+        FrozenLayer(name=str(at), forward_ms=time, param_bytes=1, output_bytes=size, activation_bytes=2 * size)
+        for at, time in enumerate(ms)
+    )
+    return FrozenPart(name=name, layers=layers, targets=targets)
+
+
+@pytest.mark.parametrize("ways", [(0, 0), (0, 1)])
+def test_encoders_run_at_the_ends_of_rows_that_run_into_one_another(ways):
+    """As much of them on each rank, behind all places where ranks meet; nothing is longer than all work there is."""
+    costs, parts = several(4, 1, 1), (encoder("one", 0.5, 0.5, targets=(0, 5)), encoder("two", 1.0, targets=(9,)))
+    job = Job(profile=costs, cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4, memory_bytes=60, frozen=parts)
+    options = SearchOptions(placement="wave", split_backward=True, solver_seconds=1e-9, backbone_steps="each")
+    found = Maker(job=job, options=options).plan(directed(4, ways))
+    values = named_values(costs)
+    assert carried_actions(found) and violations(found, num_layers=costs.num_layers, values=values) == []
+    assert found.estimate.makespan_ms == found.estimate.lower_bound_ms == 48 + 2 and found.solver.optimal
+    assert max(found.estimate.peak_bytes) <= 60 and found.estimate == estimate(found, costs, job.cluster)
+    assert Plan.from_json(found.to_json()) == found
+    first, counts = fill_of(found, Part.FIRST), [len(row) for row in program_of(found, Part.FIRST)]
+    assert all(f.position <= count for row, count in zip(first.rows, counts, strict=True) for f in row)
+    assert {f.position for f in found.fill.rows[0]} == {len(found.schedule[0])}
+    rows = list(found.fill.rows)
+    rows[0] = tuple(replace(filling, position=0) for filling in rows[0])
+    early = replace(found, fill=replace(found.fill, rows=tuple(rows)))
+    lines = violations(early, num_layers=costs.num_layers, values=values)
+    assert any("before all ranks have ended the step of backbone" in line for line in lines), lines
 
 
 def test_what_is_carried_must_leave_nothing_behind():

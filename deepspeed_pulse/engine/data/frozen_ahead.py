@@ -31,8 +31,8 @@ class FrozenAhead:
         plan: Plan = module.plan
         fill = plan.fill
         assert fill is not None
-        self._fill, self._microbatches = fill, plan.microbatches
-        self._positions = frozenset(filling.position for filling in fill.rows[seat.rank])
+        self._microbatches = plan.microbatches
+        self._rank = seat.rank
         readers = {part.name: tuple(plan.readers_of(part)) for part in fill.parts}
         self._runtime = FrozenRuntime(
             rank=seat.rank,
@@ -77,10 +77,11 @@ class FrozenAhead:
         self._runtime.run(0)
         batches.values, batches.is_encoded = self._runtime.finish(), True
 
-    def start(self, current: StepBatches, following: StepBatches) -> frozenset[int]:
+    def start(self, fill: Fill, current: StepBatches, following: StepBatches) -> frozenset[int]:
         """Begin encoding the next step's data while this one runs; nothing where there is no more data.
 
-        Returns the positions among the rank's actions before which there is work on it.
+        ``fill``: with places among the actions that run. Returns the positions among the rank's actions before which
+        there is work on it.
         """
         current.hold_all()
         try:
@@ -88,9 +89,9 @@ class FrozenAhead:
         except StopIteration:
             return frozenset()
         self._ahead = following
-        self._begin(self._fill, following, self._microbatches, "train")
+        self._begin(fill, following, self._microbatches, "train")
         self._running = True
-        return self._positions
+        return frozenset(filling.position for filling in fill.rows[self._rank])
 
     def _begin(self, fill: Fill, batches: StepBatches, micro_batches: int, mode: str) -> None:
         if id(fill) not in self._opened:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from deepspeed_pulse.errors import did_you_mean
+from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, program_of
 from deepspeed_pulse.ir.dependencies import Result, result_of, walk
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, is_read
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.program import lower
 
 _SHOWN = 4
 """Places listed of one kind of violation; the rest is counted."""
@@ -24,8 +24,11 @@ def fill_problems(plan: Plan) -> list[str]:
     found = [*_parts(plan, fill), *_places(plan, fill)] or [*_cover(plan, fill), *_results(plan, fill)]
     if found:
         return found
-    _, stuck = walk(lower(plan), plan.placement, fill)
-    return [f"deadlock: {waiting}" for waiting in stuck]
+    for rows in (Part.WHOLE, Part.FIRST) if carried_actions(plan) else (Part.WHOLE,):
+        _, stuck = walk(program_of(plan, rows), plan.placement, fill_of(plan, rows))
+        if stuck:
+            return [f"deadlock: {waiting}" for waiting in stuck]
+    return []
 
 
 def _parts(plan: Plan, fill: Fill) -> Iterator[str]:

@@ -31,8 +31,9 @@ def violations(plan: Plan, *, num_layers: int, values: Sequence[NamedValue]) -> 
     found += [line for lines, _ in _schedule_problems(one).values() for line in lines]
     _, stuck = walk(lower(one), plan.placement)
     found += [f"deadlock: {entry}" for entry in stuck]
-    found = found or fill_problems(plan) or rendezvous_problems(one, make_traffic(one))
-    return found if found or one is plan else list(_rolling_problems(plan))
+    found = found or rendezvous_problems(one, make_traffic(one))
+    found = found or ([] if one is plan else list(_rolling_problems(plan)))
+    return found or fill_problems(plan)
 
 
 def _rolling_problems(plan: Plan) -> Iterator[str]:

@@ -60,6 +60,24 @@ def fill_plan(plan: Plan, job: Job, *, solver_seconds: float) -> Plan:
     return replace(plan, fill=best.fill, estimate=best.estimate)
 
 
+def fill_behind(plan: Plan, job: Job) -> Plan:
+    """The plan with the job's frozen work after each rank's last action, more of it where ranks end early.
+
+    For rows that run into one another: what idle time they have is at their ends, and ranks that meet within a row
+    wait for nothing there.
+
+    Raises:
+        PlanError, InfeasibleError: as for :func:`fill_plan`.
+    """
+    problem = Problem(replace(plan, fill=None), job.profile, job.cluster)
+    return _Ways(problem, _checked(job.frozen, plan), job.limit_bytes).behind()
+
+
+def most_bytes(parts: Sequence[FrozenPart], microbatches: int) -> int:
+    """What parts never exceed on a rank that runs all of them and reads all that they give."""
+    return sum(_most_bytes(part, microbatches) + 2 * microbatches * part.output_bytes for part in parts)
+
+
 def _checked(parts: Sequence[FrozenPart], plan: Plan) -> tuple[FrozenPart, ...]:
     for part in parts:
         outside = [layer for layer in part.targets if layer >= plan.num_layers]
@@ -90,6 +108,7 @@ class _Ways:
         timeline = run(problem, problem.plan.schedule)
         self._pipeline = summarize(problem, timeline)
         self._starts = {span.work: span.start_ms for span in timeline.spans}
+        self._ends = [max(span.end_ms for span in timeline.spans_of(rank)) for rank in range(problem.num_ranks)]
         self._allowed = allowed_ranks(problem, parts, self._pipeline.peak_bytes, cap)
 
     def best(self, seconds: float) -> FillResult:
@@ -144,9 +163,23 @@ class _Ways:
 
     def _up_front(self) -> Runs:
         """All of it before the first action: what filling has to beat."""
-        never = dict.fromkeys(self._starts, -1.0)
+        return self._in_one_piece(())
+
+    def _in_one_piece(self, begin_ms: Sequence[float]) -> Runs:
+        """Without actions between, from when each rank has time."""
         alone = self._problem.with_plan(replace(self._problem.plan, schedule=((),) * self._problem.num_ranks))
-        return Filler(alone, self._parts, self._allowed, never, Preference(fit=0.0, left=1.0)).fill()
+        return Filler(alone, self._parts, self._allowed, {}, Preference(fit=0.0, left=1.0), begin_ms).fill()
+
+    def behind(self) -> Plan:
+        """The plan with all of it after the last actions."""
+        plan = self._problem.plan
+        runs = self._in_one_piece(self._ends)
+        runs = tuple(
+            tuple(replace(filling, position=len(actions)) for filling in row)
+            for row, actions in zip(runs, plan.schedule, strict=True)
+        )
+        best = self._fitting([self._scored(runs, "behind")])
+        return replace(plan, fill=best.fill, estimate=best.estimate)
 
     def _scored(self, runs: Runs, solver: str) -> FillResult:
         fill = with_hand_overs(self._problem, self._parts, runs, solver)

@@ -105,7 +105,7 @@ class Filler:
     """One pass over time.
 
     ``parts`` come in an order in which they can run; ``allowed``: per part, the ranks that may run it; ``latest``: per
-    action, when it must have started.
+    action, when it must have started; ``begin_ms``: when each rank has time for the first time, empty: at 0.
     """
 
     problem: Problem
@@ -113,6 +113,7 @@ class Filler:
     allowed: Mapping[str, Sequence[int]]
     latest: Mapping[Action, float]
     preference: Preference = field(default_factory=Preference)
+    begin_ms: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         plan = self.problem.plan
@@ -126,9 +127,9 @@ class Filler:
         self._arrived: dict[Message, float] = {}
         self._ports = Ports(self.problem.links)
         self._position = [0] * plan.pipeline_ranks
-        self._free_ms = [0.0] * plan.pipeline_ranks
+        self._free_ms = list(self.begin_ms) or [0.0] * plan.pipeline_ranks
         self._runs: list[list[Filling]] = [[] for _ in range(plan.pipeline_ranks)]
-        self._events: list[tuple[float, int]] = [(0.0, rank) for rank in range(plan.pipeline_ranks)]
+        self._events: list[tuple[float, int]] = [(free, rank) for rank, free in enumerate(self._free_ms)]
 
     def fill(self) -> Runs:
         """Frozen runs of every rank."""

@@ -10,6 +10,7 @@ from deepspeed_pulse.ir.carried import Part, meeting_problems, with_carried
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.plan import Plan, Solver
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
+from deepspeed_pulse.planner.filling.fill import fill_behind, most_bytes
 from deepspeed_pulse.planner.job import Job, SearchOptions
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
@@ -31,12 +32,15 @@ def with_own_steps(plan: Plan, job: Job, options: SearchOptions) -> Plan:
         InfeasibleError: that is asked for, but no such order fits the memory.
     """
     asked = options.backbone_steps == "each"
-    refused = _refused(plan, job)
+    refused = _refused(plan)
     if refused is not None and asked:
         raise ConfigError(f'"backbone_steps": "each": {refused}; use "together"')
     if refused is not None or options.backbone_steps == "together":
         return plan
     found = min(_rolled(plan, job, options), key=_step_ms, default=None)
+    if found is None and job.frozen:
+        spare = job.limit_bytes - most_bytes(job.frozen, job.microbatches)
+        found = min(_rolled(plan, job, options, max(0, spare)), key=_step_ms, default=None)
     if found is None and asked:
         raise InfeasibleError(
             '"backbone_steps": "each": no such order fits the memory; use "together", a smaller microbatch or '
@@ -45,11 +49,9 @@ def with_own_steps(plan: Plan, job: Job, options: SearchOptions) -> Plan:
     return plan if found is None or not (asked or _step_ms(found) < _step_ms(plan) * (1 - _PROVEN)) else found
 
 
-def _refused(plan: Plan, job: Job) -> str | None:
+def _refused(plan: Plan) -> str | None:
     if not plan.backbones:
         return "expected several backbones, found one"
-    if job.frozen:
-        return "expected no frozen parts, which run in the idle time that is then gone"
     if plan.conditioning:
         return "expected no self-conditioning"
     return None
@@ -60,33 +62,47 @@ def _step_ms(plan: Plan) -> float:
     return plan.estimate.step_ms
 
 
-def _rolled(plan: Plan, job: Job, options: SearchOptions) -> Iterator[Plan]:
-    """Those that fit, each faster than the ones before with backwards as whole and as much room."""
-    bare = replace(with_carried(plan, ()), schedule=((),) * plan.pipeline_ranks)
+def _rolled(plan: Plan, job: Job, options: SearchOptions, memory_bytes: int | None = None) -> Iterator[Plan]:
+    """Those that fit, each with a faster order than those before with backwards as whole and as much room.
+
+    ``memory_bytes``: what orders may need without frozen work; None: the job's.
+    """
+    bare = replace(with_carried(plan, ()), schedule=((),) * plan.pipeline_ranks, fill=None)
+    room = job.limit_bytes if memory_bytes is None else memory_bytes
     problem = Problem(bare, job.profile, job.cluster)
     bound_ms = busiest_ms(problem)
     trials = TRIALS if options.solver_seconds else _QUICK_TRIALS
     for split in reversed(halves_tried(options, job.profile)):
-        for cap in caps_within(problem, job.limit_bytes):
+        for cap in caps_within(problem, room):
             best: Plan | None = None
             orders = rolling_orders(problem, cap, split=split, bound_ms=bound_ms, seed=options.seed, trials=trials)
             for order in orders:
                 made = with_carried(replace(bare, schedule=order.schedule), order.carried)
-                fitting = _judged(made, job, bound_ms)
+                fitting = _judged(made, job)
                 if fitting is not None:
                     best = fitting
                     yield best
-            if best is not None and _step_ms(best) <= bound_ms * (1 + _PROVEN):
+            if best is not None and _is_optimal(best):
                 return
 
 
-def _judged(plan: Plan, job: Job, bound_ms: float) -> Plan | None:
-    """With its figures; None where it does not fit, or could not run."""
+def _judged(plan: Plan, job: Job) -> Plan | None:
+    """With its frozen work and its figures; None where it does not fit, or could not run."""
     problem = Problem(plan, job.profile, job.cluster)
     figures = summarize(problem, run(problem, plan.schedule))
     stuck = any(rendezvous_problems(plan, make_traffic(plan, part)) for part in Part)
     if max(figures.peak_bytes) > job.limit_bytes or stuck or any(meeting_problems(plan)):
         return None
-    optimal = figures.step_ms <= bound_ms * (1 + _PROVEN)
-    solver = Solver(name="rolling", optimal=optimal)
-    return replace(plan, estimate=figures, solver=solver, profile_fingerprint=job.profile.fingerprint)
+    found = replace(plan, estimate=figures, profile_fingerprint=job.profile.fingerprint)
+    if job.frozen:
+        try:
+            found = fill_behind(found, job)
+        except InfeasibleError:
+            return None
+    return replace(found, solver=Solver(name="rolling", optimal=_is_optimal(found)))
+
+
+def _is_optimal(plan: Plan) -> bool:
+    """No steady state is shorter."""
+    assert plan.estimate is not None
+    return plan.estimate.step_ms <= plan.estimate.lower_bound_ms * (1 + _PROVEN)
