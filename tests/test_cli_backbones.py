@@ -83,9 +83,25 @@ def test_tune_takes_profiles_of_other_names_as_backbones(capsys: pytest.CaptureF
     assert run("check plan.json --profile both.json --cluster a100:1x2") == 0
 
 
+def test_backbones_make_steps_of_their_own_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{PLAN} --backbone-steps each") == 0
+    assert any(part.carried for part in Plan.load("plan.json").backbones)
+    assert run(f"check plan.json {COSTS}") == 0
+    tune = (
+        f"tune {BOTH} --cluster a100:1x2 --global-batch 2 --solver-seconds 0 --backbone-steps each "
+        "--out plan.json --profile-out both.json --config ds_config.json"
+    )
+    assert run(tune) == 0
+    assert any(part.carried for part in Plan.load("plan.json").backbones)
+    assert json.loads(Path("ds_config.json").read_text())["pulse"] == {"plan": "plan.json", "backbone_steps": "each"}
+    assert run("check plan.json --profile both.json --cluster a100:1x2") == 0
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (f"{PLAN.replace(BOTH, 'base.json')} --backbone-steps each", "expected several backbones, found one"),
+        ("tune base.json --cluster a100:1x2 --global-batch 2 --backbone-steps each", "backbones, found one; use"),
         (PLAN.replace("upscaler.json", "base4.json"), "expected profiles of different names, found 'base' twice"),
         ("tune base.json base4.json upscaler.json --cluster a100:1x2 --global-batch 4", "found base of 1, 4; upscaler"),
         (f"tune {BOTH} --cluster a100:1x2 --global-batch 4 --verify 1 --model sd15", "found several backbones"),

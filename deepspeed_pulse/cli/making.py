@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deepspeed_pulse.cli.terminal import check_suffixes, print_text, quiet
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.ir.choice import Tuning
+from deepspeed_pulse.ir.choice import Constraints, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.fields import write_json
@@ -85,6 +85,7 @@ def plan(arguments: argparse.Namespace) -> None:
             split_backward=arguments.split_backward,
             solver_seconds=arguments.solver_seconds,
             tolerance=arguments.tolerance,
+            backbone_steps=arguments.backbone_steps,
         )
         plan = make_plan(job, options, progress=progress)
         out.write_text(plan.to_json(), encoding="utf-8")
@@ -147,6 +148,7 @@ def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: 
             global_batch=arguments.global_batch,
             world_size=arguments.world,
             memory_bytes=_memory_bytes(arguments),
+            given=Constraints(backbone_steps=arguments.backbone_steps),
             frozen=FrozenParts.load(arguments.frozen) if arguments.frozen else None,
         )
         seconds = arguments.solver_seconds
@@ -168,7 +170,8 @@ def _write_tuning(tuning: Tuning, paths: Mapping[str, Path], *, plan_file: str) 
     """The best choice as the files that were asked for, by option; ``plan_file``: what the config calls the plan."""
     best = tuning.best
     profile = tuning.profiles[best.choice.microbatch_size]
-    config = write_json(best.choice.ds_config(profile, plan_file))
+    apart = any(part.carried for part in best.planned.backbones)
+    config = write_json(best.choice.ds_config(profile, plan_file, apart=apart))
     texts = {"out": best.planned.to_json(), "profile_out": profile.to_json(), "config": config}
     for option in paths.keys() & texts.keys():
         paths[option].write_text(texts[option], encoding="utf-8")

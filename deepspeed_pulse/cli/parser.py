@@ -37,6 +37,10 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 _BACKBONES = "several: backbones that train together, called as their profiles are"
+_OWN_STEPS = (
+    "when several backbones make their optimizer steps: all at the end, each when its own last backward has ended, or "
+    "what is faster; default: together"
+)
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
@@ -101,6 +105,7 @@ def _plan(add: Add) -> None:
     again = f"layers that run again in backward: {which}"
     add("--recompute", default="none", type=_layers, metavar="A,B,..", help=again)
     add("--zero-stage", default=0, type=int, choices=(0, 1), help="1: data-parallel ranks share the optimizer state")
+    add("--backbone-steps", default="together", choices=("together", "each", "auto"), help=_OWN_STEPS)
     add("--frozen", metavar="FILE", help="encoders that run in idle time for the next batch (pulse-frozen/1)")
     add("--out", required=True, metavar="PLAN", help="the plan that is written")
 
@@ -122,6 +127,7 @@ def _tune(add: Add) -> None:
         metavar="T",
         help="processor time to search for better orders of the best",
     )
+    add("--backbone-steps", default="together", choices=("together", "each", "auto"), help=_OWN_STEPS)
     encoders = "encoders that run in idle time (pulse-frozen/1); default: their results are cached, nothing to fill"
     add("--frozen", metavar="FILE", help=encoders)
     add("--exhaustive", action="store_true", help="simulate what bounds exclude, too")

@@ -46,8 +46,11 @@ class Choice:
     def global_batch(self) -> int:
         return self.microbatch_size * self.microbatches * self.data_parallel
 
-    def ds_config(self, profile: Profile, plan_path: str) -> dict[str, Any]:
-        """DeepSpeed's settings for it; the optimizer and its schedule are the user's."""
+    def ds_config(self, profile: Profile, plan_path: str, *, apart: bool = False) -> dict[str, Any]:
+        """DeepSpeed's settings for it; the optimizer and its schedule are the user's.
+
+        ``apart``: backbones make steps of their own.
+        """
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(profile.dtype)
         return {
             "train_batch_size": self.global_batch,
@@ -55,8 +58,14 @@ class Choice:
             "gradient_accumulation_steps": self.microbatches,
             "zero_optimization": {"stage": self.zero_stage},
             **({precision: {"enabled": True}} if precision else {}),
-            "pulse": {"plan": plan_path},
+            **({"data_types": {"grad_accum_dtype": "fp32"}} if apart and self.zero_stage else {}),
+            "pulse": {"plan": plan_path, **({"backbone_steps": "each"} if apart else {})},
         }
+
+
+def may_step_apart(dtype: str, zero_stage: int) -> bool:
+    """Several backbones may make steps of their own; in fp16 one loss scale is for all, and ZeRO-1 needs bf16."""
+    return dtype == "bfloat16" or (dtype != "float16" and not zero_stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,7 @@ class Constraints:
         schedule: a generator's name, or "auto".
         recompute: layers that run again in backward; None: as memory needs it.
         split_backward: backwards may run in halves; None: where it is known what these take.
+        backbone_steps: when several backbones make their optimizer steps: "together", "each" or "auto".
     """
 
     pipeline_ranks: int | None = None
@@ -83,6 +93,7 @@ class Constraints:
     schedule: str = "auto"
     recompute: tuple[int, ...] | None = None
     split_backward: bool | None = None
+    backbone_steps: str = "together"
 
     def rules(self, zero_stage: int) -> Rules:
         """Of a choice with this ZeRO stage."""

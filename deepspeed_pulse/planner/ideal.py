@@ -24,20 +24,27 @@ _TOLERANCE = 1e-6
 
 
 def ideal_ms(
-    profile: Profile, placement: Placement, microbatches: int, *, reduction_ms: float = 0.0, split: bool = False
+    profile: Profile,
+    placement: Placement,
+    microbatches: int,
+    *,
+    reduction_ms: float = 0.0,
+    split: bool = False,
+    apart: bool = False,
 ) -> float:
     """No plan of this placement has a shorter step; layers are whole, messages take no time.
 
     ``split``: backward may run in halves. ``reduction_ms``: of all gradients over data-parallel peers, one rank after
     the other. A rank reduces its own after all its work but one backward, or with several stages at least after all
-    their forwards; on average that is a P-th of all. ``placement``: of each of several backbones.
+    their forwards; on average that is a P-th of all. ``placement``: of each of several backbones. ``apart``: these may
+    make steps of their own; then one of them, whichever it is, begins and ends with the step.
     """
     work = [layer.forward_ms + layer.backward_ms for layer in profile.layers]
     ranks = placement.num_ranks
     if profile.backbones:  # any one fills the others' bubble, and reduces its gradients behind their work
         parts = [profile.part(index) for index in range(len(profile.backbones))]
         alone = [ideal_ms(part, placement, microbatches, split=split) for part in parts]
-        return max(microbatches * sum(work) / ranks, *alone)
+        return max(microbatches * sum(work) / ranks, min(alone) if apart else max(alone))
     shares = [layer.forward_ms / ms for layer, ms in zip(profile.layers, work, strict=True) if ms]
     forward = min(shares, default=1.0)
     first = 1.0 - (1.0 - forward) / microbatches if len(placement) == ranks else forward

@@ -9,12 +9,14 @@ from toys import cluster, layer, profile, random_profile, uniform
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, program_of
+from deepspeed_pulse.ir.choice import Constraints
 from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.joined import joined_profile
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, violations
+from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, estimate, make_plan, tune, violations
+from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.making.maker import Maker
 from deepspeed_pulse.planner.making.rolled import with_own_steps
 from deepspeed_pulse.planner.problem import Problem
@@ -241,6 +243,32 @@ def test_own_steps_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="expected no self-conditioning"):
         with_own_steps(conditioned, both, replace(QUICK, backbone_steps="each"))
     assert with_own_steps(conditioned, both, replace(QUICK, backbone_steps="auto")) is conditioned
+
+
+@pytest.mark.parametrize(("steps", "dtype", "shared"), [("each", "float32", False), ("auto", "bfloat16", True)])
+def test_steps_of_their_own_are_tuned_within_their_bounds(steps, dtype, shared):
+    """Only what the engine can run: with the optimizer shared, in bf16."""
+    costs = replace(several(2, 1, 3), dtype=dtype)
+    given = Constraints(backbone_steps=steps, pipeline_ranks=2, waves=(1,), loops=())
+    job = OpenJob(profiles=[costs], cluster=cluster(ranks=4), global_batch=4, given=given)
+    found = tune(job, solver_seconds=0, exhaustive=True)
+    assert tune(job, solver_seconds=0).best.samples_per_second == found.best.samples_per_second
+    assert carried_actions(found.best.planned)
+    for trial in found.trials:
+        choice, stage = trial.choice, trial.choice.zero_stage
+        assert stage == 0 or shared or steps == "auto"
+        if trial.plan is not None:
+            least = ideal_ms(costs, choice.placement, choice.microbatches, split=True, apart=True)
+            assert trial.plan.estimate.step_ms >= least
+            assert not stage or shared or not carried_actions(trial.plan)
+    config = replace(found.best.choice, zero_stage=1).ds_config(costs, "plan.json", apart=True)
+    assert config["pulse"]["backbone_steps"] == "each" and config["data_types"] == {"grad_accum_dtype": "fp32"}
+    halves = replace(job, profiles=[replace(costs, dtype="float16")])
+    if steps == "auto":
+        assert not carried_actions(tune(halves, solver_seconds=0).best.planned)
+        return
+    with pytest.raises(ConfigError, match="expected profiles in float32 or bfloat16, found float16"):
+        tune(halves, solver_seconds=0)
 
 
 def encoder(name, *ms, targets, size=1):

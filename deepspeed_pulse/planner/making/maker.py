@@ -20,7 +20,7 @@ from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.reduction import reduction_ms
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
-from deepspeed_pulse.planner.simulator import least_step_ms
+from deepspeed_pulse.planner.simulator import busiest_ms, least_step_ms
 
 WORTH_CHANGING = 0.99
 """Of the step of a wave or a linear placement, what other placements may take at most: they have more actions and
@@ -189,7 +189,10 @@ class Maker:
         return ranked[: 1 if many else len(_FILLINGS)]
 
     def _bound_ms(self, plan: Plan) -> float:
-        return least_step_ms(Problem(plan, self.job.profile, self.job.cluster), split=self._halves)
+        problem = Problem(plan, self.job.profile, self.job.cluster)
+        if plan.backbones and self.options.backbone_steps != "together":
+            return busiest_ms(problem)  # steps that run into one another need not fill and drain
+        return least_step_ms(problem, split=self._halves)
 
     def quick(self) -> Maker:
         """The same without a search."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.ir.choice import Choice, Constraints
+from deepspeed_pulse.ir.choice import Choice, Constraints, may_step_apart
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.profile import Profile
@@ -73,6 +73,11 @@ class OpenJob:
                 f"world size: {self.world} ranks, the cluster {self.cluster.name!r} has {self.cluster.num_ranks} "
                 f"({self.cluster.nodes} nodes of {self.cluster.ranks_per_node}); use fewer ranks or another cluster "
                 "file"
+            )
+        dtype = self.sizes.smallest.dtype
+        if self.given.backbone_steps == "each" and not may_step_apart(dtype, 0):
+            raise ConfigError(
+                f'backbone steps: "each": expected profiles in float32 or bfloat16, found {dtype}; use "together"'
             )
         for part in () if self.frozen is None else self.frozen.parts:
             if part.ranks is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
-from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
+from deepspeed_pulse.ir.choice import Choice, Trial, Verdict, may_step_apart
 from deepspeed_pulse.ir.communicators import fewest_bytes
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import Placement
@@ -143,6 +143,7 @@ class Tuner:
             choice.microbatches,
             reduction_ms=self._reduction_ms(choice),
             split=halves_tried(self._order_options(), profile)[-1],
+            apart=self._backbone_steps(choice) != "together",
         )
 
     def _reduction_ms(self, choice: Choice) -> float:
@@ -186,7 +187,9 @@ class Tuner:
         """Those that are tried of a family."""
         if self.given.zero_stage is not None:
             return (self.given.zero_stage,)
-        return (0, 1) if family.data_parallel > 1 else (0,)
+        stages = (0, 1) if family.data_parallel > 1 else (0,)
+        each = self.given.backbone_steps == "each"
+        return tuple(stage for stage in stages if not each or self._may_step_apart(replace(family, zero_stage=stage)))
 
     def _excluded(self, family: Choice) -> Trial | None:
         """What needs no plan to be excluded."""
@@ -240,6 +243,7 @@ class Tuner:
             boundaries=boundaries,
             within_ms=self._within_ms,
             part_skips=True,
+            backbone_steps=self._backbone_steps(choice),
         )
 
     def _order_options(self) -> SearchOptions:
@@ -247,9 +251,16 @@ class Tuner:
         given = self.given
         return SearchOptions(schedule=given.schedule, split_backward=given.split_backward, solver_seconds=0.0)
 
+    def _backbone_steps(self, choice: Choice) -> str:
+        """As asked for; where steps of their own cannot be, and need not, together."""
+        return self.given.backbone_steps if self._may_step_apart(choice) else "together"
+
+    def _may_step_apart(self, choice: Choice) -> bool:
+        return may_step_apart(self.sizes.smallest.dtype, choice.zero_stage)
+
     def _unbound(self, choice: Choice, free: Plan | None) -> Trial | None:
         """The plan without regard to memory, if it fits."""
-        if free is None:
+        if free is None or (not self._may_step_apart(choice) and any(part.carried for part in free.backbones)):
             return None
         figures = self.figures(choice, free)
         if max(figures.peak_bytes) > self.job.limit_bytes:
@@ -308,7 +319,8 @@ class Tuner:
 
     def _better(self, trial: Trial, seconds: float) -> Trial:
         choice, job = trial.choice, self.job.chosen(trial.choice)
-        options = replace(self._order_options(), solver_seconds=seconds)
+        steps = self._backbone_steps(choice)
+        options = replace(self._order_options(), solver_seconds=seconds, backbone_steps=steps)
         try:
             plan = ordered(trial.planned, job, options)
         except InfeasibleError:  # a better order may keep more activations, and leave no room
