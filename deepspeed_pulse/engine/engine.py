@@ -31,6 +31,7 @@ from deepspeed_pulse.engine.observation import figures, notes
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.progress import DeviceProgress
+from deepspeed_pulse.engine.observation.unfinished import Unfinished
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, hint
 from deepspeed_pulse.engine.orders import Orders
 from deepspeed_pulse.engine.plans import planning
@@ -87,6 +88,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         if self._own_norms is not None and module.job.may_step_apart:
             self._own_steps = OwnSteps(self, self._own_norms)
         self._micro_batches_begun = self.micro_batches
+        self._unfinished = Unfinished(self)
         self._device = EngineDevice(seat.device, losses.accumulating, losses.scale)
         self._breakdown = Breakdown(self)
         self._orders = Orders(module, watchdog)
@@ -221,6 +223,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._own_steps.begin()
         if not runs_on:
             self._first_apart = self.global_steps
+        left = self._steps.lowering.updates(self._micro_batches_begun)
+        self._unfinished.begin([str(self.module.job.heads[index].name) for index in left], self.global_steps + 1)
 
     def finish_backbones(self) -> None:
         """End the steps that backbones are in the midst of (``"backbone_steps"``); collective, nothing where none is.
@@ -243,6 +247,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             ended = dict(self.losses)
             self._losses.gather(micro_batches, last)
             self.losses = {**ended, **self.losses}
+            self._unfinished.end()
             self.module.train(was_training)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:

@@ -43,7 +43,10 @@ def trains_alike(case: dict[str, Any]) -> None:
             note(losses, engine, step + 1)
             evaluated = engine.eval_batch(joint_data(case, 9, replica))
             assert set(engine.losses) == set(names) and float(evaluated) > 0
+    left = [part.name for part in engine.module.plan.backbones if part.carried]
+    assert engine._unfinished.text.startswith(f"backbone {left[0]}: step {STEPS}" if len(left) == 1 else "backbones ")
     engine.finish_backbones()
+    assert not engine._unfinished.text
     note(losses, engine, STEPS)
     engine.finish_backbones()
     found = weights(engine)
