@@ -15,7 +15,7 @@ from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.ir.conditioning import SelfConditioned, drawn, placed
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.runtime.extra import zeros_like
+from deepspeed_pulse.runtime.extra import Estimate, zeros_like
 
 EVALUATION = -1
 """Stands for the number of a step in every evaluation: two on the same data give the same loss."""
@@ -161,21 +161,24 @@ def _shown(value: Any) -> str:
 
 
 class Estimates:
-    """Makes the estimates of a step from what extra forwards give."""
+    """Makes the estimates of steps from what extra forwards give."""
 
     def __init__(self, declared: DeclaredConditioning, heads: Sequence[Head]) -> None:
         self._declared, self._heads = declared, heads
-        self._order: Sequence[int] = ()
 
     def begin(self, batches: StepBatches, order: Sequence[int]) -> None:
         """A step begins. ``order``: for each microbatch of the plan, which of the data it is; empty: the data's own."""
-        self._batches, self._order = batches, order
 
-    def __call__(self, output: Any, microbatch: int, backbone: int) -> Any:
-        """Of a microbatch of the plan, what the user's function makes."""
-        data = self._order[microbatch] if self._order else microbatch
-        entries = Entries(self._batches, data, backbone, self._heads[backbone])
-        return self._declared.by_backbone[backbone].estimate(output, entries)
+        def made(output: Any, microbatch: int, backbone: int) -> Any:
+            data = order[microbatch] if order else microbatch
+            entries = Entries(batches, data, backbone, self._heads[backbone])
+            return self._declared.by_backbone[backbone].estimate(output, entries)
+
+        self._made = made
+
+    def of_step(self) -> Estimate:
+        """Of a microbatch of the plan, what the user's function makes; of the step that has begun last, for ever."""
+        return self._made
 
 
 class Entries(Mapping[str, Any]):

@@ -117,7 +117,7 @@ class Discovery:
             if self.plan.placement.backbone_of(self.plan.stage_of(one.layers[0])) == backbone:
                 assert self.estimates is not None
                 with torch.no_grad():
-                    checked(self.estimates(self._hidden, 0, backbone), batches.entry(one.entry, 0))
+                    checked(self.estimates.of_step()(self._hidden, 0, backbone), batches.entry(one.entry, 0))
 
     def _hand_on(self, stage: int) -> None:
         """What a stage gives to other ranks: the hidden state to the next one's, values along their routes."""

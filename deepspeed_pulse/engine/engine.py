@@ -103,7 +103,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             communicator=communicator,
             device=self._device,
             finish=losses.finish,
-            estimate=estimates,
+            estimates=None if estimates is None else estimates.of_step,
             parameters=tuple(module.parameters()),
             state_bytes=self._held_bytes(),
             fresh_gradients=not (self.using_bf16_optimizer or self.zero_optimization_stage()),

@@ -165,8 +165,6 @@ def problems(plan: Plan) -> Iterator[str]:
             needed = [late[key] for key in needs(step, plan.placement) if key in late]
             if step.action not in carried and needed:
                 yield f"carried: {step.action} is this step's, but needs {needed[0]}, which the next step runs"
-    if plan.conditioning:
-        yield "carried: expected nothing carried where there is self-conditioning"
     if all(part.carried for part in plan.backbones):
         yield "carried: expected one backbone that carries nothing, whose actions begin and end with the step"
 

@@ -200,6 +200,8 @@ def busiest_ms(problem: Problem) -> float:
     work = [0.0] * problem.num_ranks
     for stage, rank in enumerate(problem.placement):
         work[rank] += problem.plan.microbatches * problem.costs.work_ms(stage)
+    for action in problem.extra_actions:
+        work[problem.placement[action.stage]] += problem.duration_ms(action)
     return max(work)
 
 

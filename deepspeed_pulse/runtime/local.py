@@ -167,7 +167,13 @@ class LocalWorld:
             return estimate(output, self._data[place], backbone)
 
         self._ranks = [
-            RankRuntime(rank=rank, communicator=mail, device=device, finish=partial(finish, rank), estimate=estimated)
+            RankRuntime(
+                rank=rank,
+                communicator=mail,
+                device=device,
+                finish=partial(finish, rank),
+                estimates=lambda: estimated,
+            )
             for rank in range(plan.pipeline_ranks)
         ]
 

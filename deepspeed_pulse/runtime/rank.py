@@ -88,6 +88,7 @@ class _Data:
     order: Sequence[int]
     first_number: int
     number: int
+    extra: ExtraForwards | None
 
 
 @dataclass
@@ -121,7 +122,8 @@ class RankRuntime:
         rank: pipeline rank.
         communicator, device: see :mod:`deepspeed_pulse.runtime.protocols`.
         finish: turns a last layer's output into the loss.
-        estimate: turns what a last layer gave in an extra forward into what the microbatch's forward reads.
+        estimates: gives for a step that begins what turns what a last layer gave in an extra forward into what the
+            microbatch's forward reads.
         state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``; gradients that autograd
             makes anew in every step (``fresh_gradients``) from the end of their stage's first backward on.
         timeout_seconds: silence of a peer after which a wait raises.
@@ -134,7 +136,7 @@ class RankRuntime:
         communicator: Communicator,
         device: Device,
         finish: Finish,
-        estimate: Estimate | None = None,
+        estimates: Callable[[], Estimate] | None = None,
         parameters: tuple[torch.Tensor, ...] = (),
         state_bytes: int = 0,
         fresh_gradients: bool = False,
@@ -142,7 +144,7 @@ class RankRuntime:
     ) -> None:
         self.rank = rank
         self._device = device
-        self._finish, self._estimate = finish, estimate
+        self._finish, self._estimates = finish, estimates
         self._parameters = parameters
         self._state_bytes, self._fresh_gradients = state_bytes, fresh_gradients
         self._transport = Transport(rank, communicator, device, timeout_seconds)
@@ -202,13 +204,14 @@ class RankRuntime:
         keys = [0] * plan.microbatches if shape_keys is None else [shape_keys[data] for data in order]
         shapes = self._book.of("train" if training else "eval", keys)
         self._earlier = self._data if self._runs_on else None
+        extra = None
+        if plan.conditioning:
+            estimate = None if self._estimates is None else self._estimates()
+            extra = ExtraForwards(plan, part.stages, part.usage, batches, estimate, self._layer_number)
         self._data = self._now = _Data(
-            batches=batches, shapes=shapes, order=order, first_number=first_number, number=number
+            batches=batches, shapes=shapes, order=order, first_number=first_number, number=number, extra=extra
         )
         self._training = training
-        self._extra = None
-        if plan.conditioning:
-            self._extra = ExtraForwards(plan, part.stages, part.usage, batches, self._estimate, self._layer_number)
         self._set_out(part)
 
     def end_last(self, part: RankPart) -> None:
@@ -233,8 +236,8 @@ class RankRuntime:
         if not self._runs_on:
             self._live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
             self._waiting = {}
+            self._extra_bytes = 0
         self._live["state"] = state
-        self._extra_bytes = 0
         if part.communicator_bytes:
             self._live["communicators"] = part.communicator_bytes
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
@@ -311,7 +314,8 @@ class RankRuntime:
     def finish(self) -> Stats:
         """End the step: all sends are over and every buffer is empty."""
         self._transport.drain()
-        assert self._extra is None or not self._extra.live, self._extra.live
+        live = [] if self._data.extra is None else self._data.extra.live
+        assert self._runs_on or not live, live
         assert self._runs_on or not (
             self._forwards or self._late or self._hidden or self._hidden_grads or self._values.live
         ), (
@@ -336,6 +340,11 @@ class RankRuntime:
 
     # -- forward -----------------------------------------------------------------------------
 
+    @property
+    def _extra(self) -> ExtraForwards | None:
+        """Of the step whose data the action works on."""
+        return self._now.extra
+
     def _layer_number(self, m: int) -> int:
         """By which layers that are seeded know a microbatch: its place in the data, not in the plan."""
         return self._now.first_number + self._now.order[m]
@@ -343,7 +352,7 @@ class RankRuntime:
     def _extra_forward(self, stage: int, m: int) -> None:
         assert self._extra is not None
         self._extra.run(stage, m)
-        self._count("received", 0, self._held[stage].workspace + self._extra.num_bytes - self._extra_bytes)
+        self._count("received", 0, self._held[stage].workspace + self._held_extra() - self._extra_bytes)
 
     def _forward(self, stage: int, m: int) -> None:
         placement = self._plan.placement
@@ -551,10 +560,13 @@ class RankRuntime:
 
     def _count_extra(self) -> None:
         """What extra forwards keep for one another, and estimates."""
-        assert self._extra is not None
-        held = self._extra.num_bytes
+        held = self._held_extra()
         self._count("received", held - self._extra_bytes)
         self._extra_bytes = held
+
+    def _held_extra(self) -> int:
+        steps = (self._data,) if self._earlier is None or self._earlier is self._data else (self._data, self._earlier)
+        return sum(step.extra.num_bytes for step in steps if step.extra is not None)
 
     def _count(self, part: str, change: int, workspace: int = 0) -> None:
         """Bytes that come or go; ``workspace`` is there in that moment."""

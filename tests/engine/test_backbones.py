@@ -87,6 +87,7 @@ def whole_product_apart(world: int) -> list[dict[str, Any]]:
             {**base, "set": "two toys", "precision": "bf16", "clip": 0.1},
             {**base, "set": "two toys", "precision": "bf16", "zero": 1, "accumulate": "fp32", "schedule": True},
             {**base, "set": "two toys", "interval": 1, "rates": [0.05, 0.01]},
+            {**base, "set": "two encoded", "clip": 0.1},
         ]
     return [*found, {"P": world, "M": 2, "set": "two unets", "directions": "opposite"}]
 

@@ -23,6 +23,7 @@ def whole_product(world: int) -> list[dict[str, Any]]:
             {**base, "p": 0.3, "readers": [9], "interval": 1},
             {**base, "frozen": True},
             {**base, "several": [["base", 0.5], ["up", 0.9]]},
+            {**base, "several": [["base", None], ["up", 0.5]], "readers": [0, 9], "clip": 0.1, "apart": True},
         ]
     return found
 
@@ -43,6 +44,7 @@ def some(world: int) -> list[dict[str, Any]]:
             {"P": 2, "M": 4, "placement": "linear", "frozen": True, "p": 0.7},
             {"P": 2, "M": 4, "placement": "wave", "several": [["base", 0.25], ["up", 0.75]]},
             {"P": 2, "M": 4, "placement": "linear", "several": [["base", 0.5], ["up", None]]},
+            {"P": P, "M": 4, "placement": "wave", "several": [["base", 0.5], ["up", 0.5]], "apart": True},
         ]
     return found
 

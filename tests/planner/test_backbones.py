@@ -10,6 +10,7 @@ from toys import cluster, layer, profile, random_profile, uniform
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, program_of
 from deepspeed_pulse.ir.choice import Constraints
+from deepspeed_pulse.ir.conditioning import SelfConditioned
 from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.joined import joined_profile
@@ -238,11 +239,25 @@ def test_own_steps_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="expected several backbones, found one"):
         make_plan(job, replace(QUICK, backbone_steps="each"))
     both = replace(job, profile=several(4, 1, 1))
+    tight = replace(both, memory_bytes=1)
     plan = make_plan(both, replace(QUICK, placement="wave"))
-    conditioned = replace(plan, conditioning=(None,))
-    with pytest.raises(ConfigError, match="expected no self-conditioning"):
-        with_own_steps(conditioned, both, replace(QUICK, backbone_steps="each"))
-    assert with_own_steps(conditioned, both, replace(QUICK, backbone_steps="auto")) is conditioned
+    with pytest.raises(InfeasibleError, match='"each": no such order fits the memory; use "together"'):
+        with_own_steps(plan, tight, replace(QUICK, backbone_steps="each"))
+    assert with_own_steps(plan, tight, replace(QUICK, backbone_steps="auto")) is plan
+
+
+@pytest.mark.parametrize("ways", [(0, 0), (0, 1)])
+def test_extra_forwards_run_within_steps_of_their_own(ways):
+    """Those of microbatches that are carried run with them or before; the period is near all work there is."""
+    costs = several(4, 1, 1)
+    one = SelfConditioned(entry="estimate", layers=(8, 15), probability=0.5)
+    job = Job(profile=costs, cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4, conditioning=(one,))
+    options = replace(QUICK, placement="wave", split_backward=True, backbone_steps="each")
+    found = Maker(job=job, options=options).plan(directed(4, ways))
+    assert carried_actions(found) and violations(found, num_layers=costs.num_layers, values=named_values(costs)) == []
+    assert found.estimate.lower_bound_ms == 48 + 4
+    assert found.estimate.makespan_ms <= 1.1 * found.estimate.lower_bound_ms
+    assert found.estimate == estimate(found, costs, job.cluster)
 
 
 @pytest.mark.parametrize(("steps", "dtype", "shared"), [("each", "float32", False), ("auto", "bfloat16", True)])

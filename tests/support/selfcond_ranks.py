@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import backbone_apart_ranks as apart
 from support.cases import run_each
 from support.frozen_ranks import WIDTH, Mix, encoded, frozen_parts, raw_batch
 from support.parity import run_sharing, share_groups
 from support.reference import BASE_SEED, Unpartitioned, error
 from support.selfcond import ENTRY, batch_of, conditioned_layers, estimate, loss_of
 
+from deepspeed_pulse.ir.carried import carried_actions
 from deepspeed_pulse.ir.conditioning import drawn
 
 STEPS = 3
@@ -206,6 +208,37 @@ def trains_alike(case: dict[str, Any]) -> None:
     engine.destroy()
 
 
+def trains_apart(case: dict[str, Any]) -> None:
+    """The same of backbones that make steps of their own; evaluated in the midst."""
+    engine = engine_of({**case, "pulse": {"backbone_steps": "each"}})
+    assert carried_actions(engine.module.plan)
+    replica, replicas, names = engine.grid.data_parallel_id, engine.dp_world_size, list(probabilities(case))
+    initial, starts = weights(engine), [head.layers.start for head in engine.module.job.heads]
+    alone = [Alone(case, n, s, initial) for n, s in zip(names, starts, strict=True)] if initial else []
+    losses: dict[str, list[float]] = {str(name): [] for name in names}
+    stream, evaluated = training_data(case, replica), 0.0
+    for step in range(apart.STEPS):
+        engine.train_batch(stream)
+        apart.note(losses, engine)
+        if step == 1:
+            engine.finish_backbones()
+            apart.note(losses, engine, step + 1)
+            evaluated = float(engine.eval_batch(data(case, 9, replica)))
+    engine.finish_backbones()
+    apart.note(losses, engine)
+    found = weights(engine)
+    engine.destroy()
+    for one in alone:
+        for step, loss in enumerate(losses[str(one.name)]):
+            expected = one.train(step, replicas)
+            assert abs(loss - expected) <= TOLERANCE * expected, (step, one.name, losses, expected)
+            evaluated -= one.evaluate(9, replicas) if step == 1 else 0.0
+        for name, value in one.model.named_parameters():
+            mine = found[one.theirs(name)]
+            assert error(mine, value) < TOLERANCE, (one.name, name, error(mine, value))
+    assert not alone or abs(evaluated) <= TOLERANCE, evaluated
+
+
 def _check_plan(case: dict[str, Any], plan: Any) -> None:
     """It has as many extra forwards as were asked for, and halves where those were."""
     counts = [round(p * case["M"]) for p in probabilities(case).values() if p is not None]
@@ -216,7 +249,7 @@ def _check_plan(case: dict[str, Any], plan: Any) -> None:
 
 
 def run_cases(cases: list[dict[str, Any]]) -> None:
-    run_sharing(cases, trains_alike)
+    run_sharing(cases, lambda case: trains_apart(case) if case.get("apart") else trains_alike(case))
 
 
 def resumes(arguments: dict[str, Any]) -> None:

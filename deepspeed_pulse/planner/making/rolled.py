@@ -32,10 +32,9 @@ def with_own_steps(plan: Plan, job: Job, options: SearchOptions) -> Plan:
         InfeasibleError: that is asked for, but no such order fits the memory.
     """
     asked = options.backbone_steps == "each"
-    refused = _refused(plan)
-    if refused is not None and asked:
-        raise ConfigError(f'"backbone_steps": "each": {refused}; use "together"')
-    if refused is not None or options.backbone_steps == "together":
+    if not plan.backbones and asked:
+        raise ConfigError('"backbone_steps": "each": expected several backbones, found one; use "together"')
+    if not plan.backbones or options.backbone_steps == "together":
         return plan
     found = min(_rolled(plan, job, options), key=_step_ms, default=None)
     if found is None and job.frozen:
@@ -47,14 +46,6 @@ def with_own_steps(plan: Plan, job: Job, options: SearchOptions) -> Plan:
             "activation checkpointing"
         )
     return plan if found is None or not (asked or _step_ms(found) < _step_ms(plan) * (1 - _PROVEN)) else found
-
-
-def _refused(plan: Plan) -> str | None:
-    if not plan.backbones:
-        return "expected several backbones, found one"
-    if plan.conditioning:
-        return "expected no self-conditioning"
-    return None
 
 
 def _step_ms(plan: Plan) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.dependencies import Key, key_of
-from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Op, Schedule
+from deepspeed_pulse.ir.schedule import FORWARDS, SPLIT, WHOLE, Action, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.problem import Problem
@@ -100,7 +100,7 @@ class _Drawn:
             value = -board.tail_ms[action.stage, action.op] / unit
             value += self.periods[board.problem.placement.backbone_of(action.stage)] * action.microbatch
             value -= self.ahead if action in late else 0
-            value -= self.lead if action.op is not Op.FORWARD else 0
+            value -= self.lead if action.op not in FORWARDS else 0
             value += rng.random() * self.noise
             values[action] = value + (1e6 if action.op is Op.WEIGHT_GRAD else 0.0)
         return values.__getitem__
@@ -113,6 +113,7 @@ class _Board:
         self.problem, self.cap, self.ops = problem, cap, SPLIT if split else WHOLE
         microbatches, stages = range(problem.plan.microbatches), range(problem.num_stages)
         self.actions = [Action(stage, op, m) for stage in stages for op in self.ops for m in microbatches]
+        self.actions += problem.extra_actions
         by_key = {key_of(action): action for action in self.actions}
         self.needs = {a: [by_key[key] for key in problem.needs(a)] for a in self.actions}
         self.following: dict[Action, list[Action]] = {a: [] for a in self.actions}
@@ -122,11 +123,8 @@ class _Board:
         self.reserve = _reserve(problem, cap)
         self.unit_ms = sum(problem.costs.forward_ms) / problem.num_stages or 1.0
         paths = CriticalPaths(problem, split=split)
-        self.tail_ms = {
-            (a.stage, a.op): paths.tail_ms[key_of(a)[:2]] + problem.duration_ms(a)
-            for a in self.actions
-            if a.microbatch == 0
-        }
+        columns = {(a.stage, a.op): a for a in self.actions}
+        self.tail_ms = {c: paths.tail_ms[key_of(a)[:2]] + problem.duration_ms(a) for c, a in columns.items()}
         self._alone: dict[tuple[int, float], list[tuple[float, Action]] | None] = {}
 
     def late_part(self, moving: Sequence[int], cut: float, share: float) -> frozenset[Action]:
@@ -144,7 +142,7 @@ class _Board:
         if (index, share) not in self._alone:
             own = [a for a in self.actions if self.problem.placement.backbone_of(a.stage) == index]
             starts: list[tuple[float, Action]] = []
-            ran = self.listed(own, (), lambda a: float(a.op is Op.FORWARD), share=share, starts=starts)
+            ran = self.listed(own, (), lambda a: float(a.op in FORWARDS), share=share, starts=starts)
             self._alone[index, share] = None if ran is None else starts
         return self._alone[index, share]
 
