@@ -34,6 +34,8 @@ class LayerCost:
     the layer reads nor what it only stashes.
     ``workspace_bytes``: what a forward or a backward holds at most beyond ``activation_bytes`` while it runs, if it was
     measured.
+    ``late_bytes``: gradients that the first half of a backward in two halves keeps for the second, if it was measured.
+    ``halves_workspace_bytes``: what a half holds at most beyond those and ``activation_bytes``, if it was measured.
     ``weight_grad_ms``: the part of ``backward_ms`` that computes weight gradients, if known.
     ``input_grad_ms``: what the other half of a backward in two halves takes, if it was measured; where it is left out,
     the rest of ``backward_ms``.
@@ -50,6 +52,8 @@ class LayerCost:
     output_bytes: int
     workspace_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
     rerun_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None
+    late_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
+    halves_workspace_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
     spread: Annotated[float | None, Form(left_out=True, place=1)] = None
 
     def check_form(self, fields: Fields) -> None:
@@ -68,10 +72,16 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Held:
-    """What a stage's backward holds while it runs, in bytes: of layers that run again, and to work with."""
+    """What a stage's backward holds while it runs, in bytes: of layers that run again, and to work with.
+
+    Where it runs in halves, ``late``: gradients that the first keeps for the second; ``cut``: what its layers read from
+    one another and kept for no other reason, from the forward on.
+    """
 
     recomputed: int = 0
     workspace: int = 0
+    late: int = 0
+    cut: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,12 @@ Curve = tuple[tuple[float, int], ...]
 def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     """Per rank, (ms, bytes) at every change; of a step among others alike where the problem's plan carries actions.
 
-    * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split); they
-      include what it stashes, so a value that stays on its rank adds nothing.
+    * A stage's activations live from the start of its ``F`` to the end of its ``B`` (of its ``W`` when split, and then
+      with all that its layers read from one another); they include what it stashes, so a value that stays on its rank
+      adds nothing.
     * The workspace of a stage's layers lives while one of its actions runs.
-    * What a stage's backward recomputes lives while its ``B`` runs (from its ``I`` to the end of its ``W``).
+    * What a stage's backward recomputes lives while its ``B`` runs (from its ``I`` to the end of its ``W``), as do
+      gradients that its ``I`` keeps for its ``W``.
     * The gradient of a named value lives from the end of the first backward that reads the value on the rank to the end
       of its producer's, or of the last that reads it where the value came from another rank; that of a hidden state
       that stays on the rank until the backward that takes it.
@@ -102,17 +104,20 @@ def _intervals(
 ) -> Iterator[tuple[int, str, Interval]]:
     """(rank, kind, interval) of everything that is live for a time; ``row_ms``: when the ranks' rows begin and end."""
     life = _Life(problem, timeline.spans)
+    in_halves = {(s.work.stage, s.work.microbatch) for s in timeline.spans if s.work.op is Op.INPUT_GRAD}
     for span in timeline.spans:
         stage, m, start = span.work.stage, span.work.microbatch, span.start_ms
         held = problem.held_in_backward(stage, split=span.work.op is Op.INPUT_GRAD)
         yield span.rank, "workspace", (start, span.end_ms, held.workspace)
         if span.work.op is Op.FORWARD:
-            yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage])
+            cut = problem.held_in_backward(stage, split=True).cut if (stage, m) in in_halves else 0
+            yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage] + cut)
         elif span.work.op is Op.EXTRA_FORWARD:
             for size, until in life.extra(stage, m):
                 yield span.rank, "received", (start, until, size)
         elif span.work.op is not Op.WEIGHT_GRAD:
             yield span.rank, "recomputed", (start, life.end(stage, m), held.recomputed)
+            yield span.rank, "gradients", (start, life.end(stage, m), held.late)
     rows: list[list[Span[Action]]] = [[] for _ in range(problem.num_ranks)]
     for span in timeline.spans:
         rows[span.rank].append(span)

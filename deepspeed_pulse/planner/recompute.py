@@ -73,7 +73,7 @@ def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, inter
     """Per stage, when it holds most: one run of ``interval`` recomputed layers after another, or a layer that is kept.
 
     When a layer's backward runs, what later layers of the stage kept is free already, and its workspace takes that room
-    first; in forward they have not kept it yet. With ``split`` the weight half needs the activations of all runs.
+    first; in forward they have not kept it yet. With ``split`` the weight half needs the activations of all layers.
     """
     found = []
     for stage in range(plan.num_stages):
@@ -85,11 +85,24 @@ def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, inter
         runs = [again[a:b] for a, b in _runs(again, interval)]
         held = [Held(_made_again([profile.layers[i] for i in run]), max(beyond[i] for i in run)) for run in runs]
         if split:
-            found.append(Held(sum(run.recomputed for run in held), max(beyond.values(), default=0)))
+            layers = [profile.layers[i] for i in plan.stage_layers(stage)]
+            workspace = max((max(x.workspace_bytes, x.halves_workspace_bytes) for x in layers), default=0)
+            late, cut = sum(x.late_bytes for x in layers), _cut_bytes(profile, plan, stage)
+            found.append(Held(sum(run.recomputed for run in held), workspace, late, cut))
         else:
             kept = Held(0, max((size for i, size in beyond.items() if i not in plan.recompute), default=0))
             found.append(max([*held, kept], key=lambda one: one.recomputed + one.workspace))
     return tuple(found)
+
+
+def _cut_bytes(profile: Profile, plan: Plan, stage: int) -> int:
+    """Outputs that layers of a stage read from one another and do not keep for backward, where that was measured."""
+    total = 0
+    for i in plan.stage_layers(stage)[1:]:
+        layer = profile.layers[i]
+        if layer.rerun_bytes is not None and i not in plan.recompute:
+            total += max(0, profile.layers[i - 1].output_bytes - (layer.activation_bytes - layer.rerun_bytes))
+    return total
 
 
 def _made_again(run: Sequence[LayerCost]) -> int:

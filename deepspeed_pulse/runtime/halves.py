@@ -98,6 +98,11 @@ class WeightHalf:
     """Of a part that nothing was read for: all of its backward."""
     gradients: list[torch.Tensor | None] = field(default_factory=list)
 
+    def kept(self) -> list[torch.Tensor]:
+        """Gradients that it begins from."""
+        arrived = [g for bunch in self.bunches for fork in bunch.forks for _, g in fork.given()]
+        return [*arrived, *(g for g in self.gradients if g is not None)]
+
     def run(self) -> None:
         """Add to the weights' gradients. The graph goes with this object."""
         for bunch in self.bunches:

@@ -45,7 +45,7 @@ class RankPart:
         traffic: the plan's messages.
         usage: named values on this rank.
         stages: of this rank, by index.
-        held: per stage of the plan, what its backward holds while it runs; empty: not known.
+        held: per stage of the plan, what its backward holds while it runs, whole and in halves; empty: not known.
         due: per step of this rank, the receives to post (:func:`~deepspeed_pulse.ir.channels.arrivals`); None: as early
             as can be.
         communicator_bytes: what the rank's communicators hold.
@@ -58,7 +58,7 @@ class RankPart:
     traffic: Traffic
     usage: Usage
     stages: Mapping[int, Stage]
-    held: Sequence[Held] = ()
+    held: Sequence[tuple[Held, Held]] = ()
     due: Sequence[Sequence[Message]] | None = None
     communicator_bytes: int = 0
     carried: frozenset[Action] = frozenset()
@@ -153,6 +153,8 @@ class RankRuntime:
         self._hidden_grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._book = ShapeBook()
+        self._kept: dict[tuple[int, int], int] = {}
+        """Bytes of activations, by stage and microbatch."""
         self._live: dict[str, int] = {}
         """Bytes by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
         self._waiting: dict[int, int] = {}
@@ -223,7 +225,7 @@ class RankRuntime:
         """Be at the beginning of a part; what the step before has left stays."""
         plan, traffic = part.plan, part.traffic
         self._plan, self._usage, self._stages, self._carried = plan, part.usage, part.stages, part.carried
-        self._held = part.held or [Held()] * plan.num_stages
+        self._held = part.held or [(Held(), Held())] * plan.num_stages
         self._releases = traffic.releases[self.rank]
         self._in_halves = {(a.stage, a.microbatch) for a in plan.schedule[self.rank] if a.op is Op.INPUT_GRAD}
         self._last_forwards = set({a.microbatch: a for a in plan.schedule[self.rank] if a.op in FORWARDS}.values())
@@ -352,7 +354,7 @@ class RankRuntime:
     def _extra_forward(self, stage: int, m: int) -> None:
         assert self._extra is not None
         self._extra.run(stage, m)
-        self._count("received", 0, self._held[stage].workspace + self._held_extra() - self._extra_bytes)
+        self._count("received", 0, self._held[stage][0].workspace + self._held_extra() - self._extra_bytes)
 
     def _forward(self, stage: int, m: int) -> None:
         placement = self._plan.placement
@@ -371,13 +373,14 @@ class RankRuntime:
         tape = Tape(leaves) if self._training and (stage, m) in self._in_halves else None
         run = partial(self._stages[stage].run, entry, lookup, number=self._layer_number(m), tape=tape)
         shapes = self._now.shapes[m]
-        if self._training and stage not in shapes.activation_bytes:
+        if self._training and (stage, tape is not None) not in shapes.activation_bytes:
             with SavedBytes((*self._parameters, *self._values.tensors(m))) as saved:
                 output, exported = run(saved=saved)
             saved.add(t for value in exported.values() for t in tensors_in(value))
-            shapes.activation_bytes[stage] = saved.bytes
+            saved.add(() if tape is None else tape.leaves())
+            shapes.activation_bytes[stage, tape is not None] = kept = saved.bytes
             saved.add(tensors_in(output))
-            shapes.unkept_bytes[stage] = saved.bytes - shapes.activation_bytes[stage]
+            shapes.unkept_bytes[stage] = saved.bytes - kept
         else:
             output, exported = run()
         self._keep(stage, m, leaves, output, exported, tape)
@@ -424,7 +427,8 @@ class RankRuntime:
                 loss=loss,
                 tape=tape,
             )
-            self._count("activations", self._now.shapes[m].activation_bytes[stage], self._held[stage].workspace)
+            self._kept[stage, m] = self._now.shapes[m].activation_bytes[stage, tape is not None]
+            self._count("activations", self._kept[stage, m], self._held[stage][0].workspace)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -433,7 +437,7 @@ class RankRuntime:
         roots, gradients = self._given_back(forward, stage, m)
         for name, exported in forward.exported.items():
             _pair(exported, self._values.gradients(name, m), roots, gradients)
-        held = self._held[stage]
+        held, _ = self._held[stage]
         self._count("recomputed", held.recomputed, held.workspace)
         if roots:
             with self._device.accumulating():
@@ -448,18 +452,22 @@ class RankRuntime:
         roots, gradients = self._given_back(forward, stage, m)
         for name in forward.exported:
             forward.tape.add_gradients(name, self._values.gradients(name, m))
-        held = self._held[stage]
-        self._count("recomputed", held.recomputed, held.workspace)
         forward.tape.input_half(roots, gradients, self._device.accumulating)
+        (_, held), late = self._held[stage], self._now.shapes[m].late_bytes
+        if stage not in late:
+            late[stage] = forward.tape.late_bytes()
+        self._count("recomputed", held.recomputed)
+        self._count("gradients", late[stage], held.workspace)
         self._hand_back(forward, stage, m)
         self._count_gradients(m)
         self._late[stage, m] = forward.tape
 
     def _weight_half(self, stage: int, m: int) -> None:
-        held = self._held[stage]
-        self._count("recomputed", 0, held.workspace)
+        whole, held = self._held[stage]
+        self._count("recomputed", 0, whole.workspace)
         self._late.pop((stage, m)).weight_half(self._device.accumulating)
         self._count("recomputed", -held.recomputed)
+        self._count("gradients", -self._now.shapes[m].late_bytes[stage])
         self._end_backward(stage, m)
 
     def _given_back(self, forward: _Forward, stage: int, m: int) -> tuple[list[Root], list[torch.Tensor | None]]:
@@ -477,10 +485,12 @@ class RankRuntime:
     def _hand_back(self, forward: _Forward, stage: int, m: int) -> None:
         if self._plan.placement.before(stage) is not None:
             self._hidden_grads[stage, m] = [gradient_of(leaf) for leaf in forward.inputs]
+            for leaf in forward.inputs:
+                leaf.grad = None  # the leaf stays in a graph that waits for the weights' half
 
     def _end_backward(self, stage: int, m: int) -> None:
         self._count_fresh(self._stages[stage].parameters)
-        self._count("activations", -self._now.shapes[m].activation_bytes[stage])
+        self._count("activations", -self._kept.pop((stage, m)))
         self._count_gradients(m)
 
     # -- messages ----------------------------------------------------------------------------

@@ -24,12 +24,14 @@ MAX_KEYS = 1024
 class Shapes:
     """Batches of one shape: what each boundary carries; in bytes what a stage keeps from its forward to its backward.
 
-    ``unkept_bytes``: of a stage's output, what its backward does not need.
+    ``activation_bytes``: by stage and whether its backward runs in halves. ``unkept_bytes``: of a stage's output, what
+    its backward does not need. ``late_bytes``: gradients that the first half of its backward keeps for the second.
     """
 
     signatures: dict[Edge, Signature] = field(default_factory=dict)
-    activation_bytes: dict[int, int] = field(default_factory=dict)
+    activation_bytes: dict[tuple[int, bool], int] = field(default_factory=dict)
     unkept_bytes: dict[int, int] = field(default_factory=dict)
+    late_bytes: dict[int, int] = field(default_factory=dict)
 
 
 class ShapeBook:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_pulse.runtime.halves import WeightHalf, input_half
 from deepspeed_pulse.runtime.payload import Payload, map_tensors, tensors_of
@@ -38,6 +39,8 @@ class _Piece:
     def backward(self, roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]) -> _Backward:
         """From these and from what later pieces have read."""
         used = [(root, leaf.grad) for root, leaf in self.given if leaf.grad is not None]
+        for _, leaf in self.given:
+            leaf.grad = None  # the leaf stays in the graph of the piece that read it
         if self.later is not None and used:
             again = self.later.again()
             used = [(again[root.node, root.output_nr], gradient) for root, gradient in used]
@@ -97,6 +100,10 @@ class Tape:
         self._stashed[name] = tensors_of(found)
         return found
 
+    def leaves(self) -> list[torch.Tensor]:
+        """What pieces gave to later ones: the graphs of those keep it, also where no backward needs it."""
+        return [leaf for piece in self._pieces for _, leaf in piece.given]
+
     def add_gradients(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
         """What readers outside the stage give for a value that was stashed in it."""
         for leaf, gradient in zip(self._stashed[name], gradients, strict=True):
@@ -118,6 +125,11 @@ class Tape:
                     torch.autograd.backward(found.roots, found.gradients)
         self._pieces.clear()
         self._stashed.clear()
+
+    def late_bytes(self) -> int:
+        """Of the gradients that :meth:`input_half` has kept for :meth:`weight_half`, each storage once."""
+        storages = (tensor.untyped_storage() for half in self._late for tensor in half.kept())
+        return sum({StorageWeakRef(storage): storage.nbytes() for storage in storages}.values())
 
     def weight_half(self, accumulating: Accumulating) -> None:
         """What :meth:`input_half` has left."""

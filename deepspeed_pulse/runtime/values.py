@@ -72,7 +72,8 @@ class ValueBuffer:
         return entry.bytes
 
     def drop(self, name: str, microbatch: int) -> None:
-        del self._entries[microbatch][name]
+        for leaf in self._entries[microbatch].pop(name).leaves:
+            leaf.grad = None  # the leaf is in the graph of a consumer, which may wait for its weights' gradients
         if not self._entries[microbatch]:
             del self._entries[microbatch]
 

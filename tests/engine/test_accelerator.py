@@ -276,15 +276,19 @@ HELD = {
         case("uvit", 2, M=4, interval=1),
         case("unet", 2, M=4),
         case("unet", 2, M=4, placement="linear"),
+        case("uvit", 2, M=4, W=2, split=True),
+        case("unet", 2, M=4, split=True),
     ],
     4: [
         case("uvit", 4, M=8),
         case("uvit", 2, M=3),
         case("uvit", 2, M=3, zero=1),
         case("unet", 4, M=6, clip=1.0),
+        case("uvit", 2, M=3, zero=1, split=True),
     ],
 }
-"""By world size; replicas where there are fewer pipeline ranks."""
+"""By world size; replicas where there are fewer pipeline ranks. What a backward is, whole or in halves, is said: the
+planner would choose by the times that it measures."""
 
 WITHIN = 0.03
 """Counted and allocated, the difference's share."""
@@ -293,13 +297,14 @@ WITHIN = 0.03
 def memory_is_as_counted(subtests: pytest.Subtests, world: int, cases: list[dict[str, Any]], seconds: float) -> None:
     """Within 3 % of what the device's allocator says, and never more than was planned."""
     target, found = "support.memory_ranks:peaks", []
+    cases = [{"split": False, **one} for one in cases]
     for _, output in launch(target, world, cases, timeout=seconds, environment=device_of(QUICK)):
         found += [json.loads(line.removeprefix("PEAKS")) for line in output.splitlines() if line.startswith("PEAKS")]
     assert len(found) == world * len(cases)
     for peak in found:
         with subtests.test(case=peak["case"], rank=peak["rank"]):
-            assert abs(peak["counted"] / peak["allocated"] - 1) <= WITHIN, peak
-            assert peak["counted"] <= peak["planned"], peak
+            assert abs(peak["counted"] / peak["allocated"] - 1) <= WITHIN, json.dumps(peak)
+            assert peak["counted"] <= peak["planned"], json.dumps(peak)
 
 
 @pytest.mark.timeout(300)

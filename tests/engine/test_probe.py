@@ -163,6 +163,14 @@ def test_views_of_a_storage_and_parameters_are_not_counted_twice() -> None:
     assert [cost.output_bytes for cost in measured.layers] == [4 * 2 * 8, 4 * 2 * 4, 4 * 2 * 4]
 
 
+def test_gradients_that_wait_for_the_weights_half_are_counted() -> None:
+    """Of a linear layer that of its output; where nothing was read, that of what the layer gave."""
+    start = LayerInputs(hidden=torch.randn(2, 4), values={})
+    layers: list[Any] = [lambda: nn.Linear(4, 8), nn.Tanh, lambda: nn.Linear(8, 5)]
+    first, plain, last = measure_layers(chain(3), layers, start, CPU).layers
+    assert (first.late_bytes, plain.late_bytes, last.late_bytes) == (4 * 2 * 8, 0, 4 * 2 * 5)
+
+
 class _Once(torch.autograd.Function):
     """Lets go of what it saved, as some packages' kernels do."""
 

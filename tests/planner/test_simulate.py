@@ -85,6 +85,13 @@ def test_split_backward_shares_the_time_between_its_halves():
     assert spans == {"0F0": (0, 1), "1F0": (1, 2), "1I0": (2, 3), "1W0": (3, 4), "0I0": (3, 4.5), "0W0": (4.5, 5)}
 
 
+def test_gradients_that_an_input_half_keeps_live_until_its_weight_half_ends():
+    costs = profile([layer(weight_grad_ms=0.5, activation_bytes=10, late_bytes=3) for _ in range(2)])
+    found = plan((0, 0), 1, schedule=rows("0F0 1F0 1I0 0I0 1W0 0W0"))
+    curve = [live for _, live in simulate(found, costs, cluster()).memory[0]]
+    assert curve == [10, 20, 20 + 3, 20 + 2 * 3, 10 + 3, 0]
+
+
 def test_messages_queue_on_a_link_and_do_not_occupy_ranks():
     """1 GB/s = 1e6 bytes a ms: 3 ms on the link, 1 ms latency; the second waits for the first, not for its arrival."""
     slow = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=1000.0))

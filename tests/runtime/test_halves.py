@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from deepspeed_pulse.ir.schedule import SPLIT, Action, Op
 from deepspeed_pulse.runtime.halves import input_half
 from deepspeed_pulse.runtime.local import LocalWorld
 from deepspeed_pulse.runtime.roots import roots_of, takes_edges
+from deepspeed_pulse.runtime.tape import Tape
 
 pytestmark = pytest.mark.skipif(not takes_edges(), reason="this torch begins backward at tensors")
 
@@ -60,6 +62,30 @@ def test_the_input_half_leaves_weights_alone_and_the_weight_half_leaves() -> Non
     assert all(parameter.grad is None for parameter in layer.parameters())
     late.run()
     assert all(torch.equal(found, wanted) for found, wanted in zip(cleared(layer, leaf), expected, strict=True))
+
+
+def test_what_waits_for_the_weight_half_is_counted() -> None:
+    """A gradient of 3 x 6 numbers at each of three forks, of every stage and microbatch until its weight half ends."""
+    layer, leaf = block(), torch.randn(3, 6, requires_grad=True)
+    tape = Tape([leaf])
+    roots = [root for root in roots_of([layer(leaf)]) if root is not None]
+    tape.input_half(roots, [torch.ones(3, 6)], nullcontext)
+    assert tape.late_bytes() == 3 * 72
+    tape.weight_half(nullcontext)
+    assert tape.late_bytes() == 0
+
+    graph = Graph(layers=tuple(Layer(name=str(i)) for i in range(2)))
+    world = LocalWorld(one_rank(2, ()), graph, [block(), block()], lambda output, m: output.square().mean())
+    (runtime,) = world._ranks
+    seen, run = [], runtime._runs[Op.WEIGHT_GRAD]
+
+    def watched(stage: int, m: int) -> None:
+        seen.append(runtime._live["gradients"])
+        run(stage, m)
+
+    runtime._runs[Op.WEIGHT_GRAD] = watched
+    world.step([(torch.randn(3, 6, requires_grad=True), {}) for _ in range(2)])
+    assert seen == [number * 3 * 72 for number in (4, 3, 2, 1)]
 
 
 def test_a_convolution_computes_each_gradient_once() -> None:

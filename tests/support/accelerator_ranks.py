@@ -37,6 +37,7 @@ def begun(case: dict[str, Any], layers: list[Any], optimizer: Any, config: dict[
             "solver_seconds": 0,
             "placement": case.get("placement", "wave"),
             "waves": case.get("W", 1),
+            "split_backward": case.get("split", "auto"),
             **({"hccl_buffer_size": case["buffer_mb"]} if "buffer_mb" in case else {}),
         },
         **config,

@@ -61,6 +61,7 @@ def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCos
     both = [forward + backward for forward, backward in times]
     backward_ms = statistics.median(backward for _, backward in times)
     input_grad_ms, weight_grad_ms = _halves(probe, clock, backward_ms)
+    late_bytes, halves_workspace_bytes = (0, 0) if weight_grad_ms is None else _between_halves(probe, memory)
     return LayerCost(
         name=probe.name,
         forward_ms=statistics.median(forward for forward, _ in times),
@@ -72,6 +73,8 @@ def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCos
         output_bytes=kept.output_bytes,
         workspace_bytes=workspace_bytes,
         rerun_bytes=kept.rerun_bytes,
+        late_bytes=late_bytes,
+        halves_workspace_bytes=halves_workspace_bytes,
         spread=(max(both) - min(both)) / statistics.median(both) if any(both) else 0.0,
     )
 
@@ -121,3 +124,16 @@ def _halves(probe: Probe, clock: DeviceClock, backward_ms: float) -> tuple[float
     inputs, weights = (statistics.median(column) for column in zip(*times, strict=True))
     weight_ms = min(weights, backward_ms)
     return max(inputs + weights, backward_ms) - weight_ms, weight_ms
+
+
+def _between_halves(probe: Probe, memory: DeviceMemory) -> tuple[int, int]:
+    """What the first half of a backward keeps for the second, and what a half holds at most beyond that."""
+    probe.run(in_halves=True)
+    before = memory.allocated()
+    memory.begin()
+    probe.input_half()
+    late, first = probe.late_bytes(), memory.peak() - before
+    before = memory.allocated()
+    memory.begin()
+    probe.weight_half()
+    return late, max(0, first - late, memory.peak() - before)

@@ -119,6 +119,11 @@ class Probe:
         with naming(self._declared):
             tape.input_half([r for r in roots_of(roots) if r], [torch.ones_like(t) for t in roots], nullcontext)
 
+    def late_bytes(self) -> int:
+        """Of gradients that :meth:`input_half` has kept for the other half."""
+        assert self._last is not None and self._last.tape is not None
+        return self._last.tape.late_bytes()
+
     def weight_half(self) -> None:
         """What :meth:`input_half` has left."""
         assert self._last is not None and self._last.tape is not None

@@ -30,7 +30,7 @@ from deepspeed_pulse.ir.codec import to_data
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Held, Profile
 from deepspeed_pulse.ir.run import Difference, MeasuredStep
-from deepspeed_pulse.ir.schedule import Op, Schedule
+from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate, simulate, tune
 from deepspeed_pulse.planner.cache import file_of, kept
@@ -226,14 +226,13 @@ def _given(request: PlanRequest) -> Planned:
     return Planned(plan=plan, profile=None, cluster=None, costs=f"plan file {path}")
 
 
-def held(planned: Planned, interval: int) -> tuple[Held, ...]:
-    """Per stage, what its backward holds while it runs, as profiled; nothing where no profile is known."""
+def held(planned: Planned, interval: int) -> tuple[tuple[Held, Held], ...]:
+    """Per stage, what its backward holds while it runs, whole and in halves, as profiled; nothing without a profile."""
     if planned.profile is None:
         return ()
     profile, plan, interval = planned.profile, planned.plan, max(1, interval)
     whole, halves = (held_in_backward(profile, plan, split=split, interval=interval) for split in (False, True))
-    in_halves = {action.stage for row in plan.schedule for action in row if action.op is Op.INPUT_GRAD}
-    return tuple(halves[stage] if stage in in_halves else held for stage, held in enumerate(whole))
+    return tuple(zip(whole, halves, strict=True))
 
 
 def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:

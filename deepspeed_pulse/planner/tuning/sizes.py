@@ -76,6 +76,8 @@ def _scaled(layer: LayerCost, times: int) -> LayerCost:
         activation_bytes=layer.activation_bytes * times,
         workspace_bytes=layer.workspace_bytes * times,
         rerun_bytes=None if layer.rerun_bytes is None else layer.rerun_bytes * times,
+        late_bytes=layer.late_bytes * times,
+        halves_workspace_bytes=layer.halves_workspace_bytes * times,
         output_bytes=layer.output_bytes * times,
     )
 
