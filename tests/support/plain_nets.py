@@ -131,6 +131,16 @@ class Odd(nn.Module):
         y = self.third(y + torch.arange(x.shape[0], device=x.device)[:, None])
         return y / x.shape[0] ** 0.5
 
+    def checks(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        """Sizes are compared as sizes, in a tuple, in a text and as a key."""
+        y = self.first(x)
+        samples, width = y.shape
+        if samples < 1 or (samples, 8) != tuple(y.shape) or not {8: True}.get(width):
+            raise ValueError(f"expected a width of 8, found {width}")
+        if f"{list(x.shape)}, {samples:d}, {samples > 0}" != f"[{samples}, 8], {samples}, True":
+            raise ValueError(f"expected {[samples, 8]}, found {list(x.shape)}")
+        return self.third(self.second(y))
+
     def own_backward(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         return self.third(Straight.apply(self.second(self.first(x)), x.shape[0] + 1.0))  # type: ignore[no-untyped-call]
 

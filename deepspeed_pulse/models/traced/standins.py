@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,9 @@ from deepspeed_pulse.models.traced.names import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from deepspeed_pulse.models.traced.recording import TORCH_FOLDER
+
+_PLAIN_NUMBER: dict[Any, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 class Bare:
@@ -85,6 +89,29 @@ def sizes_can_be_keys() -> Iterator[None]:
         for one in _caches():
             if one.cache_info().misses != caches.get(id(one), 0):
                 one.cache_clear()
+
+
+@contextmanager
+def sizes_can_be_texts() -> Iterator[None]:
+    """While the model's code may write a size into a text, which fixes it: texts of shapes may be compared.
+
+    What torch writes for itself stays as it is.
+    """
+    known = {kind: kind.__repr__ for kind in _PLAIN_NUMBER}
+
+    def written(size: Any, how: str = "") -> str:
+        kind = type(size)
+        own = sys._getframe(1).f_code.co_filename.startswith(TORCH_FOLDER)
+        return known[kind](size) if own else format(_PLAIN_NUMBER[kind](size), how)
+
+    for kind in known:
+        kind.__repr__ = kind.__format__ = written
+    try:
+        yield
+    finally:
+        for kind, plain in known.items():
+            kind.__repr__ = plain
+            del kind.__format__
 
 
 def _caches() -> list[Any]:

@@ -35,7 +35,14 @@ from deepspeed_pulse.models.traced.recording import (
     calling,
     line_of,
 )
-from deepspeed_pulse.models.traced.standins import Bare, new_mode, plain_state, sizes_can_be_keys, symbolic
+from deepspeed_pulse.models.traced.standins import (
+    Bare,
+    new_mode,
+    plain_state,
+    sizes_can_be_keys,
+    sizes_can_be_texts,
+    symbolic,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +131,7 @@ def _traced(
             torch.enable_grad(),
             _without_checkpoints(),
             sizes_can_be_keys(),
+            sizes_can_be_texts(),
             enable_python_dispatcher(),
             mode,
         ):

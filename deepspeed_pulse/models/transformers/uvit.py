@@ -145,7 +145,7 @@ class Embedding(nn.Module):
         encoder_hidden_states: Tensor | None = None,
     ) -> Tensor:
         self._check(sample, class_labels, encoder_hidden_states)
-        time = torch.as_tensor(timestep, device=sample.device).expand(len(sample))
+        time = torch.as_tensor(timestep, device=sample.device).expand(sample.shape[0])
         waves = get_timestep_embedding(time, self.width, flip_sin_to_cos=True, downscale_freq_shift=0)
         tokens = [waves.to(self.positions.dtype)[:, None]]
         if self.classes is not None:
@@ -160,10 +160,14 @@ class Embedding(nn.Module):
         expected += [("class_labels", () if self.classes is not None else None, labels)]
         expected += [("encoder_hidden_states", self.text_shape if self.text is not None else None, text)]
         for name, shape, found in expected:
-            wanted = "none" if shape is None else f"shape {[len(sample), *shape]}"
-            got = "none" if found is None else f"shape {list(found.shape)}"
+            wanted = None if shape is None else (sample.shape[0], *shape)
+            got = None if found is None else tuple(found.shape)
             if wanted != got:
-                raise BatchError(f"UViTModel: {name}: expected {wanted}, found {got}")
+                raise BatchError(f"UViTModel: {name}: expected {_told(wanted)}, found {_told(got)}")
+
+
+def _told(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else f"shape {list(shape)}"
 
 
 class Attention(nn.Module):

@@ -56,6 +56,7 @@ def test_a_plain_unet_under_every_plan():
         ("autocast", {}),
         ("batch_alone", {"mask": torch.eye(8)[:2], "scale": 0.5}),
         ("sizes", {}),
+        ("checks", {}),
         ("late_input", {}),
         ("own_backward", {}),
         ("tuples", {}),
