@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from support.every_family import FAMILIES as SMALL
+from support.skips import long_skips
 
-from deepspeed_pulse.engine.specs import graph_of
 from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.models.catalogue.published import PUBLISHED
 from deepspeed_pulse.models.catalogue.sources import build_model, example_batch
@@ -74,9 +74,7 @@ def told(layers: Any, what: Callable[[Any], Any]) -> str:
 
 
 def skips(layers: Any) -> int:
-    """Values that one later layer reads, and not the next."""
-    values = [value for value in graph_of(layers).values if value.source is not None and len(value.targets) == 1]
-    return sum(value.targets[0] > value.source + 1 for value in values if value.source is not None)
+    return len(long_skips(layers, range(len(layers))))
 
 
 if __name__ == "__main__":

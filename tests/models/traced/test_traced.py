@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support import small_models as unets
-from support import small_transformers as small
 from support.families import assert_transparent, interpret
 from support.plain_nets import ExpertNet, Odd, PlainUNet, plain_unet_batch
 from support.traced import assert_equal
 from support.zoo import ZOO
 from torch import Tensor, nn
 
-from deepspeed_pulse.engine.specs import graph_of, spec
+from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import BatchError, FileError, GraphError
 from deepspeed_pulse.models import from_pretrained, to_layers
 from deepspeed_pulse.models.traced.layers import Traced
@@ -104,31 +103,6 @@ def test_a_branch_on_a_size_is_traced_again_or_refused():
     batch = unets.pixel_entries()
     layers = to_layers(model, example_batch=batch, trace=True)
     assert_equal(model, layers, batch)
-
-
-FAMILIES = {
-    "hunyuan-dit": (small.small_hunyuan_dit, small.hunyuan_dit_batch),
-    "flux": (small.small_flux, small.flux_batch),
-    "unidiffuser": (small.small_unidiffuser, small.unidiffuser_batch),
-    "unet": (unets.small_unet, unets.pixel_entries),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_traced_family_has_the_layers_and_skips_of_the_family(family):
-    make, make_batch = FAMILIES[family]
-    model, batch = make(), make_batch()
-    traced, known = to_layers(model, example_batch=batch, trace=True), to_layers(model)
-    assert len(traced) == len(known)
-    assert jumps(traced) == jumps(known)
-
-
-def jumps(layers: Any) -> list[tuple[int, int]]:
-    """Ends of the values that one later layer reads, and not the next; but for the last one, which is told sizes."""
-    values = [value for value in graph_of(layers).values if value.source is not None and len(value.targets) == 1]
-    return sorted(
-        (value.source, value.targets[0]) for value in values if value.source + 1 < value.targets[0] < len(layers) - 1
-    )
 
 
 @pytest.mark.parametrize("name", ["QwenImageTransformer2DModel", "StableCascadeUNet"])
