@@ -30,6 +30,19 @@ class CommonEngine(PipelineEngine):
     block gradients are clipped by the norm over all ranks.
     """
 
+    _destroyed = False
+
+    def destroy(self) -> None:
+        """As upstream, once.
+
+        Upstream's ``__del__`` does it again, and ZeRO's optimizer then waits for the whole device. The garbage
+        collector comes in the midst of another engine's step, when the device has receives before it for which other
+        ranks need what this one has not begun.
+        """
+        if not self._destroyed:
+            self._destroyed = True
+            super().destroy()
+
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         if type(self.checkpoint_engine) is not TorchCheckpointEngine:

@@ -33,7 +33,11 @@ def rounds_of(rows: list[dict[str, Any]], folder: Path) -> list[list[Any]]:
 
 @pytest.mark.timeout(600)
 def test_every_precision_trains_as_in_one_process(tmp_path: Path) -> None:
-    others = [["support.precision_ranks:skips_together", 4, None], ["support.optimizer_ranks:optimizers", 2, None]]
+    others = [
+        ["support.precision_ranks:skips_together", 4, None],
+        ["support.optimizer_ranks:optimizers", 2, None],
+        ["support.precision_ranks:destroyed_once", 1, None],
+    ]
     rounds = [*rounds_of([*ROWS, *OFFLOADED, *STATIC], tmp_path), others]
     _, output = launch("support.forked:run_jobs", 1, rounds, timeout=500)[0]
     assert output.count("ROUND") == len(rounds)

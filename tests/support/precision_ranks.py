@@ -194,6 +194,18 @@ def check(row: Row, found: dict[str, Any], expected: dict[str, Any]) -> None:
     os.write(1, line.encode())  # ranks share the log
 
 
+def destroyed_once(_: Any) -> None:
+    """Not again when the garbage collector comes: ZeRO-1 would wait for the device in another engine's step."""
+    share_groups()
+    row = {"precision": "bf16", "M": 1, "recompute": "off", "zero": 1, "clip": 0.0, "P": 1, "dp": 1}
+    engine = engine_of(row, ranks=1, microbatches=1)
+    seen, destroy = list[int](), engine.optimizer.destroy
+    engine.optimizer.destroy = lambda: (seen.append(1), destroy())
+    engine.destroy()
+    engine.__del__()
+    assert seen == [1]
+
+
 def skips_together(_: Any) -> None:
     """A gradient overflows on one rank of one replica: no rank steps, scales agree, and training goes on."""
     share_groups()
