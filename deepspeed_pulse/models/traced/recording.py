@@ -26,7 +26,7 @@ from deepspeed_pulse.models.traced.trying import Unrecognised, tried
 
 ENTRY, PARAMETER, BUFFER, CONSTANT = "entry", "parameter", "buffer", "constant"
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_HERE = str(Path(__file__).parent)
+HERE = str(Path(__file__).parent)
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 
 
@@ -414,7 +414,7 @@ def _line() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_HERE, TORCH_FOLDER)):
+        if not name.startswith((HERE, TORCH_FOLDER)):
             return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "the model"
@@ -452,7 +452,7 @@ def line_of(problem: BaseException) -> str:
     found, at = "the model", problem.__traceback__
     while at is not None:
         name = at.tb_frame.f_code.co_filename
-        if not name.startswith((_HERE, TORCH_FOLDER)):
+        if not name.startswith((HERE, TORCH_FOLDER)):
             found = f"{name}:{at.tb_lineno} ({at.tb_frame.f_code.co_name})"
         at = at.tb_next
     return found

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ from deepspeed_pulse.models.traced.names import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from deepspeed_pulse.models.traced.recording import TORCH_FOLDER
+from deepspeed_pulse.models.traced.recording import HERE, TORCH_FOLDER
 
+_LOGGING = str(Path(logging.__file__).parent)
 _PLAIN_NUMBER: dict[Any, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
@@ -95,14 +98,13 @@ def sizes_can_be_keys() -> Iterator[None]:
 def sizes_can_be_texts() -> Iterator[None]:
     """While the model's code may write a size into a text, which fixes it: texts of shapes may be compared.
 
-    What torch writes for itself stays as it is.
+    What torch and this package write for themselves stays as it is.
     """
     known = {kind: kind.__repr__ for kind in _PLAIN_NUMBER}
 
     def written(size: Any, how: str = "") -> str:
         kind = type(size)
-        own = sys._getframe(1).f_code.co_filename.startswith(TORCH_FOLDER)
-        return known[kind](size) if own else format(_PLAIN_NUMBER[kind](size), how)
+        return known[kind](size) if _is_own_text() else format(_PLAIN_NUMBER[kind](size), how)
 
     for kind in known:
         kind.__repr__ = kind.__format__ = written
@@ -112,6 +114,14 @@ def sizes_can_be_texts() -> Iterator[None]:
         for kind, plain in known.items():
             kind.__repr__ = plain
             del kind.__format__
+
+
+def _is_own_text() -> bool:
+    """Whether the text that is being written is of torch or of this package, for a log too."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_LOGGING):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename.startswith((TORCH_FOLDER, HERE))
 
 
 def _caches() -> list[Any]:
