@@ -235,6 +235,7 @@ class Recorder(TorchFunctionMode):
             result, random = self._result(path, run, args, kwargs, leaves, spec, tensors)
         finally:
             self._inside -= 1
+        was_tried = self._tried  # what is asked of tensors below comes here again
         self._guards_seen = len(self._env.guards)
         changed = [one for one, version in zip(tensors, before, strict=True) if one._version != version]
         given = {id(one) for one in tensors}
@@ -266,7 +267,7 @@ class Recorder(TorchFunctionMode):
                 scopes=tuple(self._open_scopes),
                 once=random or self._is_once(path),
                 line=where,
-                tried=self._tried,
+                tried=was_tried,
             )
         )
         self._kept.append((args, kwargs, result))
