@@ -238,6 +238,7 @@ def test_the_subprocess_check_can_fail(tmp_path: Path) -> None:
 MOST_PARAMETERS = 7
 LONG_SIGNATURES = {
     "engine.common.load_checkpoint",
+    "models.families.to_layers",
     "models.unets.audioldm2.to_layers",
     "models.unets.unet_2d.to_layers",
     "models.weights.lazy.from_config",

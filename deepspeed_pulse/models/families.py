@@ -19,6 +19,7 @@ from deepspeed_pulse.models.units import Origin, check_cover, without_wrapper
 
 Granularity = Literal["block", "fine"]
 Blocks = Literal["auto"] | Sequence[str]
+Glue = Sequence[Callable[..., Any] | str]
 PlanCache = str | os.PathLike[str] | None
 
 FAMILIES = {
@@ -100,6 +101,7 @@ def to_layers(
     example_batch: Any = None,
     blocks: Blocks = "auto",
     trace: bool = False,
+    glue: Glue = (),
     plan_cache: PlanCache = None,
     **what_the_batch_has: Any,
 ) -> list[Declared]:
@@ -115,6 +117,8 @@ def to_layers(
         blocks: for a model that is traced: paths of the modules, or of containers of modules, to be layers, each kept
             whole; ``"auto"`` takes what stands in the model's lists of blocks.
         trace: trace a model of a known family too.
+        glue: for a model that is traced: functions of its code, or their names ``"package.module:function"``. Each call
+            of one between blocks is kept whole, so it may read the numbers in tensors.
         plan_cache: for a model that is traced: a folder, as in the "pulse" block. A trace that took a second is kept
             there by content; one process of a machine traces, the others read.
         granularity: ``"block"``: the finest units at which a single hidden state flows;
@@ -134,9 +138,9 @@ def to_layers(
     model = without_wrapper(model)
     found = family_of(model)
     if found is None or trace:
-        how = {"blocks": blocks, "fine": granularity == "fine", "plan_cache": plan_cache}
+        how = {"blocks": blocks, "fine": granularity == "fine", "glue": glue, "plan_cache": plan_cache}
         return _traced(model, example_batch, how, what_the_batch_has)
-    for name, value, default in (("blocks", blocks, "auto"), ("plan_cache", plan_cache, None)):
+    for name, value, default in (("blocks", blocks, "auto"), ("glue", glue, ()), ("plan_cache", plan_cache, None)):
         if value != default:
             raise GraphError(
                 f"{name}= is for models that are traced; {found[0].__name__} has a family: leave it out, or pass "

@@ -5,7 +5,8 @@ batch       the example that the model is run with
 standins    a model and a batch without numbers
 recording   what the model's forward calls, alike: what leaves of one build give, built: how a leaf is built
 keeping     what leaves gave, kept in a folder; content: what that depends on; expressions: sizes as plain data
-trying      what leaves give that look at numbers
+glue        functions of the model's code that are kept whole
+trying      what leaves and glue give that look at numbers
 tracing     one run, and what it takes for given
 cutting     where the calls are cut, and what goes from layer to layer
 code        a layer's calls, played again

@@ -161,8 +161,7 @@ class LayerCode:
     @property
     def told(self) -> tuple[str, ...]:
         """Each call in a word: the path of a leaf, or the name of a function."""
-        calls = (self._trace.calls[index] for index in (*self.piece.makes, *self.piece.calls))
-        return tuple(call.path or str(getattr(call.function, "__name__", call.function)) for call in calls)
+        return tuple(self._trace.calls[index].name for index in (*self.piece.makes, *self.piece.calls))
 
     @property
     def measures(self) -> bool:
@@ -320,12 +319,19 @@ class LayerCode:
         arguments = [self._argument(one, env, device) for one in step.arguments]
         args, kwargs = pytree.tree_unflatten(arguments, call.spec)
         function: Callable[..., Any] = call.function or unit.get_submodule(call.path)
+        given = [one for one in arguments if isinstance(one, Tensor)] if call.tried else []
+        before = [one._version for one in given]
         if call.setting is None:
             result = function(*args, **kwargs)
         else:
             with ExitStack() as stack:
                 _enter(stack, call.setting)
                 result = function(*args, **kwargs)
+        if any(one._version != version for one, version in zip(given, before, strict=True)):
+            raise BatchError(
+                f"{call.name} changed an argument in place, which it did not with the numbers that it was tried with "
+                f"({call.line}), so it cannot be a layer"
+            )
         for old, new in call.changes:
             if old in env:
                 env[new] = env[old]
@@ -333,13 +339,18 @@ class LayerCode:
             env[call.outputs[0][1]] = result
         elif call.outputs:
             found = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+            if call.tried and len(found) != len(call.outputs):
+                raise BatchError(
+                    f"{call.name} gave {len(found)} tensors, where the trace expects {len(call.outputs)}: what it "
+                    f"gives follows from the numbers it is given ({call.line}), so it cannot be a layer"
+                )
             for place, value in call.outputs:
                 env[value] = found[place]
         for value, sizes in step.checks.items():
             expected = [self._argument(size, env, device) for size in sizes]
             if list(env[value].shape) != expected:
                 raise BatchError(
-                    f"{call.path} gave the shape {list(env[value].shape)}, where the trace expects {expected}: the "
+                    f"{call.name} gave the shape {list(env[value].shape)}, where the trace expects {expected}: the "
                     f"sizes of its result follow from the numbers it is given ({call.line}), so it cannot be a layer"
                 )
 
@@ -458,5 +469,6 @@ def first_unknown(problem: Unknown, model: str) -> GraphError:
     """The error for a size that no layer knows beforehand."""
     return GraphError(
         f"{model}: {problem.call.line} uses a number that follows from the content of a tensor, not from sizes; name "
-        "the module around that line with blocks=[...], so that it is kept whole"
+        "the module around that line with blocks=[...] or the function around it with glue=[...], so that it is "
+        "kept whole"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.engine.specs import Declared, spec
-from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.errors import BatchError, GraphError
 from deepspeed_pulse.models.bypassed import check_hooks
-from deepspeed_pulse.models.families import PlanCache
+from deepspeed_pulse.models.families import Glue, PlanCache
 from deepspeed_pulse.models.traced.batch import Given, TensorForm, as_given, form_of
 from deepspeed_pulse.models.traced.code import (
     SIZES,
@@ -27,6 +28,7 @@ from deepspeed_pulse.models.traced.code import (
     from_shapes,
 )
 from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, cut
+from deepspeed_pulse.models.traced.glue import functions
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
 from deepspeed_pulse.models.traced.standins import Bare
 from deepspeed_pulse.models.traced.tracing import Trace, trace
@@ -43,22 +45,25 @@ def traced_layers(
     *,
     blocks: Blocks = "auto",
     fine: bool = False,
+    glue: Glue = (),
     plan_cache: PlanCache = None,
 ) -> list[Declared]:
     """The layers of a model, found by running its forward once without numbers.
 
-    ``plan_cache``: folder where traces that took time are kept by content.
+    ``glue``: functions between blocks that are kept whole. ``plan_cache``: folder where traces that took time are kept
+    by content.
     Raises :class:`GraphError` where that is not possible, naming the line of the model's code.
     """
-    given, kept = Given.of(example_batch), frozenset[str]()
+    given, kept, whole = Given.of(example_batch), frozenset[str](), functions(glue)
     while True:
-        outlined = outline(model, blocks, fine=fine, kept=kept)
+        outlined = replace(outline(model, blocks, fine=fine, kept=kept), glue=whole)
         check_hooks(model, outlined.opened)
         shared = TracedModel(model, given, outlined, plan_cache)
         routing = shared.base.routing() - kept if blocks == "auto" else frozenset()
         if not routing:
             break
         kept |= routing
+    _check_glue(shared)
     units = [TracedLayer(model, origin, shared, number) for number in range(len(shared.base.codes))]
     _add_rest(model, units)
     found, rules = [], _rules(model, shared.given)
@@ -68,6 +73,16 @@ def traced_layers(
         stash = [*code.piece.stashes, *([SIZES] if shared.with_sizes and number == 0 else [])]
         found.append(spec(unit, stash=stash, pop=unit.pops, name=code.piece.name))
     return found
+
+
+def _check_glue(shared: TracedModel) -> None:
+    called = {call.function for call in shared.base.trace.calls}
+    for function in shared.outline.glue:
+        if function not in called:
+            raise GraphError(
+                f"glue: between its blocks {shared.name} does not call {function.__qualname__} with this "
+                "example_batch, or it gives no tensor; leave it out"
+            )
 
 
 class Traced:

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     StatelessSymbolicContext,
+    free_unbacked_symbols,
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +52,7 @@ __all__ = [
     "TorchDispatchMode",
     "checkpoint",
     "enable_python_dispatcher",
+    "free_unbacked_symbols",
     "functions",
     "pytree",
     "unset_fake_temporarily",

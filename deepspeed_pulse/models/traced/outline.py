@@ -7,9 +7,9 @@ is *opened*: its own forward is traced. Every other module is a *leaf*: it is ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -23,12 +23,14 @@ class Outline:
     """``opened``: paths whose forward is traced. ``items``: paths of blocks, leaves and opened ones.
 
     ``whole``: an opened item that hands on one value stays one layer, but for ``containers``, which only hold blocks.
+    ``glue``: functions that are kept whole too.
     """
 
     opened: frozenset[str]
     items: frozenset[str]
     containers: frozenset[str]
     whole: bool
+    glue: tuple[Callable[..., Any], ...] = ()
 
     @property
     def blocks(self) -> frozenset[str]:

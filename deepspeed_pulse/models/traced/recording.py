@@ -6,6 +6,7 @@ A :class:`Recorder` sees every call of torch's functions that Python code makes,
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.traced.alike import Alike, Attributes
 from deepspeed_pulse.models.traced.keeping import Leaves
-from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, TorchDispatchMode, pytree
+from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, TorchDispatchMode, free_unbacked_symbols, pytree
 from deepspeed_pulse.models.traced.trying import Unrecognised, tried
 
 ENTRY, PARAMETER, BUFFER, CONSTANT = "entry", "parameter", "buffer", "constant"
@@ -103,6 +104,11 @@ class Call:
     once: bool
     line: str
     tried: bool
+
+    @property
+    def name(self) -> str:
+        """The path of a leaf, or the name of a function."""
+        return self.path or str(getattr(self.function, "__name__", self.function))
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -201,6 +207,36 @@ class Recorder(TorchFunctionMode):
             self.reads_dtype = True
         return self._recorded(None, func, func, args, kwargs)
 
+    def call_glue(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What stands for a function that is kept whole."""
+        if self._inside:
+            return function(*args, **kwargs)
+        self._python_guards()
+        modules = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, nn.Module)]
+        if modules:
+            raise GraphError(
+                f"{_line()}: hands a module ({type(modules[0]).__name__}) to the glue function "
+                f"{function.__qualname__}, so its layer would not have its weights; hand it tensors, numbers and words"
+            )
+        return self._recorded(None, function, functools.partial(self._glue_result, function), args, kwargs)
+
+    def _glue_result(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+            if not any(free_unbacked_symbols(one) for one in pytree.tree_leaves(result) if _has_sizes(one)):
+                return result
+        except CONTENT:
+            pass
+        self._tried = True
+        try:
+            return tried(function, args, kwargs)
+        except Unrecognised as problem:
+            raise GraphError(
+                f"{_line()}: the glue function {function.__qualname__} reads the numbers in a tensor, and what it "
+                f"gives cannot be told without them: {problem}. Its result must be tensors, each size of which is a "
+                "size of an argument or always the same; compute it in the data, as a batch entry, or move more into it"
+            ) from problem
+
     def apply(self, kind: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What stands for the ``apply`` of an ``autograd.Function``: one call, as its backward is its own."""
         if self._inside:
@@ -293,7 +329,7 @@ class Recorder(TorchFunctionMode):
             if path is None:
                 raise
             try:
-                result = tried(run.__self__, args, kwargs)
+                result = tried(run, args, kwargs)
             except Unrecognised:
                 raise problem from None
             self._tried = True
@@ -376,6 +412,10 @@ class Applied:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._kind.apply(*args, **kwargs)
+
+
+def _has_sizes(one: Any) -> bool:
+    return isinstance(one, (Tensor, *_NUMBERS))
 
 
 def _together(kind: type) -> Callable[..., Any]:

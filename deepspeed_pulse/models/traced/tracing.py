@@ -21,6 +21,7 @@ from deepspeed_pulse.models.families import PlanCache
 from deepspeed_pulse.models.traced import names
 from deepspeed_pulse.models.traced.batch import Given, on_device
 from deepspeed_pulse.models.traced.content import file_of
+from deepspeed_pulse.models.traced.glue import kept_whole
 from deepspeed_pulse.models.traced.keeping import Leaves, kept_leaves
 from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, enable_python_dispatcher, pytree
 from deepspeed_pulse.models.traced.outline import Outline
@@ -136,7 +137,7 @@ def _traced(
             mode,
         ):
             recorder.start()
-            with calling(recorder):
+            with calling(recorder), kept_whole(outline.glue, model, recorder.call_glue):
                 result = nn.Module.__call__(model, *positional, **keywords)
             recorder.finish()
     except PulseError:
@@ -255,8 +256,8 @@ def _content(name: str, problem: BaseException, leaf: str | None) -> str:
             "yourself: spec(module, stash=..., pop=..., name=...) for each layer, in forward order"
         )
     return what + (
-        "cannot be fixed beforehand; name the module around that line with blocks=[...], so that it is kept whole, or "
-        "hand over what is computed there as a batch entry"
+        "cannot be fixed beforehand; name the module around that line with blocks=[...] or the function around it with "
+        "glue=[...], so that it is kept whole, or hand over what is computed there as a batch entry"
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.engine.specs import Declared, LayerSpec
 from deepspeed_pulse.errors import ConfigError, GraphError
-from deepspeed_pulse.models.families import Blocks, Granularity, PlanCache, class_of, construct, to_layers
+from deepspeed_pulse.models.families import Blocks, Glue, Granularity, PlanCache, class_of, construct, to_layers
 from deepspeed_pulse.models.units import Origin, Unit
 from deepspeed_pulse.models.weights.folder import CONFIG, WeightFiles, read_config, read_object
 from deepspeed_pulse.models.weights.skeleton import Prepare, Skeleton
@@ -73,6 +73,7 @@ def from_pretrained(
     example_batch: Any = None,
     blocks: Blocks = "auto",
     trace: bool = False,
+    glue: Glue = (),
     plan_cache: PlanCache = None,
     **what_the_batch_has: Any,
 ) -> list[Any]:
@@ -91,7 +92,8 @@ def from_pretrained(
         model_class: a class derived from a known one; left out, the class that ``config.json`` names.
         prepare: is given the model before it is cut, its weights not read yet: to freeze parameters, add
             adapters or set options (:meth:`.Skeleton.prepare`). What it adds keeps its values.
-        granularity, example_batch, blocks, trace, plan_cache, what_the_batch_has: as for :func:`~.families.to_layers`.
+        granularity, example_batch, blocks, trace, glue, plan_cache, what_the_batch_has: as for
+            :func:`~.families.to_layers`.
 
     Raises:
         FileError: the folder, its config or its weights are missing, damaged or do not fit together.
@@ -110,7 +112,7 @@ def from_pretrained(
     skeleton.model.register_to_config(_name_or_path=str(path))
     files = WeightFiles.find(path, variant, skeleton.model._fix_state_dict_keys_on_load)
     files.check(skeleton.entries, ignored=kind._keys_to_ignore_on_load_unexpected or (), what=kind.__name__)
-    how = {"granularity": granularity, "blocks": blocks, "trace": trace, "plan_cache": plan_cache}
+    how = {"granularity": granularity, "blocks": blocks, "trace": trace, "glue": glue, "plan_cache": plan_cache}
     return _lazy_layers(skeleton, files.read, prepare, {**how, **what_the_batch_has}, example_batch)
 
 
@@ -127,6 +129,7 @@ def from_config(
     example_batch: Any = None,
     blocks: Blocks = "auto",
     trace: bool = False,
+    glue: Glue = (),
     plan_cache: PlanCache = None,
     **what_the_batch_has: Any,
 ) -> list[Any]:
@@ -142,7 +145,8 @@ def from_config(
         seed: of the weights.
         dtype: as in ``model.to(dtype)`` after the constructor.
         subfolder, model_class, prepare: as for :func:`from_pretrained`.
-        granularity, example_batch, blocks, trace, plan_cache, what_the_batch_has: as for :func:`~.families.to_layers`.
+        granularity, example_batch, blocks, trace, glue, plan_cache, what_the_batch_has: as for
+            :func:`~.families.to_layers`.
 
     Raises:
         FileError: no usable config.
@@ -156,7 +160,7 @@ def from_config(
         seed=seed,
         cast=lambda model: None if dtype is None else model.to(dtype),
     )
-    how = {"granularity": granularity, "blocks": blocks, "trace": trace, "plan_cache": plan_cache}
+    how = {"granularity": granularity, "blocks": blocks, "trace": trace, "glue": glue, "plan_cache": plan_cache}
     return _lazy_layers(skeleton, skeleton.initial, prepare, {**how, **what_the_batch_has}, example_batch)
 
 
