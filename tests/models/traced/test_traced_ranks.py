@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.cases import launch_each
+from support.kept_trace_ranks import CASES as KEPT
 from support.launch import launch
 from support.traced_ranks import CASES, folder_model, large_model
 
@@ -15,6 +16,11 @@ QUICK = ["a plain U-Net", "lists in the batch"]
 def test_training_on_two_ranks_equals_one_process(subtests: pytest.Subtests) -> None:
     arguments = {"cases": QUICK, "ranks": 2}
     launch_each(subtests, "support.traced_ranks:trains", 2, QUICK, arguments, timeout=300)
+
+
+def test_one_rank_traces_and_the_others_read(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    arguments = {"cases": KEPT, "folder": str(tmp_path)}
+    launch_each(subtests, "support.kept_trace_ranks:starts", 2, KEPT, arguments, timeout=300)
 
 
 @pytest.mark.soak
