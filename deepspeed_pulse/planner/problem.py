@@ -26,6 +26,8 @@ class Problem:
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
         _check_fit(plan, profile)
         self.plan, self.profile, self.cluster, self.rules = plan, profile, cluster, plan.rules
+        if any(part.carried for part in plan.backbones):  # its backbones' sums wait for their own steps
+            self.rules = replace(plan.rules, reduce_early=False)
         self.placement, self.num_ranks, self.num_stages = plan.placement, plan.pipeline_ranks, plan.num_stages
         self.links = Links(cluster, plan.grid)
         self._held = {split: held_in_backward(profile, plan, split=split) for split in (False, True)}

@@ -10,6 +10,7 @@ from toys import cluster, layer, profile, random_profile, uniform
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, program_of
 from deepspeed_pulse.ir.choice import Constraints
+from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.conditioning import SelfConditioned
 from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
@@ -25,6 +26,7 @@ from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import count_cap
 from deepspeed_pulse.planner.schedules.listing import Prefer, list_schedule
 from deepspeed_pulse.planner.schedules.templates import peak_in_flight
+from deepspeed_pulse.planner.simulator import simulate
 
 QUICK = SearchOptions(solver_seconds=0.0)
 """Generators only: the same figures on every machine."""
@@ -258,6 +260,18 @@ def test_extra_forwards_run_within_steps_of_their_own(ways):
     assert found.estimate.lower_bound_ms == 48 + 4
     assert found.estimate.makespan_ms <= 1.1 * found.estimate.lower_bound_ms
     assert found.estimate == estimate(found, costs, job.cluster)
+
+
+def test_sums_of_steps_of_their_own_are_counted_behind_the_rows():
+    """The engine makes none of them while backwards run."""
+    links = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=0.0))
+    costs = several(4, 1, 1, param_bytes=10**6)
+    job = Job(profile=costs, cluster=links, pipeline_ranks=4, microbatches=4, data_parallel=2)
+    found = make_plan(job, replace(QUICK, placement="wave", split_backward=True, backbone_steps="each"))
+    timeline = simulate(found, costs, links)
+    assert carried_actions(found) and timeline.reductions
+    for sum_ in timeline.reductions:
+        assert sum_.start_ms >= max(span.end_ms for span in timeline.spans_of(sum_.rank))
 
 
 @pytest.mark.parametrize(("steps", "dtype", "shared"), [("each", "float32", False), ("auto", "bfloat16", True)])
