@@ -25,6 +25,7 @@ QUICK = {"HunyuanDiT2DModel", "PixArtTransformer2DModel", "UViTModel"}
 PAIRS = {name for name in FAMILIES if " with " in name}
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "kind", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.soak) for one in FAMILIES if one not in PAIRS]
 )
