@@ -20,7 +20,10 @@ def whole_product(world: int) -> list[dict[str, Any]]:
             {**base, "set": "three toys", "zero": 1, "clip": 0.1},
             {**base, "set": "two toys", "precision": "bf16", "clip": 0.1},
             {**base, "set": "two toys", "interval": 1, "rates": [0.05, 0.01]},
+            {**base, "set": "two encoded", "clip": 0.1},
         ]
+        if M == 2:
+            found += [{**base, "set": "two unets"}, {**base, "set": "unet and uvit", "clip": 0.1}]
     return found
 
 
@@ -89,7 +92,9 @@ def whole_product_apart(world: int) -> list[dict[str, Any]]:
             {**base, "set": "two toys", "interval": 1, "rates": [0.05, 0.01]},
             {**base, "set": "two encoded", "clip": 0.1},
         ]
-    return [*found, {"P": world, "M": 2, "set": "two unets", "directions": "opposite"}]
+        if M == 2:
+            found += [{**base, "set": "two unets"}, {**base, "set": "unet and uvit", "clip": 0.1}]
+    return found
 
 
 @pytest.mark.timeout(600)
