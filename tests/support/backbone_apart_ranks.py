@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.backbone_ranks import TOLERANCES, alone_data, alone_engine, joint_data, joint_engine, parts_of, weights
+from support.backbone_ranks import (
+    ROUNDING,
+    TOLERANCES,
+    alone_data,
+    alone_engine,
+    joint_data,
+    joint_engine,
+    parts_of,
+    weights,
+)
 from support.parity import run_sharing
 from support.reference import error
 
@@ -65,8 +74,8 @@ def note(losses: dict[str, list[float]], engine: Any, limit: int = STEPS) -> Non
 def alike_alone(
     case: dict[str, Any], name: str, start: int, found: dict[str, torch.Tensor], losses: list[float]
 ) -> None:
-    tolerance = TOLERANCES[case.get("precision", "fp32")]
-    rounding = max(tolerance, 2.0**-7 if case.get("precision") == "bf16" else 0.0)  # upstream's mean is of that dtype
+    precision = case.get("precision", "fp32")
+    tolerance, rounding = TOLERANCES[precision], ROUNDING[precision]
     alone = alone_engine(case, name, start)
     if "schedule" in case:
         scheduled(alone)

@@ -21,6 +21,8 @@ from deepspeed_pulse.ir.placement import Placement
 
 STEPS = 3
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-3}
+ROUNDING = {"fp32": 1e-5, "bf16": 2.0**-7}
+"""Of losses: upstream's mean over replicas is of the dtype that is trained in."""
 SETS = {
     "two toys": ("toy", "toy"),
     "three toys": ("toy", "toy", "toy"),
@@ -199,7 +201,8 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def trains_alike(case: dict[str, Any]) -> None:
     """Losses and weights of each backbone equal those of its own run alone."""
-    tolerance = TOLERANCES[case.get("precision", "fp32")]
+    precision = case.get("precision", "fp32")
+    tolerance, rounding = TOLERANCES[precision], ROUNDING[precision]
     engine = joint_engine(case)
     replica, names = engine.grid.data_parallel_id, list(parts_of(case))
     starts = [head.layers.start for head in engine.module.job.heads]
@@ -224,11 +227,11 @@ def trains_alike(case: dict[str, Any]) -> None:
         data = alone_data(case, name, 0, replica)
         for step in range(STEPS):
             loss = float(alone.train_batch(data))
-            assert abs(loss - losses[step][name]) <= tolerance * loss, (name, step, loss, losses[step][name])
+            assert abs(loss - losses[step][name]) <= rounding * loss, (name, step, loss, losses[step][name])
             if step == 0:
                 if "then M" in case:
                     alone.set_train_batch_size(2 * case["then M"] * alone.dp_world_size)
-                assert abs(float(alone.eval_batch(alone_data(case, name, 9, replica))) - each[name]) <= tolerance
+                assert abs(float(alone.eval_batch(alone_data(case, name, 9, replica))) - each[name]) <= rounding
         expected = weights(alone)
         for weight, value in expected.items():
             index, _, rest = weight.partition(".")
