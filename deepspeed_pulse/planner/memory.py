@@ -117,7 +117,8 @@ def _intervals(
                 yield span.rank, "received", (start, until, size)
         elif span.work.op is not Op.WEIGHT_GRAD:
             yield span.rank, "recomputed", (start, life.end(stage, m), held.recomputed)
-            yield span.rank, "gradients", (start, life.end(stage, m), held.late)
+            if held.late:
+                yield span.rank, "gradients", (start, life.end(stage, m), held.late)
     rows: list[list[Span[Action]]] = [[] for _ in range(problem.num_ranks)]
     for span in timeline.spans:
         rows[span.rank].append(span)
