@@ -80,7 +80,7 @@ FIGURES = {
 }
 """GFLOP of a forward, skips, and their MB in bfloat16."""
 
-LARGE = {"sd15", "sd21", "sdxl", "svd-xt", "hunyuan-dit", "unidiffuser"}
+LARGE = {"sd15", "sd21", "sdxl", "svd-xt", "hunyuan-dit", "unidiffuser", "uvit-h"}
 """Counted for a long time; the slow proofs do."""
 
 

@@ -71,7 +71,7 @@ def planned(
     [
         (4, 4, 57, 51, 49),
         (4, 8, 105, 99, 97),
-        (8, 8, 117, 105, 99),
+        pytest.param(8, 8, 117, 105, 99, marks=pytest.mark.soak),
         pytest.param(8, 16, 213, 201, 195, marks=pytest.mark.soak),
     ],
 )
@@ -92,7 +92,7 @@ def test_three_backbones_gain_by_one_that_is_reversed(ways, expected):
     assert planned(4, 8, (1, 1, 1), ways).estimate.makespan_ms == expected
 
 
-@pytest.mark.parametrize("works", [(1, 2), (1, 4), (2, 1)])
+@pytest.mark.parametrize("works", [(1, 2), pytest.param((1, 4), marks=pytest.mark.soak), (2, 1)])
 @pytest.mark.parametrize("memory_bytes", [None, pytest.param(8, marks=pytest.mark.soak), 4, 2])
 def test_no_plan_is_slower_than_one_backbone_after_the_other(works, memory_bytes):
     """Down to room for one microbatch of one backbone, where nothing else is left."""
