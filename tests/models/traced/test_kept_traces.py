@@ -55,7 +55,8 @@ def test_the_next_start_runs_no_block(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_equal(model, again, plain_unet_batch(), plain_unet_batch(3, 24), plain_unet_batch(1, 17))
 
 
-@pytest.mark.parametrize("name", [pytest.param("SanaTransformer2DModel", marks=pytest.mark.soak), "StableCascadeUNet"])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["SanaTransformer2DModel", "StableCascadeUNet"])
 def test_kept_traces_of_other_models(name: str, tmp_path: Path) -> None:
     """Blocks that meet guards, that give structures, and that cannot be kept."""
     model, batch = ZOO[name].model(name), ZOO[name].example()

@@ -105,7 +105,9 @@ def test_a_branch_on_a_size_is_traced_again_or_refused():
     assert_equal(model, layers, batch)
 
 
-@pytest.mark.parametrize("name", ["QwenImageTransformer2DModel", "StableCascadeUNet"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("QwenImageTransformer2DModel", marks=pytest.mark.soak), "StableCascadeUNet"]
+)
 def test_a_class_without_a_family(name):
     model = ZOO[name].model(name)
     layers = to_layers(model, example_batch=ZOO[name].example())

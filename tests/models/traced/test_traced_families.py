@@ -21,7 +21,7 @@ WITHOUT = {
 }
 """Families without long skips."""
 
-QUICK = {"HunyuanDiT2DModel", "PixArtTransformer2DModel", "UViTModel"}
+QUICK = {"PixArtTransformer2DModel", "UViTModel"}
 PAIRS = {name for name in FAMILIES if " with " in name}
 
 
