@@ -20,12 +20,11 @@ from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import BackboneEnds, PulseSchedule
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.sharing.shared import ties_of
-from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, isolated, updates_at
+from deepspeed_pulse.ir.carried import Part, carried_actions, isolated, updates_at
 from deepspeed_pulse.ir.channels import arrivals, make_traffic
 from deepspeed_pulse.ir.communicators import communicator_bytes
 from deepspeed_pulse.ir.conditioning import data_order, drawn
 from deepspeed_pulse.ir.effects import Effects, with_versions
-from deepspeed_pulse.ir.fill import Fill
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
@@ -45,7 +44,6 @@ class Lowering:
     """What layers change in place, in training and in evaluation; found before the first step of each kind."""
     _made: dict[Any, RankPart] = field(default_factory=dict, init=False)
     _updates: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict, init=False)
-    _fills: dict[tuple[int, Part], Fill] = field(default_factory=dict, init=False)
 
     def clear(self) -> None:
         """Forget what was made: the plans have changed."""
@@ -57,15 +55,6 @@ class Lowering:
         if micro_batches not in self._updates:
             self._updates[micro_batches] = updates_at(self.orders.of(micro_batches))
         return self._updates[micro_batches]
-
-    def fill(self, micro_batches: int, rows: Part) -> Fill:
-        """Frozen work of a training step, at places among the actions that run."""
-        key = (micro_batches, rows)
-        if key not in self._fills:
-            fill = fill_of(self.orders.of(micro_batches), rows)
-            assert fill is not None
-            self._fills[key] = fill
-        return self._fills[key]
 
     def part(self, micro_batches: int, mode: str, readers: tuple[bool, ...], rows: Part = Part.WHOLE) -> RankPart:
         """The part of a step of a kind; collective in the world where it is made, and its order planned.
@@ -225,8 +214,7 @@ class Steps:
         self.ahead.encode(self.reading.batches, micro_batches, mode)
         if mode != "train":
             return frozenset()
-        fill = self.lowering.fill(micro_batches, rows)
-        return self.ahead.start(fill, self.reading.batches, self.reading.following(micro_batches))
+        return self.ahead.start(rows, self.reading.batches, self.reading.following(micro_batches))
 
     def finish(self) -> None:
         """The end of a step's actions: messages have arrived, data is read to its end and was the same everywhere."""

@@ -9,6 +9,7 @@ from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.data.batches import StepBatches
 from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.seat import Seat
+from deepspeed_pulse.ir.carried import Part, fill_of
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, up_front
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Span
@@ -43,6 +44,7 @@ class FrozenAhead:
             timeout_seconds=timeout_seconds,
         )
         self._up_front = cache(lambda micro_batches: up_front(fill, micro_batches, readers))
+        self._fills = cache(lambda rows: fill_of(plan, rows))
         self._opened: set[int] = set()
         self._ahead: StepBatches | None = None
         self._running = self._ran_in_step = False
@@ -77,10 +79,10 @@ class FrozenAhead:
         self._runtime.run(0)
         batches.values, batches.is_encoded = self._runtime.finish(), True
 
-    def start(self, fill: Fill, current: StepBatches, following: StepBatches) -> frozenset[int]:
+    def start(self, rows: Part, current: StepBatches, following: StepBatches) -> frozenset[int]:
         """Begin encoding the next step's data while this one runs; nothing where there is no more data.
 
-        ``fill``: with places among the actions that run. Returns the positions among the rank's actions before which
+        ``rows``: what of the plan's rows runs. Returns the positions among the rank's actions of them before which
         there is work on it.
         """
         current.hold_all()
@@ -89,6 +91,8 @@ class FrozenAhead:
         except StopIteration:
             return frozenset()
         self._ahead = following
+        fill = self._fills(rows)
+        assert fill is not None
         self._begin(fill, following, self._microbatches, "train")
         self._running = True
         return frozenset(filling.position for filling in fill.rows[self._rank])
