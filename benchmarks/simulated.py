@@ -23,6 +23,15 @@ def slower(profile: Profile, times: float) -> Profile:
     return replace(profile, layers=tuple(layers))
 
 
+def halved(profile: Profile) -> Profile:
+    """Halves that take as long as each other; what has no parameters has no half for them."""
+    layers = []
+    for layer in profile.layers:
+        weights = layer.backward_ms / 2 if layer.param_bytes else 0.0
+        layers.append(replace(layer, weight_grad_ms=weights, input_grad_ms=layer.backward_ms - weights))
+    return replace(profile, layers=tuple(layers))
+
+
 def with_relays(plan: Plan, profile: Profile) -> Plan:
     """Skips through every stage between their ends; values with several readers stay as they are."""
     lone = [skip for skip in profile.skips if sum(other.name == skip.name for other in profile.skips) == 1]

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from estimated import FINE, Profiles
+from simulated import halved
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Choice, Trial, Tuning, Verdict
@@ -27,7 +28,6 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner import OpenJob, SearchOptions, make_plan, tune
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES
 from deepspeed_pulse.planner.make import cuts
@@ -78,15 +78,6 @@ CASES = (
     Case(name="Kandinsky 3, slow links", model="kandinsky3", cluster="a100:1x8", samples=16, gb_per_s=2.5),
     Case(name="SD 2.1, 16 ranks", model="sd21", cluster="910a:2x8", samples=64, halves=True),
 )
-
-
-def halved(profile: Profile) -> Profile:
-    """Halves that take as long as each other; what has no parameters has no half for them."""
-    layers = []
-    for layer in profile.layers:
-        weights = layer.backward_ms / 2 if layer.param_bytes else 0.0
-        layers.append(replace(layer, weight_grad_ms=weights, input_grad_ms=layer.backward_ms - weights))
-    return replace(profile, layers=tuple(layers))
 
 
 # -- all plans -----------------------------------------------------------------------------------
