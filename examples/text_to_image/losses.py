@@ -7,6 +7,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+STEPS_PER_LINE = 50
+"""Where a bar cannot be drawn: the output is a file."""
+
 
 class Losses:
     """Written by the first rank; a resumed run goes on where its checkpoint stands."""
@@ -33,6 +36,8 @@ class Losses:
             csv.writer(file).writerow([step, loss])
         self.smooth = loss if self.smooth is None else 0.95 * self.smooth + 0.05 * loss
         self.bar.update(self.task, completed=step, description=f"loss {self.smooth:.4f}")
+        if not self.bar.console.is_terminal and step % STEPS_PER_LINE == 0:
+            print(f"step {step}: loss {self.smooth:.4f}", flush=True)
 
 
 def _rows(table: Path) -> list[list[str]]:

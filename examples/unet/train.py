@@ -31,6 +31,8 @@ from sample import MODEL, complete_pipeline
 from deepspeed_pulse import PipelineModule
 from deepspeed_pulse.models import save_pretrained, to_layers
 
+STEPS_PER_LINE = 50
+"""Where a bar cannot be drawn: the output is a file."""
 WARMUP_STEPS = 50
 
 EXAMPLE_SIZE = 4
@@ -150,6 +152,8 @@ class ProgressBar:
         self.speed = 0.9 * self.speed + 0.1 * speed if self.speed else speed
         self.loss = 0.95 * self.loss + 0.05 * loss if self.loss == self.loss else loss
         self.progress.update(self.task, advance=1, loss=self.loss, speed=self.speed, sent=self.sent())
+        if not self.progress.console.is_terminal and self.engine.global_steps % STEPS_PER_LINE == 0:
+            print(f"step {self.engine.global_steps}: loss {self.loss:.4f}, {self.speed:.0f} samples/s", flush=True)
 
     def sent(self) -> str:
         """What this rank put on the wire in the last step."""
