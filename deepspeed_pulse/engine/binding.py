@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from deepspeed.runtime.pipe import module as upstream
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.ir.effects import Effects
 from deepspeed_pulse.ir.graph import Graph
@@ -40,7 +43,20 @@ def bound_layers(
 def _seed(module: Any, index: int, number: int) -> None:
     """As upstream under ``seed_layers``: random numbers depend on layer and microbatch, not on the plan."""
     seed = (module.base_seed * (number + 2) + index) % 2**32
-    (module.seed_fn or upstream.ds_utils.set_random_seed)(seed)
+    (module.seed_fn or _seed_all)(seed)
+
+
+def _seed_all(seed: int) -> None:
+    """Upstream's ``set_random_seed`` for the devices in use.
+
+    ``torch.manual_seed`` asks each kind of device, and keeps a stack trace of the call for each that was not begun: some
+    milliseconds a layer and microbatch.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().manual_seed_all(seed)
 
 
 def bound_stages(module: Any, usage: Usage, graph: Graph, effects: Sequence[Effects]) -> dict[int, Stage]:
