@@ -40,4 +40,4 @@ def test_the_stand_in(name: str, proofs: tuple[dict[str, int], str]) -> None:
 @pytest.mark.parametrize("waits", ["hccl", pytest.param("nccl", marks=pytest.mark.soak)])
 def test_deepspeed_without_pipelines_trains_on_it_as_torch_on_the_cpu(waits: str) -> None:
     """Replicas, ZeRO-1 and 2, its fused optimizer, in fp32, bf16, fp16 and with autocast."""
-    launch("support.data_parallel_ranks:trains", 2, timeout=250, environment=environment(waits=waits))
+    launch("support.data_parallel_ranks:trains", 2, timeout=250, environment=environment(waits=waits), without_us=True)

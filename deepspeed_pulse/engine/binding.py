@@ -49,8 +49,8 @@ def _seed(module: Any, index: int, number: int) -> None:
 def _seed_all(seed: int) -> None:
     """Upstream's ``set_random_seed`` for the devices in use.
 
-    ``torch.manual_seed`` asks each kind of device, and keeps a stack trace of the call for each that was not begun: some
-    milliseconds a layer and microbatch.
+    ``torch.manual_seed`` asks each kind of device, and keeps a stack trace of the call for each that was not begun:
+    some milliseconds a layer and microbatch.
     """
     random.seed(seed)
     numpy.random.seed(seed)

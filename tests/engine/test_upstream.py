@@ -38,7 +38,7 @@ def test_training_data_feeds_every_topology_with_changing_shapes(waits: str | No
 def test_layer_files_interchange_with_plain_deepspeed(tmp_path: Path, waits: str | None) -> None:
     """Each continues from the other's files with the same losses; the plain runs have none of this package."""
     plain = str(tmp_path / "plain")
-    launch("support.plain_ranks:plain_writes", 2, plain, timeout=120, **on(waits))
+    launch("support.plain_ranks:plain_writes", 2, plain, timeout=120, without_us=True, **on(waits))
     launch("support.plain_ranks:pulse_reads_and_writes", 2, str(tmp_path), timeout=120, **on(waits))
     folders = [str(tmp_path / name) for name in ("wave", "linear", "off", "plain")]
-    launch("support.plain_ranks:plain_reads", 2, folders, timeout=120, **on(waits))
+    launch("support.plain_ranks:plain_reads", 2, folders, timeout=120, without_us=True, **on(waits))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.children import Server, forked
+from support.forkserver import WITHOUT_US
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -41,16 +42,18 @@ def launch(
     grace: float = 20.0,
     check: bool = True,
     environment: Mapping[str, str] | None = None,
+    without_us: bool = False,
 ) -> list[Any]:
     """Run ``module:function`` on ``world`` ranks with one JSON argument.
 
     As a launcher does, the others are ended ``grace`` seconds after one has failed; all are at the ``timeout``.
-    What ``environment`` has goes before the usual one of ranks on the CPU.
+    What ``environment`` has goes before the usual one of ranks on the CPU. ``without_us``: nothing has imported
+    deepspeed_pulse before.
 
     Returns:
         Per rank (exit status, output). With ``check`` a rank that fails is an error showing its output.
     """
-    whole = {**_environment(world), **(environment or {})}
+    whole = {**_environment(world), **(environment or {}), **({WITHOUT_US: "1"} if without_us else {})}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         asked = [target, json.dumps(arguments), str(folder), str(world), str(timeout), str(grace)]
