@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,17 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("granularity", ["block", "fine"])
-@pytest.mark.parametrize("family", FAMILIES)
+CUT_ALIKE = {("sdxl", "block"), ("svd", "fine"), ("unet_3d", "fine"), ("kandinsky3", "fine")}
+"""A quarter of the time of all; each kind of layer is in another row, too."""
+
+
+@pytest.mark.parametrize(
+    ("family", "granularity"),
+    [
+        pytest.param(*row, marks=pytest.mark.soak) if row in CUT_ALIKE else row
+        for row in itertools.product(FAMILIES, ("block", "fine"))
+    ],
+)
 def test_layers_of_every_family_carry_adapters(family: str, granularity: str) -> None:
     """On whatever is linear or a convolution, so no layer reads a weight past its adapter.
 

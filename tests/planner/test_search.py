@@ -129,7 +129,13 @@ def test_known_optima_under_a_cap(cap, best):
 
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "limit", "split"),
-    [(2, 3, 3000, False), (4, 8, 7000, False), (4, 8, 6000, True), (2, 16, 3000, False), (8, 16, None, False)],
+    [
+        (2, 3, 3000, False),
+        (4, 8, 7000, False),
+        pytest.param(4, 8, 6000, True, marks=pytest.mark.soak),
+        pytest.param(2, 16, 3000, False, marks=pytest.mark.soak),
+        (8, 16, None, False),
+    ],
 )
 def test_the_same_seed_gives_the_same_plan(ranks, microbatches, limit, split, monkeypatch):
     """Also where no bound ends the search: short rounds and small windows let it end by itself, HiGHS included."""
