@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import select
@@ -54,6 +55,15 @@ def forked(run: Callable[[], Any], *, log: Path | int | None = None, broken: int
         os._exit(status)
 
 
+def settle() -> None:
+    """What is here now is never looked at again for cycles, nor copied for it into each fork.
+
+    DeepSpeed collects garbage some 15 times while the first rank makes a bf16 optimizer: 0.3 s each.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 class Server:
     """A process that answers requests, each a value of JSON.
 
@@ -97,5 +107,6 @@ def answer(prepare: Callable[[], Any], reply: Callable[[Any], Any]) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what imports print is no answer
     prepare()
+    settle()
     for line in sys.stdin:
         os.write(answers, json.dumps(reply(json.loads(line))).encode() + b"\n")

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from support.children import Server, forked
+from support.children import Server, forked, settle
 from support.forkserver import WITHOUT_US
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -119,6 +119,7 @@ def launch_ranks(target: str, arguments: str, folder: str, world: str, timeout: 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module, function = target.split(":")
     run = getattr(importlib.import_module(module), function)
+    settle()
     ranks = []
     for rank in range(int(world)):
         ranks.append(fork_rank(rank, run, json.loads(arguments), log=Path(folder) / f"rank{rank}.log"))
