@@ -8,7 +8,7 @@ from dataclasses import replace
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.planner.job import UNLIMITED_BYTES
+from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
 from deepspeed_pulse.planner.making.maker import WORTH_CHANGING, Maker, TooSlow
 from deepspeed_pulse.planner.making.ordered import step_ms
 from deepspeed_pulse.planner.recompute import cheapest_first
@@ -28,8 +28,12 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     ``rivals``: placements that are taken where they are faster. Finding their cuts takes seconds, so they are not
     tried beside layers that are recomputed.
     """
-    if maker.job.recompute != "auto" or _fits_freely(maker, places):
-        return _with_rivals(maker, places, rivals) if rivals or len(places) > MOST_SEARCHED else _fastest(maker, places)
+    free = _free(maker, places) if maker.job.recompute == "auto" else ()
+    if maker.job.recompute != "auto" or (free and _fits(_first(free), maker.job)):
+        known = free if all(_fits(plan, maker.job) for plan in free) else ()
+        if rivals or len(places) > MOST_SEARCHED:
+            return _with_rivals(maker, places, rivals, known)
+        return _searched(maker, known) if known else _fastest(maker, places)
     layers = cheapest_first(maker.job.profile)
     found: list[Plan] = []
     problems: list[InfeasibleError] = []
@@ -51,15 +55,17 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
         return lean
 
 
-def _fits_freely(maker: Maker, places: Sequence[Placement]) -> bool:
-    """Memory does not bind: the plan that ignores it fits."""
+def _free(maker: Maker, places: Sequence[Placement]) -> list[Plan]:
+    """The plans of known orders, were there no limit of memory; none where they are too slow."""
     try:
-        free = replace(maker.quick(), job=replace(maker.job, memory_bytes=UNLIMITED_BYTES))
-        estimated = _fastest(free, places).estimate
+        return _each(replace(maker.quick(), job=replace(maker.job, memory_bytes=UNLIMITED_BYTES)), places)
     except TooSlow:
-        return False
-    assert estimated is not None
-    return max(estimated.peak_bytes) <= maker.job.limit_bytes
+        return []
+
+
+def _fits(plan: Plan, job: Job) -> bool:
+    assert plan.estimate is not None
+    return max(plan.estimate.peak_bytes) <= job.limit_bytes
 
 
 def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:
@@ -67,16 +73,21 @@ def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:
     if not layers:
         return plan
     fewer = replace(plan, recompute=tuple(i for i in plan.recompute if i not in layers))
-    estimated = estimate(fewer, maker.job.profile, maker.job.cluster)
-    if max(estimated.peak_bytes) <= maker.job.limit_bytes:
-        return replace(fewer, estimate=estimated)
+    fewer = replace(fewer, estimate=estimate(fewer, maker.job.profile, maker.job.cluster))
+    if _fits(fewer, maker.job):
+        return fewer
     half = len(layers) // 2
     return _dropped(_dropped(plan, maker, layers[:half]), maker, layers[half:]) if half else plan
 
 
-def _with_rivals(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement]) -> Plan:
-    """Known orders decide which plans are searched for better ones: so many as there are places."""
-    known = _each(maker.quick(), places)
+def _with_rivals(
+    maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement], known: Sequence[Plan]
+) -> Plan:
+    """Known orders decide which plans are searched for better ones: so many as there are places.
+
+    ``known``: plans of these orders for the places; none: they are made.
+    """
+    known = list(known or _each(maker.quick(), places))
     most = WORTH_CHANGING * min(map(step_ms, known))
     for place in rivals:
         found = maker.rival(place, most)
@@ -85,7 +96,12 @@ def _with_rivals(maker: Maker, places: Sequence[Placement], rivals: Sequence[Pla
             most = step_ms(found)
     if not maker.options.solver_seconds:
         return _first(known)
-    return _first([maker.order(plan) for plan in sorted(known, key=step_ms)[: min(len(places), MOST_SEARCHED)]])
+    return _searched(maker, sorted(known, key=step_ms)[: min(len(places), MOST_SEARCHED)])
+
+
+def _searched(maker: Maker, known: Sequence[Plan]) -> Plan:
+    """The best of plans of known orders, better ones searched for where that is asked for."""
+    return _first([maker.order(plan) for plan in known] if maker.options.solver_seconds else known)
 
 
 def _fastest(maker: Maker, places: Sequence[Placement]) -> Plan:
