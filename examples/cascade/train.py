@@ -37,10 +37,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder of images, one class per subfolder or per file (default: photographs "
                         "that ship with scikit-image)")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps in all")
     parser.add_argument("--ranks", type=int, help="pipeline ranks (default: all ranks of the run)")
     parser.add_argument("--out", type=Path, default=Path("out/cascade"), help="output folder")
-    parser.add_argument("--checkpoint-every", type=int, default=200, help="steps between checkpoints")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     deepspeed.add_config_arguments(parser)
