@@ -10,10 +10,14 @@ import pytest
 from support.cases import launch_each
 
 
-def whole_product(world: int) -> list[dict[str, Any]]:
-    """Ranks, microbatches and directions; precision, replicas, clipping and what runs again by turns."""
+LAYOUTS = [(world, P) for world in (1, 2, 4) for P in (1, 2, 4) if world % P == 0]
+"""Ranks of the world and of a pipeline; replicas where these are fewer."""
+
+
+def whole_product(P: int) -> list[dict[str, Any]]:
+    """Microbatches and directions; precision, clipping and what runs again by turns."""
     found = []
-    for P, M, way in itertools.product([p for p in (1, 2, 4) if world % p == 0], (1, 2, 4), ("same", "opposite")):
+    for M, way in itertools.product((1, 2, 4), ("same", "opposite")):
         base = {"P": P, "M": M, "directions": way}
         found += [
             {**base, "set": "two toys", "clip": 0.1},
@@ -21,9 +25,9 @@ def whole_product(world: int) -> list[dict[str, Any]]:
             {**base, "set": "two toys", "precision": "bf16", "clip": 0.1},
             {**base, "set": "two toys", "interval": 1, "rates": [0.05, 0.01]},
             {**base, "set": "two encoded", "clip": 0.1},
+            {**base, "set": "two unets"},
+            {**base, "set": "unet and uvit", "clip": 0.1},
         ]
-        if M == 2:
-            found += [{**base, "set": "two unets"}, {**base, "set": "unet and uvit", "clip": 0.1}]
     return found
 
 
@@ -49,9 +53,9 @@ def test_each_trains_as_if_alone(subtests: pytest.Subtests, world: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("world", (1, 2, 4))
-def test_the_whole_product(subtests: pytest.Subtests, world: int) -> None:
-    launch_each(subtests, "support.backbone_ranks:run_cases", world, whole_product(world), timeout=2900)
+@pytest.mark.parametrize(("world", "P"), LAYOUTS)
+def test_the_whole_product(subtests: pytest.Subtests, world: int, P: int) -> None:
+    launch_each(subtests, "support.backbone_ranks:run_cases", world, whole_product(P), timeout=2900)
 
 
 @pytest.mark.timeout(600)
@@ -80,9 +84,9 @@ def some_apart(world: int) -> list[dict[str, Any]]:
     ]
 
 
-def whole_product_apart(world: int) -> list[dict[str, Any]]:
+def whole_product_apart(P: int) -> list[dict[str, Any]]:
     found = []
-    for P, M, way in itertools.product([p for p in (1, 2, 4) if world % p == 0], (1, 2, 4), ("same", "opposite")):
+    for M, way in itertools.product((1, 2, 4), ("same", "opposite")):
         base = {"P": P, "M": M, "directions": way}
         found += [
             {**base, "set": "two toys", "clip": 0.1},
@@ -91,9 +95,9 @@ def whole_product_apart(world: int) -> list[dict[str, Any]]:
             {**base, "set": "two toys", "precision": "bf16", "zero": 1, "accumulate": "fp32", "schedule": True},
             {**base, "set": "two toys", "interval": 1, "rates": [0.05, 0.01]},
             {**base, "set": "two encoded", "clip": 0.1},
+            {**base, "set": "two unets"},
+            {**base, "set": "unet and uvit", "clip": 0.1},
         ]
-        if M == 2:
-            found += [{**base, "set": "two unets"}, {**base, "set": "unet and uvit", "clip": 0.1}]
     return found
 
 
@@ -104,9 +108,9 @@ def test_with_steps_of_their_own_each_trains_as_if_alone(subtests: pytest.Subtes
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("world", (1, 2, 4))
-def test_the_whole_product_of_steps_of_their_own(subtests: pytest.Subtests, world: int) -> None:
-    launch_each(subtests, "support.backbone_apart_ranks:run_cases", world, whole_product_apart(world), timeout=2900)
+@pytest.mark.parametrize(("world", "P"), LAYOUTS)
+def test_the_whole_product_of_steps_of_their_own(subtests: pytest.Subtests, world: int, P: int) -> None:
+    launch_each(subtests, "support.backbone_apart_ranks:run_cases", world, whole_product_apart(P), timeout=2900)
 
 
 @pytest.mark.timeout(600)
