@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,9 +170,18 @@ def stand_in(layer: Any) -> Any:
     bare = unwrap(layer)
     if not isinstance(bare, upstream.LayerSpec):
         return bare
+    with suppress(KeyError, TypeError):
+        return _stand_ins[bare]
     told = told_as(GraphError, f"a layer {type_name(layer)} cannot be built: ")
     with told, torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return bare.build()
+        found = bare.build()
+    with suppress(TypeError):  # a class of the user's that cannot be a key
+        _stand_ins[bare] = found
+    return found
+
+
+_stand_ins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""By layer to be built; the start of a job asks for each some five times."""
 
 
 def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:
