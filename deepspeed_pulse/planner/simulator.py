@@ -55,13 +55,18 @@ def run(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, floa
 
     ``durations``: ms of every action, where they are not the profile's.
     """
+    return with_memory(problem, times(problem, schedule, durations=durations))
+
+
+def times(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, float] | None = None) -> Timeline:
+    """:func:`run`, without what is live: a third of its time."""
     late = problem.carried(schedule)
     clock = _Clock(problem, schedule, durations, late)
     for rank, item in ordered(problem.lower(schedule), problem.placement, problem.plan.fill):
         clock.run(rank, item)
     for rank, stage in clock.unreduced:
         clock.reduce(rank, stage, clock.rank_free[rank])
-    found = Timeline(
+    return Timeline(
         num_ranks=problem.num_ranks,
         spans=tuple(clock.spans),
         transfers=tuple(clock.transfers),
@@ -69,7 +74,11 @@ def run(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, floa
         carried=tuple(clock.carried),
         reductions=tuple(clock.reductions),
     )
-    return replace(found, memory=memory_over_time(problem, found))
+
+
+def with_memory(problem: Problem, timeline: Timeline) -> Timeline:
+    """The timeline, and what is live on each rank over its time."""
+    return replace(timeline, memory=memory_over_time(problem, timeline))
 
 
 class _Clock:
@@ -164,10 +173,8 @@ class _Clock:
 
 def summarize(problem: Problem, timeline: Timeline) -> Estimate:
     """The figures of a simulated step."""
-    plan, makespan = problem.plan, timeline.makespan_ms
-    carries = any(part.carried for part in plan.backbones)
-    if carries:  # what the next step reads lands before this one ends
-        makespan = max([makespan, *(t.arrive_ms for t in timeline.transfers)])
+    plan, carries = problem.plan, any(part.carried for part in problem.plan.backbones)
+    step_ms, makespan = step_and_makespan_ms(problem, timeline)
     microbatches = 1 + max(span.work.microbatch for span in timeline.spans)
     split = any(span.work.op is Op.WEIGHT_GRAD for span in timeline.spans)
     bound = lower_bound_ms(problem, microbatches, split=split)
@@ -177,7 +184,6 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
         bound = max(bound, sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks)
     gap = makespan / bound - 1.0 if bound > 0 else 0.0
     sent = [(t.message, t.num_bytes) for t in timeline.transfers] + [(c.message, c.num_bytes) for c in timeline.carried]
-    step_ms = max(makespan, _reduction_end_ms(problem, timeline))
     # microbatches with an extra forward send more than others: a mean then
     per_microbatch = sum(size for m, size in sent if m.microbatch == 0)
     if plan.conditioning:
@@ -193,6 +199,14 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
         p2p_bytes_per_microbatch=per_microbatch,
         samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
     )
+
+
+def step_and_makespan_ms(problem: Problem, timeline: Timeline) -> tuple[float, float]:
+    """How long a step takes with what is reduced at its end, and without."""
+    makespan = timeline.makespan_ms
+    if any(part.carried for part in problem.plan.backbones):  # what the next step reads lands before this one ends
+        makespan = max([makespan, *(t.arrive_ms for t in timeline.transfers)])
+    return max(makespan, _reduction_end_ms(problem, timeline)), makespan
 
 
 def busiest_ms(problem: Problem) -> float:

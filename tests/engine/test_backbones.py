@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from support.cases import launch_each
 
-
 LAYOUTS = [(world, P) for world in (1, 2, 4) for P in (1, 2, 4) if world % P == 0]
 """Ranks of the world and of a pipeline; replicas where these are fewer."""
 

@@ -80,9 +80,7 @@ def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:
     return _dropped(_dropped(plan, maker, layers[:half]), maker, layers[half:]) if half else plan
 
 
-def _with_rivals(
-    maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement], known: Sequence[Plan]
-) -> Plan:
+def _with_rivals(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement], known: Sequence[Plan]) -> Plan:
     """Known orders decide which plans are searched for better ones: so many as there are places.
 
     ``known``: plans of these orders for the places; none: they are made.

@@ -5,6 +5,7 @@ The simulator alone decides: whatever found an order, its figures come from ther
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +26,14 @@ from deepspeed_pulse.planner.schedules.templates import without_weights
 from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search.improve import Improver
 from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
-from deepspeed_pulse.planner.simulator import always_held, rank_state_bytes, run, summarize
+from deepspeed_pulse.planner.simulator import (
+    always_held,
+    rank_state_bytes,
+    step_and_makespan_ms,
+    summarize,
+    times,
+    with_memory,
+)
 
 MAX_BINARIES = 300
 """Largest exact model: beyond it HiGHS does not finish in half a minute."""
@@ -50,8 +58,17 @@ class Candidate:
     @property
     def rank(self) -> tuple[float, float, int]:
         """What candidates are compared by: step time, makespan, then the fullest rank."""
-        e = self.estimate
-        return (round(e.step_ms, 9), round(e.makespan_ms, 9), max(e.peak_bytes))
+        return (*_rounded(self.estimate.step_ms, self.estimate.makespan_ms), max(self.estimate.peak_bytes))
+
+
+_Times = tuple[float, float]
+"""ms of a step and of its makespan, as they are compared."""
+
+_NO_LIMIT = (math.inf, math.inf)
+
+
+def _rounded(step_ms: float, makespan_ms: float) -> _Times:
+    return round(step_ms, 9), round(makespan_ms, 9)
 
 
 def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress: Progress | None = None) -> Plan:
@@ -105,9 +122,10 @@ class _Found:
 def _searched(pool: _Pool, options: SearchOptions, seconds: float) -> _Found:
     """The best order with backwards that are whole, or in halves."""
     seed, deadline = options.seed, time.process_time() + seconds
-    pool.generate(options.schedule)
+    searches = options.schedule == "auto" and options.solver_seconds > 0
+    pool.generate(options.schedule, best_only=not searches)
     start: Candidate | None = None
-    if options.schedule == "auto" and options.solver_seconds > 0 and not pool.proven:
+    if searches and not pool.proven:
         start = pool.best
         _solve_exactly(pool, seed, deadline)
         _improve(pool, seed, deadline)
@@ -143,10 +161,14 @@ class _Pool:
         tolerance = _SOLVER_TOLERANCE if self.solver_bound else _PROVEN
         return self.best.estimate.makespan_ms <= self.bound_ms * (1 + tolerance)
 
-    def generate(self, schedule: str) -> None:
+    def generate(self, schedule: str, *, best_only: bool = False) -> None:
+        """Keep the generators' orders that fit. ``best_only``: none that is slower than another one."""
         smallest: int | None = None
         for name, order in _orders(self.problem, schedule, self.caps, self.split):
-            candidate = self._simulated(name, order)
+            within = self.best.rank[:2] if best_only and self.fitting else _NO_LIMIT
+            candidate = self._simulated(name, order, within)
+            if candidate is None:
+                continue
             peak = max(candidate.estimate.peak_bytes)
             smallest = peak if smallest is None else min(smallest, peak)
             self.fits_all = self._keep(candidate) and self.fits_all
@@ -173,18 +195,20 @@ class _Pool:
             candidate = self._simulated(name, schedule)
         except PulseError:  # rounding of a solver's starts can part an order from its precedence
             return False
-        return self._keep(candidate)
+        return candidate is not None and self._keep(candidate)
 
-    def _simulated(self, name: str, schedule: Schedule) -> Candidate:
-        """Without halves that bring nothing, if that fits: a gradient may wait longer for a whole backward.
+    def _simulated(self, name: str, schedule: Schedule, within: _Times = _NO_LIMIT) -> Candidate | None:
+        """Without halves that bring nothing, if that fits and is as fast: a gradient may wait for a whole backward.
 
-        Beside other backbones these halves may bring something: what they make room for is another's.
+        None where the order takes longer than ``within``.
         """
-        found = _simulated(self.problem, name, joined(self.problem, schedule) if self.split else schedule)
-        if not self.split or (self._fits(found) and not self.problem.plan.backbones):
+        found = _simulated(self.problem, name, schedule, within)
+        if not self.split:
             return found
-        halves = _simulated(self.problem, name, schedule)
-        return min(found, halves, key=lambda one: one.rank) if self._fits(found) else halves
+        whole = _simulated(self.problem, name, joined(self.problem, schedule), within)
+        if whole is not None and not self._fits(whole):
+            whole = None
+        return min((one for one in (whole, found) if one is not None), key=lambda one: one.rank, default=None)
 
     def _fits(self, candidate: Candidate) -> bool:
         return max(candidate.estimate.peak_bytes) <= self.memory_bytes
@@ -296,8 +320,12 @@ def caps_within(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     return tuple(byte_cap(problem, limit) for limit in (*limits, single))
 
 
-def _simulated(problem: Problem, name: str, schedule: Schedule) -> Candidate:
-    timeline = run(problem, schedule)
+def _simulated(problem: Problem, name: str, schedule: Schedule, within: _Times) -> Candidate | None:
+    """None where it takes longer: what is live, most of a simulation's time, is not looked at then."""
+    timeline = times(problem, schedule)
+    if _rounded(*step_and_makespan_ms(problem, timeline)) > within:
+        return None
+    timeline = with_memory(problem, timeline)
     return Candidate(name=name, schedule=schedule, timeline=timeline, estimate=summarize(problem, timeline))
 
 
