@@ -149,8 +149,9 @@ def planned_gradients(
 ) -> tuple[Gradients, list[float]]:
     functions = [declared.layer for declared in layers]
     world = LocalWorld(plan, graph, functions, lambda output, microbatch: _loss(output))
-    flat = [flatten(batch) for batch in batches]
-    world.step([(entries.pop(next(iter(entries))), entries) for entries in flat])
+    first, *others = batches[0]
+    hidden = [tuple(batch[first]) if isinstance(batch[first], list) else batch[first] for batch in batches]
+    world.step([(h, flatten({name: b[name] for name in others})) for h, b in zip(hidden, batches, strict=True)])
     return _taken(model), [world.losses[index].item() for index in range(len(batches))]
 
 
@@ -187,7 +188,7 @@ def another(batch: Batch) -> Batch:
     """Another microbatch of the same shapes: the samples in reverse order, the first entry halved."""
     first, *_ = batch
     turned = tree_map_only(Tensor, lambda value: value.flip(0) if value.ndim else value, batch)
-    return {**turned, first: turned[first] / 2} if turned[first].is_floating_point() else turned
+    return {**turned, first: tree_map_only(Tensor, lambda x: x / 2 if x.is_floating_point() else x, turned[first])}
 
 
 def _taken(model: nn.Module) -> Gradients:

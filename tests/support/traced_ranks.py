@@ -26,7 +26,7 @@ def zoo(name: str, **changes: Any) -> tuple[Any, Any]:
     return lambda: type(animal)(config={**animal.config, **changes}, batch=animal.batch).model(name), animal.example
 
 
-def lora_sana(num_layers: int = 3) -> Any:
+def lora_sana(num_layers: int = 6) -> Any:
     from peft import LoraConfig
 
     model = zoo("SanaTransformer2DModel", num_layers=num_layers)[0]()
@@ -66,6 +66,11 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": zoo("QwenImageTransformer2DModel")[1],
         "pulse": {"placement": "linear"},
         "dynamic_shape": True,
+    },
+    "a list of pictures": {
+        "model": zoo("ZImageTransformer2DModel")[0],
+        "batch": lambda size=0: zoo("ZImageTransformer2DModel")[1](0),
+        "pulse": {"placement": "linear"},
     },
     "adapters": {
         "model": lora_sana,
@@ -161,8 +166,9 @@ def batches(make_batch: Any, step: int) -> Iterator[Any]:
     for microbatch in itertools.count():
         batch = dict(make_batch(step % 2))
         first = next(iter(batch))
-        if batch[first].is_floating_point():
-            batch[first] = batch[first] * (1 + 0.1 * step) - 0.2 * microbatch
+        numbers = [x for x in tree_leaves(batch[first]) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        for x in numbers:
+            x.mul_(1 + 0.1 * step).sub_(0.2 * microbatch)
         yield batch, torch.zeros(1)
 
 

@@ -14,13 +14,13 @@ from support.zoo_table import row, written
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_class_is_what_the_table_says(name):
-    assert row(name) in written()
-    if "equal" not in row(name):
-        return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        zoo_proofs.all_at_once(name)
-        zoo_proofs.ranks(name)
+        warnings.simplefilter("ignore")  # of classes that diffusers will rename, and of autocast on the CPU
+        found = row(name)
+        assert found in written()
+        if "equal" in found:
+            zoo_proofs.all_at_once(name)
+            zoo_proofs.ranks(name)
 
 
 def test_the_table_has_forty_classes_that_are_equal():
