@@ -29,11 +29,11 @@ LORA_PARTS = ("to_q", "to_v", "qkv", "conv1")
 
 
 def with_dropout(model: nn.Module, *, seeded: bool = False) -> None:
-    """Set every dropout to 0.1. ``seeded``: each, and each that drops labels, draws from a seed made of its name."""
+    """Set every dropout to 0.1. ``seeded``: each part that drops values or labels draws from a seed made of its name."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.1
-        if seeded and (isinstance(module, nn.Dropout) or hasattr(module, "dropout_prob")):
+        if seeded and (isinstance(module, nn.Dropout) or (name and hasattr(module, "dropout_prob"))):
             module.register_forward_pre_hook(partial(_seeded, zlib.crc32(name.encode())))
 
 
