@@ -99,7 +99,16 @@ def _with_rivals(maker: Maker, places: Sequence[Placement], rivals: Sequence[Pla
 
 def _searched(maker: Maker, known: Sequence[Plan]) -> Plan:
     """The best of plans of known orders, better ones searched for where that is asked for."""
-    return _first([maker.order(plan) for plan in known] if maker.options.solver_seconds else known)
+    return _first([_improved(maker, plan) for plan in known] if maker.options.solver_seconds else known)
+
+
+def _improved(maker: Maker, known: Plan) -> Plan:
+    """What a search finds, or the known order, which may fit where all that keep to a cap on activations do not."""
+    try:
+        found = maker.order(known)
+    except InfeasibleError:
+        return known
+    return found if step_ms(found) <= step_ms(known) else known
 
 
 def _fastest(maker: Maker, places: Sequence[Placement]) -> Plan:
