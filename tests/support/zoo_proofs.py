@@ -29,7 +29,7 @@ LORA_PARTS = ("to_q", "to_v", "qkv", "conv1")
 
 
 def with_dropout(model: nn.Module, *, seeded: bool = False) -> None:
-    """Set every dropout to 0.1. ``seeded``: each part that drops values or labels draws from a seed made of its name."""
+    """Set every dropout to 0.1. ``seeded``: what drops values or labels draws from a seed made of its name."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.1
