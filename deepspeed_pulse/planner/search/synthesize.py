@@ -198,17 +198,19 @@ class _Pool:
         return candidate is not None and self._keep(candidate)
 
     def _simulated(self, name: str, schedule: Schedule, within: _Times = _NO_LIMIT) -> Candidate | None:
-        """Without halves that bring nothing, if that fits and is as fast: a gradient may wait for a whole backward.
+        """Without halves that bring nothing, if that fits: a gradient may wait longer for a whole backward.
 
-        None where the order takes longer than ``within``.
+        Beside other backbones these halves may bring something: what they make room for is another's. None where an
+        order of whole backwards takes longer than ``within``; of others it is asked whether they fit.
         """
-        found = _simulated(self.problem, name, schedule, within)
         if not self.split:
+            return _simulated(self.problem, name, schedule, within)
+        found = _simulated(self.problem, name, joined(self.problem, schedule), _NO_LIMIT)
+        if found is not None and self._fits(found) and not self.problem.plan.backbones:
             return found
-        whole = _simulated(self.problem, name, joined(self.problem, schedule), within)
-        if whole is not None and not self._fits(whole):
-            whole = None
-        return min((one for one in (whole, found) if one is not None), key=lambda one: one.rank, default=None)
+        halves = _simulated(self.problem, name, schedule, _NO_LIMIT)
+        fitting = found if found is not None and self._fits(found) else None
+        return min((one for one in (fitting, halves) if one is not None), key=lambda one: one.rank, default=None)
 
     def _fits(self, candidate: Candidate) -> bool:
         return max(candidate.estimate.peak_bytes) <= self.memory_bytes
