@@ -55,7 +55,8 @@ def run(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, floa
 
     ``durations``: ms of every action, where they are not the profile's.
     """
-    return with_memory(problem, times(problem, schedule, durations=durations))
+    found = times(problem, schedule, durations=durations)
+    return replace(found, memory=memory_over_time(problem, found))
 
 
 def times(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, float] | None = None) -> Timeline:
@@ -74,11 +75,6 @@ def times(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, fl
         carried=tuple(clock.carried),
         reductions=tuple(clock.reductions),
     )
-
-
-def with_memory(problem: Problem, timeline: Timeline) -> Timeline:
-    """The timeline, and what is live on each rank over its time."""
-    return replace(timeline, memory=memory_over_time(problem, timeline))
 
 
 class _Clock:

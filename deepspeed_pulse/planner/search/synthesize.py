@@ -5,7 +5,6 @@ The simulator alone decides: whatever found an order, its figures come from ther
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,10 +28,10 @@ from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
 from deepspeed_pulse.planner.simulator import (
     always_held,
     rank_state_bytes,
+    run,
     step_and_makespan_ms,
     summarize,
     times,
-    with_memory,
 )
 
 MAX_BINARIES = 300
@@ -61,13 +60,8 @@ class Candidate:
         return (*_rounded(self.estimate.step_ms, self.estimate.makespan_ms), max(self.estimate.peak_bytes))
 
 
-_Times = tuple[float, float]
-"""ms of a step and of its makespan, as they are compared."""
-
-_NO_LIMIT = (math.inf, math.inf)
-
-
-def _rounded(step_ms: float, makespan_ms: float) -> _Times:
+def _rounded(step_ms: float, makespan_ms: float) -> tuple[float, float]:
+    """As they are compared."""
     return round(step_ms, 9), round(makespan_ms, 9)
 
 
@@ -165,10 +159,10 @@ class _Pool:
         """Keep the generators' orders that fit. ``best_only``: none that is slower than another one."""
         smallest: int | None = None
         for name, order in _orders(self.problem, schedule, self.caps, self.split):
-            within = self.best.rank[:2] if best_only and self.fitting else _NO_LIMIT
-            candidate = self._simulated(name, order, within)
-            if candidate is None:
+            # Backwards in halves may be joined where that fits, whatever it takes.
+            if best_only and self.fitting and not self.split and self._is_slower(order):
                 continue
+            candidate = self._simulated(name, order)
             peak = max(candidate.estimate.peak_bytes)
             smallest = peak if smallest is None else min(smallest, peak)
             self.fits_all = self._keep(candidate) and self.fits_all
@@ -195,22 +189,23 @@ class _Pool:
             candidate = self._simulated(name, schedule)
         except PulseError:  # rounding of a solver's starts can part an order from its precedence
             return False
-        return candidate is not None and self._keep(candidate)
+        return self._keep(candidate)
 
-    def _simulated(self, name: str, schedule: Schedule, within: _Times = _NO_LIMIT) -> Candidate | None:
+    def _simulated(self, name: str, schedule: Schedule) -> Candidate:
         """Without halves that bring nothing, if that fits: a gradient may wait longer for a whole backward.
 
-        Beside other backbones these halves may bring something: what they make room for is another's. None where an
-        order of whole backwards takes longer than ``within``; of others it is asked whether they fit.
+        Beside other backbones these halves may bring something: what they make room for is another's.
         """
-        if not self.split:
-            return _simulated(self.problem, name, schedule, within)
-        found = _simulated(self.problem, name, joined(self.problem, schedule), _NO_LIMIT)
-        if found is not None and self._fits(found) and not self.problem.plan.backbones:
+        found = _simulated(self.problem, name, joined(self.problem, schedule) if self.split else schedule)
+        if not self.split or (self._fits(found) and not self.problem.plan.backbones):
             return found
-        halves = _simulated(self.problem, name, schedule, _NO_LIMIT)
-        fitting = found if found is not None and self._fits(found) else None
-        return min((one for one in (fitting, halves) if one is not None), key=lambda one: one.rank, default=None)
+        halves = _simulated(self.problem, name, schedule)
+        return min(found, halves, key=lambda one: one.rank) if self._fits(found) else halves
+
+    def _is_slower(self, schedule: Schedule) -> bool:
+        """Than the best order that fits: what is live, most of a simulation's time, need not be known then."""
+        found = step_and_makespan_ms(self.problem, times(self.problem, schedule))
+        return _rounded(*found) > self.best.rank[:2]
 
     def _fits(self, candidate: Candidate) -> bool:
         return max(candidate.estimate.peak_bytes) <= self.memory_bytes
@@ -322,12 +317,8 @@ def caps_within(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     return tuple(byte_cap(problem, limit) for limit in (*limits, single))
 
 
-def _simulated(problem: Problem, name: str, schedule: Schedule, within: _Times) -> Candidate | None:
-    """None where it takes longer: what is live, most of a simulation's time, is not looked at then."""
-    timeline = times(problem, schedule)
-    if _rounded(*step_and_makespan_ms(problem, timeline)) > within:
-        return None
-    timeline = with_memory(problem, timeline)
+def _simulated(problem: Problem, name: str, schedule: Schedule) -> Candidate:
+    timeline = run(problem, schedule)
     return Candidate(name=name, schedule=schedule, timeline=timeline, estimate=summarize(problem, timeline))
 
 
