@@ -1,4 +1,4 @@
-"""U-Nets of packages from PyPI as their authors wrote them, small, with batches of two sizes.
+"""U-Nets of packages from PyPI as their authors wrote them, small, with batches of three sizes.
 
 They are no part of the development environment. ``make test-packages`` puts what ``tests/support/packages.txt`` names
 into a folder of its own, without what these packages depend on: their torch would be another one.
@@ -21,13 +21,13 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class Packaged:
-    """Where a class is, how it is made, and a batch from samples and side; ``sizes`` of two batches."""
+    """Where a class is, how it is made, and a batch from samples and side; ``sizes`` of three batches."""
 
     module: str
     kind: str
     arguments: dict[str, Any]
     batch: Callable[[int, int], Batch]
-    sizes: tuple[tuple[int, int], tuple[int, int]] = ((2, 16), (3, 24))
+    sizes: tuple[tuple[int, int], ...] = ((2, 16), (3, 24), (1, 20))
     positional: tuple[Any, ...] = ()
 
     @property
@@ -97,14 +97,14 @@ PACKAGED = {
         kind="Unet",
         arguments=_SMP,
         batch=picture(3),
-        sizes=((2, 64), (3, 96)),
+        sizes=((2, 64), (3, 96), (1, 128)),
     ),
     "segmentation-models-pytorch UnetPlusPlus": Packaged(
         module="segmentation_models_pytorch",
         kind="UnetPlusPlus",
         arguments=_SMP,
         batch=picture(3),
-        sizes=((2, 64), (3, 96)),
+        sizes=((2, 64), (3, 96), (1, 128)),
     ),
     "monai UNet": Packaged(
         module="monai.networks.nets",
@@ -124,7 +124,7 @@ PACKAGED = {
         kind="BasicUNet",
         arguments={"spatial_dims": 2, "features": (8, 8, 16, 16, 32, 8)},
         batch=picture(1),
-        sizes=((2, 32), (3, 48)),
+        sizes=((2, 32), (3, 48), (1, 64)),
     ),
     "monai DiffusionModelUNet": Packaged(
         module="monai.networks.nets",
@@ -146,7 +146,7 @@ PACKAGED = {
         kind="SegResNet",
         arguments={"spatial_dims": 2, "init_filters": 8},
         batch=picture(1),
-        sizes=((2, 32), (3, 48)),
+        sizes=((2, 32), (3, 48), (1, 64)),
     ),
     "monai UNETR": Packaged(
         module="monai.networks.nets",

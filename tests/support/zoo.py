@@ -2,7 +2,8 @@
 
     model, batch = ZOO["SanaTransformer2DModel"].make(size=0)
 
-``size`` 0 is the example; 1 has other samples and a larger picture, where the class takes one.
+``size`` 0 is the example. 1 has more samples and a larger picture, 2 one sample alone and a picture whose half is odd,
+where the class takes other sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Any]
-SIZES = ((2, 8, 5), (3, 12, 7))
+SIZES = ((2, 8, 5), (3, 12, 7), (1, 10, 4))
 """Samples, side of the latents, text tokens."""
 
 

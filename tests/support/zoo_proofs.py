@@ -1,4 +1,4 @@
-"""What every class of the zoo has to show as a traced list, beside the equality of its table row.
+"""What every traced model has to show beside equality at three sizes.
 
 Dropout is on in all of them. Where ranks run microbatches in an order of their own, each module draws from a seed of
 its own name, so that the unpartitioned model draws the same.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from support.families import TOLERANCE, another, assert_close, mean_gradients, planned_gradients, plans
 from support.traced import assert_equal
-from support.zoo import ZOO, Batch, output_of
+from support.zoo import Batch, output_of
 from support.zoo_table import runs
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -65,27 +65,22 @@ def _groups(module: nn.Module) -> int:
 def listed(model: nn.Module, batch: Batch, granularity: Any = "block") -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return to_layers(model, example_batch=batch, granularity=granularity)
+        return to_layers(model, example_batch=batch, granularity=granularity, trace=True)
 
 
 # ------------------------------------------------------------------------------------------ the proofs
 
 
-def all_at_once(name: str) -> None:
+def assert_all_at_once(model: nn.Module, batch: Batch) -> None:
     """Bit for bit in train mode with dropout, in bf16, with LoRA before the cut; base weights are trained too.
 
     In fp32 where the model's own forward cannot do with bf16.
     """
-    model, batch = ZOO[name].model(name), ZOO[name].example()
     assert add_adapters(model)
     with_dropout(model)
     if runs(copy.deepcopy(model).bfloat16(), in_bfloat16(batch)):
         model, batch = model.bfloat16(), in_bfloat16(batch)
     assert_equal(model, listed(model, batch), batch)
-
-
-def ranks(name: str) -> None:
-    assert_ranks_agree(ZOO[name].model(name), ZOO[name].example())
 
 
 def assert_ranks_agree(model: nn.Module, batch: Batch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from support.traced import assert_equal
-from support.zoo import ZOO, Batch, output_of
+from support.zoo import SIZES, ZOO, Batch, output_of
 
 from deepspeed_pulse.engine.specs import graph_of
 from deepspeed_pulse.errors import BatchError, PulseError
@@ -25,7 +25,7 @@ HEAD = "| class | layers | long skips | result |\n|---|---|---|---|\n"
 
 def row(name: str) -> str:
     """A line of the table."""
-    model, batches = ZOO[name].model(name), [ZOO[name].example(0), ZOO[name].example(1)]
+    model, batches = ZOO[name].model(name), [ZOO[name].example(size) for size in range(len(SIZES))]
     if not runs(model, batches[0]):
         return f"| {name} | | | not tried: this small configuration does not run |"
     with warnings.catch_warnings():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from support import zoo_proofs
 from support.zoo import ZOO
+from support.zoo_proofs import assert_all_at_once, assert_ranks_agree
 from support.zoo_table import row, written
 
 
@@ -19,8 +19,8 @@ def test_a_class_is_what_the_table_says(name):
         found = row(name)
         assert found in written()
         if "equal" in found:
-            zoo_proofs.all_at_once(name)
-            zoo_proofs.ranks(name)
+            assert_all_at_once(ZOO[name].model(name), ZOO[name].example())
+            assert_ranks_agree(ZOO[name].model(name), ZOO[name].example())
 
 
 def test_the_table_has_forty_classes_that_are_equal():
