@@ -97,7 +97,8 @@ def has_weights(module: nn.Module) -> bool:
 
 
 def _named(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    if isinstance(blocks, str) or not all(isinstance(one, str) for one in blocks) or not blocks:
+    listed = isinstance(blocks, (list, tuple, set, frozenset))
+    if not listed or not blocks or not all(isinstance(one, str) for one in blocks):
         raise GraphError(f'blocks: expected "auto" or a list of paths of modules, found {blocks!r}')
     modules: Mapping[str, nn.Module] = dict(model.named_modules())
     found = set[str]()

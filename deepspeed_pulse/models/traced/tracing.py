@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.errors import GraphError, PulseError
+from deepspeed_pulse.errors import BatchError, GraphError, PulseError, did_you_mean
 from deepspeed_pulse.models.families import PlanCache
 from deepspeed_pulse.models.traced import names
 from deepspeed_pulse.models.traced.batch import Given, on_device
@@ -125,6 +125,7 @@ def _traced(
     _add_weights(model, recorder)
     if "return_dict" in inspect.signature(model.forward).parameters and "return_dict" not in keywords:
         keywords["return_dict"] = False
+    _check_arguments(model, positional, keywords)
     drawn, drawn_by_numpy = random.getstate(), _state_of_numpy()
     try:
         with (
@@ -147,7 +148,8 @@ def _traced(
     except Exception as problem:
         raise GraphError(
             f"{name} cannot be traced with this example_batch: its forward fails at {line_of(problem)}: "
-            f"{type(problem).__name__}: {_with_sizes(str(problem), symbols, given)}"
+            f"{type(problem).__name__}: {_with_sizes(str(problem), symbols, given)}; where the model runs "
+            "with this batch, name the module around that line with blocks=[...], so that it is kept whole"
         ) from problem
     by_numpy = _state_of_numpy() != drawn_by_numpy
     if random.getstate() != drawn or by_numpy:
@@ -200,6 +202,23 @@ def _arguments(mode: Any, recorder: Recorder, given: Given) -> tuple[list[Any], 
         inputs = values[given.first]
         return (list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]), {}, symbols
     return [], keywords, symbols
+
+
+def _check_arguments(model: nn.Module, positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raises a :class:`BatchError` for entries that forward does not take, and for those that it lacks."""
+    called = f"{type(model).__name__}.forward"
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        for name in keywords:
+            if name not in named:
+                raise BatchError(
+                    f"example_batch: {called} takes no {name!r}{did_you_mean(name, named)}; it takes {', '.join(named)}"
+                )
+    needed = [one.name for one in parameters if one.default is one.empty and one.name in named][len(positional) :]
+    if lacking := [name for name in needed if name not in keywords]:
+        found = ", ".join(keywords) or "a tensor"
+        raise BatchError(f"example_batch: {called} needs {', '.join(map(repr, lacking))}, too; found {found}")
 
 
 def _put(at: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:

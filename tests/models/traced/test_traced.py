@@ -175,8 +175,12 @@ def test_a_new_user_is_told_what_to_pass():
         to_layers(PlainUNet(), example_batch={"x": 1})
     with pytest.raises(BatchError, match=r"its first entry 't' is the first layer's input"):
         to_layers(PlainUNet(), example_batch={"t": 1.0, "x": torch.ones(1, 3, 8, 8)})
-    with pytest.raises(GraphError, match=r"forward fails at .*TypeError.*unexpected keyword argument 'y'"):
-        to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 3, 8, 8), "y": torch.ones(1)})
+    with pytest.raises(BatchError, match=r"PlainUNet.forward takes no 'tt' \(did you mean \"t\"\?\); it takes x, t"):
+        to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 3, 8, 8), "tt": torch.ones(1)})
+    with pytest.raises(BatchError, match=r"PlainUNet.forward needs 't', too; found x$"):
+        to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 3, 8, 8)})
+    with pytest.raises(BatchError, match=r"PlainUNet.forward needs 't', too; found a tensor$"):
+        to_layers(PlainUNet(), example_batch=torch.ones(1, 3, 8, 8))
     with pytest.raises(GraphError, match=r"forward fails at .*plain_nets.py:\d+"):
         to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 5, 8, 8), "t": torch.ones(1)})
     with pytest.raises(GraphError, match=r"forward fails at .*got \[2, 7\] X \[8, 8\]"):
@@ -187,6 +191,9 @@ def test_a_new_user_is_told_what_to_pass():
         to_layers(scripted, example_batch={"input": torch.ones(2, 8)})
     with pytest.raises(GraphError, match=r"blocks: PlainUNet has no module 'down9'.*did you mean"):
         to_layers(PlainUNet(), example_batch=plain_unet_batch(), blocks=["down9"])
+    for blocks in ("down", 3, [], [nn.Linear]):
+        with pytest.raises(GraphError, match=r'blocks: expected "auto" or a list of paths of modules, found'):
+            to_layers(PlainUNet(), example_batch=plain_unet_batch(), blocks=blocks)
     with pytest.raises(GraphError, match=r"found the option 'attention_mask', which is for families"):
         to_layers(PlainUNet(), example_batch=plain_unet_batch(), attention_mask=True)
 
