@@ -74,11 +74,12 @@ def launch(
 PER_LAUNCH = (
     *("WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "PYTEST_CURRENT_TEST"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "HCCL_BUFFSIZE", "P2P_HCCL_BUFFSIZE"),
+    *("STANDIN_WAITS", "STANDIN_KERNEL_DELAY_US", "STANDIN_MESSAGE_DELAY_US"),
 )
 """What no import depends on."""
 
 _SERVERS = 4
-"""At most so many at a time, some 300 MB each: the CPU's, and the stand-in's under both kinds of wait, late and not."""
+"""At most so many at a time, some 300 MB each: the CPU's, and the stand-in's, each with this package and without."""
 
 _servers: list[Server] = []
 """The one that was asked last comes last."""

@@ -16,7 +16,7 @@ class Carrier {
 
   void send(const at::Tensor& tensor, int peer) {
     put({tensor}, [=, group = group_](Tensors& views) {
-      if (kMessageDelay) usleep(kMessageDelay);
+      if (message_delay()) usleep(message_delay());
       if (views[0].numel()) group->send(views, peer, 0)->wait();
     });
   }
@@ -30,7 +30,7 @@ class Carrier {
   // all at once, so that their order is no matter; a peer below 0: send to -1 - peer
   void batch(const Tensors& tensors, const std::vector<int>& peers) {
     put(tensors, [=, group = group_](Tensors& views) {
-      if (kMessageDelay) usleep(kMessageDelay);
+      if (message_delay()) usleep(message_delay());
       std::vector<c10::intrusive_ptr<c10d::Work>> works;
       for (size_t i = 0; i < views.size(); ++i) {
         Tensors one{views[i]};

@@ -85,7 +85,7 @@ class Stream {
   }
 
   void run(std::pair<Job, bool> job) {
-    if (kKernelDelay && job.second) usleep(kKernelDelay);
+    if (kernel_delay() && job.second) usleep(kernel_delay());
     try {
       job.first();
     } catch (const std::exception& error) {

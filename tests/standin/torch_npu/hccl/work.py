@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_npu import counters
-from torch_npu.hccl.dtypes import WAITS
+from torch_npu.hccl.dtypes import rules
 
 POLL_SECONDS = 1e-3
 """Between two looks of NCCL's wait with a timeout."""
@@ -28,7 +28,7 @@ class Work(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         torch.npu.current_stream().wait_event(self.end)
-        if WAITS == "nccl" and timeout is not None and timeout.total_seconds() > 0:
+        if rules() == "nccl" and timeout is not None and timeout.total_seconds() > 0:
             self._poll(timeout.total_seconds())
         self.tensors = []
         return True
