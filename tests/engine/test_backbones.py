@@ -13,6 +13,13 @@ LAYOUTS = [(world, P) for world in (1, 2, 4) for P in (1, 2, 4) if world % P == 
 """Ranks of the world and of a pipeline; replicas where these are fewer."""
 
 
+ON_FOUR: list[dict[str, Any]] = [
+    {"P": 4, "M": 4, "directions": "opposite", "set": "two toys", "clip": 0.1},
+    {"P": 4, "M": 2, "directions": "opposite", "set": "three toys", "zero": 1, "clip": 0.1},
+    {"P": 2, "M": 2, "directions": "opposite", "set": "two toys", "zero": 1, "clip": 0.1},
+]
+
+
 def whole_product(P: int) -> list[dict[str, Any]]:
     """Microbatches and directions; precision, clipping and what runs again by turns."""
     found = []
@@ -45,9 +52,14 @@ def some(world: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(4, marks=pytest.mark.soak)])
 def test_each_trains_as_if_alone(subtests: pytest.Subtests, world: int) -> None:
     launch_each(subtests, "support.backbone_ranks:run_cases", world, some(world), timeout=500)
+
+
+@pytest.mark.timeout(600)
+def test_on_four_ranks_each_trains_as_if_alone(subtests: pytest.Subtests) -> None:
+    launch_each(subtests, "support.backbone_ranks:run_cases", 4, ON_FOUR, timeout=500)
 
 
 @pytest.mark.soak
@@ -58,14 +70,22 @@ def test_the_whole_product(subtests: pytest.Subtests, world: int, P: int) -> Non
 
 
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: Path, world: int) -> None:
     cases = [
-        {"P": 4, "M": 4, "set": "two toys", "directions": "opposite", "then": {"directions": "same"}},
-        {"P": 4, "M": 2, "set": "two toys", "directions": "same", "then": {"placement": "linear"}},
-        {"P": 2, "M": 2, "set": "two toys", "zero": 1, "directions": "same", "then": {"directions": "opposite"}},
+        {"P": world, "M": 4, "set": "two toys", "directions": "opposite", "then": {"directions": "same"}},
+        {"P": world, "M": 2, "set": "two toys", "directions": "same", "then": {"placement": "linear"}},
+        {
+            "P": world // 2,
+            "M": 2,
+            "set": "two toys",
+            "zero": 1,
+            "directions": "same",
+            "then": {"directions": "opposite"},
+        },
     ]
     arguments = {"folder": str(tmp_path), "cases": cases}
-    launch_each(subtests, "support.backbone_ranks:resumes", 4, cases, arguments, timeout=500)
+    launch_each(subtests, "support.backbone_ranks:resumes", world, cases, arguments, timeout=500)
 
 
 def some_apart(world: int) -> list[dict[str, Any]]:
@@ -101,8 +121,9 @@ def whole_product_apart(P: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-def test_with_steps_of_their_own_each_trains_as_if_alone(subtests: pytest.Subtests) -> None:
-    launch_each(subtests, "support.backbone_apart_ranks:run_cases", 4, some_apart(4), timeout=500)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_with_steps_of_their_own_each_trains_as_if_alone(subtests: pytest.Subtests, world: int) -> None:
+    launch_each(subtests, "support.backbone_apart_ranks:run_cases", world, some_apart(world), timeout=500)
 
 
 @pytest.mark.soak

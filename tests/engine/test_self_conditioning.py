@@ -50,7 +50,7 @@ def some(world: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(4, marks=pytest.mark.soak)])
 def test_equal_to_one_process(subtests: pytest.Subtests, world: int) -> None:
     launch_each(subtests, "support.selfcond_ranks:run_cases", world, some(world), timeout=300)
 
@@ -63,13 +63,14 @@ def test_the_whole_product(subtests: pytest.Subtests, world: int) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: Path, world: int) -> None:
     cases = [
-        {"P": 4, "M": 4, "placement": "wave", "then": {"placement": "linear"}},
+        {"P": world, "M": 4, "placement": "wave", "then": {"placement": "linear"}},
         {"P": 2, "M": 4, "placement": "linear", "p": 0.75, "then": {"placement": "wave"}},
     ]
     arguments = {"folder": str(tmp_path), "cases": cases}
-    launch_each(subtests, "support.selfcond_ranks:resumes", 4, cases, arguments, timeout=300)
+    launch_each(subtests, "support.selfcond_ranks:resumes", world, cases, arguments, timeout=300)
 
 
 @pytest.mark.timeout(300)

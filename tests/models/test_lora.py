@@ -56,6 +56,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"P": 2, "freeze": MIDDLE_ON, "clip": 0.0},
         {"P": 2, "lora": "everywhere", "bf16": True},
         {"P": 2, "lora": "everywhere", "mixed": True, "clip": 0.01},
+        {"P": 1, "lora": "last", "clip": 0.01, "zero": 1},
     ],
     4: [
         {"P": 4, "lora": "everywhere", "clip": 0.01, "ema": {"use_ema_warmup": True, "power": 0.75}},
@@ -70,7 +71,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_what_trains_trains_as_in_one_process(subtests: pytest.Subtests, world: int, tmp_path: Path) -> None:
     cases = [{**case, "out": str(tmp_path)} for case in CASES[world]]
     launch_each(subtests, "support.lora_ranks:run_cases", world, cases, timeout=500)
