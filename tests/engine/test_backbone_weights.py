@@ -29,5 +29,5 @@ def test_a_backbone_moves_between_runs(subtests: pytest.Subtests, tmp_path: Path
 
 @pytest.mark.timeout(300)
 def test_each_is_exported(tmp_path: Path) -> None:
-    outputs = launch("support.backbone_weights_ranks:exports", 4, str(tmp_path), timeout=250)
+    outputs = launch("support.backbone_weights_ranks:exports", 2, str(tmp_path), timeout=250)
     assert all("EXPORTED" in output for _, output in outputs)

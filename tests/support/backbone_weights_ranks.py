@@ -142,7 +142,7 @@ def exports(folder: str) -> None:
     from deepspeed_pulse.models import gather_model, save_pretrained
 
     share_groups()
-    case = {"P": 4, "M": 2, "set": "two unets", "directions": "opposite"}
+    case = {"P": 2, "M": 2, "set": "two unets", "directions": "opposite"}
     joint, out = joint_engine(case), Path(folder)
     names = list(parts_of(case))
     averaged = [averages(joint, name) for name in names]
