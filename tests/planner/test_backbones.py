@@ -107,6 +107,16 @@ def test_no_plan_is_slower_than_one_backbone_after_the_other(works, memory_bytes
     assert memory_bytes is None or max(plan.estimate.peak_bytes) <= memory_bytes
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("works", "most"), [((1, 2), 85), ((1, 4), 156)])
+def test_unequal_backbones_share_two_stashes_a_rank(works, most):
+    """Each layer of these keeps one byte. Neither direction is always the better one, so both are tried."""
+    found = [planned(4, 4, works, ways, memory_bytes=8, seconds=40) for ways in ((0, 0), (0, 1))]
+    assert min(one.estimate.makespan_ms for one in found) <= most
+    assert all(max(one.estimate.peak_bytes) <= 8 for one in found)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_backbones_beside_each_other_never_wait_for_room_that_another_took(seed):
     """Any weights, directions and times: a cap that lets one microbatch of each through is enough."""
