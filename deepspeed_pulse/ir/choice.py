@@ -58,14 +58,13 @@ class Choice:
             "gradient_accumulation_steps": self.microbatches,
             "zero_optimization": {"stage": self.zero_stage},
             **({precision: {"enabled": True}} if precision else {}),
-            **({"data_types": {"grad_accum_dtype": "fp32"}} if apart and self.zero_stage else {}),
             "pulse": {"plan": plan_path, **({"backbone_steps": "each"} if apart else {})},
         }
 
 
-def may_step_apart(dtype: str, zero_stage: int) -> bool:
-    """Several backbones may make steps of their own; in fp16 one loss scale is for all, and ZeRO-1 needs bf16."""
-    return dtype == "bfloat16" or (dtype != "float16" and not zero_stage)
+def may_step_apart(dtype: str) -> bool:
+    """Several backbones may make steps of their own; in fp16 one loss scale is for all."""
+    return dtype != "float16"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "own steps of one": ("ConfigError", '"backbone_steps": "each": expected several backbones, found one'),
     "own steps in words": ("ConfigError", 'key \'backbone_steps\': expected "together", "each" or "auto", found'),
     "own steps with fp16": ("ConfigError", '"backbone_steps": "each": expected no fp16', 'use "together"'),
-    "own steps with ZeRO-1 in fp32": ("ConfigError", '"backbone_steps": "each": expected with ZeRO-1 bf16 and'),
+    "own steps with sums in backward": ("ConfigError", '"backbone_steps": "each": expected no "overlap_comm"'),
     "groups of both beside a schedule": ("ConfigError", "expected parameter groups of one backbone each", "together"),
     "parameters of an unknown": ("ConfigError", "(base, upper), found 'bese' (did you mean \"base\"?)"),
     "on some ranks": ("GraphError", "PipelineModule(): ranks 0 and 1 differ"),

@@ -98,6 +98,8 @@ def some_apart(world: int) -> list[dict[str, Any]]:
         {**opposite, "M": 2, "precision": "bf16", "clip": 0.1, "schedule": True},
         {**opposite, "P": max(1, P // 2), "M": 2, "then M": 4, "clip": 0.1},
         {**opposite, "P": max(1, P // 2), "M": 2, "precision": "bf16", "zero": 1, "accumulate": "fp32", "clip": 0.1},
+        {**opposite, "P": max(1, P // 2), "M": 2, "zero": 1, "clip": 0.1, "schedule": True},
+        {**opposite, "P": max(1, P // 2), "M": 2, "precision": "bf16", "zero": 1, "then M": 4},
         {**opposite, "set": "two encoded", "M": 4, "clip": 0.1},
         {"P": max(1, P // 2), "M": 2, "directions": "same", "set": "encoded and toy"},
     ]
@@ -112,6 +114,8 @@ def whole_product_apart(P: int) -> list[dict[str, Any]]:
             {**base, "set": "three toys", "schedule": True},
             {**base, "set": "two toys", "precision": "bf16", "clip": 0.1},
             {**base, "set": "two toys", "precision": "bf16", "zero": 1, "accumulate": "fp32", "schedule": True},
+            {**base, "set": "three toys", "zero": 1, "clip": 0.1},
+            {**base, "set": "two toys", "precision": "bf16", "zero": 1, "schedule": True},
             {**base, "set": "two toys", "interval": 1, "rates": [0.05, 0.01]},
             {**base, "set": "two encoded", "clip": 0.1},
             {**base, "set": "two unets"},
@@ -138,6 +142,7 @@ def test_steps_of_their_own_go_on_from_a_checkpoint(subtests: pytest.Subtests, t
     cases = [
         {"P": 2, "M": 2, "set": "two toys", "directions": "opposite", "adam": True},
         {"P": 2, "M": 2, "set": "two toys", "directions": "same", "clip": 0.1},
+        {"P": 1, "M": 2, "set": "two toys", "directions": "opposite", "adam": True, "zero": 1},
     ]
     arguments = {"cases": cases, "folder": str(tmp_path)}
     launch_each(subtests, "support.backbone_apart_ranks:resumes", 2, cases, arguments, timeout=500)

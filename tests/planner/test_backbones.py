@@ -284,9 +284,8 @@ def test_sums_of_steps_of_their_own_are_counted_behind_the_rows():
         assert sum_.start_ms >= max(span.end_ms for span in timeline.spans_of(sum_.rank))
 
 
-@pytest.mark.parametrize(("steps", "dtype", "shared"), [("each", "float32", False), ("auto", "bfloat16", True)])
-def test_steps_of_their_own_are_tuned_within_their_bounds(steps, dtype, shared):
-    """Only what the engine can run: with the optimizer shared, in bf16."""
+@pytest.mark.parametrize(("steps", "dtype"), [("each", "float32"), ("auto", "bfloat16")])
+def test_steps_of_their_own_are_tuned_within_their_bounds(steps, dtype):
     costs = replace(several(2, 1, 3), dtype=dtype)
     given = Constraints(backbone_steps=steps, pipeline_ranks=2, waves=(1,), loops=())
     job = OpenJob(profiles=[costs], cluster=cluster(ranks=4), global_batch=4, given=given)
@@ -294,14 +293,12 @@ def test_steps_of_their_own_are_tuned_within_their_bounds(steps, dtype, shared):
     assert tune(job, solver_seconds=0).best.samples_per_second == found.best.samples_per_second
     assert carried_actions(found.best.planned)
     for trial in found.trials:
-        choice, stage = trial.choice, trial.choice.zero_stage
-        assert stage == 0 or shared or steps == "auto"
+        choice = trial.choice
         if trial.plan is not None:
             least = ideal_ms(costs, choice.placement, choice.microbatches, split=True, apart=True)
             assert trial.plan.estimate.step_ms >= least
-            assert not stage or shared or not carried_actions(trial.plan)
     config = replace(found.best.choice, zero_stage=1).ds_config(costs, "plan.json", apart=True)
-    assert config["pulse"]["backbone_steps"] == "each" and config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["pulse"]["backbone_steps"] == "each"
     halves = replace(job, profiles=[replace(costs, dtype="float16")])
     if steps == "auto":
         assert not carried_actions(tune(halves, solver_seconds=0).best.planned)

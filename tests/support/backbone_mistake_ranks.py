@@ -124,7 +124,9 @@ def construction(folder: Path) -> dict[str, Case]:
         "own steps of one": lambda: module(EACH, backbones=None, layers=toy_layers(), loss_fn=loss_fn),
         "own steps in words": lambda: module({"backbone_steps": "both"}),
         "own steps with fp16": lambda: module(config=config_with(EACH, fp16={"enabled": True})),
-        "own steps with ZeRO-1 in fp32": lambda: module(config=config_with(EACH, zero_optimization={"stage": 1})),
+        "own steps with sums in backward": lambda: module(
+            config=config_with(EACH, zero_optimization={"stage": 1, "overlap_comm": True})
+        ),
         "groups of both beside a schedule": own_schedule,
         "parameters of an unknown": lambda: module().backbone_parameters("bese"),
         "on some ranks": lambda: module(backbones=pair() if rank() else {"lower": one, "upper": one}),

@@ -2,7 +2,7 @@
 
 DeepSpeed has one optimizer over all parameter groups. Where each group is of one backbone, a step of some groups is a
 step of one backbone: for its time the optimizer sees no others. That holds for optimizers over gradients where autograd
-leaves them, and for DeepSpeed's over bf16 weights with fp32 gradients, ZeRO-1 included.
+leaves them, for DeepSpeed's over bf16 weights with fp32 gradients, and for ZeRO-1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads, ReduceTiedGrads
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_pulse.engine.gradients.clipping import OwnNorms
 from deepspeed_pulse.engine.gradients.completion import complete_tied
@@ -41,6 +42,38 @@ _BY_GROUP = (
 )
 """What DeepSpeed's bf16 optimizer has a list of, one item a group."""
 
+_BY_GROUP_OF_ZERO = (
+    "all_grad_tensors",
+    "averaged_gradients",
+    "bit16_groups",
+    "bit16_groups_flat",
+    "first_offset",
+    "first_param_index_in_partition",
+    "grad_partition_insertion_offset",
+    "grad_start_offset",
+    "is_grad_computed",
+    "is_partition_reduced",
+    "parallel_partitioned_bit16_groups",
+    "param_to_partition_ids",
+    "params_in_partition",
+    "params_not_in_partition",
+    "partition_count",
+    "partition_size",
+    "real_dp_process_group",
+    "remaining_grads_in_partition",
+    "round_robin_bit16_groups",
+    "round_robin_bit16_indices",
+    "round_robin_bit16_meta",
+    "round_robin_bit16_offsets",
+    "round_robin_bit16_padding",
+    "single_partition_of_fp32_groups",
+    "total_grads_in_partition",
+)
+"""What DeepSpeed's ZeRO-1 has a list of, one item a group, or a dict of, by the number of the group."""
+
+_UNHEARD = {"check_grad_overflow": False, "compute_grad_norm": False}
+"""What keeps ZeRO-1 from a norm of its own, which nothing reads: backbones are clipped before."""
+
 _OWN = 'use "backbone_steps": "together" in the "pulse" block'
 
 Values = Sequence[Mapping[str, Any]]
@@ -50,15 +83,13 @@ Values = Sequence[Mapping[str, Any]]
 def refusal(config: Mapping[str, Any] | None) -> str | None:
     """Why backbones cannot make steps of their own under a DeepSpeed config; None where they can."""
     given = config or {}
-    fp16, bf16 = (bool(_section(given, key).get("enabled")) for key in ("fp16", "bf16"))
-    stage = _section(given, "zero_optimization").get("stage", 0)
-    if fp16:
+    if _section(given, "fp16").get("enabled"):
         return "expected no fp16, whose loss scale is one for all backbones"
     if _section(given, "torch_autocast").get("enabled"):
         return "expected no torch_autocast, which may scale the losses of all backbones"
-    accumulates = _section(given, "data_types").get("grad_accum_dtype")
-    if stage and not (bf16 and accumulates == "fp32"):
-        return 'expected with ZeRO-1 bf16 and "data_types": {"grad_accum_dtype": "fp32"}, or stage 0'
+    for key in ("overlap_comm", "offload_optimizer"):
+        if _section(given, "zero_optimization").get(key):
+            return f'expected no "{key}" under ZeRO-1, which takes gradients of all backbones as they come'
     return None
 
 
@@ -122,7 +153,8 @@ class OwnSteps:
         self._before: Values = ()
         self._now: Values = ()
         optimizer = engine.optimizer
-        unknown = isinstance(optimizer, ZeROOptimizer) and not isinstance(optimizer, BF16_Optimizer)
+        known = (BF16_Optimizer, DeepSpeedZeroOptimizer)
+        unknown = isinstance(optimizer, ZeROOptimizer) and not isinstance(optimizer, known)
         if unknown or not hasattr(optimizer, "param_groups") or engine.fp16_enabled():
             raise self._refused(f"the optimizer {type(optimizer).__name__}")
         if isinstance(optimizer, BF16_Optimizer) and (optimizer.immediate_grad_update or engine.has_moe_layers):
@@ -135,8 +167,8 @@ class OwnSteps:
 
     def _refused(self, found: str) -> ConfigError:
         return ConfigError(
-            "backbones that make steps of their own: expected gradients that DeepSpeed sums and an optimizer for fp32, "
-            f"or bf16 with fp32 gradients, found {found}; {_OWN}"
+            "backbones that make steps of their own: expected gradients that DeepSpeed sums and an optimizer for "
+            f"fp32 or bf16, ZeRO-1 or without, found {found}; {_OWN}"
         )
 
     def _held(self) -> Sequence[Sequence[torch.Tensor]]:
@@ -144,6 +176,8 @@ class OwnSteps:
         optimizer = self._engine.optimizer
         if isinstance(optimizer, BF16_Optimizer):
             return list(optimizer.bf16_groups)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return list(optimizer.bit16_groups)
         return [group["params"] for group in optimizer.param_groups]
 
     def _owner_of(self, number: int, parameters: Iterable[torch.Tensor]) -> int:
@@ -189,7 +223,12 @@ class OwnSteps:
         for weight, group in tied:
             gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
             dist.all_reduce(gradient, group=group)
-        engine.buffered_allreduce_fallback(grads=list(self._gradients(backbone)))
+        gradients = list(self._gradients(backbone))
+        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+            with self._only(backbone), _changed(engine, "_force_grad_boundary", True):
+                engine.allreduce_gradients()
+        else:
+            engine.buffered_allreduce_fallback(grads=gradients)
 
     def _gradients(self, backbone: int) -> Iterator[torch.Tensor]:
         """Of all its parameters that train, zeros where this rank's data has not used one; others' may have."""
@@ -209,7 +248,7 @@ class OwnSteps:
 
     def _clear(self, backbone: int) -> None:
         optimizer = self._engine.optimizer
-        if isinstance(optimizer, BF16_Optimizer):
+        if isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
             optimizer.zero_grad()
             return
         for parameter in self._parameters(backbone):
@@ -220,33 +259,62 @@ class OwnSteps:
         """The optimizer has a backbone's groups only."""
         optimizer = self._engine.optimizer
         mine = [number for number, owner in enumerate(self._groups) if owner == backbone]
-        if not isinstance(optimizer, BF16_Optimizer):
+        if not isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
             with _items_of(optimizer, "param_groups", mine):
                 yield
             return
-        optimizer.clip_grad = 0.0
-        linked, optimizer._hp_optimizer_states_linked = optimizer._hp_optimizer_states_linked, True
+        names, changes = (_BY_GROUP, {}) if isinstance(optimizer, BF16_Optimizer) else (_BY_GROUP_OF_ZERO, _UNHEARD)
+        linked = optimizer._hp_optimizer_states_linked
         with ExitStack() as stack:
-            for name in _BY_GROUP:
+            for name, value in {**changes, "clip_grad": 0.0, "_hp_optimizer_states_linked": True}.items():
+                stack.enter_context(_changed(optimizer, name, value))
+            for name in names:
                 stack.enter_context(_items_of(optimizer, name, mine))
             stack.enter_context(_items_of(optimizer.optimizer, "param_groups", mine))
             yield
-        optimizer._hp_optimizer_states_linked = linked
-        if not linked and all(part in optimizer.optimizer.state for part in optimizer.fp32_groups_flat_partition):
+        if not linked and all(part in optimizer.optimizer.state for part in self._partitions()):
             optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _partitions(self) -> Sequence[torch.Tensor]:
+        """What the optimizer inside has state of, by group."""
+        optimizer = self._engine.optimizer
+        zero = isinstance(optimizer, DeepSpeedZeroOptimizer)
+        found: Sequence[torch.Tensor] = (
+            optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
+        )
+        return found
+
+
+@contextmanager
+def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An object's field has another value; a version without that field is left without."""
+    if not hasattr(owner, name):
+        yield
+        return
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager
 def _items_of(owner: Any, name: str, numbers: Sequence[int]) -> Iterator[None]:
-    """A list of an object has some of its items only; what is put in their places stays."""
-    every = getattr(owner, name)
-    some = [every[number] for number in numbers]
+    """A list of an object, or a dict by number, has some items only; what is put in their places stays."""
+    every = getattr(owner, name, None)
+    if every is None:
+        yield
+        return
+    keyed = isinstance(every, dict)
+    some: Any = {at: every[n] for at, n in enumerate(numbers) if n in every} if keyed else [every[n] for n in numbers]
     setattr(owner, name, some)
     try:
         yield
     finally:
-        for number, item in zip(numbers, some, strict=True):
-            every[number] = item
+        for at, number in enumerate(numbers):
+            if not keyed or at in some:
+                every[number] = some[at]
         setattr(owner, name, every)
 
 

@@ -75,7 +75,7 @@ class OpenJob:
                 "file"
             )
         dtype = self.sizes.smallest.dtype
-        if self.given.backbone_steps == "each" and not may_step_apart(dtype, 0):
+        if self.given.backbone_steps == "each" and not may_step_apart(dtype):
             raise ConfigError(
                 f'backbone steps: "each": expected profiles in float32 or bfloat16, found {dtype}; use "together"'
             )

@@ -143,7 +143,7 @@ class Tuner:
             choice.microbatches,
             reduction_ms=self._reduction_ms(choice),
             split=halves_tried(self._order_options(), profile)[-1],
-            apart=self._backbone_steps(choice) != "together",
+            apart=self._backbone_steps != "together",
         )
 
     def _reduction_ms(self, choice: Choice) -> float:
@@ -187,9 +187,7 @@ class Tuner:
         """Those that are tried of a family."""
         if self.given.zero_stage is not None:
             return (self.given.zero_stage,)
-        stages = (0, 1) if family.data_parallel > 1 else (0,)
-        each = self.given.backbone_steps == "each"
-        return tuple(stage for stage in stages if not each or self._may_step_apart(replace(family, zero_stage=stage)))
+        return (0, 1) if family.data_parallel > 1 else (0,)
 
     def _excluded(self, family: Choice) -> Trial | None:
         """What needs no plan to be excluded."""
@@ -243,7 +241,7 @@ class Tuner:
             boundaries=boundaries,
             within_ms=self._within_ms,
             part_skips=True,
-            backbone_steps=self._backbone_steps(choice),
+            backbone_steps=self._backbone_steps,
         )
 
     def _order_options(self) -> SearchOptions:
@@ -251,16 +249,14 @@ class Tuner:
         given = self.given
         return SearchOptions(schedule=given.schedule, split_backward=given.split_backward, solver_seconds=0.0)
 
-    def _backbone_steps(self, choice: Choice) -> str:
+    @property
+    def _backbone_steps(self) -> str:
         """As asked for; where steps of their own cannot be, and need not, together."""
-        return self.given.backbone_steps if self._may_step_apart(choice) else "together"
-
-    def _may_step_apart(self, choice: Choice) -> bool:
-        return may_step_apart(self.sizes.smallest.dtype, choice.zero_stage)
+        return self.given.backbone_steps if may_step_apart(self.sizes.smallest.dtype) else "together"
 
     def _unbound(self, choice: Choice, free: Plan | None) -> Trial | None:
         """The plan without regard to memory, if it fits."""
-        if free is None or (not self._may_step_apart(choice) and any(part.carried for part in free.backbones)):
+        if free is None:
             return None
         figures = self.figures(choice, free)
         if max(figures.peak_bytes) > self.job.limit_bytes:
@@ -319,7 +315,7 @@ class Tuner:
 
     def _better(self, trial: Trial, seconds: float) -> Trial:
         choice, job = trial.choice, self.job.chosen(trial.choice)
-        steps = self._backbone_steps(choice)
+        steps = self._backbone_steps
         options = replace(self._order_options(), solver_seconds=seconds, backbone_steps=steps)
         try:
             plan = ordered(trial.planned, job, options)
