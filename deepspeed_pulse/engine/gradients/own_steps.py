@@ -200,6 +200,7 @@ class OwnSteps:
         groups = self._engine.optimizer.param_groups
         return [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
 
+    @torch.no_grad()
     def end(self, backbone: int, *, earlier: bool) -> None:
         """Sum a backbone's gradients, clip them, and step; collective. ``earlier``: it is the step before that ends."""
         self._reduce(backbone)
