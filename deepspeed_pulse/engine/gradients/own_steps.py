@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,51 +29,73 @@ from deepspeed_pulse.errors import ConfigError
 _SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Options of a group that schedules of a script or of DeepSpeed change from step to step."""
 
-_BY_GROUP = (
-    "bf16_groups",
-    "bf16_groups_flat",
-    "bf16_partitioned_groups",
-    "fp32_groups_flat_partition",
-    "fp32_groups_gradients",
-    "fp32_groups_gradients_flat",
-    "fp32_groups_gradient_flat_partition",
-    "fp32_groups_has_gradients",
-    "group_paddings",
-    "real_dp_process_group",
-)
-"""What DeepSpeed's bf16 optimizer has a list of, one item a group."""
 
-_BY_GROUP_OF_ZERO = (
-    "all_grad_tensors",
-    "averaged_gradients",
-    "bit16_groups",
-    "bit16_groups_flat",
-    "first_offset",
-    "first_param_index_in_partition",
-    "grad_partition_insertion_offset",
-    "grad_start_offset",
-    "is_grad_computed",
-    "is_partition_reduced",
-    "parallel_partitioned_bit16_groups",
-    "param_to_partition_ids",
-    "params_in_partition",
-    "params_not_in_partition",
-    "partition_count",
-    "partition_size",
-    "real_dp_process_group",
-    "remaining_grads_in_partition",
-    "round_robin_bit16_groups",
-    "round_robin_bit16_indices",
-    "round_robin_bit16_meta",
-    "round_robin_bit16_offsets",
-    "round_robin_bit16_padding",
-    "single_partition_of_fp32_groups",
-    "total_grads_in_partition",
-)
-"""What DeepSpeed's ZeRO-1 has a list of, one item a group, or a dict of, by the number of the group."""
+@dataclass(frozen=True, kw_only=True)
+class _Flat:
+    """An optimizer of DeepSpeed's that keeps the parameters of a group in one flat tensor.
 
-_UNHEARD = {"check_grad_overflow": False, "compute_grad_norm": False}
-"""What keeps ZeRO-1 from a norm of its own, which nothing reads: backbones are clipped before."""
+    ``held``: its name for parameters by group; ``partitions``: for what the optimizer inside steps; ``by_group``: for
+    the lists with one item a group, and dicts by the number of the group. ``newer``: those that DeepSpeed 0.18 lacks.
+    ``changes``: what else has another value while it sees one backbone.
+    """
+
+    held: str
+    partitions: str
+    by_group: tuple[str, ...]
+    newer: tuple[str, ...] = ()
+    changes: Mapping[str, Any]
+
+
+_BF16 = _Flat(
+    held="bf16_groups",
+    partitions="fp32_groups_flat_partition",
+    by_group=(
+        "bf16_groups",
+        "bf16_groups_flat",
+        "bf16_partitioned_groups",
+        "fp32_groups_flat_partition",
+        "fp32_groups_gradients",
+        "fp32_groups_gradients_flat",
+        "fp32_groups_gradient_flat_partition",
+        "fp32_groups_has_gradients",
+        "group_paddings",
+        "real_dp_process_group",
+    ),
+    changes={"clip_grad": 0.0},
+)
+
+_ZERO_1 = _Flat(
+    held="bit16_groups",
+    partitions="single_partition_of_fp32_groups",
+    by_group=(
+        "all_grad_tensors",
+        "averaged_gradients",
+        "bit16_groups",
+        "bit16_groups_flat",
+        "first_offset",
+        "first_param_index_in_partition",
+        "grad_partition_insertion_offset",
+        "grad_start_offset",
+        "is_grad_computed",
+        "is_partition_reduced",
+        "parallel_partitioned_bit16_groups",
+        "param_to_partition_ids",
+        "params_in_partition",
+        "params_not_in_partition",
+        "partition_count",
+        "partition_size",
+        "real_dp_process_group",
+        "remaining_grads_in_partition",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_indices",
+        "round_robin_bit16_meta",
+        "single_partition_of_fp32_groups",
+        "total_grads_in_partition",
+    ),
+    newer=("round_robin_bit16_offsets", "round_robin_bit16_padding"),
+    # A norm of its own would be read by nothing: backbones are clipped before.
+    changes={"clip_grad": 0.0, "check_grad_overflow": False, "compute_grad_norm": False},
+)
 
 _OWN = 'use "backbone_steps": "together" in the "pulse" block'
 
@@ -87,8 +110,9 @@ def refusal(config: Mapping[str, Any] | None) -> str | None:
         return "expected no fp16, whose loss scale is one for all backbones"
     if _section(given, "torch_autocast").get("enabled"):
         return "expected no torch_autocast, which may scale the losses of all backbones"
+    zero = _section(given, "zero_optimization")
     for key in ("overlap_comm", "offload_optimizer"):
-        if _section(given, "zero_optimization").get(key):
+        if zero.get("stage", 0) and zero.get(key):
             return f'expected no "{key}" under ZeRO-1, which takes gradients of all backbones as they come'
     return None
 
@@ -153,8 +177,9 @@ class OwnSteps:
         self._before: Values = ()
         self._now: Values = ()
         optimizer = engine.optimizer
-        known = (BF16_Optimizer, DeepSpeedZeroOptimizer)
-        unknown = isinstance(optimizer, ZeROOptimizer) and not isinstance(optimizer, known)
+        kinds = ((BF16_Optimizer, _BF16), (DeepSpeedZeroOptimizer, _ZERO_1))
+        self._flat = next((flat for kind, flat in kinds if isinstance(optimizer, kind)), None)
+        unknown = isinstance(optimizer, ZeROOptimizer) and self._flat is None
         if unknown or not hasattr(optimizer, "param_groups") or engine.fp16_enabled():
             raise self._refused(f"the optimizer {type(optimizer).__name__}")
         if isinstance(optimizer, BF16_Optimizer) and (optimizer.immediate_grad_update or engine.has_moe_layers):
@@ -174,10 +199,8 @@ class OwnSteps:
     def _held(self) -> Sequence[Sequence[torch.Tensor]]:
         """Parameters by group."""
         optimizer = self._engine.optimizer
-        if isinstance(optimizer, BF16_Optimizer):
-            return list(optimizer.bf16_groups)
-        if isinstance(optimizer, DeepSpeedZeroOptimizer):
-            return list(optimizer.bit16_groups)
+        if self._flat is not None:
+            return list(getattr(optimizer, self._flat.held))
         return [group["params"] for group in optimizer.param_groups]
 
     def _owner_of(self, number: int, parameters: Iterable[torch.Tensor]) -> int:
@@ -225,7 +248,7 @@ class OwnSteps:
             gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
             dist.all_reduce(gradient, group=group)
         gradients = list(self._gradients(backbone))
-        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        if self._flat is _ZERO_1:
             with self._only(backbone), _changed(engine, "_force_grad_boundary", True):
                 engine.allreduce_gradients()
         else:
@@ -234,7 +257,7 @@ class OwnSteps:
     def _gradients(self, backbone: int) -> Iterator[torch.Tensor]:
         """Of all its parameters that train, zeros where this rank's data has not used one; others' may have."""
         optimizer = self._engine.optimizer
-        if isinstance(optimizer, BF16_Optimizer):
+        if self._flat is _BF16:
             for number, gradients in enumerate(optimizer.fp32_groups_gradients):
                 yield from (gradients if self._groups[number] == backbone else ())
             return
@@ -248,9 +271,8 @@ class OwnSteps:
         return [p for p in module.parameters() if p.requires_grad and module.backbone_of(p) == backbone]
 
     def _clear(self, backbone: int) -> None:
-        optimizer = self._engine.optimizer
-        if isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
-            optimizer.zero_grad()
+        if self._flat is not None:
+            self._engine.optimizer.zero_grad()
             return
         for parameter in self._parameters(backbone):
             parameter.grad = None
@@ -260,53 +282,40 @@ class OwnSteps:
         """The optimizer has a backbone's groups only."""
         optimizer = self._engine.optimizer
         mine = [number for number, owner in enumerate(self._groups) if owner == backbone]
-        if not isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
+        if self._flat is None:
             with _items_of(optimizer, "param_groups", mine):
                 yield
             return
-        names, changes = (_BY_GROUP, {}) if isinstance(optimizer, BF16_Optimizer) else (_BY_GROUP_OF_ZERO, _UNHEARD)
-        linked = optimizer._hp_optimizer_states_linked
+        linked, newer = optimizer._hp_optimizer_states_linked, [n for n in self._flat.newer if hasattr(optimizer, n)]
         with ExitStack() as stack:
-            for name, value in {**changes, "clip_grad": 0.0, "_hp_optimizer_states_linked": True}.items():
+            for name, value in {**self._flat.changes, "_hp_optimizer_states_linked": True}.items():
                 stack.enter_context(_changed(optimizer, name, value))
-            for name in names:
+            for name in (*self._flat.by_group, *newer):
                 stack.enter_context(_items_of(optimizer, name, mine))
             stack.enter_context(_items_of(optimizer.optimizer, "param_groups", mine))
             yield
-        if not linked and all(part in optimizer.optimizer.state for part in self._partitions()):
+        if not linked and all(part in optimizer.optimizer.state for part in getattr(optimizer, self._flat.partitions)):
             optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _partitions(self) -> Sequence[torch.Tensor]:
-        """What the optimizer inside has state of, by group."""
-        optimizer = self._engine.optimizer
-        zero = isinstance(optimizer, DeepSpeedZeroOptimizer)
-        found: Sequence[torch.Tensor] = (
-            optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
-        )
-        return found
 
 
 @contextmanager
 def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An object's field has another value; a version without that field is left without."""
-    if not hasattr(owner, name):
-        yield
-        return
-    before = getattr(owner, name)
+    """An object's field has another value; one that an older version does not read has it for that time only."""
+    had, before = hasattr(owner, name), getattr(owner, name, None)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 @contextmanager
 def _items_of(owner: Any, name: str, numbers: Sequence[int]) -> Iterator[None]:
     """A list of an object, or a dict by number, has some items only; what is put in their places stays."""
-    every = getattr(owner, name, None)
-    if every is None:
-        yield
-        return
+    every = getattr(owner, name)
     keyed = isinstance(every, dict)
     some: Any = {at: every[n] for at, n in enumerate(numbers) if n in every} if keyed else [every[n] for n in numbers]
     setattr(owner, name, some)
