@@ -87,6 +87,25 @@ def test_two_equal_waves_take_the_shortest_time_there_is(ranks, microbatches, sa
     assert [one.gap for one in found] == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "after", "halved", "linear"),
+    [(4, 4, 72, 54, 54), (4, 8, 114, 102, 102), (8, 8, 152, 114, 114), (8, 16, 234, 210, 210)],
+)
+def test_what_two_waves_beside_each_other_are_compared_with(ranks, microbatches, after, halved, linear):
+    """One after the other, each on half the ranks (stages of equal work), and linear in opposite directions."""
+
+    def step_ms(count, place, costs, **more):
+        job = Job(profile=costs, cluster=cluster(ranks=count), pipeline_ranks=count, microbatches=microbatches)
+        options = replace(QUICK, split_backward=False, **more)
+        return Maker(job=job, options=options).plan(place).estimate.makespan_ms
+
+    both, line = several(ranks, 1, 1), Placement.linear(ranks)
+    equal = tuple(range(0, 2 * ranks + 1, 2))
+    assert 2 * step_ms(ranks, Placement.wave(ranks), both.part(0)) == after
+    assert step_ms(ranks // 2, Placement.wave(ranks // 2), both.part(0), boundaries=equal) == halved
+    assert step_ms(ranks, Placement.of_backbones([line, line.mirrored]), both) == linear
+
+
 @pytest.mark.parametrize(("ways", "expected"), [((0, 0, 0), 153), ((0, 1, 0), 147), ((0, 0, 1), 147), ((0, 1, 1), 147)])
 def test_three_backbones_gain_by_one_that_is_reversed(ways, expected):
     assert planned(4, 8, (1, 1, 1), ways).estimate.makespan_ms == expected
