@@ -134,6 +134,12 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             figures.print_plan(module.planned, module.graph, module.layer_list)
             notes.print_notes(self)
 
+    def destroy(self) -> None:
+        """As upstream, once; SIGTERM no longer waits for a step of this engine."""
+        super().destroy()
+        if self._started:
+            self._preemption.end()
+
     def _held_bytes(self) -> int:
         """State of the layers and of the frozen parts on this rank."""
         shards = self.dp_world_size if self.zero_optimization_stage() == 1 else None

@@ -80,7 +80,7 @@ class SettledConfig(deepspeed.DeepSpeedConfig):
     """The config of one of our modules; its grid, which upstream passes as ``mpu``, brings the module's answer."""
 
     def __init__(self, config: Any, mpu: Any, mesh_device: Any = None) -> None:
-        super().__init__(mpu.settled_config(config), mpu, mesh_device)
+        super().__init__(mpu.settled_config()(config), mpu, mesh_device)
 
 
 def _make_config(cls: type, config: Any = None, mpu: Any = None, mesh_device: Any = None) -> Any:

@@ -6,6 +6,7 @@ import glob
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakMethod
 
 import deepspeed
 import torch
@@ -204,9 +205,12 @@ class PipelineModule(upstream.PipelineModule):
         return self.job.settled_config(config)
 
     def mpu(self) -> Any:
-        """Upstream's grid, through which a config is settled before it is parsed (see the hook)."""
+        """Upstream's grid, through which a config is settled before it is parsed (see the hook).
+
+        Upstream keeps the last grid for ever, so the grid must not keep the module, which has the engine.
+        """
         grid = super().mpu()
-        grid.settled_config = self.settled_config
+        grid.settled_config = WeakMethod(self.settled_config)
         return grid
 
     def _partition_layers(self, method: str = "uniform") -> None:

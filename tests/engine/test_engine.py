@@ -40,3 +40,7 @@ def test_trace_timelines_and_plan_cache(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events} >= {"0F0", "0B2"}
     assert len(list((tmp_path / "plans").glob("profile-*.json"))) == 1
+
+
+def test_an_engine_that_was_let_go_keeps_no_memory_and_swallows_no_signal() -> None:
+    launch("support.engine_ranks:makes_another", 2, timeout=200)

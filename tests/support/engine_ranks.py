@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
+import signal
 import time
+import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +383,32 @@ def trained(engine: Any) -> tuple[int, list[float]]:
     peak = torch.tensor(engine.pulse_stats()["peak_live_bytes"])
     torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
     return int(peak), losses
+
+
+def makes_another(_: Any) -> None:
+    """An engine that was destroyed is freed; the one after it hears SIGTERM."""
+    share_groups()
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    for config in ({}, {"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}):
+        first = make_engine(2, 2, optimizer=adam, **config)
+        if "bf16" not in config:
+            first.train_batch(data_iter=data_of(first, 0))
+        gone = weakref.ref(first), weakref.ref(first.module)
+        first.destroy()
+        del first
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None], f"an engine that was destroyed is still there: {config}"
+    first = make_engine(2, 2)
+    second = make_engine(2, 2)
+    first.destroy()
+    second.train_batch(data_iter=data_of(second, 0))
+    os.kill(os.getpid(), signal.SIGTERM)
+    ended = ""
+    try:
+        second.train_batch(data_iter=data_of(second, 1))
+        second.train_batch(data_iter=data_of(second, 2))
+    except SystemExit as end:
+        ended = str(end.code)
+    assert ended == "143", f"SIGTERM ended a step with {ended!r}"
+    second.destroy()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -15,6 +17,18 @@ EXIT_STATUS = 128 + signal.SIGTERM
 """What a shell reports for a process that SIGTERM ended."""
 
 
+_listening: WeakSet[Preemption] = WeakSet()
+"""Of all engines of this process; an engine that is gone must neither be kept nor swallow a signal."""
+
+
+def _hear(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not _listening:
+        os.kill(os.getpid(), signal.SIGTERM)
+    for one in _listening:
+        one.heard = True
+
+
 class Preemption:
     """Listens for SIGTERM on this rank, and asks at step ends whether any rank has heard it.
 
@@ -23,7 +37,7 @@ class Preemption:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._heard = False
+        self.heard = False
         self.group: Any = None
         """All ranks', over the host's memory; None: the world's own is."""
         if get_accelerator().device_name() != "cpu":
@@ -31,15 +45,17 @@ class Preemption:
             self.group = torch.distributed.new_group(backend="gloo", timeout=start_timeout(timeout_seconds))
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._hear)
+            signal.signal(signal.SIGTERM, _hear)
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is _hear:
+            _listening.add(self)
 
-    def _hear(self, number: int, frame: Any) -> None:
-        self._heard = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def end(self) -> None:
+        """The engine stops no more."""
+        _listening.discard(self)
 
     def agreed(self) -> bool:
         """True on every rank when any rank was asked to stop. Collective over the world."""
-        heard = torch.tensor([int(self._heard)])
+        heard = torch.tensor([int(self.heard)])
         if torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(heard, op=torch.distributed.ReduceOp.MAX, group=self.group)
         return bool(heard.item())
