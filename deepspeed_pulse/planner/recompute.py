@@ -86,13 +86,25 @@ def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, inter
         held = [Held(_made_again([profile.layers[i] for i in run]), max(beyond[i] for i in run)) for run in runs]
         if split:
             layers = [profile.layers[i] for i in plan.stage_layers(stage)]
-            workspace = max((max(x.workspace_bytes, x.halves_workspace_bytes) for x in layers), default=0)
-            late, cut = sum(x.late_bytes for x in layers), _cut_bytes(profile, plan, stage)
-            found.append(Held(sum(run.recomputed for run in held), workspace, late, cut))
+            late, most = _late_bytes(layers)
+            cut = _cut_bytes(profile, plan, stage)
+            found.append(Held(sum(run.recomputed for run in held), most - late, late, cut))
         else:
             kept = Held(0, max((size for i, size in beyond.items() if i not in plan.recompute), default=0))
             found.append(max([*held, kept], key=lambda one: one.recomputed + one.workspace))
     return tuple(found)
+
+
+def _late_bytes(layers: Sequence[LayerCost]) -> tuple[int, int]:
+    """What the input halves of a stage's layers keep in the end, and what is held at most on the way there.
+
+    They run from the last layer to the first: while one works, those before it have kept nothing yet.
+    """
+    late = most = 0
+    for layer in reversed(layers):
+        late += layer.late_bytes
+        most = max(most, late + layer.halves_workspace_bytes)
+    return late, most
 
 
 def _cut_bytes(profile: Profile, plan: Plan, stage: int) -> int:

@@ -489,8 +489,8 @@ class RankRuntime:
                 leaf.grad = None  # the leaf stays in a graph that waits for the weights' half
 
     def _end_backward(self, stage: int, m: int) -> None:
-        self._count_fresh(self._stages[stage].parameters)
         self._count("activations", -self._kept.pop((stage, m)))
+        self._count_fresh(self._stages[stage].parameters)
         self._count_gradients(m)
 
     # -- messages ----------------------------------------------------------------------------

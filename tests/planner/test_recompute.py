@@ -75,12 +75,20 @@ def test_none_all_and_lists():
 
 @pytest.mark.parametrize(("workspace", "held"), [(50, Held(30, 0)), (90, Held(0, 50))])
 def test_a_backward_holds_a_layer_that_runs_again_or_one_that_works(workspace, held):
-    """Layer 3 has freed 40 bytes when the others run; before the weight half none has, and both run again."""
+    """Layer 3 has freed 40 bytes when the others run; before the weight half both run again."""
     sizes = ((10, 5), (20, workspace), (30, 7), (40, 1))
     costs = profile([layer(activation_bytes=kept, workspace_bytes=works) for kept, works in sizes])
     found = replace(plan((0,), 1, boundaries=(0, 4)), recompute=(0, 2))
     assert held_in_backward(costs, found) == (held,)
-    assert held_in_backward(costs, found, split=True) == (Held(40, workspace),)
+    assert held_in_backward(costs, found, split=True) == (Held(40),)
+
+
+def test_input_halves_work_before_layers_in_front_have_kept_anything():
+    """Layer 2 works with 60 beside its 10; then layer 1 with 20 beside 10 + 30, and layer 0 with 5 beside all."""
+    sizes = ((4, 5), (30, 20), (10, 60))
+    layers = [layer(late_bytes=late, halves_workspace_bytes=works) for late, works in sizes]
+    (held,) = held_in_backward(profile(layers), plan((0,), 1, boundaries=(0, 3)), split=True)
+    assert (held.late, held.late + held.workspace) == (44, 70)
 
 
 def test_what_a_layer_has_read_is_there_when_it_runs_again():
