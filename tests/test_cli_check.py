@@ -60,8 +60,10 @@ def test_simulate_marks_ranks_that_do_not_fit(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("planned")
 def test_zero_stage_1_shares_the_optimizer_state(capsys: pytest.CaptureFixture[str]) -> None:
-    """4 layers of 10 MB a rank: 160 MB of state; over two ranks half of it, and 40 MB of copies, is divided by two."""
-    for stage, peak in ((0, "0.17"), (1, "0.15")):
+    """4 layers of 10 MB a rank: 160 MB of state; half of it, and 40 MB of copies, is divided by two, and a bucket of 40
+    MB comes to it.
+    """
+    for stage, peak in ((0, "0.17"), (1, "0.19")):
         rules = {"zero_stage": stage, "reduce_early": not stage}
         change("plan.json", lambda plan, rules=rules: plan.update(data_parallel=2, rules=rules))
         assert run(f"simulate plan.json {COSTS}") == 0

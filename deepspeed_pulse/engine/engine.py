@@ -21,7 +21,12 @@ from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading
 from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.gradients.clipping import OwnNorms
-from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
+from deepspeed_pulse.engine.gradients.completion import (
+    bucket_holds_no_more_than_there_is,
+    complete_tied,
+    mark_replicated,
+    norm_of_nothing_is_zero,
+)
 from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
@@ -44,6 +49,7 @@ from deepspeed_pulse.engine.starting.setting_up import watched_start
 from deepspeed_pulse.engine.starting.supported import check_same_block, check_supported
 from deepspeed_pulse.engine.step import Lowering, Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
+from deepspeed_pulse.ir.profile import BUCKET_ELEMENTS
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE, RankFigures
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
@@ -145,7 +151,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         shards = self.dp_world_size if self.zero_optimization_stage() == 1 else None
         fill = self.module.plan.fill
         frozen = 0 if fill is None else fill.param_bytes(self.stage_id)
-        return state_bytes(self.module.parameters(), shards=shards) + int(frozen)
+        bucket = getattr(self.optimizer, "reduce_bucket_size", BUCKET_ELEMENTS)
+        return state_bytes(self.module.parameters(), shards=shards, bucket_elements=int(bucket)) + int(frozen)
 
     def _aggregate_total_loss(self) -> Any:
         """As upstream; of several backbones the sum of their means."""
@@ -264,6 +271,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
                 model_parameters = split_groups(self.module, list(model_parameters))
         super()._configure_optimizer(*completed(client_optimizer, model_parameters, self, self.param_names))
         norm_of_nothing_is_zero(self.optimizer)
+        bucket_holds_no_more_than_there_is(self.optimizer)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> Any:
         compile_kernel(

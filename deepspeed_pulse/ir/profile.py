@@ -24,6 +24,15 @@ def optimizer_factor(dtype: str, *, zero: bool) -> int:
     return factor - 1 if zero and factor == state_factor("float32") else factor - 2
 
 
+BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's ``reduce_bucket_size`` where a config names none: ZeRO sums gradients by as many, or by all there are."""
+
+
+def bucket_bytes(dtype: str, param_bytes: int, elements: int = BUCKET_ELEMENTS) -> int:
+    """Of ZeRO's bucket, which is there from one step's sums to the next one's."""
+    return min(param_bytes, elements * (2 if state_factor(dtype) == state_factor("float16") else 4))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """Times in ms and sizes in bytes of one layer for one microbatch.

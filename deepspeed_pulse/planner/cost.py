@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.profile import LayerCost, Profile, optimizer_factor
+from deepspeed_pulse.ir.profile import LayerCost, Profile, bucket_bytes, optimizer_factor
 
 NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
 """What is assumed of a link nobody measured: one PCIe 4.0 x16 or 200 Gbit/s port."""
@@ -99,7 +99,8 @@ def state_bytes(profile: Profile, param_bytes: int, *, shards: int | None = None
     """Weights, gradients and optimizer state of ``param_bytes`` of parameters.
 
     ``shards``: under ZeRO-1, by which the optimizer part (fp32 master weights and two Adam moments) is divided; weights
-    and gradients are not.
+    and gradients are not, and ZeRO's bucket is beside them.
     """
     factor = optimizer_factor(profile.dtype, zero=shards is not None)
-    return 2 * param_bytes + -(-factor * param_bytes // (shards or 1))
+    bucket = 0 if shards is None else bucket_bytes(profile.dtype, param_bytes)
+    return 2 * param_bytes + bucket + -(-factor * param_bytes // (shards or 1))

@@ -17,12 +17,14 @@ from deepspeed_pulse.runtime.state import param_bytes, state_bytes
 
 @pytest.mark.parametrize(("dtype", "factor", "shared"), [(torch.float32, 4, 3), (torch.bfloat16, 8, 6)])
 def test_state_of_trained_and_frozen(dtype: torch.dtype, factor: int, shared: int) -> None:
-    """ZeRO-1 shares moments and master weights, which it keeps of fp32 weights too."""
+    """ZeRO-1 shares moments and master weights, which it keeps of fp32 weights too, and has a bucket of gradients."""
     layer = torch.nn.Linear(16, 16, dtype=dtype)
     layer.bias.requires_grad_(False)
     weight, bias = layer.weight.nbytes, layer.bias.nbytes
     assert state_bytes(layer.parameters()) == factor * weight + bias
-    assert state_bytes(layer.parameters(), shards=2) == 2 * weight + shared * weight // 2 + bias
+    sharded = 2 * weight + shared * weight // 2 + bias
+    assert state_bytes(layer.parameters(), shards=2) == sharded + weight
+    assert state_bytes(layer.parameters(), shards=2, bucket_elements=10) == sharded + 10 * layer.weight.itemsize
     assert factor * param_bytes(layer.parameters()) == factor * weight + bias
 
 

@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
 def complete_tied(module: Any, optimizer: Any) -> None:
@@ -56,6 +57,16 @@ def norm_of_nothing_is_zero(optimizer: Any) -> None:
         return [torch.zeros((), device=optimizer.fp32_groups_flat_partition[0].device)], found[1]
 
     optimizer.get_grads_for_norm = counted_or_zero
+
+
+def bucket_holds_no_more_than_there_is(optimizer: Any) -> None:
+    """ZeRO's bucket takes ``reduce_bucket_size`` whatever there is to put into it: 1 GB by default, twice in a step.
+
+    A bucket that holds all gradients of a rank is filled as a larger one is, so sums are the same.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        there = sum(p.numel() for group in optimizer.bit16_groups for p in group)
+        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(1, there))
 
 
 def clip_over_pipeline(parameters: Iterable[torch.nn.Parameter], max_norm: float, group: Any) -> torch.Tensor:
