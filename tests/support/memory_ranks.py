@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from support.accelerator_ranks import begun
-from support.parity import share_groups
 from support.small_transformers import small_uvit
 from support.small_unet import unet_layers
 
@@ -38,21 +36,15 @@ def batch_of(model: str, number: int, dtype: torch.dtype) -> Any:
     return {**inputs, **text}, torch.randn(4, 4, 32, 32, dtype=dtype)
 
 
-def peaks(cases: list[dict[str, Any]]) -> None:
-    """Prints, for each case and rank, a line PEAKS with a JSON object in bytes; communicators are no allocator's."""
+def peaks(case: dict[str, Any]) -> None:
+    """Prints, on each rank, a line PEAKS with a JSON object in bytes; communicators are no allocator's."""
     torch.set_num_threads(1)
-    share_groups()
-    for case in cases:
-        found = peak_of(case)
-        print("PEAKS", json.dumps({"case": case, **found}), flush=True)
+    print("PEAKS", json.dumps({"case": case, **peak_of(case)}), flush=True)
 
 
 def peak_of(case: dict[str, Any]) -> dict[str, Any]:
     from torch_npu import memory
 
-    gc.collect()
-    torch.npu.synchronize()
-    before = memory.allocated()
     engine, data = engine_of(case)
     for _ in range(STEADY):
         engine.train_batch(data_iter=data)
@@ -60,7 +52,7 @@ def peak_of(case: dict[str, Any]) -> dict[str, Any]:
     memory.reset_peak()
     engine.train_batch(data_iter=data)
     torch.npu.synchronize()
-    peak, stats, plan = memory.peak() - before, engine.pulse_stats(), engine.module.plan
+    peak, stats, plan = memory.peak(), engine.pulse_stats(), engine.module.plan
     rank, cluster = engine.stage_id, engine.module.planned.cluster
     engine.destroy()
     return {
