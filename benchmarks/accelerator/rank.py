@@ -158,10 +158,11 @@ def pipeline(
     step = partial(engine.train_batch, data)
     found |= _watched(step, before, steps, looks=looks)
     if module.plan is not None:
-        planned = module.plan.estimate
-        found |= {
-            "counted_bytes": engine.pulse_stats()["peak_live_bytes"],
-            "planned_bytes": planned.peak_bytes[engine.stage_id],
+        planned, buffers = module.plan.estimate, engine.pulse_stats()["peak_parts"].get("communicators", 0)
+        found |= {  # what communicators hold is not the allocator's
+            "counted_bytes": engine.pulse_stats()["peak_live_bytes"] - buffers,
+            "planned_bytes": planned.peak_bytes[engine.stage_id] - buffers,
+            "communicator_bytes": buffers,
             "planned_ms": planned.step_ms,
             "schedule": module.plan.solver.name,
             "recomputed_layers": len(module.plan.recompute),
