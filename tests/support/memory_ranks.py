@@ -70,7 +70,7 @@ def engine_of(case: dict[str, Any]) -> tuple[Any, Iterator[Any]]:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": bf16},
-        "zero_optimization": {"stage": case.get("zero", 0), "reduce_bucket_size": 1_000_000},
+        "zero_optimization": {"stage": case.get("zero", 0)},
         "zero_allow_untested_optimizer": True,
     }
     arguments = {
