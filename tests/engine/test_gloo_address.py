@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
-from deepspeed_pulse.engine.starting import start
+from deepspeed_pulse.engine.starting import joining, start
 from deepspeed_pulse.errors import ConfigError
 
 TOLD = "the name of this host, second, stands for 127.0.1.1 here"
@@ -73,3 +77,31 @@ def test_it_is_said_where_it_is_so(
     names_are(on_second, address)
     found = start._unreachable()
     assert told in found if told else found == ""
+
+
+WAITS = """
+import sys, time
+from deepspeed_pulse.engine.starting.joining import all_join
+with all_join("no road leads there"):
+    print("joins", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.timeout(150)
+def test_ranks_that_wait_for_one_that_failed_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as waiting:
+        try:
+            assert waiting.stdout is not None
+            assert waiting.stdout.readline() == "joins\n"
+            with pytest.raises(RuntimeError, match="refused"), joining.all_join("no road leads there"):
+                raise RuntimeError("refused")
+            assert waiting.wait(60) == 1
+            assert "another rank could not connect: no road leads there" in waiting.stdout.read()
+        finally:
+            waiting.kill()

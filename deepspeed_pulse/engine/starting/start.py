@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from deepspeed_pulse.engine.groups import start_timeout
+from deepspeed_pulse.engine.starting.joining import all_join
 from deepspeed_pulse.errors import ConfigError
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
@@ -76,7 +78,8 @@ def init_distributed(timeout_seconds: float | None) -> None:
     # Ranks start and plan at different times: a short timeout is for the steps.
     options = {} if timeout_seconds is None else {"timeout": start_timeout(timeout_seconds)}
     try:
-        deepspeed.init_distributed(**options)
+        with all_join(warning) if warning else nullcontext():
+            deepspeed.init_distributed(**options)
     except RuntimeError as problem:
         if warning and "gloo" in str(problem).lower():
             raise ConfigError(f"joining the process group: {warning} ({problem})") from problem
