@@ -82,7 +82,11 @@ def test_tolerance_gives_load_for_bytes() -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_search_that_finds_nothing_better_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """One microbatch in flight is all that fits: there is nothing to reorder."""
-    line = PLAN.replace("--solver-seconds 0", "--solver-seconds 60") + " --placement linear --memory-gb 0.1667"
+    profile = json.loads(Path("profile.json").read_text())
+    for layer in profile["layers"]:
+        layer["param_bytes"] //= 10
+    Path("profile.json").write_text(json.dumps(profile))
+    line = PLAN.replace("--solver-seconds 0", "--solver-seconds 60") + " --placement linear --memory-gb 0.0227"
     assert run(line) == 0
     assert "the search did not improve on wave (step 96.8" in capsys.readouterr().out
     solver = Plan.load("plan.json").solver

@@ -38,7 +38,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def test_plan_config_profile_and_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """80 MB of weights: 320 MB of state do not fit, 200 MB shared by four do. The files agree with each other."""
+    """80 MB of weights: 320 MB of state do not fit, half of it and its step do. The files agree with each other."""
     limit_memory(220 * 10**6)
     assert run(f"{TUNE} --exhaustive --out plan.json --config ds.json --profile-out b.json --picture tuned.png") == 0
     printed = capsys.readouterr()
@@ -64,7 +64,14 @@ def test_every_choice_has_a_row(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setenv("COLUMNS", "250")
     assert run(f"{TUNE} --all --exhaustive --memory-gb 0.3") == 0
     out = capsys.readouterr().out
-    for word in ("data parallel", "linear", "wave", "wave x 2", "too few layers", "optimizer state alone need"):
+    for word in (
+        "data parallel",
+        "linear",
+        "wave",
+        "wave x 2",
+        "too few layers",
+        "optimizer state and its step alone need",
+    ):
         assert word in out
     assert "(--all shows them)" not in out
 
@@ -130,16 +137,34 @@ def test_bad_input_is_one_line_and_writes_nothing(
 
 
 def test_a_plan_for_zero_1_fits_where_another_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    """320 MB of state; 300 MB, a bucket of 80 among them, where four replicas share the optimizer's part."""
+    """320 MB of state and 80 to step; 300, a bucket of 80 among them, and another one where four share it."""
     plan = (
         "plan profile.json --cluster cluster.json --pipeline-ranks 1 --data-parallel 4 --microbatches 2 "
-        "--solver-seconds 0 --memory-gb 0.32 --out plan.json"
+        "--solver-seconds 0 --memory-gb 0.39 --out plan.json"
     )
     assert run(plan) == 2
-    assert "no schedule found fits 0.320 GB" in capsys.readouterr().err
+    assert "no schedule found fits 0.390 GB" in capsys.readouterr().err
     assert run(f"{plan} --zero-stage 1") == 0
     estimate = Plan.load("plan.json").estimate
-    assert estimate is not None and 300e6 <= max(estimate.peak_bytes) <= 320e6
+    assert estimate is not None and 380e6 <= max(estimate.peak_bytes) <= 390e6
     cluster = json.loads(Path("cluster.json").read_text())
-    Path("cluster.json").write_text(json.dumps({**cluster, "memory_bytes": 320_000_000}))
+    Path("cluster.json").write_text(json.dumps({**cluster, "memory_bytes": 390_000_000}))
     assert run("check plan.json --profile profile.json --cluster cluster.json") == 0, "it knows what it was made for"
+
+
+def test_a_fused_optimizer_needs_less(capsys: pytest.CaptureFixture[str]) -> None:
+    """320 MB of state; torch's Adam makes 80 MB of roots in its step."""
+    memory = "--memory-gb 0.33"
+    plan = (
+        "plan profile.json --cluster cluster.json --pipeline-ranks 1 --microbatches 2 --solver-seconds 0 "
+        f"--out plan.json {memory}"
+    )
+    assert run(plan) == 2
+    assert "the optimizer's step needs up to 0.080 GB beside them" in capsys.readouterr().err
+    assert run(f"{plan} --fused-optimizer") == 0
+    made = Plan.load("plan.json")
+    assert made.rules.fused_optimizer
+    assert made.estimate is not None and max(made.estimate.peak_bytes) < 330e6
+    capsys.readouterr()
+    assert run(f"{TUNE} --all --world 1 {memory} --fused-optimizer --out plan.json") == 0
+    assert Plan.load("plan.json").rules.fused_optimizer

@@ -73,7 +73,7 @@ def plan(arguments: argparse.Namespace) -> None:
             microbatches=arguments.microbatches,
             data_parallel=arguments.data_parallel,
             memory_bytes=_memory_bytes(arguments),
-            rules=Rules.of(arguments.zero_stage),
+            rules=Rules.of(arguments.zero_stage, fused_optimizer=arguments.fused_optimizer),
             recompute=arguments.recompute,
             frozen=frozen,
         )
@@ -148,7 +148,7 @@ def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: 
             global_batch=arguments.global_batch,
             world_size=arguments.world,
             memory_bytes=_memory_bytes(arguments),
-            given=Constraints(backbone_steps=arguments.backbone_steps),
+            given=Constraints(fused_optimizer=arguments.fused_optimizer, backbone_steps=arguments.backbone_steps),
             frozen=FrozenParts.load(arguments.frozen) if arguments.frozen else None,
         )
         seconds = arguments.solver_seconds
@@ -170,7 +170,7 @@ def _write_tuning(tuning: Tuning, paths: Mapping[str, Path], *, plan_file: str) 
     """The best choice as the files that were asked for, by option; ``plan_file``: what the config calls the plan."""
     best = tuning.best
     profile = tuning.profiles[best.choice.microbatch_size]
-    apart = any(part.carried for part in best.planned.backbones)
+    apart = best.planned.carries
     config = write_json(best.choice.ds_config(profile, plan_file, apart=apart))
     texts = {"out": best.planned.to_json(), "profile_out": profile.to_json(), "config": config}
     for option in paths.keys() & texts.keys():

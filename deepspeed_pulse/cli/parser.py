@@ -37,6 +37,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 _BACKBONES = "several: backbones that train together, called as their profiles are"
+_FUSED = "the optimizer's step makes no tensors of its own (DeepSpeed's Adam; not torch's): less memory"
 _OWN_STEPS = (
     "when several backbones make their optimizer steps: all at the end, each when its own last backward has ended, or "
     "what is faster; default: together"
@@ -105,6 +106,7 @@ def _plan(add: Add) -> None:
     again = f"layers that run again in backward: {which}"
     add("--recompute", default="none", type=_layers, metavar="A,B,..", help=again)
     add("--zero-stage", default=0, type=int, choices=(0, 1), help="1: data-parallel ranks share the optimizer state")
+    add("--fused-optimizer", action="store_true", help=_FUSED)
     add("--backbone-steps", default="together", choices=("together", "each", "auto"), help=_OWN_STEPS)
     add("--frozen", metavar="FILE", help="encoders that run in idle time for the next batch (pulse-frozen/1)")
     add("--out", required=True, metavar="PLAN", help="the plan that is written")
@@ -128,6 +130,7 @@ def _tune(add: Add) -> None:
         help="processor time to search for better orders of the best",
     )
     add("--backbone-steps", default="together", choices=("together", "each", "auto"), help=_OWN_STEPS)
+    add("--fused-optimizer", action="store_true", help=_FUSED)
     encoders = "encoders that run in idle time (pulse-frozen/1); default: their results are cached, nothing to fill"
     add("--frozen", metavar="FILE", help=encoders)
     add("--exhaustive", action="store_true", help="simulate what bounds exclude, too")

@@ -27,6 +27,7 @@ from deepspeed_pulse.engine.gradients.completion import (
     mark_replicated,
     norm_of_nothing_is_zero,
 )
+from deepspeed_pulse.engine.gradients.memory import held_always, held_in_step
 from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
@@ -49,12 +50,10 @@ from deepspeed_pulse.engine.starting.setting_up import watched_start
 from deepspeed_pulse.engine.starting.supported import check_same_block, check_supported
 from deepspeed_pulse.engine.step import Lowering, Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
-from deepspeed_pulse.ir.profile import BUCKET_ELEMENTS
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE, RankFigures
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime
-from deepspeed_pulse.runtime.state import state_bytes
 
 
 class PulseEngine(CommonEngine, EngineWithSeams):
@@ -92,7 +91,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._own_norms = OwnNorms(self, module.backbone_of, len(module.job.heads)) if module.has_several else None
         self._own_steps: OwnSteps | None = None
         if self._own_norms is not None and module.job.may_step_apart:
-            self._own_steps = OwnSteps(self, self._own_norms)
+            self._own_steps = OwnSteps(self, self._own_norms, lambda held: self._runtime.count_step(held))
         self._micro_batches_begun = self.micro_batches
         self._unfinished = Unfinished(self)
         self._device = EngineDevice(seat.device, losses.accumulating, losses.scale)
@@ -148,11 +147,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def _held_bytes(self) -> int:
         """State of the layers and of the frozen parts on this rank."""
-        shards = self.dp_world_size if self.zero_optimization_stage() == 1 else None
         fill = self.module.plan.fill
-        frozen = 0 if fill is None else fill.param_bytes(self.stage_id)
-        bucket = getattr(self.optimizer, "reduce_bucket_size", BUCKET_ELEMENTS)
-        return state_bytes(self.module.parameters(), shards=shards, bucket_elements=int(bucket)) + int(frozen)
+        return held_always(self) + (0 if fill is None else int(fill.param_bytes(self.stage_id)))
 
     def _aggregate_total_loss(self) -> Any:
         """As upstream; of several backbones the sum of their means."""
@@ -289,6 +285,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
                 super()._take_model_step(*args, **kwargs)
             return
         norm = None if self._own_norms is None else self._own_norms.clip()
+        self._runtime.count_step(held_in_step(self))
         super()._take_model_step(*args, **kwargs)
         if norm is not None:
             self._global_grad_norm = norm
@@ -402,6 +399,10 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         action = step.action
         self._watchdog.enter(f"action {action} (stage {action.stage}, microbatch {action.microbatch})")
         self._runtime.run(step, self._breakdown.of_steps)
+        if (
+            self._reduction.sums is None or not self._reduction.sums.expects
+        ):  # what sums them looks first for those that came too late
+            self._losses.drop_gradients()
         self._watchdog.gave()
 
     def _exec_run_frozen(self, position: int) -> None:
@@ -417,6 +418,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def _exec_reduce_stage_grads(self, stage: int) -> None:
         assert self._reduction.sums is not None
         self._reduction.sums.start(stage)
+        self._losses.drop_gradients()
 
     def _exec_finish_step(self) -> None:
         self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")

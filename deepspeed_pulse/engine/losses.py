@@ -98,13 +98,16 @@ class Losses:
         """The loss as the optimizer expects the sum of its gradients over a step."""
         return scaled(loss / self._micro_batches, self._engine.optimizer)
 
+    def drop_gradients(self) -> None:
+        """Those that DeepSpeed's bf16 optimizer has added to its own; it adds all that is there, of every stage."""
+        if self._engine.using_bf16_optimizer:
+            self._engine.optimizer.clear_lp_grads(set_to_none=True)
+
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """What upstream does before and after a backward."""
         engine = self._engine
-        if engine.using_bf16_optimizer:
-            # To None, not to zero: after backward the optimizer adds whatever is there, of every stage.
-            engine.optimizer.clear_lp_grads(set_to_none=True)
+        self.drop_gradients()  # of a step that broke off
         # The flag tells upstream's hooks that prologue and epilogue are called here.
         engine._running_engine_backward = True
         try:

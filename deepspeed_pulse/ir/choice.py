@@ -74,6 +74,7 @@ class Constraints:
     Attributes:
         waves: numbers that are tried, 0 for linear placement.
         loops: the same of loops, which are tried where microbatches are few.
+        fused_optimizer: as in :class:`~deepspeed_pulse.ir.rules.Rules`.
         reduce_early: gradients are summed early whatever the ZeRO stage, or never; None: as the engine does.
         schedule: a generator's name, or "auto".
         recompute: layers that run again in backward; None: as memory needs it.
@@ -87,6 +88,7 @@ class Constraints:
     waves: tuple[int, ...] = (0, 1, 2)
     loops: tuple[int, ...] = (1, 2)
     zero_stage: int | None = None
+    fused_optimizer: bool = False
     reduce_early: bool | None = None
     layout: Layout | None = None
     schedule: str = "auto"
@@ -96,7 +98,7 @@ class Constraints:
 
     def rules(self, zero_stage: int) -> Rules:
         """Of a choice with this ZeRO stage."""
-        found = Rules.of(zero_stage)
+        found = Rules.of(zero_stage, fused_optimizer=self.fused_optimizer)
         return found if self.reduce_early is None else replace(found, reduce_early=self.reduce_early)
 
     @property

@@ -158,6 +158,11 @@ class Plan(File):
         """The backbone that a stage belongs to; None where there is one."""
         return self.backbones[self.placement.backbone_of(stage)].name if self.backbones else None
 
+    @property
+    def carries(self) -> bool:
+        """Some backbone carries actions over to the next step."""
+        return any(part.carried for part in self.backbones)
+
     def readers_of(self, part: FrozenPart) -> dict[int, tuple[int, ...]]:
         """Ranks whose layers read a frozen part's result, with the stages that do."""
         found: dict[int, set[int]] = {}

@@ -13,15 +13,20 @@ from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import Fields
 
 
+def is_16_bit(dtype: str) -> bool:
+    """Weights whose optimizer keeps fp32 master weights."""
+    return dtype in ("float16", "bfloat16")
+
+
 def state_factor(dtype: str) -> int:
     """k of "state = k * param_bytes": weights, gradients, fp32 master and two Adam moments."""
-    return 8 if dtype in ("float16", "bfloat16") else 4
+    return 8 if is_16_bit(dtype) else 4
 
 
 def optimizer_factor(dtype: str, *, zero: bool) -> int:
     """The optimizer's part of k. DeepSpeed's ZeRO keeps master weights beside weights in float32 too."""
     factor = state_factor(dtype)
-    return factor - 1 if zero and factor == state_factor("float32") else factor - 2
+    return factor - (1 if zero and not is_16_bit(dtype) else 2)
 
 
 BUCKET_ELEMENTS = 500_000_000
@@ -29,8 +34,8 @@ BUCKET_ELEMENTS = 500_000_000
 
 
 def bucket_bytes(dtype: str, param_bytes: int, elements: int = BUCKET_ELEMENTS) -> int:
-    """Of ZeRO's bucket, which is there from one step's sums to the next one's."""
-    return min(param_bytes, elements * (2 if state_factor(dtype) == state_factor("float16") else 4))
+    """Of ZeRO's bucket, which is there from the first backward to the end of the step's sums."""
+    return min(param_bytes, elements * (2 if is_16_bit(dtype) else 4))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ class Rules:
     Attributes:
         zero_stage: 1: data-parallel peers share the optimizer state, and weights are gathered at the end of a step.
         reduce_early: a stage's gradients are summed while its last backward runs, not all after the rank's last action.
+        fused_optimizer: its step makes no tensors of its own, as torch's Adam does by default.
     """
 
     zero_stage: Annotated[int, Form(required=True)] = 0
@@ -27,18 +28,16 @@ class Rules:
         bool, Form(required=True, read=_read_early, schema={"type": "boolean", "default": True})
     ] = True
 
+    fused_optimizer: Annotated[bool, Form(left_out=True)] = False
+
     @classmethod
-    def of(cls, zero_stage: int) -> Rules:
+    def of(cls, zero_stage: int, *, fused_optimizer: bool = False) -> Rules:
         """Gradients are summed early, unless DeepSpeed's ZeRO optimizer holds them: what the engine does by itself."""
-        return cls(zero_stage=zero_stage, reduce_early=zero_stage == 0)
+        return cls(zero_stage=zero_stage, reduce_early=zero_stage == 0, fused_optimizer=fused_optimizer)
 
     @property
     def shards_optimizer(self) -> bool:
         return self.zero_stage > 0
-
-    def shards(self, data_parallel: int) -> int | None:
-        """Parts that ZeRO cuts the optimizer state into; None without."""
-        return data_parallel if self.shards_optimizer else None
 
     def check_form(self, fields: Fields) -> None:
         if self.zero_stage > 1:

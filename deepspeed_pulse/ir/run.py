@@ -31,11 +31,12 @@ MEMORY_PARTS = (
     "workspace",
     "frozen",
     "communicators",
+    "step",
 )
 """What a rank's memory holds: weights with gradients and optimizer state, what forwards keep for backward, what was
 received and is not used up, what was sent and perhaps not taken, what a backward recomputes, gradients that wait for a
-backward or in copies for their sum, what a layer works with, frozen parts with their results, and what NCCL or HCCL
-keep for their communicators, which no allocator of torch's sees."""
+backward or in copies for their sum, what a layer works with, frozen parts with their results, what NCCL or HCCL
+keep for their communicators, which no allocator of torch's sees, and what the optimizer's step makes and drops."""
 
 
 def bytes_by_kind(channels: Mapping[str, int]) -> dict[str, int]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.profile import LayerCost, Profile, bucket_bytes, optimizer_factor
+from deepspeed_pulse.ir.profile import LayerCost, Profile, bucket_bytes, is_16_bit, optimizer_factor
+from deepspeed_pulse.ir.rules import Rules
 
 NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
 """What is assumed of a link nobody measured: one PCIe 4.0 x16 or 200 Gbit/s port."""
@@ -95,12 +96,33 @@ def default_cluster(num_ranks: int, memory_bytes: int) -> Cluster:
     )
 
 
-def state_bytes(profile: Profile, param_bytes: int, *, shards: int | None = None) -> int:
+def optimizer_shards(profile: Profile, rules: Rules, replicas: int) -> int:
+    """Parts that optimizer state is cut into; DeepSpeed's optimizer for bf16 shares it without ZeRO, too."""
+    return replicas if rules.shards_optimizer or profile.dtype == "bfloat16" else 1
+
+
+def state_bytes(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> int:
     """Weights, gradients and optimizer state of ``param_bytes`` of parameters.
 
-    ``shards``: under ZeRO-1, by which the optimizer part (fp32 master weights and two Adam moments) is divided; weights
-    and gradients are not, and ZeRO's bucket is beside them.
+    The optimizer part (fp32 master weights and two Adam moments) is divided by :func:`optimizer_shards`; weights and
+    gradients are not, and under ZeRO-1 its bucket is beside them.
     """
-    factor = optimizer_factor(profile.dtype, zero=shards is not None)
-    bucket = 0 if shards is None else bucket_bytes(profile.dtype, param_bytes)
-    return 2 * param_bytes + bucket + -(-factor * param_bytes // (shards or 1))
+    zero = rules.shards_optimizer
+    optimizer = optimizer_factor(profile.dtype, zero=zero) * param_bytes
+    bucket = bucket_bytes(profile.dtype, param_bytes) if zero else 0
+    return 2 * param_bytes + bucket + -(-optimizer // optimizer_shards(profile, rules, replicas))
+
+
+def step_bytes(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> int:
+    """What sums of gradients and a step of the optimizer hold at most beside :func:`state_bytes`.
+
+    Without ZeRO: in 16 bit an fp32 copy of gradients, and in any precision the roots of all second moments, which
+    torch's Adam makes at once and a fused one does not. Under ZeRO-1: first a second bucket; then, when the first one
+    and other shards' gradients have gone, the shard's gradients in one piece, and in 16 bit an fp32 copy of that.
+    """
+    wide, own = is_16_bit(profile.dtype), -(-param_bytes // optimizer_shards(profile, rules, replicas))
+    if not rules.shards_optimizer:
+        roots = 0 if rules.fused_optimizer else own * (2 if wide else 1)
+        return roots + own * (2 if wide else 0)
+    bucket = bucket_bytes(profile.dtype, param_bytes)
+    return max(bucket, own * (3 if wide else 1) - bucket - (param_bytes - own))

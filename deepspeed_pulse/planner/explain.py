@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.memory import parts_at_peak
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.simulator import always_held, run
+from deepspeed_pulse.planner.simulator import at_peak, run
 
 
 def explain(
@@ -71,7 +71,7 @@ def explain(
 
 def _memory(problem: Problem, planned: Timeline, peaks: Sequence[Mapping[str, int]]) -> tuple[RankMemory, ...]:
     return tuple(
-        RankMemory(planned={**always_held(problem, rank), **parts}, measured=peaks[rank])
+        RankMemory(planned=at_peak(problem, rank, parts), measured=peaks[rank])
         for rank, parts in enumerate(parts_at_peak(problem, planned))
     )
 

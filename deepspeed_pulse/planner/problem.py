@@ -26,7 +26,7 @@ class Problem:
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster) -> None:
         _check_fit(plan, profile)
         self.plan, self.profile, self.cluster, self.rules = plan, profile, cluster, plan.rules
-        if any(part.carried for part in plan.backbones):  # its backbones' sums wait for their own steps
+        if plan.carries:  # its backbones' sums wait for their own steps
             self.rules = replace(plan.rules, reduce_early=False)
         self.placement, self.num_ranks, self.num_stages = plan.placement, plan.pipeline_ranks, plan.num_stages
         self.links = Links(cluster, plan.grid)
@@ -126,7 +126,7 @@ class Problem:
 
     def carried(self, schedule: Schedule) -> frozenset[Action]:
         """The actions of an order that are the previous step's, as the plan says."""
-        if not any(part.carried for part in self.plan.backbones):
+        if not self.plan.carries:
             return frozenset()
         return carried_actions(replace(self.plan, schedule=schedule))
 

@@ -22,7 +22,7 @@ from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Reduction, Sent, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
-from deepspeed_pulse.planner.cost import state_bytes
+from deepspeed_pulse.planner.cost import optimizer_shards, state_bytes, step_bytes
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.memory import memory_over_time
 from deepspeed_pulse.planner.problem import Problem
@@ -169,12 +169,12 @@ class _Clock:
 
 def summarize(problem: Problem, timeline: Timeline) -> Estimate:
     """The figures of a simulated step."""
-    plan, carries = problem.plan, any(part.carried for part in problem.plan.backbones)
+    plan = problem.plan
     step_ms, makespan = step_and_makespan_ms(problem, timeline)
     microbatches = 1 + max(span.work.microbatch for span in timeline.spans)
     split = any(span.work.op is Op.WEIGHT_GRAD for span in timeline.spans)
     bound = lower_bound_ms(problem, microbatches, split=split)
-    if carries:
+    if plan.carries:
         bound = busiest_ms(problem)
     if timeline.frozen:  # no order is then shorter than all work divided by the ranks
         bound = max(bound, sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks)
@@ -200,7 +200,7 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
 def step_and_makespan_ms(problem: Problem, timeline: Timeline) -> tuple[float, float]:
     """How long a step takes with what is reduced at its end, and without."""
     makespan = timeline.makespan_ms
-    if any(part.carried for part in problem.plan.backbones):  # what the next step reads lands before this one ends
+    if problem.plan.carries:  # what the next step reads lands before this one ends
         makespan = max([makespan, *(t.arrive_ms for t in timeline.transfers)])
     return max(makespan, _reduction_end_ms(problem, timeline)), makespan
 
@@ -216,9 +216,20 @@ def busiest_ms(problem: Problem) -> float:
 
 
 def peak_bytes(problem: Problem, timeline: Timeline) -> tuple[int, ...]:
-    """Per rank: what is always there, and the largest sum of what is live at one time."""
+    """Per rank, what it holds at its peak."""
     peaks = [max((live for _, live in row), default=0) for row in timeline.memory]
-    return tuple(peak + sum(always_held(problem, rank).values()) for rank, peak in enumerate(peaks))
+    return tuple(sum(at_peak(problem, rank, {"live": live}).values()) for rank, live in enumerate(peaks))
+
+
+def at_peak(problem: Problem, rank: int, live: Mapping[str, int]) -> dict[str, int]:
+    """Bytes that a rank holds at its peak, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`.
+
+    What is always there, and the most that is ``live`` at one time or the optimizer's step, whichever is more. A
+    backbone that makes steps of its own makes them while activations of others are live.
+    """
+    step = {"step": rank_step_bytes(problem, rank)}
+    parts = {**live, **step} if problem.plan.carries else max(live, step, key=lambda held: sum(held.values()))
+    return {**always_held(problem, rank), **parts}
 
 
 def always_held(problem: Problem, rank: int) -> dict[str, int]:
@@ -230,20 +241,27 @@ def always_held(problem: Problem, rank: int) -> dict[str, int]:
 def rank_state_bytes(problem: Problem, rank: int) -> int:
     """Weights, gradients and optimizer state of a rank's stages, and weights of the frozen layers it runs."""
     params = sum(problem.costs.param_bytes[stage] for stage in problem.plan.stages_of(rank))
-    shards = problem.rules.shards(problem.plan.data_parallel)
-    fill = problem.plan.fill
-    return state_bytes(problem.profile, params, shards=shards) + (0 if fill is None else fill.param_bytes(rank))
+    state = state_bytes(problem.profile, params, problem.rules, problem.plan.data_parallel)
+    return state + (0 if problem.plan.fill is None else problem.plan.fill.param_bytes(rank))
+
+
+def rank_step_bytes(problem: Problem, rank: int) -> int:
+    """What the optimizer's step holds beside the state; of backbones that step apart, the largest one's."""
+    plan, params = problem.plan, defaultdict[int, int](int)
+    for stage in plan.stages_of(rank):
+        params[problem.placement.backbone_of(stage) if plan.carries else 0] += problem.costs.param_bytes[stage]
+    return step_bytes(problem.profile, max(params.values(), default=0), problem.rules, plan.data_parallel)
 
 
 def _reduction_end_ms(problem: Problem, timeline: Timeline) -> float:
     """When the last rank holds its new weights, the optimizer's own time not counted; 0 without peers.
 
-    With a sharded optimizer the rank's weights are gathered after its step, half of an all-reduce.
+    Where peers share optimizer state, the rank's weights are gathered after its step, half of an all-reduce.
     """
     ends, gather = defaultdict[int, float](float), defaultdict[int, float](float)
     for reduction in timeline.reductions:
         ends[reduction.rank] = max(ends[reduction.rank], reduction.end_ms)
-        if problem.rules.shards_optimizer:
+        if optimizer_shards(problem.profile, problem.rules, problem.plan.data_parallel) > 1:
             gather[reduction.rank] += 0.5 * reduction_ms(problem, reduction.stage)
     return max((end + gather[rank] for rank, end in ends.items()), default=0.0)
 

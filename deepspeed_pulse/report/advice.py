@@ -111,6 +111,7 @@ _MEMORY = {
         "the profile is of another device or of other kernels: measure this model where it is trained",
     ),
     "frozen": ("frozen parts and their results", "measure them again with batches of this size"),
+    "step": ("copies and roots that the optimizer's step makes and drops", "a fused optimizer makes fewer"),
     "communicators": ("buffers of communicators", 'smaller ones by "hccl_buffer_size" and P2P_HCCL_BUFFSIZE'),
 }
 """Part of the memory: what it is, which knob to turn."""

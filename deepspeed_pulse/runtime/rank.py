@@ -236,7 +236,7 @@ class RankRuntime:
         self._no_gradient = {p for p in self._parameters if fresh and p.requires_grad and p.grad is None}
         state = self._state_bytes - num_bytes(self._no_gradient)
         if not self._runs_on:
-            self._live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0}
+            self._live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0, "step": 0}
             self._waiting = {}
             self._extra_bytes = 0
         self._live["state"] = state
@@ -560,6 +560,11 @@ class RankRuntime:
     def count_copies(self, change: int) -> None:
         """Bytes of copies of gradients, which are summed over replicas, that come or go."""
         self._count("gradients", change)
+
+    def count_step(self, num_bytes: int) -> None:
+        """Bytes that a step of the optimizer makes and drops."""
+        for change in (num_bytes, -num_bytes):
+            self._count("step", change)
 
     def _count_gradients(self, m: int) -> None:
         """Of a microbatch: those of named values, and of hidden states that were made on this rank."""

@@ -6,11 +6,13 @@ only, so it counts as 1/k of its bytes: a model with adapters is planned by what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from deepspeed_pulse.ir.profile import BUCKET_ELEMENTS, bucket_bytes, optimizer_factor, state_factor
+from deepspeed_pulse.ir.profile import bucket_bytes, optimizer_factor, state_factor
 
 
 def param_bytes(parameters: Iterable[torch.Tensor]) -> int:
@@ -18,24 +20,60 @@ def param_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(p.nbytes if p.requires_grad else -(-p.nbytes // _factor(p)) for p in parameters)
 
 
-def state_bytes(
-    parameters: Iterable[torch.Tensor], *, shards: int | None = None, bucket_elements: int = BUCKET_ELEMENTS
-) -> int:
+def state_bytes(parameters: Iterable[torch.Tensor], *, shards: int = 1, bucket_elements: int | None = None) -> int:
     """Weights, and for the trainable parameters gradients and optimizer state.
 
-    ``shards``: under ZeRO-1, so many data-parallel ranks share the optimizer state; its bucket is counted, too, of
-    which ``bucket_elements`` says the size.
+    Args:
+        shards: so many data-parallel ranks share the optimizer state.
+        bucket_elements: the size of ZeRO-1's bucket, which is counted, too; None without ZeRO.
     """
+    found, zero = list(parameters), bucket_elements is not None
 
     def trained(p: torch.Tensor) -> int:
-        return 2 * p.nbytes + -(-optimizer_factor(_dtype(p), zero=shards is not None) * p.nbytes // (shards or 1))
+        return 2 * p.nbytes + -(-optimizer_factor(_dtype(p), zero=zero) * p.nbytes // shards)
 
-    found = list(parameters)
-    bucket = 0
-    for dtype in {_dtype(p) for p in found if shards is not None}:
-        summed = sum(p.nbytes for p in found if p.requires_grad and _dtype(p) == dtype)
-        bucket += bucket_bytes(dtype, summed, bucket_elements)
+    bucket = 0 if bucket_elements is None else _bucket_bytes([p for p in found if p.requires_grad], bucket_elements)
     return bucket + sum(trained(p) if p.requires_grad else p.nbytes for p in found)
+
+
+def step_bytes(
+    parameters: Iterable[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    copies: bool,
+    shards: int = 1,
+    bucket_elements: int | None = None,
+) -> int:
+    """What sums of gradients and a step hold at most beside the state; ``planner.cost`` says what it is made of.
+
+    Args:
+        optimizer: steps fp32 master weights where there are such, where they are shared this rank's part of them.
+        copies: gradients are in 16 bit, and are copied for it.
+        shards, bucket_elements: as in :func:`state_bytes`.
+    """
+    groups: list[int] = [sum(p.nbytes for p in group["params"]) for group in optimizer.param_groups]
+    if bucket_elements is None:
+        rooted = (size for size, group in zip(groups, optimizer.param_groups, strict=True) if _roots(optimizer, group))
+        return sum(groups) * copies + sum(rooted)
+    trained = [p for p in parameters if p.requires_grad]
+    gradients, bucket = sum(p.nbytes for p in trained), _bucket_bytes(trained, bucket_elements)
+    own = max(groups, default=0) * (3 if copies else 2) // 2  # one group after the other
+    return max(bucket, own - bucket - (gradients - gradients // shards))
+
+
+def _bucket_bytes(trained: Sequence[torch.Tensor], elements: int) -> int:
+    """Of ZeRO's bucket for each dtype."""
+    sizes = Counter[str]()
+    for parameter in trained:
+        sizes[_dtype(parameter)] += parameter.nbytes
+    return sum(bucket_bytes(dtype, size, elements) for dtype, size in sizes.items())
+
+
+def _roots(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the second moments' roots of a group are made at once: torch's Adam by lists of tensors."""
+    adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+    lists = group.get("foreach") is not False and not group.get("fused")
+    return adam and lists and any(p.device.type != "cpu" for p in group["params"])
 
 
 def _factor(parameter: torch.Tensor) -> int:

@@ -278,6 +278,11 @@ HELD = {
         case("unet", 2, M=4, placement="linear"),
         case("uvit", 2, M=4, W=2, split=True),
         case("unet", 2, M=4, split=True),
+        case("wide", 2, M=4),
+        case("wide", 2, M=4, bf16=True),
+        case("wide", 1, M=2, zero=1),
+        case("wide", 1, M=2, bf16=True, zero=1),
+        case("wide", 1, M=2, bf16=True),
     ],
     4: [
         case("uvit", 4, M=8),
@@ -285,6 +290,7 @@ HELD = {
         case("uvit", 2, M=3, zero=1),
         case("unet", 4, M=6, clip=1.0),
         case("uvit", 2, M=3, zero=1, split=True),
+        case("wide", 2, M=2, bf16=True),
     ],
 }
 """By world size; replicas where there are fewer pipeline ranks. What a backward is, whole or in halves, is said: the

@@ -1,6 +1,7 @@
 """The simulator against schedules drawn by hand, closed forms and the rules of memory."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from toys import INSTANT, cluster, gpipe, layer, plan, profile, rows, skip, uniform, wave
@@ -13,14 +14,15 @@ from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import estimate, simulate
 from deepspeed_pulse.planner.checks.audit import audit
+from deepspeed_pulse.planner.cost import step_bytes
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import forward_only, one_f_one_b
 from deepspeed_pulse.planner.simulator import least_step_ms
 
 
-def under(plan: Plan, *, zero_stage: int = 0, reduce_early: bool = True) -> Plan:
-    return replace(plan, rules=Rules(zero_stage=zero_stage, reduce_early=reduce_early))
+def under(plan: Plan, **rules: Any) -> Plan:
+    return replace(plan, rules=Rules(**rules))
 
 
 def staircase(timeline, width):
@@ -287,13 +289,50 @@ def test_reductions_of_one_rank_follow_one_another():
     assert estimate(found, costs, cluster(link)).step_ms == pytest.approx(12)
 
 
-@pytest.mark.parametrize(("dtype", "factor", "sharded"), [("float32", 4, 4.5), ("bfloat16", 8, 6), ("float16", 8, 6)])
-def test_peak_is_state_plus_what_is_live(dtype, factor, sharded):
-    """Under a sharded optimizer weights and gradients stay whole and are in a bucket; master weights are shared."""
+RULES = {"": {}, "fused": {"fused_optimizer": True}, "ZeRO-1": {"zero_stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rules", "state", "step"),
+    [
+        ("float32", "", 4, 1),
+        ("float32", "fused", 4, 0),
+        ("float32", "ZeRO-1", 4.5, 1),
+        ("bfloat16", "", 5, 2),
+        ("bfloat16", "fused", 5, 1),
+        ("bfloat16", "ZeRO-1", 6, 1),
+        ("float16", "", 8, 4),
+        ("float16", "fused", 8, 2),
+        ("float16", "ZeRO-1", 6, 1),
+    ],
+)
+def test_peak_is_state_plus_what_is_live_or_the_step(dtype, rules, state, step):
+    """In a hundred bytes of weights, on two replicas.
+
+    Shared optimizer state is two moments and master weights. ZeRO-1 has a bucket, and another one when it sums.
+    """
     costs = profile([layer(param_bytes=100, activation_bytes=7)], dtype=dtype)
-    found = plan((0,), 2, schedule=rows("0F0 0F1 0B0 0B1"), data_parallel=2)
-    assert estimate(found, costs, cluster()).peak_bytes == (factor * 100 + 2 * 7,)
-    assert estimate(under(found, zero_stage=1), costs, cluster()).peak_bytes == (sharded * 100 + 2 * 7,)
+    found = under(plan((0,), 2, schedule=rows("0F0 0F1 0B0 0B1"), data_parallel=2), **RULES[rules])
+    assert estimate(found, costs, cluster()).peak_bytes == (state * 100 + max(2 * 7, step * 100),)
+    full = replace(costs, layers=(replace(costs.layers[0], activation_bytes=300),))
+    assert estimate(found, full, cluster()).peak_bytes == (state * 100 + 2 * 300,)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_a_step_under_zero_1_follows_its_bucket(replicas, monkeypatch):
+    """What is left of 3 shares in 16 bit when a bucket of little and the other shares' gradients have gone."""
+    monkeypatch.setattr("deepspeed_pulse.planner.cost.bucket_bytes", lambda dtype, param_bytes: 10)
+    held = step_bytes(profile([layer()], dtype="bfloat16"), 800, Rules.of(1), replicas)
+    assert held == {1: 2390, 2: 790, 4: 10, 8: 10}[replicas]
+
+
+def test_shared_optimizer_state_is_gathered_after_the_step():
+    """4 ms to sum, in bf16 2 more to gather what each replica has stepped."""
+    link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0)
+    found = plan((0,), 1, schedule=rows("0F0 0B0"), data_parallel=2)
+    for dtype, gathering in (("float32", 0), ("float16", 0), ("bfloat16", 2)):
+        costs = profile([layer(param_bytes=4_000_000)], dtype=dtype)
+        assert estimate(found, costs, cluster(link)).step_ms == pytest.approx(3 + 4 + gathering)
 
 
 def test_a_layers_workspace_is_there_while_it_runs():

@@ -20,20 +20,32 @@ STEADY = 3
 
 
 def layers_of(model: str) -> list[Any]:
-    """Stable Diffusion's 46 layers and 12 skips, or U-ViT's 12 blocks around the middle one and 6 skips."""
+    """Stable Diffusion's 46 layers and 12 skips, or U-ViT's 12 blocks around the middle one and 6 skips.
+
+    Of "wide" ones most memory is state, so that most is there in the optimizer's step.
+    """
     from deepspeed_pulse.models import to_layers
 
     if model == "unet":
         return unet_layers()
-    return to_layers(small_uvit(sample_size=32, hidden_size=128, num_layers=12, num_classes=None))
+    return to_layers(
+        small_uvit(
+            sample_size=size_of(model), hidden_size=512 if model == "wide" else 128, num_layers=12, num_classes=None
+        )
+    )
+
+
+def size_of(model: str) -> int:
+    return 8 if model == "wide" else 32
 
 
 def batch_of(model: str, number: int, dtype: torch.dtype) -> Any:
-    """Four latents of 32 x 32, the same on every rank."""
+    """Four latents, the same on every rank."""
     torch.manual_seed(number)
-    inputs = {"sample": torch.randn(4, 4, 32, 32, dtype=dtype), "timestep": torch.randint(1000, (4,))}
+    shape = (4, 4, size_of(model), size_of(model))
+    inputs = {"sample": torch.randn(shape, dtype=dtype), "timestep": torch.randint(1000, (4,))}
     text = {"encoder_hidden_states": torch.randn(4, 7, 32, dtype=dtype)} if model == "unet" else {}
-    return {**inputs, **text}, torch.randn(4, 4, 32, 32, dtype=dtype)
+    return {**inputs, **text}, torch.randn(shape, dtype=dtype)
 
 
 def peaks(case: dict[str, Any]) -> None:

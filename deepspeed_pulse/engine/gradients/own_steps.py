@@ -7,7 +7,7 @@ leaves them, for DeepSpeed's over bf16 weights with fp32 gradients, and for ZeRO
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_pulse.engine.gradients.clipping import OwnNorms
 from deepspeed_pulse.engine.gradients.completion import complete_tied
+from deepspeed_pulse.engine.gradients.memory import held_in_step
 from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
 from deepspeed_pulse.errors import ConfigError
@@ -167,13 +168,14 @@ class OwnSteps:
     Args:
         engine: its optimizer is made, of groups of one backbone each.
         norms: clips one backbone's gradients.
+        count: is told what a step makes and drops, bytes.
 
     Raises:
         ConfigError: the optimizer, or something that a program has put in its place, steps all at once.
     """
 
-    def __init__(self, engine: Any, norms: OwnNorms) -> None:
-        self._engine, self._norms = engine, norms
+    def __init__(self, engine: Any, norms: OwnNorms, count: Callable[[int], None]) -> None:
+        self._engine, self._norms, self._count = engine, norms, count
         self._before: Values = ()
         self._now: Values = ()
         optimizer = engine.optimizer
@@ -231,6 +233,7 @@ class OwnSteps:
         present = self._values()
         self._set(self._before if earlier else self._now)
         with self._only(backbone):
+            self._count(held_in_step(self._engine))
             self._engine.optimizer.step()
             self._clear(backbone)
         self._set(present)

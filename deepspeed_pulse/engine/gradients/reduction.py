@@ -228,6 +228,8 @@ class StageReduction:
         self._under_way: list[_Bucket] = []
         self._copied: deque[_Bucket] = deque()
         """Of those under way, copies that no gradient is a part of: nobody reads them once they are put back."""
+        self.expects = False
+        """The last backward of a stage runs or has ended, and what is left of its gradients has not started."""
 
     def begin(self) -> None:
         """Start a step: nothing has been summed."""
@@ -256,6 +258,7 @@ class StageReduction:
         self._missing.extend(map(len, self._queue))
         self._bucket_of = {p: n for n, bucket in enumerate(self._queue) for p in bucket if self._once.get(p)}
         self._gone = 0
+        self.expects = True
         self._times.clear()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in ready]
 
@@ -310,6 +313,7 @@ class StageReduction:
 
     def _forget(self) -> None:
         """Nothing is expected."""
+        self.expects = False
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.engine.gradients.memory import is_fused
 from deepspeed_pulse.engine.starting.start import check_divides
 from deepspeed_pulse.engine.starting.supported import check_zero_stage
 from deepspeed_pulse.errors import ConfigError
@@ -97,6 +98,7 @@ def asked_of(
         waves={"auto": (0, *waves), "wave": waves, "linear": (0,), "loop": ()}[pulse.placement],  # 0: linear placement
         loops=waves if pulse.placement in ("auto", "loop") else (),
         zero_stage=check_zero_stage(stage if isinstance(stage, int) else 0),  # upstream says what is wrong with another
+        fused_optimizer=is_fused(config),
         layout=None if topology is None else layout_of(topology),
         schedule=pulse.schedule,
         split_backward=pulse.halves,

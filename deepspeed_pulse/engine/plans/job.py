@@ -21,6 +21,7 @@ from deepspeed_pulse.engine.conditioning import DeclaredConditioning
 from deepspeed_pulse.engine.data.batches import BatchForm, SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
 from deepspeed_pulse.engine.frozen import DeclaredParts
+from deepspeed_pulse.engine.gradients.memory import is_fused
 from deepspeed_pulse.engine.gradients.own_steps import refusal
 from deepspeed_pulse.engine.gradients.reduction import reduces_early
 from deepspeed_pulse.engine.gradients.scaling import trained_dtype
@@ -321,7 +322,8 @@ class TrainingJob:
         example, parts = self._measured_example(device)
         rules = PLAIN
         if parsed is not None:
-            rules = Rules(zero_stage=int(parsed.zero_optimization_stage), reduce_early=reduces_early(parsed))
+            stage, early = int(parsed.zero_optimization_stage), reduces_early(parsed)
+            rules = Rules(zero_stage=stage, reduce_early=early, fused_optimizer=is_fused(self.config))
         return PlanRequest(
             graph=self.graph,
             layers=self.layers,

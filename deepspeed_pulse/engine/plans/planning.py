@@ -206,7 +206,7 @@ def _given(request: PlanRequest) -> Planned:
                 "ds_pulse plan, or change the job",
                 more="plan-of-another-job",
             )
-    if any(part.carried for part in plan.backbones) and request.pulse.backbone_steps == "together":
+    if plan.carries and request.pulse.backbone_steps == "together":
         raise PlanError(
             f'{path}: its backbones make steps of their own: set "backbone_steps": "each" in the "pulse" block, or '
             "plan anew"

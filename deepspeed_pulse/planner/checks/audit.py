@@ -12,7 +12,7 @@ from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.checks.validate import marked_rows, violations
 from deepspeed_pulse.planner.problem import Problem, other_backbones
 from deepspeed_pulse.planner.routes import named_values
-from deepspeed_pulse.planner.simulator import run, summarize
+from deepspeed_pulse.planner.simulator import at_peak, run, summarize
 
 _GB = 1e9
 
@@ -49,7 +49,7 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
     problems, positions = list(about_files), dict[int, set[int]]()
     for rank, peak in enumerate(estimate.peak_bytes):
         if peak > cluster.memory_bytes:
-            line, positions[rank] = _too_full(plan, timeline, rank, peak, cluster.memory_bytes)
+            line, positions[rank] = _too_full(problem, timeline, rank, peak)
             problems.append(line)
     return Audit(problems=tuple(problems), rows=tuple(marked_rows(plan, positions)), estimate=estimate)
 
@@ -71,12 +71,15 @@ def _files(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[str]:
         )
 
 
-def _too_full(plan: Plan, timeline: Timeline, rank: int, peak: int, limit: int) -> tuple[str, set[int]]:
+def _too_full(problem: Problem, timeline: Timeline, rank: int, peak: int) -> tuple[str, set[int]]:
     """A line about a rank that does not fit; and its action that runs when most is live, or the last one before."""
-    at_ms = max(timeline.memory[rank], key=lambda point: point[1], default=(0.0, 0))[0]
+    at_ms, live = max(timeline.memory[rank], key=lambda point: point[1], default=(0.0, 0))
     started = [i for i, span in enumerate(timeline.spans_of(rank)) if span.start_ms <= at_ms]
-    action = f", at {plan.schedule[rank][started[-1]]}" if started else ""
+    action = f", at {problem.plan.schedule[rank][started[-1]]}" if started else ""
+    where = f"at {at_ms:.4g} ms{action}"
+    if "live" not in at_peak(problem, rank, {"live": live}):
+        where, started = "in the optimizer's step", []
     return (
-        f"memory of rank {rank}: needs {peak / _GB:.3f} GB at {at_ms:.4g} ms{action}; the "
-        f"cluster's memory_bytes allows {limit / _GB:.3f} GB"
+        f"memory of rank {rank}: needs {peak / _GB:.3f} GB {where}; the "
+        f"cluster's memory_bytes allows {problem.cluster.memory_bytes / _GB:.3f} GB"
     ), set(started[-1:])

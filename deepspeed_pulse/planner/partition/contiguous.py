@@ -48,10 +48,9 @@ class ConsecutiveCuts(CutSpace[int]):
         return self._work_ms(state)
 
     def memory(self, k: int, state: int) -> Floats:
-        window, state_bytes, kept = self._window(state), self.weights.state, self.weights.activations
-        return np.asarray(
-            state_bytes[state] - state_bytes[window] + (kept[state] - kept[window]) * self.in_flight[k - 1]
-        )
+        window, weights = self._window(state), self.weights
+        held, kept, step = (sums[state] - sums[window] for sums in (weights.state, weights.activations, weights.step))
+        return np.asarray(held + np.maximum(kept * self.in_flight[k - 1], step))
 
     def crossing_bytes(self, k: int, state: int) -> Floats:
         window = self._window(state)

@@ -15,7 +15,7 @@ from deepspeed_pulse.ir.communicators import fewest_bytes
 from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.plan import stage_of
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.cost import state_bytes
+from deepspeed_pulse.planner.cost import state_bytes, step_bytes
 from deepspeed_pulse.planner.ideal import least_makespan
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.links import Links
@@ -68,14 +68,16 @@ class CutCosts:
     """
 
     def __init__(self, job: Job, placement: Sequence[int]) -> None:
-        profile, shards = job.profile, job.rules.shards(job.data_parallel)
+        profile, held = job.profile, (job.rules, job.data_parallel)
         self.profile, self.placement = profile, Placement(placement)
         self.memory_bytes: int | None = job.limit_bytes - max(fewest_bytes(job.grid, self.placement, job.cluster))
         self.num_layers = profile.num_layers
         self.collocates = self.placement.kind is Kind.WAVE
         """Whether the placement is meant to keep both ends of a value on one rank."""
         self.work_ms = _prefix([x.forward_ms + x.backward_ms for x in profile.layers])
-        self.state = _prefix([state_bytes(profile, x.param_bytes, shards=shards) for x in profile.layers])
+        self.state = _prefix([state_bytes(profile, x.param_bytes, *held) for x in profile.layers])
+        self.step = _prefix([step_bytes(profile, x.param_bytes, *held) for x in profile.layers])
+        """Of the optimizer's step, when no activations are there."""
         self.activations = _prefix([x.activation_bytes for x in profile.layers])
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])
         """Hidden state that crosses a cut before a layer, one way."""
@@ -119,12 +121,14 @@ class CutCosts:
         )
 
     def memory_of(self, boundaries: Sequence[int], in_flight: Sequence[int]) -> Floats:
-        """State and activations in flight of each rank, bytes, other backbones' apart."""
-        cuts = list(boundaries)
-        memory = np.diff(self.state[cuts]) + np.diff(self.activations[cuts]) * in_flight
-        return np.asarray(
-            np.bincount(self.placement, weights=memory, minlength=self.placement.num_ranks), dtype=np.float64
-        )
+        """State with activations in flight, or the optimizer's step, of each rank, bytes; other backbones' apart."""
+        cuts, ranks = list(boundaries), self.placement.num_ranks
+
+        def of_ranks(stages: Floats) -> Floats:
+            return np.asarray(np.bincount(self.placement, weights=stages, minlength=ranks), dtype=np.float64)
+
+        kept = of_ranks(np.diff(self.activations[cuts]) * in_flight)
+        return of_ranks(np.diff(self.state[cuts])) + np.maximum(kept, of_ranks(np.diff(self.step[cuts])))
 
     def filling(self, microbatches: int) -> CutCosts:
         """The same with loads that count fill and drain: no step of whole backwards is shorter than so many times that.

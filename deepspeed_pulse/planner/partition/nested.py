@@ -83,10 +83,10 @@ class NestedCuts(CutSpace[State]):
         return np.maximum(down, up)
 
     def memory(self, k: int, state: State) -> Floats:
-        first, second = self._pair(self.weights.activations, state)
-        down, up = self._pair(self.weights.state, state)
-        depth = self.in_flight
-        return down + up + first * depth[k - 1] + second * depth[len(depth) - k]
+        depth, (first, second) = self.in_flight, self._pair(self.weights.activations, state)
+        kept = first * depth[k - 1] + second * depth[len(depth) - k]
+        (down, up), (one, other) = (self._pair(sums, state) for sums in (self.weights.state, self.weights.step))
+        return down + up + np.maximum(kept, one + other)
 
     def _parted_bytes(self, state: State) -> Floats:
         """Of values with one consumer that is on the rank while the producer is not."""

@@ -100,7 +100,7 @@ class CutSpace(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def memory(self, k: int, state: S) -> Floats:
-        """State and activations in flight of the rank, bytes."""
+        """State of the rank with activations in flight, or with the optimizer's step, bytes."""
 
     @abc.abstractmethod
     def crossing_bytes(self, k: int, state: S) -> Floats:

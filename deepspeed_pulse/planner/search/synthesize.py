@@ -28,6 +28,7 @@ from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
 from deepspeed_pulse.planner.simulator import (
     always_held,
     rank_state_bytes,
+    rank_step_bytes,
     run,
     step_and_makespan_ms,
     summarize,
@@ -323,13 +324,17 @@ def _simulated(problem: Problem, name: str, schedule: Schedule) -> Candidate:
 
 
 def _too_little_memory(problem: Problem, memory_bytes: int, smallest: int | None) -> InfeasibleError:
-    state = max(rank_state_bytes(problem, rank) for rank in range(problem.num_ranks))
+    state, step = (
+        max(part(problem, rank) for rank in range(problem.num_ranks)) for part in (rank_state_bytes, rank_step_bytes)
+    )
+    less = "" if problem.rules.fused_optimizer else " (less if it is fused)"
     needed = f"{gigabytes(smallest, enough=True)} GB" if smallest is not None else "more"
     buffers = max(problem.communicator_bytes(rank) for rank in range(problem.num_ranks))
     of_messages = f" and buffers of communicators up to {buffers / 1e9:.3f} GB" if buffers else ""
     return InfeasibleError(
         f"no schedule found fits {memory_bytes / 1e9:.3f} GB a rank: the most frugal one needs {needed} on its "
-        f"fullest rank, of which weights, gradients and optimizer state are up to {state / 1e9:.3f} GB{of_messages}; "
+        f"fullest rank, of which weights, gradients and optimizer state are up to {state / 1e9:.3f} GB{of_messages}, "
+        f"and the optimizer's step needs up to {step / 1e9:.3f} GB beside them{less}; "
         "use more pipeline ranks, a smaller microbatch, recompute layers in backward, or raise the memory limit",
         needed_bytes=smallest,
         more="memory",

@@ -15,7 +15,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.units import gigabytes
-from deepspeed_pulse.planner.cost import state_bytes
+from deepspeed_pulse.planner.cost import state_bytes, step_bytes
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, SearchOptions
 from deepspeed_pulse.planner.links import Links
@@ -268,7 +268,7 @@ class Tuner:
         least = self.least_held_bytes(choice)
         if least > self.job.limit_bytes:
             buffers = ", with the buffers of communicators," if self.job.cluster.communicators else ""
-            state = f"weights, gradients and optimizer state{buffers}"
+            state = f"weights, gradients, optimizer state and its step{buffers}"
             reason = f"{state} alone need {gigabytes(least, enough=True)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
         cuts = free.boundaries if free is not None and _several(choice) else None
@@ -289,9 +289,10 @@ class Tuner:
         return estimate(replace(plan, rules=rules), self.sizes.at(choice.microbatch_size), self.job.cluster)
 
     def least_held_bytes(self, choice: Choice) -> int:
-        """No cuts have less on their fullest rank: state in equal parts, and what communicators hold."""
-        profile, shards = self.sizes.at(choice.microbatch_size), choice.data_parallel if choice.zero_stage else None
-        sizes = [state_bytes(profile, layer.param_bytes, shards=shards) for layer in profile.layers]
+        """No cuts have less on their fullest rank: state and step in equal parts, and what communicators hold."""
+        profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(choice.zero_stage)
+        parts, replicas = (state_bytes, step_bytes), choice.data_parallel
+        sizes = [sum(part(profile, x.param_bytes, rules, replicas) for part in parts) for x in profile.layers]
         buffers = min(fewest_bytes(self.job.chosen(choice).grid, choice.placement, self.job.cluster))
         return max(-(-sum(sizes) // choice.pipeline_ranks), *sizes) + buffers
 
