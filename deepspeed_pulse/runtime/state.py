@@ -47,6 +47,7 @@ def step_bytes(
     """What sums of gradients and a step hold at most beside the state; ``planner.cost`` says what it is made of.
 
     Args:
+        parameters: of those groups; needed under ZeRO only.
         optimizer: steps fp32 master weights where there are such, where they are shared this rank's part of them.
         copies: gradients are in 16 bit, and are copied for it.
         shards, bucket_elements: as in :func:`state_bytes`.
@@ -55,8 +56,8 @@ def step_bytes(
     if bucket_elements is None:
         rooted = (size for size, group in zip(groups, optimizer.param_groups, strict=True) if _roots(optimizer, group))
         return sum(groups) * copies + sum(rooted)
-    trained = [p for p in parameters if p.requires_grad]
-    gradients, bucket = sum(p.nbytes for p in trained), _bucket_bytes(trained, bucket_elements)
+    held = list(parameters)
+    gradients, bucket = sum(p.nbytes for p in held), _bucket_bytes(held, bucket_elements)
     own = max(groups, default=0) * (3 if copies else 2) // 2  # one group after the other
     return max(bucket, own - bucket - (gradients - gradients // shards))
 

@@ -32,10 +32,12 @@ def held_in_step(engine: Any) -> int:
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     if not isinstance(basic, torch.optim.Optimizer):
         return 0
+    zero = isinstance(optimizer, DeepSpeedZeroOptimizer)
+    held = [p for group in optimizer.bit16_groups for p in group] if zero else ()
     copies = engine.bfloat16_enabled() or engine.fp16_enabled()
     if isinstance(optimizer, BF16_Optimizer) and optimizer.grad_acc_dtype is torch.float32:
         copies = False
-    return step_bytes(engine.module.parameters(), basic, copies=copies, **_sharing(engine))
+    return step_bytes(held, basic, copies=copies, **_sharing(engine))
 
 
 def _sharing(engine: Any) -> dict[str, int]:
