@@ -211,7 +211,8 @@ def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
                 continue
             plan = make_plan(
                 Job(
-                    profile=costs,
+                    # each rank of DDP steps all weights: nothing to gather, as in fp16
+                    profile=costs if shards > 1 else replace(costs, dtype="float16"),
                     cluster=cluster,
                     pipeline_ranks=1,
                     data_parallel=point.ranks,

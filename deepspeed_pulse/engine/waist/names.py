@@ -40,8 +40,8 @@ NAMES = {
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": """
         _hp_grad _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _link_all_hp_params
         _param_slice_mappings _update_hp_grad bf16_groups clear_lp_grads clip_grad fp32_groups_flat_partition
-        fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm immediate_grad_update optimizer
-        param_groups scale_if_loss state step zero_grad
+        fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm grad_acc_dtype immediate_grad_update
+        optimizer param_groups scale_if_loss state step zero_grad
     """,
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": "TorchCheckpointEngine",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",
