@@ -46,7 +46,8 @@ OURS: dict[str, dict[str, Any]] = {
     "linear": {"placement": "linear", "schedule": "1f1b"},
 }
 """What the planner is asked for. With a known schedule: what a search adds is for benchmarks/planner."""
-SIDES = (*OURS, *RELAYED, "ZeRO-2", "DDP", "tuned")
+OTHERS = (*RELAYED, "ZeRO-2", "DDP")
+SIDES = (*OURS, *OTHERS, "tuned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +58,6 @@ class Point:
     batch: int
     scaling: str
     profile: Profile
-
-    @property
-    def is_published(self) -> bool:
-        return self.scaling == "weak" and (self.model, self.ranks) in self.machines.published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +95,7 @@ def simulated(point: Point) -> dict[str, Best]:
                 best[name] = max(best.get(name, found), found, key=_rate)
     for found_name, found in _data_parallel(point):
         best[found_name] = max(best.get(found_name, found), found, key=_rate)
-    if point.is_published:
-        best["tuned"] = _tuned(point)
+    best["tuned"] = _tuned(point)
     return best
 
 
