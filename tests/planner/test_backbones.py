@@ -303,6 +303,28 @@ def test_sums_of_steps_of_their_own_are_counted_behind_the_rows():
         assert sum_.start_ms >= max(span.end_ms for span in timeline.spans_of(sum_.rank))
 
 
+def test_an_optimizers_step_of_one_backbone_is_beside_what_is_live():
+    """Steps of their own are made while others' activations are there, one backbone's at a time; a joint one after."""
+    costs = several(4, 1, 1, param_bytes=100)
+    job = Job(profile=costs, cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4)
+    options = replace(QUICK, placement="wave", split_backward=True)
+    apart, joint = (make_plan(job, replace(options, backbone_steps=steps)) for steps in ("each", "together"))
+    assert carried_actions(apart) and not carried_actions(joint)
+    for plan in (apart, joint):
+        live = [max(held for _, held in row) for row in simulate(plan, costs, job.cluster).memory]
+        for rank, peak in enumerate(plan.estimate.peak_bytes):
+            layers = [sum(map(len, map(plan.stage_layers, part))) for part in stages_by_backbone(plan, rank)]
+            state = 4 * 100 * sum(layers)
+            assert peak == state + (
+                live[rank] + 100 * max(layers) if plan is apart else max(live[rank], 100 * sum(layers))
+            )
+
+
+def stages_by_backbone(plan, rank):
+    owners = {stage: plan.placement.backbone_of(stage) for stage in plan.stages_of(rank)}
+    return [[stage for stage in owners if owners[stage] == owner] for owner in sorted(set(owners.values()))]
+
+
 @pytest.mark.parametrize(("steps", "dtype"), [("each", "float32"), ("auto", "bfloat16")])
 def test_steps_of_their_own_are_tuned_within_their_bounds(steps, dtype):
     costs = replace(several(2, 1, 3), dtype=dtype)
