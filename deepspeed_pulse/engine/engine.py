@@ -91,7 +91,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._own_norms = OwnNorms(self, module.backbone_of, len(module.job.heads)) if module.has_several else None
         self._own_steps: OwnSteps | None = None
         if self._own_norms is not None and module.job.may_step_apart:
-            self._own_steps = OwnSteps(self, self._own_norms, lambda held: self._runtime.count_step(held))
+            self._own_steps = OwnSteps(self, self._own_norms, lambda held: self._runtime.holdings.count_step(held))
         self._micro_batches_begun = self.micro_batches
         self._unfinished = Unfinished(self)
         self._device = EngineDevice(seat.device, losses.accumulating, losses.scale)
@@ -115,7 +115,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             timeout_seconds=timeout,
         )
         self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)
-        self._reduction = EarlyReduction(self, timeout, self._runtime.count_copies)
+        self._reduction = EarlyReduction(self, timeout, self._runtime.holdings.count_copies)
         self._observer = Observer(self, self._device)
         watchdog.device = None if self._device.runs_at_once else DeviceProgress()
         watchdog.hint = hint(module.plan.placement, seat.ranks)
@@ -285,7 +285,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
                 super()._take_model_step(*args, **kwargs)
             return
         norm = None if self._own_norms is None else self._own_norms.clip()
-        self._runtime.count_step(held_in_step(self))
+        self._runtime.holdings.count_step(held_in_step(self))
         super()._take_model_step(*args, **kwargs)
         if norm is not None:
             self._global_grad_norm = norm

@@ -24,7 +24,8 @@ from deepspeed_pulse.ir.program import Channel, Program
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.runtime.discovery import begin, discover
 from deepspeed_pulse.runtime.extra import Estimate
-from deepspeed_pulse.runtime.rank import RankPart, RankRuntime, Stats
+from deepspeed_pulse.runtime.holdings import Stats
+from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
 from deepspeed_pulse.runtime.recomputing import Checkpoint, non_reentrant
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage

@@ -7,7 +7,7 @@ instructions, :mod:`deepspeed_pulse.runtime.local` for all ranks in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from deepspeed_pulse.ir.profile import Held
 from deepspeed_pulse.ir.program import HIDDEN, Message, Step
 from deepspeed_pulse.ir.schedule import FORWARDS, Action, Direction, Op
 from deepspeed_pulse.runtime.extra import Estimate, ExtraForwards, OrderedBatches
+from deepspeed_pulse.runtime.holdings import Holdings, Stats
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, num_bytes, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
@@ -103,18 +104,6 @@ class _Forward:
     """Where backward runs in halves."""
 
 
-@dataclass
-class Stats:
-    """What one rank counted in one step, in bytes."""
-
-    p2p_bytes: dict[str, int] = field(default_factory=dict)
-    metadata_bytes: int = 0
-    local_value_bytes: int = 0
-    peak_live_bytes: int = 0
-    peak_parts: dict[str, int] = field(default_factory=dict)
-    """What ``peak_live_bytes`` was made of, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
-
-
 class RankRuntime:
     """Runs one rank's part of a plan.
 
@@ -124,8 +113,7 @@ class RankRuntime:
         finish: turns a last layer's output into the loss.
         estimates: gives for a step that begins what turns what a last layer gave in an extra forward into what the
             microbatch's forward reads.
-        state_bytes: weights, gradients and optimizer state, counted into ``peak_live_bytes``; gradients that autograd
-            makes anew in every step (``fresh_gradients``) from the end of their stage's first backward on.
+        parameters, state_bytes, fresh_gradients: of what :class:`Holdings` counts.
         timeout_seconds: silence of a peer after which a wait raises.
     """
 
@@ -146,8 +134,10 @@ class RankRuntime:
         self._device = device
         self._finish, self._estimates = finish, estimates
         self._parameters = parameters
-        self._state_bytes, self._fresh_gradients = state_bytes, fresh_gradients
         self._transport = Transport(rank, communicator, device, timeout_seconds)
+        self.holdings = Holdings(
+            parameters, state_bytes=state_bytes, fresh_gradients=fresh_gradients, transport=self._transport
+        )
         self._values = ValueBuffer()
         self._hidden: dict[tuple[int, int], Payload] = {}
         self._hidden_grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}
@@ -155,10 +145,6 @@ class RankRuntime:
         self._book = ShapeBook()
         self._kept: dict[tuple[int, int], int] = {}
         """Bytes of activations, by stage and microbatch."""
-        self._live: dict[str, int] = {}
-        """Bytes by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`."""
-        self._waiting: dict[int, int] = {}
-        """Of those, per microbatch, gradients that wait for the backward or the message that takes them."""
         self._runs = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -232,16 +218,9 @@ class RankRuntime:
         self._position = 0
         self.stats = Stats()
         self.stopwatch.begin()
-        fresh = self._training and self._fresh_gradients
-        self._no_gradient = {p for p in self._parameters if fresh and p.requires_grad and p.grad is None}
-        state = self._state_bytes - num_bytes(self._no_gradient)
-        if not self._runs_on:
-            self._live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0, "step": 0}
-            self._waiting = {}
-            self._extra_bytes = 0
-        self._live["state"] = state
-        if part.communicator_bytes:
-            self._live["communicators"] = part.communicator_bytes
+        self.holdings.begin(
+            self.stats, training=self._training, communicators=part.communicator_bytes, goes_on=self._runs_on
+        )
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         self._runs_on = part.runs_on
         earlier = self._earlier.shapes if self._earlier is not None else ()
@@ -354,7 +333,7 @@ class RankRuntime:
     def _extra_forward(self, stage: int, m: int) -> None:
         assert self._extra is not None
         self._extra.run(stage, m)
-        self._count("received", 0, self._held[stage][0].workspace + self._held_extra() - self._extra_bytes)
+        self.holdings.count_extra_forward(self._held_extra(), self._held[stage][0].workspace)
 
     def _forward(self, stage: int, m: int) -> None:
         placement = self._plan.placement
@@ -428,7 +407,7 @@ class RankRuntime:
                 tape=tape,
             )
             self._kept[stage, m] = self._now.shapes[m].activation_bytes[stage, tape is not None]
-            self._count("activations", self._kept[stage, m], self._held[stage][0].workspace)
+            self.holdings.count("activations", self._kept[stage, m], self._held[stage][0].workspace)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -438,11 +417,11 @@ class RankRuntime:
         for name, exported in forward.exported.items():
             _pair(exported, self._values.gradients(name, m), roots, gradients)
         held, _ = self._held[stage]
-        self._count("recomputed", held.recomputed, held.workspace)
+        self.holdings.count("recomputed", held.recomputed, held.workspace)
         if roots:
             with self._device.accumulating():
                 torch.autograd.backward(roots, gradients)
-        self._count("recomputed", -held.recomputed)
+        self.holdings.count("recomputed", -held.recomputed)
         self._hand_back(forward, stage, m)
         self._end_backward(stage, m)
 
@@ -456,18 +435,18 @@ class RankRuntime:
         (_, held), late = self._held[stage], self._now.shapes[m].late_bytes
         if stage not in late:
             late[stage] = forward.tape.late_bytes()
-        self._count("recomputed", held.recomputed)
-        self._count("gradients", late[stage], held.workspace)
+        self.holdings.count("recomputed", held.recomputed)
+        self.holdings.count("gradients", late[stage], held.workspace)
         self._hand_back(forward, stage, m)
         self._count_gradients(m)
         self._late[stage, m] = forward.tape
 
     def _weight_half(self, stage: int, m: int) -> None:
         whole, held = self._held[stage]
-        self._count("recomputed", 0, whole.workspace)
+        self.holdings.count("recomputed", 0, whole.workspace)
         self._late.pop((stage, m)).weight_half(self._device.accumulating)
-        self._count("recomputed", -held.recomputed)
-        self._count("gradients", -self._now.shapes[m].late_bytes[stage])
+        self.holdings.count("recomputed", -held.recomputed)
+        self.holdings.count("gradients", -self._now.shapes[m].late_bytes[stage])
         self._end_backward(stage, m)
 
     def _given_back(self, forward: _Forward, stage: int, m: int) -> tuple[list[Root], list[torch.Tensor | None]]:
@@ -489,8 +468,8 @@ class RankRuntime:
                 leaf.grad = None  # the leaf stays in a graph that waits for the weights' half
 
     def _end_backward(self, stage: int, m: int) -> None:
-        self._count("activations", -self._kept.pop((stage, m)))
-        self._count_fresh(self._stages[stage].parameters)
+        self.holdings.count("activations", -self._kept.pop((stage, m)))
+        self.holdings.count_fresh(self._stages[stage].parameters)
         self._count_gradients(m)
 
     # -- messages ----------------------------------------------------------------------------
@@ -506,7 +485,7 @@ class RankRuntime:
                 self._hidden[stage, m] = content  # type: ignore[assignment]
             else:
                 self._values.put(message.name, m, content)  # type: ignore[arg-type]
-                self._count("received", self._values.bytes_of(message.name, m))
+                self.holdings.count("received", self._values.bytes_of(message.name, m))
         elif content is not None and message.name == HIDDEN:
             self._hidden_grads[message.source_stage, m] = content  # type: ignore[assignment]
         elif content is not None:
@@ -537,61 +516,29 @@ class RankRuntime:
         m = step.action.microbatch
         if self._extra is not None:
             self._extra.drop(step)
-            self._count_extra()
+            self.holdings.count_extra(self._held_extra())
         if step.action.op is Op.EXTRA_FORWARD:
             return
         for name in self._usage.sent_away(step.action) if self._training else ():
             released = self._values.release_data(name, m)
             if self._usage.arrived(name):
-                self._count("received", -released)
+                self.holdings.count("received", -released)
         for name in self._usage.dropped(step.action, training=self._training):
             if self._usage.arrived(name) and self._values.has_data(name, m):
-                self._count("received", -self._values.bytes_of(name, m))
+                self.holdings.count("received", -self._values.bytes_of(name, m))
             self._values.drop(name, m)
 
     # -- bookkeeping -------------------------------------------------------------------------
-
-    def _count_fresh(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Gradients that a stage's first backward has made; while it ran, a layer's own were among its workspace."""
-        if self._no_gradient:
-            self._count("state", num_bytes(self._no_gradient.intersection(parameters)))
-            self._no_gradient.difference_update(parameters)
-
-    def count_copies(self, change: int) -> None:
-        """Bytes of copies of gradients, which are summed over replicas, that come or go."""
-        self._count("gradients", change)
-
-    def count_step(self, num_bytes: int) -> None:
-        """Bytes that a step of the optimizer makes and drops."""
-        for change in (num_bytes, -num_bytes):
-            self._count("step", change)
 
     def _count_gradients(self, m: int) -> None:
         """Of a microbatch: those of named values, and of hidden states that were made on this rank."""
         hidden = [g for (_, own), gradients in self._hidden_grads.items() if own == m for g in gradients]
         waiting = self._values.gradient_bytes(m) + num_bytes([g for g in hidden if g is not None])
-        self._count("gradients", waiting - self._waiting.get(m, 0))
-        self._waiting[m] = waiting
-
-    def _count_extra(self) -> None:
-        """What extra forwards keep for one another, and estimates."""
-        held = self._held_extra()
-        self._count("received", held - self._extra_bytes)
-        self._extra_bytes = held
+        self.holdings.count_waiting(m, waiting)
 
     def _held_extra(self) -> int:
         steps = (self._data,) if self._earlier is None or self._earlier is self._data else (self._data, self._earlier)
         return sum(step.extra.num_bytes for step in steps if step.extra is not None)
-
-    def _count(self, part: str, change: int, workspace: int = 0) -> None:
-        """Bytes that come or go; ``workspace`` is there in that moment."""
-        self._live[part] += change
-        buffers, leaving = self._transport.buffer_bytes, self._transport.leaving_bytes
-        live = sum(self._live.values()) + buffers + leaving + workspace
-        if live > self.stats.peak_live_bytes:
-            self.stats.peak_live_bytes = live
-            received = self._live["received"] + buffers
-            self.stats.peak_parts = {**self._live, "received": received, "sent": leaving, "workspace": workspace}
 
 
 def _pair(

@@ -80,7 +80,7 @@ def test_what_waits_for_the_weight_half_is_counted() -> None:
     seen, run = [], runtime._runs[Op.WEIGHT_GRAD]
 
     def watched(stage: int, m: int) -> None:
-        seen.append(runtime._live["gradients"])
+        seen.append(runtime.holdings.live["gradients"])
         run(stage, m)
 
     runtime._runs[Op.WEIGHT_GRAD] = watched

@@ -205,7 +205,7 @@ def test_all_bytes_that_were_counted_go_again(seed: int) -> None:
     for _ in range(2):  # the second step finds every boundary agreed on
         for runtime, stats in zip(world._ranks, world.step(batches), strict=True):
             assert sum(stats.peak_parts.values()) == stats.peak_live_bytes > 0
-            assert set(runtime._live.values()) == {0}
+            assert set(runtime.holdings.live.values()) == {0}
             assert (runtime._transport.buffer_bytes, runtime._transport.leaving_bytes) == (0, 0)
 
 

@@ -14,7 +14,7 @@ from deepspeed_pulse.ir.fill import Fill, FrozenRun, up_front
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.frozen import FrozenRuntime, channels_of
-from deepspeed_pulse.runtime.rank import Stats
+from deepspeed_pulse.runtime.holdings import Stats
 
 
 class FrozenAhead:
