@@ -17,7 +17,10 @@ import torch
 
 _FAILED = "pulse: cannot connect"
 _SECONDS = 1.0
-"""Between two looks, and what the others then have before the store ends with its rank."""
+"""Between two looks."""
+
+_HEAD_START_SECONDS = 2.0
+"""For the rank that failed to say why: a launcher ends all ranks of a host when one has ended."""
 
 _ANSWER_SECONDS = 60.0
 """For the store to be there: ranks start at different times."""
@@ -50,7 +53,7 @@ def _look(joined: threading.Event, reason: str) -> None:
     except _UNKNOWN:
         return  # whoever joins is told so, too
     while not joined.wait(_SECONDS):
-        if _has_failed(store) and not joined.is_set():
+        if _has_failed(store) and not joined.wait(_HEAD_START_SECONDS):
             print(f"pulse: joining the process group: another rank could not connect: {reason}", flush=True)
             os._exit(1)
 
@@ -66,8 +69,7 @@ def _tell() -> None:
     try:
         _store().set(_FAILED, os.environ["RANK"])
     except _UNKNOWN:
-        return
-    threading.Event().wait(3 * _SECONDS)
+        return  # where the store was its own, the others see that it ends
 
 
 def _store() -> Any:
