@@ -64,7 +64,8 @@ def main() -> int:
         readme.write(HERE / "README.md", text, BEGIN)
         headline.write()
     missed = list(behind(found))
-    print("\n".join(missed), file=sys.stderr)
+    for line in missed:
+        print(line, file=sys.stderr)
     return int(bool(missed))
 
 

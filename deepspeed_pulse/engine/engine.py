@@ -52,6 +52,7 @@ from deepspeed_pulse.engine.step import Lowering, Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE, RankFigures
+from deepspeed_pulse.ir.schedule import FORWARDS
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
 from deepspeed_pulse.runtime.rank import RankRuntime
 
@@ -399,9 +400,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         action = step.action
         self._watchdog.enter(f"action {action} (stage {action.stage}, microbatch {action.microbatch})")
         self._runtime.run(step, self._breakdown.of_steps)
-        if (
-            self._reduction.sums is None or not self._reduction.sums.expects
-        ):  # what sums them looks first for those that came too late
+        if action.op not in FORWARDS and not self._reduction.expects:
             self._losses.drop_gradients()
         self._watchdog.gave()
 
@@ -418,7 +417,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def _exec_reduce_stage_grads(self, stage: int) -> None:
         assert self._reduction.sums is not None
         self._reduction.sums.start(stage)
-        self._losses.drop_gradients()
+        self._losses.drop_gradients()  # not before: it has looked for some that came too late
 
     def _exec_finish_step(self) -> None:
         self._watchdog.enter("the end of the step (last sends, gradient reduction, optimizer)")

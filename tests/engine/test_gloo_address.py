@@ -22,7 +22,7 @@ DEBIAN = {"MASTER_ADDR": "first", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "LOCAL_R
 
 @pytest.fixture
 def on_second(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
+    for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in DEBIAN.items():
         monkeypatch.setenv(name, value)

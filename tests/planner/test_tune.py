@@ -148,6 +148,14 @@ def test_zero_1_is_taken_where_the_optimizer_state_does_not_fit():
     assert "optimizer state and its step alone need" in alone.reason
 
 
+def test_a_bucket_that_is_full_is_counted_once_a_rank():
+    """8 GB of weights on one of two ranks: buckets have 2 GB, however many layers there are. 16, 2, 12 and 2 beside."""
+    costs = uniform(4, param_bytes=4 * 10**9, activation_bytes=0)
+    given = Constraints(pipeline_ranks=2, zero_stage=1, waves=(0,), loops=())
+    found = tuned(costs, box(memory_bytes=35 * 10**9), 16, given=given, exhaustive=True)
+    assert found.best.needed_bytes == 32 * 10**9
+
+
 def test_what_fits_exactly_fits():
     """So there is nothing that a shared optimizer would gain."""
     costs = uniform(8, param_bytes=100, activation_bytes=0)

@@ -449,6 +449,11 @@ class EarlyReduction:
         self._made_for = self._engine.optimizer, self._engine.communication_data_type
         self.sums = stage_reduction(self._engine, self._timeout_seconds, self._count, self._aside)
 
+    @property
+    def expects(self) -> bool:
+        """A stage's last backward runs or has ended, and the sum of its gradients is yet to be started."""
+        return self.sums is not None and self.sums.expects
+
     def begin(self, *, training: bool) -> bool:
         """Start a step; False where gradients are summed upstream's way at its end, or by the program."""
         # 1-bit optimizers turn upstream's reduction off in the middle of a run

@@ -289,12 +289,16 @@ class Tuner:
         return estimate(replace(plan, rules=rules), self.sizes.at(choice.microbatch_size), self.job.cluster)
 
     def least_held_bytes(self, choice: Choice) -> int:
-        """No cuts have less on their fullest rank: state and step in equal parts, and what communicators hold."""
+        """No cuts have less on their fullest rank, which has an equal part of the weights or the largest layer's.
+
+        State and step, and what communicators hold. Of backbones that step apart, one is the smallest share of a step.
+        """
         profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(choice.zero_stage)
-        parts, replicas = (state_bytes, step_bytes), choice.data_parallel
-        sizes = [sum(part(profile, x.param_bytes, rules, replicas) for part in parts) for x in profile.layers]
+        weights = max(-(-profile.param_bytes // choice.pipeline_ranks), *(x.param_bytes for x in profile.layers))
+        apart = len(profile.backbones) if self._backbone_steps != "together" else 1
         buffers = min(fewest_bytes(self.job.chosen(choice).grid, choice.placement, self.job.cluster))
-        return max(-(-sum(sizes) // choice.pipeline_ranks), *sizes) + buffers
+        state = state_bytes(profile, weights, rules, choice.data_parallel)
+        return state + step_bytes(profile, weights // max(apart, 1), rules, choice.data_parallel) + buffers
 
     # -- the best ----------------------------------------------------------------------------
 
