@@ -33,9 +33,9 @@ BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's ``reduce_bucket_size`` where a config names none: ZeRO sums gradients by as many, or by all there are."""
 
 
-def bucket_bytes(dtype: str, param_bytes: int, elements: int = BUCKET_ELEMENTS) -> int:
-    """Of ZeRO's bucket, which is there from the first backward to the end of the step's sums."""
-    return min(param_bytes, elements * (2 if is_16_bit(dtype) else 4))
+def bucket_bytes(dtype: str, elements: int = BUCKET_ELEMENTS) -> int:
+    """Of ZeRO's bucket, from the first backward to the end of the step's sums; of fewer weights, as many as they."""
+    return elements * (2 if is_16_bit(dtype) else 4)
 
 
 @dataclass(frozen=True, kw_only=True)

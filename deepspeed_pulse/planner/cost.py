@@ -6,9 +6,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.profile import LayerCost, Profile, bucket_bytes, is_16_bit, optimizer_factor
 from deepspeed_pulse.ir.rules import Rules
+
+Floats = npt.NDArray[np.float64]
 
 NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
 """What is assumed of a link nobody measured: one PCIe 4.0 x16 or 200 Gbit/s port."""
@@ -101,28 +106,48 @@ def optimizer_shards(profile: Profile, rules: Rules, replicas: int) -> int:
     return replicas if rules.shards_optimizer or profile.dtype == "bfloat16" else 1
 
 
-def state_bytes(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> int:
-    """Weights, gradients and optimizer state of ``param_bytes`` of parameters.
+class WeightCosts:
+    """Bytes that ranks hold for so many bytes of parameters each, activations apart."""
 
-    The optimizer part (fp32 master weights and two Adam moments) is divided by :func:`optimizer_shards`; weights and
-    gradients are not, and under ZeRO-1 its bucket is beside them.
-    """
-    zero = rules.shards_optimizer
-    optimizer = optimizer_factor(profile.dtype, zero=zero) * param_bytes
-    bucket = bucket_bytes(profile.dtype, param_bytes) if zero else 0
-    return 2 * param_bytes + bucket + -(-optimizer // optimizer_shards(profile, rules, replicas))
+    def __init__(self, profile: Profile, rules: Rules, replicas: int) -> None:
+        wide, shards = is_16_bit(profile.dtype), optimizer_shards(profile, rules, replicas)
+        self._bucket = bucket_bytes(profile.dtype) if rules.shards_optimizer else 0
+        self._state = 2 + optimizer_factor(profile.dtype, zero=rules.shards_optimizer) / shards
+        if rules.shards_optimizer:
+            self._step = (4 if wide else 2) / shards - 1
+        else:
+            self._step = ((0 if rules.fused_optimizer else 2 if wide else 1) + (2 if wide else 0)) / shards
+
+    def state(self, param_bytes: npt.ArrayLike) -> Floats:
+        """Weights, gradients and optimizer state.
+
+        The optimizer part (fp32 master weights and two Adam moments) is divided by :func:`optimizer_shards`; weights
+        and gradients are not, and under ZeRO-1 its bucket is beside them.
+        """
+        params = np.asarray(param_bytes, dtype=np.float64)
+        return np.asarray(
+            self._state * params + np.minimum(params, self._bucket) if self._bucket else self._state * params
+        )
+
+    def step(self, param_bytes: npt.ArrayLike) -> Floats:
+        """What sums of gradients and a step of the optimizer hold at most beside :meth:`state`.
+
+        Without ZeRO: in 16 bit an fp32 copy of gradients, and in any precision the roots of all second moments, which
+        torch's Adam makes at once and a fused one does not. Under ZeRO-1: first a second bucket; then, when the first
+        one and other shards' gradients have gone, the shard's gradients in one piece, and in 16 bit an fp32 copy of it.
+        """
+        params = np.asarray(param_bytes, dtype=np.float64)
+        if not self._bucket:
+            return np.asarray(self._step * params)
+        bucket = np.minimum(params, self._bucket)
+        return np.asarray(np.maximum(bucket, self._step * params - bucket))
+
+
+def state_bytes(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> int:
+    """:meth:`WeightCosts.state` of one rank."""
+    return round(float(WeightCosts(profile, rules, replicas).state(param_bytes)))
 
 
 def step_bytes(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> int:
-    """What sums of gradients and a step of the optimizer hold at most beside :func:`state_bytes`.
-
-    Without ZeRO: in 16 bit an fp32 copy of gradients, and in any precision the roots of all second moments, which
-    torch's Adam makes at once and a fused one does not. Under ZeRO-1: first a second bucket; then, when the first one
-    and other shards' gradients have gone, the shard's gradients in one piece, and in 16 bit an fp32 copy of that.
-    """
-    wide, own = is_16_bit(profile.dtype), -(-param_bytes // optimizer_shards(profile, rules, replicas))
-    if not rules.shards_optimizer:
-        roots = 0 if rules.fused_optimizer else own * (2 if wide else 1)
-        return roots + own * (2 if wide else 0)
-    bucket = bucket_bytes(profile.dtype, param_bytes)
-    return max(bucket, own * (3 if wide else 1) - bucket - (param_bytes - own))
+    """:meth:`WeightCosts.step` of one rank."""
+    return round(float(WeightCosts(profile, rules, replicas).step(param_bytes)))

@@ -67,7 +67,7 @@ def _bucket_bytes(trained: Sequence[torch.Tensor], elements: int) -> int:
     sizes = Counter[str]()
     for parameter in trained:
         sizes[_dtype(parameter)] += parameter.nbytes
-    return sum(bucket_bytes(dtype, size, elements) for dtype, size in sizes.items())
+    return sum(min(size, bucket_bytes(dtype, elements)) for dtype, size in sizes.items())
 
 
 def _roots(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

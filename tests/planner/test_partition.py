@@ -12,7 +12,8 @@ from toys import cluster, gpipe, job_on, layer, plan, profile, random_profile, s
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.planner import simulate
+from deepspeed_pulse.ir.rules import Rules
+from deepspeed_pulse.planner import estimate, simulate
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
 from deepspeed_pulse.planner.problem import Problem
@@ -252,6 +253,22 @@ def test_memory_moves_the_cut():
         Placement.linear(2),
     )
     assert (free, tight) == ((0, 4, 8), (0, 3, 8))
+
+
+@pytest.mark.parametrize(
+    ("placement", "heavy", "even"),
+    [(Placement.linear(2), (0, 1, 2, 3), (0, 4, 8)), (Placement.wave(2), (0, 1, 6, 7), (0, 2, 4, 6, 8))],
+    ids=["linear", "wave"],
+)
+def test_a_bucket_that_is_full_is_counted_once_a_rank(placement, heavy, even):
+    """4 GB of weights on one of two ranks, ZeRO-1 on two replicas: 8 with gradients, 6 of state, 2 in each bucket."""
+    costs = profile([layer(param_bytes=10**9 if i in heavy else 0, activation_bytes=0) for i in range(8)])
+    job = job_on(placement, costs, data_parallel=2, rules=Rules.of(1), memory_bytes=18 * 10**9)
+    assert partition(job, placement) == even
+    assert CutCosts(job, placement).memory_of(even, [1] * len(placement)).tolist() == [18e9, 0]
+    rows = plan(placement, 1, boundaries=even, of=costs, data_parallel=2)
+    planned = dataclasses.replace(rows, schedule=gpipe(Problem(rows, costs, cluster()), 1), rules=job.rules)
+    assert estimate(planned, costs, cluster()).peak_bytes == (18 * 10**9, 0)
 
 
 def test_of_cuts_that_need_least_memory_the_balanced_ones_are_taken():

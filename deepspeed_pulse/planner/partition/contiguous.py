@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats
+from deepspeed_pulse.planner.cost import Floats
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.space import CutSpace, Stage
 
 
@@ -49,8 +50,8 @@ class ConsecutiveCuts(CutSpace[int]):
 
     def memory(self, k: int, state: int) -> Floats:
         window, weights = self._window(state), self.weights
-        held, kept, step = (sums[state] - sums[window] for sums in (weights.state, weights.activations, weights.step))
-        return np.asarray(held + np.maximum(kept * self.in_flight[k - 1], step))
+        params, kept = (sums[state] - sums[window] for sums in (weights.param_bytes, weights.activations))
+        return weights.held(params, kept * self.in_flight[k - 1])
 
     def crossing_bytes(self, k: int, state: int) -> Floats:
         window = self._window(state)

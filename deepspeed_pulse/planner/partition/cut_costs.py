@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from deepspeed_pulse.ir.communicators import fewest_bytes
 from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.plan import stage_of
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.planner.cost import state_bytes, step_bytes
+from deepspeed_pulse.planner.cost import Floats, WeightCosts
 from deepspeed_pulse.planner.ideal import least_makespan
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.links import Links
@@ -25,7 +24,6 @@ _DIGITS = 9
 """Sums of the same times in another order are equal: ms are compared to 1e-9."""
 
 Pair = tuple[int, int]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -68,16 +66,14 @@ class CutCosts:
     """
 
     def __init__(self, job: Job, placement: Sequence[int]) -> None:
-        profile, held = job.profile, (job.rules, job.data_parallel)
+        profile, self._weights = job.profile, WeightCosts(job.profile, job.rules, job.data_parallel)
         self.profile, self.placement = profile, Placement(placement)
         self.memory_bytes: int | None = job.limit_bytes - max(fewest_bytes(job.grid, self.placement, job.cluster))
         self.num_layers = profile.num_layers
         self.collocates = self.placement.kind is Kind.WAVE
         """Whether the placement is meant to keep both ends of a value on one rank."""
         self.work_ms = _prefix([x.forward_ms + x.backward_ms for x in profile.layers])
-        self.state = _prefix([state_bytes(profile, x.param_bytes, *held) for x in profile.layers])
-        self.step = _prefix([step_bytes(profile, x.param_bytes, *held) for x in profile.layers])
-        """Of the optimizer's step, when no activations are there."""
+        self.param_bytes = _prefix([x.param_bytes for x in profile.layers])
         self.activations = _prefix([x.activation_bytes for x in profile.layers])
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])
         """Hidden state that crosses a cut before a layer, one way."""
@@ -128,7 +124,12 @@ class CutCosts:
             return np.asarray(np.bincount(self.placement, weights=stages, minlength=ranks), dtype=np.float64)
 
         kept = of_ranks(np.diff(self.activations[cuts]) * in_flight)
-        return of_ranks(np.diff(self.state[cuts])) + np.maximum(kept, of_ranks(np.diff(self.step[cuts])))
+        return self.held(of_ranks(np.diff(self.param_bytes[cuts])), kept)
+
+    def held(self, param_bytes: Floats, activation_bytes: Floats) -> Floats:
+        """Memory of ranks with such weights and, unless the optimizer steps, such activations."""
+        step = self._weights.step(param_bytes)
+        return np.asarray(self._weights.state(param_bytes) + np.maximum(activation_bytes, step))
 
     def filling(self, microbatches: int) -> CutCosts:
         """The same with loads that count fill and drain: no step of whole backwards is shorter than so many times that.

@@ -15,8 +15,9 @@ from types import MappingProxyType
 import numpy as np
 
 from deepspeed_pulse.ir.placement import Kind, Placement
+from deepspeed_pulse.planner.cost import Floats
 from deepspeed_pulse.planner.job import Job
-from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats, in_flight
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, in_flight
 from deepspeed_pulse.planner.partition.cuts import best_partition
 from deepspeed_pulse.planner.partition.lexicographic import Cuts
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats, Value
+from deepspeed_pulse.planner.cost import Floats
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Value
 from deepspeed_pulse.planner.partition.space import CutSpace, Stage
 
 State = tuple[int, int]
@@ -85,8 +86,8 @@ class NestedCuts(CutSpace[State]):
     def memory(self, k: int, state: State) -> Floats:
         depth, (first, second) = self.in_flight, self._pair(self.weights.activations, state)
         kept = first * depth[k - 1] + second * depth[len(depth) - k]
-        (down, up), (one, other) = (self._pair(sums, state) for sums in (self.weights.state, self.weights.step))
-        return down + up + np.maximum(kept, one + other)
+        down, up = self._pair(self.weights.param_bytes, state)
+        return self.weights.held(down + up, kept)
 
     def _parted_bytes(self, state: State) -> Floats:
         """Of values with one consumer that is on the rank while the producer is not."""

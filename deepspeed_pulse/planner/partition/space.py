@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Floats
+from deepspeed_pulse.planner.cost import Floats
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 
 S = TypeVar("S")
 Bools = npt.NDArray[np.bool_]
