@@ -165,6 +165,19 @@ def test_what_fits_exactly_fits():
     assert shared.verdict is Verdict.NO_GAIN
 
 
+@pytest.mark.parametrize(("memory_bytes", "rounds"), [(10**9, {2, 4}), (700, {2, 4, 6})])
+def test_loops_of_six_rounds_are_tried_where_memory_costs_time(memory_bytes, rounds):
+    """With 10**9 bytes the fastest choice fits."""
+    found = tuned(uniform(12, activation_bytes=100), box(1, 2, memory_bytes=memory_bytes), 8)
+    assert {2 * trial.choice.waves for trial in found.trials if trial.choice.loop} == rounds
+
+
+def test_loops_that_are_settled_are_all_that_are_tried():
+    given = Constraints(loops=(2,))
+    found = tuned(uniform(12, activation_bytes=100), box(1, 2, memory_bytes=700), 8, given=given)
+    assert {trial.choice.waves for trial in found.trials if trial.choice.loop} == {2}
+
+
 def test_cuts_of_two_waves_are_those_of_the_first_microbatch_size():
     """Finding them takes seconds: once for so many ranks and pipelines, though other sizes might be cut elsewhere."""
     one = profile([layer(forward_ms=ms, backward_ms=2 * ms) for ms in (1, 1, 1, 1, 1, 1, 1, 1, 9, 1)])

@@ -44,6 +44,10 @@ _WORTH_HIDING = 0.05
 """Of a step: what one rank gains by several stages must exceed what their actions cost beyond the plan."""
 
 
+_WORTH_MORE = 0.01
+"""Of a step: what memory must cost for loops of more rounds to be tried."""
+
+
 class Tuner:
     """One job's choices and what is known of them so far."""
 
@@ -52,18 +56,26 @@ class Tuner:
         self._steps: list[float] = []
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: float = _EXACT
+        self._free_ms = math.inf
+        """The shortest step without regard to memory."""
 
     def run(self, *, exhaustive: bool, progress: Progress | None) -> list[Trial]:
         """Every choice tried, those with the shortest bound first."""
         self._kept = math.inf if exhaustive else _EXACT
-        families = sorted(self.families(), key=lambda family: (self._ideal_ms(family), family.pipeline_ranks))
         trials: list[Trial] = []
+        self._try(list(self.families()), trials, progress)
+        if len(self.given.loops) > 1 and self._memory_costs_time:
+            self._try(list(self._families(self._finer_shapes)), trials, progress)
+        return trials
+
+    def _try(self, families: list[Choice], trials: list[Trial], progress: Progress | None) -> None:
+        """Add what comes of more families."""
+        families.sort(key=lambda family: (self._ideal_ms(family), family.pipeline_ranks))
         for done, family in enumerate(families):
             trials += self._family(family)
             if progress is not None:
                 best = max((t.samples_per_second or 0.0 for t in trials if t.plan), default=0.0)
                 progress(done + 1, len(families), best)
-        return trials
 
     def families(self) -> Iterator[Choice]:
         """Choices that differ in more than the ZeRO stage.
@@ -72,11 +84,18 @@ class Tuner:
             ConfigError: there are none.
         """
         found = False
+        for family in self._families(self._shapes):
+            found = True
+            yield family
+        if not found:
+            raise self._nothing_divides()
+
+    def _families(self, shapes: Callable[[int, int], list[tuple[int, bool]]]) -> Iterator[Choice]:
         for ranks in (n for n in range(1, self.job.world + 1) if self.job.world % n == 0):
             group = self.job.world // ranks
             for size in self._sizes(ranks, group):
                 microbatches = self.job.global_batch // (group * size)
-                for (waves, loop), layout in itertools.product(self._shapes(ranks, microbatches), self._layouts(ranks)):
+                for (waves, loop), layout in itertools.product(shapes(ranks, microbatches), self._layouts(ranks)):
                     choice = Choice(
                         pipeline_ranks=ranks,
                         data_parallel=group,
@@ -92,10 +111,7 @@ class Tuner:
                         or waves == self._shapes(ranks, microbatches)[0][0]
                         or self._reduction_ms(choice) > _WORTH_HIDING * self._ideal_ms(choice)
                     ):
-                        found = True
                         yield choice
-        if not found:
-            raise self._nothing_divides()
 
     def _sizes(self, ranks: int, group: int) -> tuple[int, ...]:
         share, rest = divmod(self.job.global_batch, group)
@@ -114,6 +130,11 @@ class Tuner:
         if are_few(microbatches, ranks) or not shapes:
             shapes += [(waves, True) for waves in self.given.loops if fits(waves, True)]
         return shapes
+
+    def _finer_shapes(self, ranks: int, microbatches: int) -> list[tuple[int, bool]]:
+        """A loop of two rounds more than the most that are given, where that one is tried."""
+        most = self.given.loops[-1]
+        return [(most + 1, True)] if (most, True) in self._shapes(ranks, microbatches) else []
 
     def _layouts(self, ranks: int) -> tuple[Layout, ...]:
         """One where both are the same."""
@@ -156,6 +177,11 @@ class Tuner:
         """A step that is worth simulating is no longer than this."""
         steps = sorted(self._steps)
         return steps[int(self._kept) - 1] * (1 + 1e-9) if self._kept <= len(steps) else math.inf
+
+    @property
+    def _memory_costs_time(self) -> bool:
+        """What would be fastest does not fit. Finer stages may then be faster, as there is more to choose from."""
+        return self._free_ms < (1 - _WORTH_MORE) * min(self._steps, default=math.inf)
 
     # -- one family --------------------------------------------------------------------------
 
@@ -223,6 +249,7 @@ class Tuner:
             self._cuts[key] = cuts(job, self._options(family))
         known = self._cuts.get(key) if one or self.sizes.in_proportion else None
         plan = make_plan(job, self._options(family, known))
+        self._free_ms = min(self._free_ms, _figures(plan).step_ms)
         self._cuts[key] = plan.boundaries
         return plan
 
