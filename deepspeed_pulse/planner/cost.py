@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,9 @@ from deepspeed_pulse.ir.profile import LayerCost, Profile, bucket_bytes, is_16_b
 from deepspeed_pulse.ir.rules import Rules
 
 Floats = npt.NDArray[np.float64]
+
+_ROUNDING = 1e-4
+"""Of a byte: what shares of terabytes in floating point may be off."""
 
 NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
 """What is assumed of a link nobody measured: one PCIe 4.0 x16 or 200 Gbit/s port."""
@@ -110,13 +114,16 @@ class WeightCosts:
     """Bytes that ranks hold for so many bytes of parameters each, activations apart."""
 
     def __init__(self, profile: Profile, rules: Rules, replicas: int) -> None:
-        wide, shards = is_16_bit(profile.dtype), optimizer_shards(profile, rules, replicas)
-        self._bucket = bucket_bytes(profile.dtype) if rules.shards_optimizer else 0
-        self._state = 2 + optimizer_factor(profile.dtype, zero=rules.shards_optimizer) / shards
-        if rules.shards_optimizer:
-            self._step = (4 if wide else 2) / shards - 1
+        wide, zero = is_16_bit(profile.dtype), rules.shards_optimizer
+        share = 1 / optimizer_shards(profile, rules, replicas)
+        self._bucket = bucket_bytes(profile.dtype) if zero else 0
+        self._state = 2 + optimizer_factor(profile.dtype, zero=zero) * share
+        """Bytes a byte of parameters, the bucket apart; and so is the step's."""
+        if zero:
+            self._step = (4 if wide else 2) * share - 1
         else:
-            self._step = ((0 if rules.fused_optimizer else 2 if wide else 1) + (2 if wide else 0)) / shards
+            roots = 0 if rules.fused_optimizer else 2 if wide else 1
+            self._step = (roots + (2 if wide else 0)) * share
 
     def state(self, param_bytes: npt.ArrayLike) -> Floats:
         """Weights, gradients and optimizer state.
@@ -125,9 +132,8 @@ class WeightCosts:
         and gradients are not, and under ZeRO-1 its bucket is beside them.
         """
         params = np.asarray(param_bytes, dtype=np.float64)
-        return np.asarray(
-            self._state * params + np.minimum(params, self._bucket) if self._bucket else self._state * params
-        )
+        state = self._state * params
+        return np.asarray(state + np.minimum(params, self._bucket) if self._bucket else state)
 
     def step(self, param_bytes: npt.ArrayLike) -> Floats:
         """What sums of gradients and a step of the optimizer hold at most beside :meth:`state`.
@@ -145,9 +151,9 @@ class WeightCosts:
 
 def state_bytes(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> int:
     """:meth:`WeightCosts.state` of one rank."""
-    return round(float(WeightCosts(profile, rules, replicas).state(param_bytes)))
+    return math.ceil(WeightCosts(profile, rules, replicas).state(param_bytes) - _ROUNDING)
 
 
 def step_bytes(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> int:
     """:meth:`WeightCosts.step` of one rank."""
-    return round(float(WeightCosts(profile, rules, replicas).step(param_bytes)))
+    return math.ceil(WeightCosts(profile, rules, replicas).step(param_bytes) - _ROUNDING)
