@@ -229,9 +229,14 @@ def _cluster(cluster: Cluster) -> str:
     return f"{cluster.name}, {cluster.intra_node.bandwidth_gb_per_s:g} GB/s, {cluster.memory_bytes / 1e9:.0f} GB"
 
 
+def _meant(case: Case, part: str) -> bool:
+    """A whole name means that case alone."""
+    return part == case.name if any(part == one.name for one in CASES) else part in case.name
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="parts of their names")
+    parser.add_argument("cases", nargs="*", help="their names, or parts of them")
     parser.add_argument("--profiles", type=Path, default=Path("out/profiles"), help="folder of estimated profiles")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -239,7 +244,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     well = True
     for case in CASES:
-        if not arguments.cases or any(part in case.name for part in arguments.cases):
+        if not arguments.cases or any(_meant(case, part) for part in arguments.cases):
             line, good = row(case, Profiles(arguments.profiles))
             print(line, flush=True)
             well &= good
