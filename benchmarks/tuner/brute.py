@@ -92,7 +92,7 @@ class Search:
     tried: int = 0
     best: tuple[Choice, Plan] | None = None
     planned: set[Choice] = field(default_factory=set)
-    """A plan fits, and it may be slower than the best."""
+    """A plan fits. Of what is too slow that is not known."""
     cuts: dict[tuple[object, ...], tuple[int, ...] | None] = field(default_factory=dict)
 
     def all(self) -> None:
@@ -138,10 +138,7 @@ class Search:
         self.tried += 1
         try:
             plan = make_plan(job, options)
-        except TooSlow:
-            self.planned.add(choice)
-            return None
-        except (ConfigError, InfeasibleError):
+        except (TooSlow, ConfigError, InfeasibleError):
             return None
         self.planned.add(choice)
         assert plan.estimate is not None
