@@ -34,7 +34,7 @@ BUCKET_ELEMENTS = 500_000_000
 
 
 def bucket_bytes(dtype: str, elements: int = BUCKET_ELEMENTS) -> int:
-    """Of ZeRO's bucket, from the first backward to the end of the step's sums; of fewer weights, as many as they."""
+    """Of a full bucket of ZeRO's, which is there from the first backward to the end of the step's sums."""
     return elements * (2 if is_16_bit(dtype) else 4)
 
 

@@ -168,7 +168,14 @@ def test_what_fits_exactly_fits():
 @pytest.mark.parametrize(("memory_bytes", "rounds"), [(10**9, {2, 4}), (700, {2, 4, 6})])
 def test_loops_of_six_rounds_are_tried_where_memory_costs_time(memory_bytes, rounds):
     """With 10**9 bytes the fastest choice fits."""
-    found = tuned(uniform(12, activation_bytes=100), box(1, 2, memory_bytes=memory_bytes), 8)
+    told: list[tuple[int, int]] = []
+    found = tuned(
+        uniform(12, activation_bytes=100),
+        box(1, 2, memory_bytes=memory_bytes),
+        8,
+        progress=lambda done, count, best: told.append((done, count)),
+    )
+    assert [done for done, _ in told] == list(range(1, told[-1][1] + 1))
     assert {2 * trial.choice.waves for trial in found.trials if trial.choice.loop} == rounds
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
@@ -43,7 +43,6 @@ _NO_GAIN = "fits with ZeRO stage 0, which gathers no weights at the end of a ste
 _WORTH_HIDING = 0.05
 """Of a step: what one rank gains by several stages must exceed what their actions cost beyond the plan."""
 
-
 _WORTH_MORE = 0.01
 """Of a step: what memory must cost for loops of more rounds to be tried."""
 
@@ -56,6 +55,7 @@ class Tuner:
         self._steps: list[float] = []
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: float = _EXACT
+        self._decided = 0
         self._free_ms = math.inf
         """The shortest step without regard to memory."""
 
@@ -63,19 +63,21 @@ class Tuner:
         """Every choice tried, those with the shortest bound first."""
         self._kept = math.inf if exhaustive else _EXACT
         trials: list[Trial] = []
-        self._try(list(self.families()), trials, progress)
+        self._try(self.families(), trials, progress)
         if len(self.given.loops) > 1 and self._memory_costs_time:
-            self._try(list(self._families(self._finer_shapes)), trials, progress)
+            self._try(self._families(self._finer_shapes), trials, progress)
         return trials
 
-    def _try(self, families: list[Choice], trials: list[Trial], progress: Progress | None) -> None:
+    def _try(self, families: Iterable[Choice], trials: list[Trial], progress: Progress | None) -> None:
         """Add what comes of more families."""
-        families.sort(key=lambda family: (self._ideal_ms(family), family.pipeline_ranks))
-        for done, family in enumerate(families):
+        by_bound = sorted(families, key=lambda family: (self._ideal_ms(family), family.pipeline_ranks))
+        count = self._decided + len(by_bound)
+        for family in by_bound:
             trials += self._family(family)
+            self._decided += 1
             if progress is not None:
                 best = max((t.samples_per_second or 0.0 for t in trials if t.plan), default=0.0)
-                progress(done + 1, len(families), best)
+                progress(self._decided, count, best)
 
     def families(self) -> Iterator[Choice]:
         """Choices that differ in more than the ZeRO stage.
@@ -180,7 +182,7 @@ class Tuner:
 
     @property
     def _memory_costs_time(self) -> bool:
-        """What would be fastest does not fit. Finer stages may then be faster, as there is more to choose from."""
+        """What would be fastest does not fit. Finer stages may then be faster, as they leave less of it unused."""
         return self._free_ms < (1 - _WORTH_MORE) * min(self._steps, default=math.inf)
 
     # -- one family --------------------------------------------------------------------------
