@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -92,7 +93,7 @@ class Search:
     tried: int = 0
     best: tuple[Choice, Plan] | None = None
     planned: set[Choice] = field(default_factory=set)
-    """A plan fits. Of what is too slow that is not known."""
+    """A plan of them fits."""
     cuts: dict[tuple[object, ...], tuple[int, ...] | None] = field(default_factory=dict)
 
     def all(self) -> None:
@@ -105,6 +106,11 @@ class Search:
                     self._try(choice, options, "auto")
         while self.best is not None and self._moved(*self.best):
             pass
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether a plan does, however slow it is."""
+        ways = itertools.product(self._ways(choice), ("all", "auto"))
+        return choice in self.planned or any(self._try(choice, *way, math.inf) is not None for way in ways)
 
     def _ways(self, choice: Choice) -> Iterator[SearchOptions]:
         """Ways to cut. With several waves or a loop that takes seconds, so it is done once for all microbatches."""
@@ -130,11 +136,14 @@ class Search:
         for schedule, split in itertools.product(GENERATORS, halves):
             yield SearchOptions(boundaries=boundaries, schedule=schedule, split_backward=split)
 
-    def _try(self, choice: Choice, options: SearchOptions, recompute: str) -> Plan | None:
-        """The plan, unless it does not fit or is slower for sure."""
+    def _try(
+        self, choice: Choice, options: SearchOptions, recompute: str, within_ms: float | None = None
+    ) -> Plan | None:
+        """The plan, unless it does not fit or is slower for sure, than the best if nothing else is said."""
         job = replace(self.job.chosen(choice), recompute=recompute)
         shape = "loop" if choice.loop else "wave" if choice.waves else "linear"
-        options = replace(options, placement=shape, waves=choice.waves or 1, solver_seconds=0.0, within_ms=self.step_ms)
+        within_ms = self.step_ms if within_ms is None else within_ms
+        options = replace(options, placement=shape, waves=choice.waves or 1, solver_seconds=0.0, within_ms=within_ms)
         self.tried += 1
         try:
             plan = make_plan(job, options)
@@ -192,7 +201,7 @@ def untrue(tuning: Tuning, search: Search) -> list[str]:
     """Its reasons that the plans found contradict."""
     found = []
     for trial in tuning.rejected:
-        if trial.verdict is Verdict.MEMORY and trial.choice in search.planned:
+        if trial.verdict is Verdict.MEMORY and search.fits(trial.choice):
             found.append(f"{describe(trial.choice)}: {trial.verdict.value}, but a plan fits")
         if trial.verdict is Verdict.SLOW and _beats(trial, search):
             found.append(f"{describe(trial.choice)}: {trial.reason}, but a plan makes more")
