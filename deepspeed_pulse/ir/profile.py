@@ -46,10 +46,14 @@ class LayerCost:
     ``activation_bytes``: kept from forward to backward, stashed values included.
     ``rerun_bytes``: of these, what a forward that runs again in backward makes anew, if it was measured: neither what
     the layer reads nor what it only stashes.
-    ``workspace_bytes``: what a forward or a backward holds at most beyond ``activation_bytes`` while it runs, if it was
-    measured.
+    ``rerun_workspace_bytes``: what its first forward, which keeps nothing, holds at most beyond what it stashes; where
+    it is left out, what a forward works with.
+    ``workspace_bytes``: what a backward holds at most beyond ``activation_bytes`` while it runs, if it was measured.
+    ``forward_workspace_bytes``: the same of a forward; where it is left out, as much.
     ``late_bytes``: gradients that the first half of a backward in two halves keeps for the second, if it was measured.
-    ``halves_workspace_bytes``: what a half holds at most beyond those and ``activation_bytes``, if it was measured.
+    ``halves_workspace_bytes``: what the first half holds at most beyond those and ``activation_bytes``, if it was
+    measured.
+    ``weight_workspace_bytes``: the same of the second half; where it is left out, ``workspace_bytes``.
     ``weight_grad_ms``: the part of ``backward_ms`` that computes weight gradients, if known.
     ``input_grad_ms``: what the other half of a backward in two halves takes, if it was measured; where it is left out,
     the rest of ``backward_ms``.
@@ -65,9 +69,12 @@ class LayerCost:
     activation_bytes: int
     output_bytes: int
     workspace_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
+    forward_workspace_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None
     rerun_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None
+    rerun_workspace_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None
     late_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
     halves_workspace_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
+    weight_workspace_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None
     spread: Annotated[float | None, Form(left_out=True, place=1)] = None
 
     def check_form(self, fields: Fields) -> None:
@@ -88,14 +95,18 @@ class LayerCost:
 class Held:
     """What a stage's backward holds while it runs, in bytes: of layers that run again, and to work with.
 
-    Where it runs in halves, ``late``: gradients that the first keeps for the second; ``cut``: what its layers read from
-    one another and kept for no other reason, from the forward on.
+    ``forward``: what its forward works with.
+    Where backward runs in halves, ``workspace`` is the first one's, ``weights`` the second one's; ``late``: gradients
+    that the first keeps for the second; ``cut``: what its layers read from one another and kept for no other reason,
+    from the forward on.
     """
 
     recomputed: int = 0
     workspace: int = 0
+    forward: int = 0
     late: int = 0
     cut: int = 0
+    weights: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

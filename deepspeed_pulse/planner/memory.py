@@ -107,8 +107,9 @@ def _intervals(
     in_halves = {(s.work.stage, s.work.microbatch) for s in timeline.spans if s.work.op is Op.INPUT_GRAD}
     for span in timeline.spans:
         stage, m, start = span.work.stage, span.work.microbatch, span.start_ms
-        held = problem.held_in_backward(stage, split=span.work.op is Op.INPUT_GRAD)
-        yield span.rank, "workspace", (start, span.end_ms, held.workspace)
+        held = problem.held_in_backward(stage, split=span.work.op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD))
+        others = {Op.FORWARD: held.forward, Op.EXTRA_FORWARD: held.forward, Op.WEIGHT_GRAD: held.weights}
+        yield span.rank, "workspace", (start, span.end_ms, others.get(span.work.op, held.workspace))
         if span.work.op is Op.FORWARD:
             cut = problem.held_in_backward(stage, split=True).cut if (stage, m) in in_halves else 0
             yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage] + cut)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.ir.plan import Plan
@@ -72,27 +73,60 @@ def _kept_bytes(profile: Profile) -> list[int]:
 def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1) -> tuple[Held, ...]:
     """Per stage, when it holds most: one run of ``interval`` recomputed layers after another, or a layer that is kept.
 
-    When a layer's backward runs, what later layers of the stage kept is free already, and its workspace takes that room
-    first; in forward they have not kept it yet. With ``split`` the weight half needs the activations of all layers.
+    With ``split`` the weight half needs the activations of all layers.
     """
     found = []
     for stage in range(plan.num_stages):
-        beyond, room = {}, 0
-        for i in reversed(plan.stage_layers(stage)):
-            beyond[i] = max(0, profile.layers[i].workspace_bytes - room)
-            room += 0 if i in plan.recompute else profile.layers[i].activation_bytes
-        again = [i for i in plan.stage_layers(stage) if i in plan.recompute]
+        own = plan.stage_layers(stage)
+        layers = [profile.layers[i] for i in own]
+        freed = [0 if i in plan.recompute else profile.layers[i].activation_bytes for i in own]
+        beyond = dict(zip(own, _beyond([x.workspace_bytes for x in layers], freed), strict=True))
+        again = [i for i in own if i in plan.recompute]
         runs = [again[a:b] for a, b in _runs(again, interval)]
+        forward = _forward_workspace(profile, own, runs)
         held = [Held(_made_again([profile.layers[i] for i in run]), max(beyond[i] for i in run)) for run in runs]
         if split:
-            layers = [profile.layers[i] for i in plan.stage_layers(stage)]
             late, most = _late_bytes(layers)
             cut = _cut_bytes(profile, plan, stage)
-            found.append(Held(sum(run.recomputed for run in held), most - late, late, cut))
+            late_freed = [size + x.late_bytes for size, x in zip(freed, layers, strict=True)]
+            weights = max(_beyond([_or(x.weight_workspace_bytes, x.workspace_bytes) for x in layers], late_freed))
+            recomputed = sum(run.recomputed for run in held)
+            found.append(Held(recomputed, most - late, forward, late=late, cut=cut, weights=weights))
         else:
             kept = Held(0, max((size for i, size in beyond.items() if i not in plan.recompute), default=0))
-            found.append(max([*held, kept], key=lambda one: one.recomputed + one.workspace))
+            most_held = max([*held, kept], key=lambda one: one.recomputed + one.workspace)
+            found.append(replace(most_held, forward=forward))
     return tuple(found)
+
+
+def _forward_workspace(profile: Profile, own: Sequence[int], runs: Sequence[Sequence[int]]) -> int:
+    """What a stage's forward works with at most, beyond what it keeps; ``runs``: of layers that run again.
+
+    These keep what the first one of each run reads.
+    """
+    layers = [profile.layers[i] for i in own]
+    working = [_or(x.forward_workspace_bytes, x.workspace_bytes) for x in layers]
+    kept = [x.activation_bytes for x in layers]
+    for run in runs:
+        for i in run:
+            at, read = i - own[0], profile.layers[i - 1].output_bytes if i > 0 else 0
+            working[at] = _or(layers[at].rerun_workspace_bytes, working[at]) + (0 if i == run[0] else read)
+            kept[at] = read if i == run[0] else 0
+    return max(_beyond(working, kept))
+
+
+def _beyond(workspace: Sequence[int], freed: Sequence[int]) -> list[int]:
+    """What layers of a stage work with beyond what all of them keep.
+
+    When a layer's backward runs, what later ones kept is free already, and its workspace takes that room first; in
+    forward they have not kept it yet.
+    """
+    later = reversed(list(accumulate(reversed(freed[1:]), initial=0)))
+    return [max(0, size - room) for size, room in zip(workspace, later, strict=True)]
+
+
+def _or(size: int | None, otherwise: int) -> int:
+    return otherwise if size is None else size
 
 
 def _late_bytes(layers: Sequence[LayerCost]) -> tuple[int, int]:

@@ -333,7 +333,7 @@ class RankRuntime:
     def _extra_forward(self, stage: int, m: int) -> None:
         assert self._extra is not None
         self._extra.run(stage, m)
-        self.holdings.count_extra_forward(self._held_extra(), self._held[stage][0].workspace)
+        self.holdings.count_extra_forward(self._held_extra(), self._held[stage][0].forward)
 
     def _forward(self, stage: int, m: int) -> None:
         placement = self._plan.placement
@@ -407,7 +407,7 @@ class RankRuntime:
                 tape=tape,
             )
             self._kept[stage, m] = self._now.shapes[m].activation_bytes[stage, tape is not None]
-            self.holdings.count("activations", self._kept[stage, m], self._held[stage][0].workspace)
+            self.holdings.count("activations", self._kept[stage, m], self._held[stage][0].forward)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -417,6 +417,8 @@ class RankRuntime:
         for name, exported in forward.exported.items():
             _pair(exported, self._values.gradients(name, m), roots, gradients)
         held, _ = self._held[stage]
+        if held.recomputed:  # the first layer runs again last, when gradients of all others are there
+            self.holdings.count_fresh(self._stages[stage].parameters)
         self.holdings.count("recomputed", held.recomputed, held.workspace)
         if roots:
             with self._device.accumulating():
@@ -442,8 +444,8 @@ class RankRuntime:
         self._late[stage, m] = forward.tape
 
     def _weight_half(self, stage: int, m: int) -> None:
-        whole, held = self._held[stage]
-        self.holdings.count("recomputed", 0, whole.workspace)
+        _, held = self._held[stage]
+        self.holdings.count("recomputed", 0, held.weights)
         self._late.pop((stage, m)).weight_half(self._device.accumulating)
         self.holdings.count("recomputed", -held.recomputed)
         self.holdings.count("gradients", -self._now.shapes[m].late_bytes[stage])

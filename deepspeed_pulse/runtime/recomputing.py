@@ -7,7 +7,7 @@ cuts the graph (reentrant), and the random state that is kept belongs to the rig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class RunLater:
                 return function(*tensors)  # type: ignore[no-any-return]
 
         self._again = again
-        with torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing):  # of this graph only the roots are looked at
+        with keeping_nothing():  # of this graph only the roots are looked at
             found = function(*tensors)
         self._first = roots_of(found)
         return found
@@ -55,6 +55,11 @@ class RunLater:
         """Run the layers again; for each root of the first run, by node and number, that of this one."""
         pairs = zip(self._first, roots_of(self._again()), strict=True)
         return {(old.node, old.output_nr): new for old, new in pairs if old is not None and new is not None}
+
+
+def keeping_nothing() -> AbstractContextManager[None]:
+    """What runs in it makes a graph that no backward can go through."""
+    return torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
 
 
 def _nothing(_: Any) -> Any:

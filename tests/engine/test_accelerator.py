@@ -313,6 +313,9 @@ def memory_is_as_counted(subtests: pytest.Subtests, world: int, cases: list[dict
         with subtests.test(case=peak["case"], rank=peak["rank"]):
             assert abs(peak["counted"] / peak["allocated"] - 1) <= WITHIN, json.dumps(peak)
             assert peak["counted"] <= peak["planned"], json.dumps(peak)
+            for action, counted, allocated in peak["actions"]:  # in another order one of these may be at the peak
+                if max(counted, allocated) > peak["allocated"] / 2:
+                    assert abs(counted / allocated - 1) <= WITHIN, (action, counted, allocated, peak)
 
 
 @pytest.mark.timeout(300)

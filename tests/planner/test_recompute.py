@@ -25,6 +25,9 @@ SIZES = profile(
     [skip("a", 1, 2, 7)],
 )
 
+ALL = plan((0,), 1, boundaries=(0, 3))
+"""Three layers as one stage."""
+
 
 def alone(*recompute):
     """All three layers as one stage on one rank, two microbatches, forwards first."""
@@ -79,15 +82,43 @@ def test_a_backward_holds_a_layer_that_runs_again_or_one_that_works(workspace, h
     sizes = ((10, 5), (20, workspace), (30, 7), (40, 1))
     costs = profile([layer(activation_bytes=kept, workspace_bytes=works) for kept, works in sizes])
     found = replace(plan((0,), 1, boundaries=(0, 4)), recompute=(0, 2))
-    assert held_in_backward(costs, found) == (held,)
-    assert held_in_backward(costs, found, split=True) == (Held(40),)
+    (whole,), (halves,) = held_in_backward(costs, found), held_in_backward(costs, found, split=True)
+    assert (whole.recomputed, whole.workspace) == (held.recomputed, held.workspace)
+    assert (halves.recomputed, halves.workspace) == (40, 0)
+
+
+def test_a_forward_and_a_weight_half_work_with_less_than_a_backward():
+    """Later layers have not kept anything yet when a forward works; a weight half has freed what they kept for it."""
+    kept, works, forward, weights, late = (10, 20, 30), (90, 70, 60), (65, 51, 7), (100, 41, 6), (1, 2, 4)
+    layers = [
+        layer(
+            activation_bytes=kept[i],
+            workspace_bytes=works[i],
+            forward_workspace_bytes=forward[i],
+            weight_workspace_bytes=weights[i],
+            late_bytes=late[i],
+        )
+        for i in range(3)
+    ]
+    (whole,), (halves,) = (held_in_backward(profile(layers), ALL, split=split) for split in (False, True))
+    assert (whole.workspace, whole.forward) == (60, max(65 - 50, 51 - 30, 7))
+    assert (halves.forward, halves.weights) == (whole.forward, max(100 - 20 - 30 - 2 - 4, 41 - 30 - 4, 6))
+
+
+@pytest.mark.parametrize(("known", "interval", "expected"), [(25, 1, 25 - 8), (25, 3, 25 + 5), (None, 1, 9 - 8)])
+def test_a_forward_that_keeps_nothing_holds_what_it_works_with(known, interval, expected):
+    """The middle one of three layers, with 9 to work with, reads 5 bytes; the last one will keep 8."""
+    middle = layer(activation_bytes=20, output_bytes=8, workspace_bytes=9, rerun_workspace_bytes=known)
+    costs = profile([layer(output_bytes=5), middle, layer()])
+    (held,) = held_in_backward(costs, replace(ALL, recompute=(0, 1, 2)), interval=interval)
+    assert held.forward == expected
 
 
 def test_input_halves_work_before_layers_in_front_have_kept_anything():
     """Layer 2 works with 60 beside its 10; then layer 1 with 20 beside 10 + 30, and layer 0 with 5 beside all."""
     sizes = ((4, 5), (30, 20), (10, 60))
     layers = [layer(late_bytes=late, halves_workspace_bytes=works) for late, works in sizes]
-    (held,) = held_in_backward(profile(layers), plan((0,), 1, boundaries=(0, 3)), split=True)
+    (held,) = held_in_backward(profile(layers), ALL, split=True)
     assert (held.late, held.late + held.workspace) == (44, 70)
 
 

@@ -14,6 +14,7 @@ from support.small_transformers import small_uvit
 from support.small_unet import unet_layers
 
 from deepspeed_pulse.ir.communicators import communicator_bytes
+from deepspeed_pulse.ir.schedule import Op
 
 STEADY = 3
 """Steps before the one that is counted: optimizer state and shapes are there."""
@@ -66,6 +67,7 @@ def peak_of(case: dict[str, Any]) -> dict[str, Any]:
     torch.npu.synchronize()
     peak, stats, plan = memory.peak(), engine.pulse_stats(), engine.module.plan
     rank, cluster = engine.stage_id, engine.module.planned.cluster
+    actions = peaks_of_actions(engine, data)
     engine.destroy()
     return {
         "rank": rank,
@@ -73,7 +75,37 @@ def peak_of(case: dict[str, Any]) -> dict[str, Any]:
         "counted": stats["peak_live_bytes"] - stats["peak_parts"]["communicators"],
         "parts": stats["peak_parts"],
         "planned": plan.estimate.peak_bytes[rank] - communicator_bytes(plan, rank, cluster),
+        "actions": actions,
     }
+
+
+def peaks_of_actions(engine: Any, data: Iterator[Any]) -> list[tuple[str, int, int]]:
+    """Of one more step, per action: what is counted at most while it runs, and what the allocator says.
+
+    So what is counted of every kind of action is known, whichever of them is at the peak. Actions before the last first
+    backward of a stage are left out: gradients, and ZeRO's bucket for them, come while that runs.
+    """
+    from torch_npu import memory
+
+    runtime, found = engine._runtime, []
+    run, waiting = runtime.run, set(engine.module.plan.stages_of(engine.stage_id))
+
+    def counted(step: Any, *rest: Any) -> None:
+        torch.npu.current_stream().synchronize()
+        memory.reset_peak()
+        runtime.stats.peak_live_bytes = 0
+        run(step, *rest)
+        torch.npu.current_stream().synchronize()
+        stats, action = runtime.stats, step.action
+        if not waiting:
+            found.append((str(action), stats.peak_live_bytes - stats.peak_parts["communicators"], memory.peak()))
+        elif action.op in (Op.BACKWARD, Op.WEIGHT_GRAD):
+            waiting.discard(action.stage)
+
+    runtime.run = counted
+    engine.train_batch(data_iter=data)
+    runtime.run = run
+    return found
 
 
 def engine_of(case: dict[str, Any]) -> tuple[Any, Iterator[Any]]:

@@ -13,6 +13,8 @@ from deepspeed_pulse.engine.device import DeviceClock, DeviceMemory
 from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
+from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
+from deepspeed_pulse.runtime.recomputing import keeping_nothing
 from deepspeed_pulse.runtime.state import param_bytes
 
 REPEATS = 5
@@ -56,12 +58,14 @@ def measure_layers(
 def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCost:
     kept = probe.first_run()
     probe.backward()
-    workspace_bytes = _workspace_bytes(probe, memory, kept.activation_bytes)
+    forward_workspace_bytes, workspace_bytes = _workspace_bytes(probe, memory, kept.activation_bytes)
+    rerun_workspace_bytes = _rerun_workspace_bytes(probe, memory)
     times = _times(probe, clock)
     both = [forward + backward for forward, backward in times]
     backward_ms = statistics.median(backward for _, backward in times)
     input_grad_ms, weight_grad_ms = _halves(probe, clock, backward_ms)
-    late_bytes, halves_workspace_bytes = (0, 0) if weight_grad_ms is None else _between_halves(probe, memory)
+    halves = (0, 0, 0) if weight_grad_ms is None else _between_halves(probe, memory)
+    late_bytes, halves_workspace_bytes, weight_workspace_bytes = halves
     return LayerCost(
         name=probe.name,
         forward_ms=statistics.median(forward for forward, _ in times),
@@ -72,15 +76,18 @@ def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCos
         activation_bytes=kept.activation_bytes,
         output_bytes=kept.output_bytes,
         workspace_bytes=workspace_bytes,
+        forward_workspace_bytes=forward_workspace_bytes,
         rerun_bytes=kept.rerun_bytes,
+        rerun_workspace_bytes=rerun_workspace_bytes,
         late_bytes=late_bytes,
         halves_workspace_bytes=halves_workspace_bytes,
+        weight_workspace_bytes=weight_workspace_bytes,
         spread=(max(both) - min(both)) / statistics.median(both) if any(both) else 0.0,
     )
 
 
-def _workspace_bytes(probe: Probe, memory: DeviceMemory, activation_bytes: int) -> int:
-    """What a forward holds at most beyond what it keeps, or a backward beyond what it found, whichever is more."""
+def _workspace_bytes(probe: Probe, memory: DeviceMemory, activation_bytes: int) -> tuple[int, int]:
+    """What a forward holds at most beyond what it keeps, and a backward beyond what it found."""
     probe.forget()
     before = memory.allocated()
     memory.begin()
@@ -89,7 +96,18 @@ def _workspace_bytes(probe: Probe, memory: DeviceMemory, activation_bytes: int) 
     kept = memory.allocated()
     memory.begin()
     probe.backward()
-    return max(0, forward, memory.peak() - kept)
+    return max(0, forward), max(0, memory.peak() - kept)
+
+
+def _rerun_workspace_bytes(probe: Probe, memory: DeviceMemory) -> int:
+    """What a forward that keeps nothing for backward holds at most, without what it stashes."""
+    probe.forget()
+    before = memory.allocated()
+    memory.begin()
+    with keeping_nothing():  # as checkpointing runs it
+        stashed = probe.run().stashed
+    stashed_bytes = num_bytes([tensor for value in stashed.values() for tensor in tensors_in(value)])
+    return max(0, memory.peak() - before - stashed_bytes)
 
 
 def _times(probe: Probe, clock: DeviceClock) -> list[tuple[float, float]]:
@@ -126,8 +144,8 @@ def _halves(probe: Probe, clock: DeviceClock, backward_ms: float) -> tuple[float
     return max(inputs + weights, backward_ms) - weight_ms, weight_ms
 
 
-def _between_halves(probe: Probe, memory: DeviceMemory) -> tuple[int, int]:
-    """What the first half of a backward keeps for the second, and what a half holds at most beyond that."""
+def _between_halves(probe: Probe, memory: DeviceMemory) -> tuple[int, int, int]:
+    """What the first half of a backward keeps for the second, and what each holds at most beyond that."""
     probe.run(in_halves=True)
     before = memory.allocated()
     memory.begin()
@@ -136,4 +154,4 @@ def _between_halves(probe: Probe, memory: DeviceMemory) -> tuple[int, int]:
     before = memory.allocated()
     memory.begin()
     probe.weight_half()
-    return late, max(0, first - late, memory.peak() - before)
+    return late, max(0, first - late), max(0, memory.peak() - before)

@@ -307,9 +307,9 @@ def caps_within(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     single = tuple(sum(weights[stage] for stage in stages_of(rank)) for rank in ranks)
     """Bytes that one microbatch in flight keeps on each rank."""
     held = map(problem.held_in_backward, range(problem.num_stages))
-    backward = [one.recomputed + one.workspace for one in held]
+    working = [max(one.recomputed + one.workspace, one.forward) for one in held]
     always = [
-        sum(always_held(problem, rank).values()) + max(backward[stage] for stage in stages_of(rank)) for rank in ranks
+        sum(always_held(problem, rank).values()) + max(working[stage] for stage in stages_of(rank)) for rank in ranks
     ]
     room = [memory_bytes - held for held in always]
     if all(problem.plan.microbatches * a <= b for a, b in zip(single, room, strict=True)):

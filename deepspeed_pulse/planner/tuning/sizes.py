@@ -75,11 +75,18 @@ def _scaled(layer: LayerCost, times: int) -> LayerCost:
         input_grad_ms=None if layer.input_grad_ms is None else layer.input_grad_ms * times,
         activation_bytes=layer.activation_bytes * times,
         workspace_bytes=layer.workspace_bytes * times,
-        rerun_bytes=None if layer.rerun_bytes is None else layer.rerun_bytes * times,
+        forward_workspace_bytes=_times(layer.forward_workspace_bytes, times),
+        rerun_bytes=_times(layer.rerun_bytes, times),
+        rerun_workspace_bytes=_times(layer.rerun_workspace_bytes, times),
         late_bytes=layer.late_bytes * times,
         halves_workspace_bytes=layer.halves_workspace_bytes * times,
+        weight_workspace_bytes=_times(layer.weight_workspace_bytes, times),
         output_bytes=layer.output_bytes * times,
     )
+
+
+def _times(size: int | None, times: int) -> int | None:
+    return None if size is None else size * times
 
 
 def _check_same_model(first: Profile, other: Profile) -> None:
