@@ -27,7 +27,7 @@ from deepspeed_pulse.engine.gradients.completion import (
     mark_replicated,
     norm_of_nothing_is_zero,
 )
-from deepspeed_pulse.engine.gradients.memory import held_always, held_in_step
+from deepspeed_pulse.engine.gradients.memory import held_always, held_in_bucket, held_in_step
 from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
@@ -112,7 +112,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             estimates=None if estimates is None else estimates.of_step,
             parameters=tuple(module.parameters()),
             state_bytes=self._held_bytes(),
-            fresh_gradients=not (self.using_bf16_optimizer or self.zero_optimization_stage()),
+            fresh_gradients=not self.using_bf16_optimizer,
+            bucket_bytes=held_in_bucket(self),
             timeout_seconds=timeout,
         )
         self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)

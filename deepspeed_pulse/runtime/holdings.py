@@ -30,6 +30,7 @@ class Holdings:
         parameters: of the rank.
         state_bytes: weights, gradients and optimizer state; gradients that autograd makes anew in every step
             (``fresh_gradients``) from the end of their stage's first backward on.
+        bucket_bytes: of these, ZeRO's bucket, which the first backward of a step makes.
         transport: knows what messages hold.
     """
 
@@ -39,9 +40,11 @@ class Holdings:
         *,
         state_bytes: int,
         fresh_gradients: bool,
+        bucket_bytes: int,
         transport: Transport,
     ) -> None:
         self._parameters, self._state_bytes, self._fresh_gradients = parameters, state_bytes, fresh_gradients
+        self._bucket_bytes, self._no_bucket = bucket_bytes, 0
         self._transport = transport
         self._stats = Stats()
         self._no_gradient: set[torch.Tensor] = set()
@@ -60,7 +63,8 @@ class Holdings:
         if not goes_on:
             self.live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0, "step": 0}
             self._waiting, self._extra = {}, 0
-        self.live["state"] = self._state_bytes - num_bytes(self._no_gradient)
+        self._no_bucket = self._bucket_bytes if training else 0
+        self.live["state"] = self._state_bytes - num_bytes(self._no_gradient) - self._no_bucket
         if communicators:
             self.live["communicators"] = communicators
 
@@ -73,6 +77,12 @@ class Holdings:
             self._stats.peak_live_bytes = live
             received = self.live["received"] + buffers
             self._stats.peak_parts = {**self.live, "received": received, "sent": leaving, "workspace": workspace}
+
+    def count_bucket(self) -> None:
+        """A backward begins that adds to gradients."""
+        if self._no_bucket:
+            self.count("state", self._no_bucket)
+            self._no_bucket = 0
 
     def count_fresh(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gradients that a stage's first backward has made; while it ran, a layer's own were among its workspace."""

@@ -113,7 +113,7 @@ class RankRuntime:
         finish: turns a last layer's output into the loss.
         estimates: gives for a step that begins what turns what a last layer gave in an extra forward into what the
             microbatch's forward reads.
-        parameters, state_bytes, fresh_gradients: of what :class:`Holdings` counts.
+        parameters, state_bytes, fresh_gradients, bucket_bytes: of what :class:`Holdings` counts.
         timeout_seconds: silence of a peer after which a wait raises.
     """
 
@@ -128,6 +128,7 @@ class RankRuntime:
         parameters: tuple[torch.Tensor, ...] = (),
         state_bytes: int = 0,
         fresh_gradients: bool = False,
+        bucket_bytes: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
         self.rank = rank
@@ -136,7 +137,11 @@ class RankRuntime:
         self._parameters = parameters
         self._transport = Transport(rank, communicator, device, timeout_seconds)
         self.holdings = Holdings(
-            parameters, state_bytes=state_bytes, fresh_gradients=fresh_gradients, transport=self._transport
+            parameters,
+            state_bytes=state_bytes,
+            fresh_gradients=fresh_gradients,
+            bucket_bytes=bucket_bytes,
+            transport=self._transport,
         )
         self._values = ValueBuffer()
         self._hidden: dict[tuple[int, int], Payload] = {}
@@ -417,6 +422,7 @@ class RankRuntime:
         for name, exported in forward.exported.items():
             _pair(exported, self._values.gradients(name, m), roots, gradients)
         held, _ = self._held[stage]
+        self.holdings.count_bucket()
         if held.recomputed:  # the first layer runs again last, when gradients of all others are there
             self.holdings.count_fresh(self._stages[stage].parameters)
         self.holdings.count("recomputed", held.recomputed, held.workspace)
@@ -445,6 +451,7 @@ class RankRuntime:
 
     def _weight_half(self, stage: int, m: int) -> None:
         _, held = self._held[stage]
+        self.holdings.count_bucket()
         self.holdings.count("recomputed", 0, held.weights)
         self._late.pop((stage, m)).weight_half(self._device.accumulating)
         self.holdings.count("recomputed", -held.recomputed)

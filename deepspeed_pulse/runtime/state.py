@@ -32,7 +32,7 @@ def state_bytes(parameters: Iterable[torch.Tensor], *, shards: int = 1, bucket_e
     def trained(p: torch.Tensor) -> int:
         return 2 * p.nbytes + -(-optimizer_factor(_dtype(p), zero=zero) * p.nbytes // shards)
 
-    bucket = 0 if bucket_elements is None else _bucket_bytes([p for p in found if p.requires_grad], bucket_elements)
+    bucket = 0 if bucket_elements is None else full_bucket([p for p in found if p.requires_grad], bucket_elements)
     return bucket + sum(trained(p) if p.requires_grad else p.nbytes for p in found)
 
 
@@ -57,13 +57,13 @@ def step_bytes(
         rooted = (size for size, group in zip(groups, optimizer.param_groups, strict=True) if _roots(optimizer, group))
         return sum(groups) * copies + sum(rooted)
     held = list(parameters)
-    gradients, bucket = sum(p.nbytes for p in held), _bucket_bytes(held, bucket_elements)
+    gradients, bucket = sum(p.nbytes for p in held), full_bucket(held, bucket_elements)
     own = max(groups, default=0) * (3 if copies else 2) // 2  # one group after the other
     return max(bucket, own - bucket - (gradients - gradients // shards))
 
 
-def _bucket_bytes(trained: Sequence[torch.Tensor], elements: int) -> int:
-    """Of ZeRO's bucket for each dtype."""
+def full_bucket(trained: Sequence[torch.Tensor], elements: int) -> int:
+    """Bytes of ZeRO's bucket for each dtype of the trained parameters."""
     sizes = Counter[str]()
     for parameter in trained:
         sizes[_dtype(parameter)] += parameter.nbytes

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from deepspeed_pulse.runtime.state import state_bytes, step_bytes
+from deepspeed_pulse.runtime.state import full_bucket, state_bytes, step_bytes
 
 
 def is_fused(config: Mapping[str, Any] | None) -> bool:
@@ -25,6 +25,14 @@ def is_fused(config: Mapping[str, Any] | None) -> bool:
 def held_always(engine: Any) -> int:
     """Bytes of weights, gradients and optimizer state of this rank's layers."""
     return state_bytes(engine.module.parameters(), **_sharing(engine))
+
+
+def held_in_bucket(engine: Any) -> int:
+    """Of these, ZeRO's bucket."""
+    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        return 0
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
+    return full_bucket(trained, int(engine.optimizer.reduce_bucket_size))
 
 
 def held_in_step(engine: Any) -> int:
