@@ -30,7 +30,9 @@ class Problem:
             self.rules = replace(plan.rules, reduce_early=False)
         self.placement, self.num_ranks, self.num_stages = plan.placement, plan.pipeline_ranks, plan.num_stages
         self.links = Links(cluster, plan.grid)
-        self._held = {split: held_in_backward(profile, plan, split=split) for split in (False, True)}
+        # DeepSpeed's optimizer for bf16 has sums of its own, and a backward makes what is added to them
+        fresh = profile.dtype == "bfloat16" and not plan.rules.shards_optimizer
+        self._held = {split: held_in_backward(profile, plan, split=split, fresh=fresh) for split in (False, True)}
         self._values = {skip.name: skip for skip in reversed(profile.skips)}
         self._lowering = Lowering(plan)
         self._steps: dict[Action, Step] = {}

@@ -70,17 +70,23 @@ def _kept_bytes(profile: Profile) -> list[int]:
     return kept
 
 
-def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1) -> tuple[Held, ...]:
+def held_in_backward(
+    profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1, fresh: bool = False
+) -> tuple[Held, ...]:
     """Per stage, when it holds most: one run of ``interval`` recomputed layers after another, or a layer that is kept.
 
-    With ``split`` the weight half needs the activations of all layers.
+    With ``split`` the weight half needs the activations of all layers. ``fresh``: a backward makes gradients of weights
+    where none are, so that what layers free is taken by what they make.
     """
     found = []
     for stage in range(plan.num_stages):
         own = plan.stage_layers(stage)
         layers = [profile.layers[i] for i in own]
         freed = [0 if i in plan.recompute else profile.layers[i].activation_bytes for i in own]
-        beyond = dict(zip(own, _beyond([x.workspace_bytes for x in layers], freed), strict=True))
+        made = [x.param_bytes if fresh else 0 for x in layers]
+        left = [size - more for size, more in zip(freed, made, strict=True)]
+        works = [x.workspace_bytes + more for x, more in zip(layers, made, strict=True)]
+        beyond = dict(zip(own, _beyond(works, left), strict=True))
         again = [i for i in own if i in plan.recompute]
         runs = [again[a:b] for a, b in _runs(again, interval)]
         forward = _forward_workspace(profile, own, runs)
@@ -88,8 +94,11 @@ def held_in_backward(profile: Profile, plan: Plan, *, split: bool = False, inter
         if split:
             late, most = _late_bytes(layers)
             cut = _cut_bytes(profile, plan, stage)
-            late_freed = [size + x.late_bytes for size, x in zip(freed, layers, strict=True)]
-            weights = max(_beyond([_or(x.weight_workspace_bytes, x.workspace_bytes) for x in layers], late_freed))
+            left = [size + x.late_bytes for size, x in zip(left, layers, strict=True)]
+            works = [
+                _or(x.weight_workspace_bytes, x.workspace_bytes) + more for x, more in zip(layers, made, strict=True)
+            ]
+            weights = max(_beyond(works, left))
             recomputed = sum(run.recomputed for run in held)
             found.append(Held(recomputed, most - late, forward, late=late, cut=cut, weights=weights))
         else:

@@ -29,7 +29,8 @@ class Holdings:
     Args:
         parameters: of the rank.
         state_bytes: weights, gradients and optimizer state; gradients that autograd makes anew in every step
-            (``fresh_gradients``) from the end of their stage's first backward on.
+            (``fresh_gradients``) from the end of their stage's first backward on; else it makes them in every backward,
+            beside sums that are always there.
         bucket_bytes: of these, ZeRO's bucket, which the first backward of a step makes.
         transport: knows what messages hold.
     """
@@ -83,6 +84,10 @@ class Holdings:
         if self._no_bucket:
             self.count("state", self._no_bucket)
             self._no_bucket = 0
+
+    def lacks_gradients(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether a backward makes gradients of these where none are."""
+        return not self._fresh_gradients or not self._no_gradient.isdisjoint(parameters)
 
     def count_fresh(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gradients that a stage's first backward has made; while it ran, a layer's own were among its workspace."""

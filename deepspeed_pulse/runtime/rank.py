@@ -7,7 +7,7 @@ instructions, :mod:`deepspeed_pulse.runtime.local` for all ranks in one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -46,7 +46,8 @@ class RankPart:
         traffic: the plan's messages.
         usage: named values on this rank.
         stages: of this rank, by index.
-        held: per stage of the plan, what its backward holds while it runs, whole and in halves; empty: not known.
+        held: per stage of the plan, what it holds while it runs, by whether its backward is in halves, and whether
+            that makes gradients of weights where none are; empty: not known.
         due: per step of this rank, the receives to post (:func:`~deepspeed_pulse.ir.channels.arrivals`); None: as early
             as can be.
         communicator_bytes: what the rank's communicators hold.
@@ -59,7 +60,7 @@ class RankPart:
     traffic: Traffic
     usage: Usage
     stages: Mapping[int, Stage]
-    held: Sequence[tuple[Held, Held]] = ()
+    held: Mapping[tuple[bool, bool], Sequence[Held]] = field(default_factory=dict)
     due: Sequence[Sequence[Message]] | None = None
     communicator_bytes: int = 0
     carried: frozenset[Action] = frozenset()
@@ -216,7 +217,7 @@ class RankRuntime:
         """Be at the beginning of a part; what the step before has left stays."""
         plan, traffic = part.plan, part.traffic
         self._plan, self._usage, self._stages, self._carried = plan, part.usage, part.stages, part.carried
-        self._held = part.held or [(Held(), Held())] * plan.num_stages
+        self._held = part.held
         self._releases = traffic.releases[self.rank]
         self._in_halves = {(a.stage, a.microbatch) for a in plan.schedule[self.rank] if a.op is Op.INPUT_GRAD}
         self._last_forwards = set({a.microbatch: a for a in plan.schedule[self.rank] if a.op in FORWARDS}.values())
@@ -338,7 +339,7 @@ class RankRuntime:
     def _extra_forward(self, stage: int, m: int) -> None:
         assert self._extra is not None
         self._extra.run(stage, m)
-        self.holdings.count_extra_forward(self._held_extra(), self._held[stage][0].forward)
+        self.holdings.count_extra_forward(self._held_extra(), self._held_in(stage).forward)
 
     def _forward(self, stage: int, m: int) -> None:
         placement = self._plan.placement
@@ -412,7 +413,7 @@ class RankRuntime:
                 tape=tape,
             )
             self._kept[stage, m] = self._now.shapes[m].activation_bytes[stage, tape is not None]
-            self.holdings.count("activations", self._kept[stage, m], self._held[stage][0].forward)
+            self.holdings.count("activations", self._kept[stage, m], self._held_in(stage).forward)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -421,10 +422,8 @@ class RankRuntime:
         roots, gradients = self._given_back(forward, stage, m)
         for name, exported in forward.exported.items():
             _pair(exported, self._values.gradients(name, m), roots, gradients)
-        held, _ = self._held[stage]
+        held = self._held_in(stage)
         self.holdings.count_bucket()
-        if held.recomputed:  # the first layer runs again last, when gradients of all others are there
-            self.holdings.count_fresh(self._stages[stage].parameters)
         self.holdings.count("recomputed", held.recomputed, held.workspace)
         if roots:
             with self._device.accumulating():
@@ -440,7 +439,7 @@ class RankRuntime:
         for name in forward.exported:
             forward.tape.add_gradients(name, self._values.gradients(name, m))
         forward.tape.input_half(roots, gradients, self._device.accumulating)
-        (_, held), late = self._held[stage], self._now.shapes[m].late_bytes
+        held, late = self._held_in(stage, split=True), self._now.shapes[m].late_bytes
         if stage not in late:
             late[stage] = forward.tape.late_bytes()
         self.holdings.count("recomputed", held.recomputed)
@@ -450,13 +449,17 @@ class RankRuntime:
         self._late[stage, m] = forward.tape
 
     def _weight_half(self, stage: int, m: int) -> None:
-        _, held = self._held[stage]
+        held = self._held_in(stage, split=True)
         self.holdings.count_bucket()
         self.holdings.count("recomputed", 0, held.weights)
         self._late.pop((stage, m)).weight_half(self._device.accumulating)
         self.holdings.count("recomputed", -held.recomputed)
         self.holdings.count("gradients", -self._now.shapes[m].late_bytes[stage])
         self._end_backward(stage, m)
+
+    def _held_in(self, stage: int, *, split: bool = False) -> Held:
+        fresh = self.holdings.lacks_gradients(self._stages[stage].parameters)
+        return self._held[split, fresh][stage] if self._held else Held()
 
     def _given_back(self, forward: _Forward, stage: int, m: int) -> tuple[list[Root], list[torch.Tensor | None]]:
         """Where backward begins of what the stage handed on, and with which gradients."""

@@ -274,6 +274,7 @@ HELD = {
         case("uvit", 2, M=4, bf16=True, zero=1),
         case("uvit", 1, M=2),
         case("uvit", 2, M=4, interval=1),
+        case("uvit", 2, M=4, interval=1, bf16=True),
         case("unet", 2, M=4),
         case("unet", 2, M=4, placement="linear"),
         case("uvit", 2, M=4, W=2, split=True),
@@ -313,12 +314,19 @@ def memory_is_as_counted(subtests: pytest.Subtests, world: int, cases: list[dict
         with subtests.test(case=peak["case"], rank=peak["rank"]):
             assert abs(peak["counted"] / peak["allocated"] - 1) <= WITHIN, json.dumps(peak)
             assert peak["counted"] <= peak["planned"], json.dumps(peak)
-            # DeepSpeed's bf16 optimizer likely holds new gradients beside its sums of them in a backward, up to 7 % of
-            # the peak, which is in its step: this is not counted yet
-            sums_apart = peak["case"].get("bf16") and not peak["case"].get("zero")
+            one = peak["case"]
+            # where replicas sum them early, what the last backward of a stage makes leaves in bf16 while it runs, and
+            # is counted as if it did not
+            leaves = f"B{one['M'] - 1}" if one.get("bf16") and not one.get("zero") else "none"
             for action, counted, allocated in peak["actions"]:  # in another order one of these may be at the peak
-                if max(counted, allocated) > peak["allocated"] / 2 and not sums_apart:
-                    assert abs(counted / allocated - 1) <= WITHIN, (action, counted, allocated, peak)
+                if max(counted, allocated) > peak["allocated"] / 2:
+                    assert counted / allocated - 1 >= -WITHIN, (action, counted, allocated, peak)
+                    assert counted / allocated - 1 <= WITHIN or action.endswith(leaves), (
+                        action,
+                        counted,
+                        allocated,
+                        peak,
+                    )
 
 
 @pytest.mark.timeout(300)

@@ -10,6 +10,7 @@ from toys import cluster, layer, plan, profile, random_profile, rows, skip, unif
 from deepspeed_pulse.errors import ConfigError, FileError, InfeasibleError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Held
+from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.problem import Problem
@@ -103,6 +104,24 @@ def test_a_forward_and_a_weight_half_work_with_less_than_a_backward():
     (whole,), (halves,) = (held_in_backward(profile(layers), ALL, split=split) for split in (False, True))
     assert (whole.workspace, whole.forward) == (60, max(65 - 50, 51 - 30, 7))
     assert (halves.forward, halves.weights) == (whole.forward, max(100 - 20 - 30 - 2 - 4, 41 - 30 - 4, 6))
+
+
+def test_gradients_that_a_backward_makes_take_the_room_of_what_layers_free():
+    """The last layer frees 10 of which its gradients take 4; where both run again nothing is freed."""
+    layers = [layer(activation_bytes=10, workspace_bytes=works, weight_workspace_bytes=works) for works in (9, 1)]
+    costs = profile([replace(x, param_bytes=4) for x in layers])
+    both = plan((0,), 1, boundaries=(0, 2))
+    (kept,), (halves,) = (held_in_backward(costs, both, split=split, fresh=True) for split in (False, True))
+    assert (kept.workspace, halves.workspace, halves.weights) == (max(9 + 4 - 10 + 4, 1 + 4), 0, 9 + 4 - 10 + 4)
+    (again,) = held_in_backward(costs, replace(both, recompute=(0, 1)), fresh=True)
+    assert (again.recomputed, again.workspace) == (10, 9 + 4 + 4)
+
+
+@pytest.mark.parametrize(("dtype", "zero", "more"), [("bfloat16", 0, 4), ("bfloat16", 1, 0), ("float16", 0, 0)])
+def test_a_backward_in_bf16_makes_gradients_beside_the_optimizers_sums(dtype, zero, more):
+    costs = profile([replace(layer(), param_bytes=4)], dtype=dtype)
+    found = replace(plan((0,), 1, boundaries=(0, 1)), rules=Rules.of(zero))
+    assert Problem(found, costs, cluster()).held_in_backward(0).workspace == more
 
 
 @pytest.mark.parametrize(("known", "interval", "expected"), [(25, 1, 25 - 8), (25, 3, 25 + 5), (None, 1, 9 - 8)])

@@ -309,13 +309,15 @@ RULES = {"": {}, "fused": {"fused_optimizer": True}, "ZeRO-1": {"zero_stage": 1}
 def test_peak_is_state_plus_what_is_live_or_the_step(dtype, rules, state, step):
     """In a hundred bytes of weights, on two replicas.
 
-    Shared optimizer state is two moments and master weights. ZeRO-1 has a bucket, and another one when it sums.
+    Shared optimizer state is two moments and master weights. ZeRO-1 has a bucket, and another one when it sums. In bf16
+    without it a backward makes gradients beside the optimizer's sums.
     """
+    made = 100 if dtype == "bfloat16" and rules != "ZeRO-1" else 0
     costs = profile([layer(param_bytes=100, activation_bytes=7)], dtype=dtype)
     found = under(plan((0,), 2, schedule=rows("0F0 0F1 0B0 0B1"), data_parallel=2), **RULES[rules])
-    assert estimate(found, costs, cluster()).peak_bytes == (state * 100 + max(2 * 7, step * 100),)
+    assert estimate(found, costs, cluster()).peak_bytes == (state * 100 + max(2 * 7 + made, step * 100),)
     full = replace(costs, layers=(replace(costs.layers[0], activation_bytes=300),))
-    assert estimate(found, full, cluster()).peak_bytes == (state * 100 + 2 * 300,)
+    assert estimate(found, full, cluster()).peak_bytes == (state * 100 + 2 * 300 + made,)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])

@@ -5,6 +5,7 @@ The only place of the engine that imports the planner.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -226,13 +227,18 @@ def _given(request: PlanRequest) -> Planned:
     return Planned(plan=plan, profile=None, cluster=None, costs=f"plan file {path}")
 
 
-def held(planned: Planned, interval: int) -> tuple[tuple[Held, Held], ...]:
-    """Per stage, what its backward holds while it runs, whole and in halves, as profiled; nothing without a profile."""
+def held(planned: Planned, interval: int) -> dict[tuple[bool, bool], tuple[Held, ...]]:
+    """Per stage, what its backward holds while it runs, as profiled; nothing without a profile.
+
+    By whether it runs in halves, and whether it makes gradients of weights where none are.
+    """
     if planned.profile is None:
-        return ()
+        return {}
     profile, plan, interval = planned.profile, planned.plan, max(1, interval)
-    whole, halves = (held_in_backward(profile, plan, split=split, interval=interval) for split in (False, True))
-    return tuple(zip(whole, halves, strict=True))
+    return {
+        (split, fresh): held_in_backward(profile, plan, split=split, interval=interval, fresh=fresh)
+        for split, fresh in itertools.product((False, True), repeat=2)
+    }
 
 
 def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:
