@@ -93,7 +93,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Held:
-    """What a stage's backward holds while it runs, in bytes: of layers that run again, and to work with.
+    """What a stage's actions hold while they run, in bytes: backward of layers that run again, and to work with.
 
     ``forward``: what its forward works with.
     Where backward runs in halves, ``workspace`` is the first one's, ``weights`` the second one's; ``late``: gradients

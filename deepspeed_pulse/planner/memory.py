@@ -8,7 +8,7 @@ from dataclasses import replace
 from deepspeed_pulse.ir.channels import Traffic, traffic_of
 from deepspeed_pulse.ir.dependencies import Result, result_of, results_needed
 from deepspeed_pulse.ir.program import HIDDEN, Message
-from deepspeed_pulse.ir.schedule import OP_RULES, Action, Direction, Op
+from deepspeed_pulse.ir.schedule import FORWARDS, OP_RULES, Action, Direction, Op
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.planner.problem import Problem
 
@@ -107,11 +107,12 @@ def _intervals(
     in_halves = {(s.work.stage, s.work.microbatch) for s in timeline.spans if s.work.op is Op.INPUT_GRAD}
     for span in timeline.spans:
         stage, m, start = span.work.stage, span.work.microbatch, span.start_ms
-        held = problem.held_in_backward(stage, split=span.work.op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD))
-        others = {Op.FORWARD: held.forward, Op.EXTRA_FORWARD: held.forward, Op.WEIGHT_GRAD: held.weights}
-        yield span.rank, "workspace", (start, span.end_ms, others.get(span.work.op, held.workspace))
+        held = problem.held_in_actions(stage, split=span.work.op in (Op.INPUT_GRAD, Op.WEIGHT_GRAD))
+        backward = held.weights if span.work.op is Op.WEIGHT_GRAD else held.workspace
+        working = held.forward if span.work.op in FORWARDS else backward
+        yield span.rank, "workspace", (start, span.end_ms, working)
         if span.work.op is Op.FORWARD:
-            cut = problem.held_in_backward(stage, split=True).cut if (stage, m) in in_halves else 0
+            cut = problem.held_in_actions(stage, split=True).cut if (stage, m) in in_halves else 0
             yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage] + cut)
         elif span.work.op is Op.EXTRA_FORWARD:
             for size, until in life.extra(stage, m):

@@ -17,7 +17,7 @@ from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
 from deepspeed_pulse.planner.links import Links, Port
-from deepspeed_pulse.planner.recompute import held_in_backward, with_recompute
+from deepspeed_pulse.planner.recompute import held_in_actions, with_recompute
 
 
 class Problem:
@@ -32,7 +32,7 @@ class Problem:
         self.links = Links(cluster, plan.grid)
         # DeepSpeed's optimizer for bf16 has sums of its own, and a backward makes what is added to them
         fresh = profile.dtype == "bfloat16" and not plan.rules.shards_optimizer
-        self._held = {split: held_in_backward(profile, plan, split=split, fresh=fresh) for split in (False, True)}
+        self._held = {split: held_in_actions(profile, plan, split=split, fresh=fresh) for split in (False, True)}
         self._values = {skip.name: skip for skip in reversed(profile.skips)}
         self._lowering = Lowering(plan)
         self._steps: dict[Action, Step] = {}
@@ -141,8 +141,8 @@ class Problem:
         """Keys of the actions that must have run before this one."""
         return needs(self.step(action), self.placement)
 
-    def held_in_backward(self, stage: int, *, split: bool = False) -> Held:
-        """What a stage's backward holds while it runs."""
+    def held_in_actions(self, stage: int, *, split: bool = False) -> Held:
+        """What a stage's actions hold while they run."""
         return self._held[split][stage]
 
     def communicator_bytes(self, rank: int) -> int:

@@ -70,7 +70,7 @@ def _kept_bytes(profile: Profile) -> list[int]:
     return kept
 
 
-def held_in_backward(
+def held_in_actions(
     profile: Profile, plan: Plan, *, split: bool = False, interval: int = 1, fresh: bool = False
 ) -> tuple[Held, ...]:
     """Per stage, when it holds most: one run of ``interval`` recomputed layers after another, or a layer that is kept.

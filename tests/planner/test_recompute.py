@@ -14,7 +14,7 @@ from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.recompute import cheapest_first, held_in_backward, with_recompute
+from deepspeed_pulse.planner.recompute import cheapest_first, held_in_actions, with_recompute
 from deepspeed_pulse.planner.routes import named_values
 
 SIZES = profile(
@@ -83,7 +83,7 @@ def test_a_backward_holds_a_layer_that_runs_again_or_one_that_works(workspace, h
     sizes = ((10, 5), (20, workspace), (30, 7), (40, 1))
     costs = profile([layer(activation_bytes=kept, workspace_bytes=works) for kept, works in sizes])
     found = replace(plan((0,), 1, boundaries=(0, 4)), recompute=(0, 2))
-    (whole,), (halves,) = held_in_backward(costs, found), held_in_backward(costs, found, split=True)
+    (whole,), (halves,) = held_in_actions(costs, found), held_in_actions(costs, found, split=True)
     assert (whole.recomputed, whole.workspace) == (held.recomputed, held.workspace)
     assert (halves.recomputed, halves.workspace) == (40, 0)
 
@@ -101,7 +101,7 @@ def test_a_forward_and_a_weight_half_work_with_less_than_a_backward():
         )
         for i in range(3)
     ]
-    (whole,), (halves,) = (held_in_backward(profile(layers), ALL, split=split) for split in (False, True))
+    (whole,), (halves,) = (held_in_actions(profile(layers), ALL, split=split) for split in (False, True))
     assert (whole.workspace, whole.forward) == (60, max(65 - 50, 51 - 30, 7))
     assert (halves.forward, halves.weights) == (whole.forward, max(100 - 20 - 30 - 2 - 4, 41 - 30 - 4, 6))
 
@@ -111,9 +111,9 @@ def test_gradients_that_a_backward_makes_take_the_room_of_what_layers_free():
     layers = [layer(activation_bytes=10, workspace_bytes=works, weight_workspace_bytes=works) for works in (9, 1)]
     costs = profile([replace(x, param_bytes=4) for x in layers])
     both = plan((0,), 1, boundaries=(0, 2))
-    (kept,), (halves,) = (held_in_backward(costs, both, split=split, fresh=True) for split in (False, True))
+    (kept,), (halves,) = (held_in_actions(costs, both, split=split, fresh=True) for split in (False, True))
     assert (kept.workspace, halves.workspace, halves.weights) == (max(9 + 4 - 10 + 4, 1 + 4), 0, 9 + 4 - 10 + 4)
-    (again,) = held_in_backward(costs, replace(both, recompute=(0, 1)), fresh=True)
+    (again,) = held_in_actions(costs, replace(both, recompute=(0, 1)), fresh=True)
     assert (again.recomputed, again.workspace) == (10, 9 + 4 + 4)
 
 
@@ -121,7 +121,7 @@ def test_gradients_that_a_backward_makes_take_the_room_of_what_layers_free():
 def test_a_backward_in_bf16_makes_gradients_beside_the_optimizers_sums(dtype, zero, more):
     costs = profile([replace(layer(), param_bytes=4)], dtype=dtype)
     found = replace(plan((0,), 1, boundaries=(0, 1)), rules=Rules.of(zero))
-    assert Problem(found, costs, cluster()).held_in_backward(0).workspace == more
+    assert Problem(found, costs, cluster()).held_in_actions(0).workspace == more
 
 
 @pytest.mark.parametrize(("known", "interval", "expected"), [(25, 1, 25 - 8), (25, 3, 25 + 5), (None, 1, 9 - 8)])
@@ -129,7 +129,7 @@ def test_a_forward_that_keeps_nothing_holds_what_it_works_with(known, interval, 
     """The middle one of three layers, with 9 to work with, reads 5 bytes; the last one will keep 8."""
     middle = layer(activation_bytes=20, output_bytes=8, workspace_bytes=9, rerun_workspace_bytes=known)
     costs = profile([layer(output_bytes=5), middle, layer()])
-    (held,) = held_in_backward(costs, replace(ALL, recompute=(0, 1, 2)), interval=interval)
+    (held,) = held_in_actions(costs, replace(ALL, recompute=(0, 1, 2)), interval=interval)
     assert held.forward == expected
 
 
@@ -137,7 +137,7 @@ def test_input_halves_work_before_layers_in_front_have_kept_anything():
     """Layer 2 works with 60 beside its 10; then layer 1 with 20 beside 10 + 30, and layer 0 with 5 beside all."""
     sizes = ((4, 5), (30, 20), (10, 60))
     layers = [layer(late_bytes=late, halves_workspace_bytes=works) for late, works in sizes]
-    (held,) = held_in_backward(profile(layers), ALL, split=True)
+    (held,) = held_in_actions(profile(layers), ALL, split=True)
     assert (held.late, held.late + held.workspace) == (44, 70)
 
 
@@ -146,7 +146,7 @@ def test_what_a_layer_has_read_is_there_when_it_runs_again():
     sizes = ((10, 4), (20, 15), (30, None))
     costs = profile([layer(activation_bytes=kept, rerun_bytes=again) for kept, again in sizes])
     found = replace(plan((0,), 1, boundaries=(0, 3)), recompute=(0, 1, 2))
-    held = [held_in_backward(costs, found, interval=interval)[0].recomputed for interval in (1, 2, 3)]
+    held = [held_in_actions(costs, found, interval=interval)[0].recomputed for interval in (1, 2, 3)]
     assert held == [30, 30, 4 + 20 + 30]
 
 

@@ -29,10 +29,8 @@ def held_always(engine: Any) -> int:
 
 def held_in_bucket(engine: Any) -> int:
     """Of these, ZeRO's bucket."""
-    if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        return 0
-    trained = [p for p in engine.module.parameters() if p.requires_grad]
-    return full_bucket(trained, int(engine.optimizer.reduce_bucket_size))
+    elements = _sharing(engine).get("bucket_elements")
+    return 0 if elements is None else full_bucket([p for p in engine.module.parameters() if p.requires_grad], elements)
 
 
 def held_in_step(engine: Any) -> int:

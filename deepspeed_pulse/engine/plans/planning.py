@@ -37,7 +37,7 @@ from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate
 from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
-from deepspeed_pulse.planner.recompute import held_in_backward
+from deepspeed_pulse.planner.recompute import held_in_actions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ def held(planned: Planned, interval: int) -> dict[tuple[bool, bool], tuple[Held,
         return {}
     profile, plan, interval = planned.profile, planned.plan, max(1, interval)
     return {
-        (split, fresh): held_in_backward(profile, plan, split=split, interval=interval, fresh=fresh)
+        (split, fresh): held_in_actions(profile, plan, split=split, interval=interval, fresh=fresh)
         for split, fresh in itertools.product((False, True), repeat=2)
     }
 

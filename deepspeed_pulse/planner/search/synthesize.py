@@ -306,7 +306,7 @@ def caps_within(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
     weights = byte_cap(problem, ()).weights
     single = tuple(sum(weights[stage] for stage in stages_of(rank)) for rank in ranks)
     """Bytes that one microbatch in flight keeps on each rank."""
-    held = map(problem.held_in_backward, range(problem.num_stages))
+    held = map(problem.held_in_actions, range(problem.num_stages))
     working = [max(one.recomputed + one.workspace, one.forward) for one in held]
     always = [
         sum(always_held(problem, rank).values()) + max(working[stage] for stage in stages_of(rank)) for rank in ranks
