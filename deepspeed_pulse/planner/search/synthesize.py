@@ -160,8 +160,7 @@ class _Pool:
         """Keep the generators' orders that fit. ``best_only``: none that is slower than another one."""
         smallest: int | None = None
         for name, order in _orders(self.problem, schedule, self.caps, self.split):
-            # Backwards in halves may be joined where that fits, whatever it takes.
-            if best_only and self.fitting and not self.split and self._is_slower(order):
+            if best_only and self.fitting and self._is_slower(order):
                 continue
             candidate = self._simulated(name, order)
             peak = max(candidate.estimate.peak_bytes)
@@ -205,8 +204,18 @@ class _Pool:
 
     def _is_slower(self, schedule: Schedule) -> bool:
         """Than the best order that fits: what is live, most of a simulation's time, need not be known then."""
-        found = step_and_makespan_ms(self.problem, times(self.problem, schedule))
-        return _rounded(*found) > self.best.rank[:2]
+        most = self.best.rank[:2]
+        return all(_rounded(*self._step_ms(form)) > most for form in self._forms(schedule))
+
+    def _forms(self, schedule: Schedule) -> Iterator[Schedule]:
+        """What :meth:`_simulated` may make of an order; where all activations fit, the first of it."""
+        if self.split:
+            yield joined(self.problem, schedule)
+        if not self.split or self.caps[0] is not None or self.problem.plan.backbones:
+            yield schedule
+
+    def _step_ms(self, schedule: Schedule) -> tuple[float, float]:
+        return step_and_makespan_ms(self.problem, times(self.problem, schedule))
 
     def _fits(self, candidate: Candidate) -> bool:
         return max(candidate.estimate.peak_bytes) <= self.memory_bytes
