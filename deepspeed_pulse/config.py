@@ -39,8 +39,8 @@ class PulseConfig(BaseModel):
     """
 
     waves: Auto | Count = Field(default=1, description="an integer from 1 to 1000")
-    """Number of waves W, of a loop half of its rounds: stages = 2 * ranks * W; "auto": 1 or 2, whichever is
-    faster; of a loop 3 as well, where memory is short."""
+    """Number of waves W, of a loop half of its rounds: stages = 2 * ranks * W; "auto": the fastest, 1, 2 or
+    more, of a loop more than 2 where memory is short."""
 
     schedule: Schedule = Field(default="auto", description=f"one of {', '.join(get_args(Schedule))}")
     """"auto": the best order that fits memory; or a generator's name."""

@@ -72,8 +72,8 @@ class Constraints:
     """What the user has settled; the rest is chosen.
 
     Attributes:
-        waves: numbers that are tried, 0 for linear placement.
-        loops: the same of loops, which are tried where microbatches are few.
+        waves: numbers that are tried, 0 for linear placement; of several, more than those where more are faster.
+        loops: the same of loops, which are tried where microbatches are few, more of them where memory costs time.
         fused_optimizer: as in :class:`~deepspeed_pulse.ir.rules.Rules`.
         reduce_early: gradients are summed early whatever the ZeRO stage, or never; None: as the engine does.
         schedule: a generator's name, or "auto".
@@ -140,7 +140,8 @@ class Trial:
     """A choice with its plan, or with the reason why there is none.
 
     Attributes:
-        samples_per_second: the plan's; where it is too slow, what it cannot exceed; None where neither is known.
+        samples_per_second: the plan's; where it is too slow, what it cannot exceed, or makes without regard to memory;
+            None where neither is known.
         needed_bytes: of the fullest rank: the plan's; where memory is too small, what would do at least.
         measured: samples/s of a few real steps, where the plan was run.
     """

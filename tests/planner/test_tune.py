@@ -179,6 +179,29 @@ def test_loops_of_six_rounds_are_tried_where_memory_costs_time(memory_bytes, rou
     assert {2 * trial.choice.waves for trial in found.trials if trial.choice.loop} == rounds
 
 
+@pytest.mark.parametrize(("waves", "tried"), [((0, 1, 2), {0, 1, 2, 3, 4}), ((0, 1), {0, 1}), ((2,), {2})])
+def test_more_waves_are_tried_as_long_as_they_are_faster_and_none_is_settled(waves, tried):
+    """These layers are balanced best by three waves."""
+    times = (2, 2, 1, 8, 5, 2, 1, 3, 1, 2, 3, 1, 3, 8, 2, 8)
+    costs = profile([layer(forward_ms=ms, backward_ms=2 * ms, activation_bytes=1) for ms in times])
+    given = Constraints(pipeline_ranks=2, waves=waves, loops=())
+    found = tuned(costs, box(1, 2), 16, given=given)
+    assert {trial.choice.waves for trial in found.trials} == tried
+    assert found.best.choice.waves == (3 if 3 in tried else 2 if 2 in tried else 1)
+
+
+def test_what_is_too_slow_without_regard_to_memory_is_not_planned_within_it():
+    """A limit makes nothing faster; the reason says what the choice would make without it."""
+    costs, cluster = uniform(16, activation_bytes=100), box(1, 4, memory_bytes=1500, intra=2e-4)
+    found = tuned(costs, cluster, 16)
+    planned = {trial.choice: trial for trial in tuned(costs, cluster, 16, exhaustive=True).trials if trial.plan}
+    said = [trial for trial in found.trials if "without regard to memory" in trial.reason]
+    assert said
+    assert all(trial.samples_per_second < found.best.figures.samples_per_second for trial in said)
+    known = [trial for trial in said if trial.choice in planned]
+    assert all(planned[trial.choice].samples_per_second <= trial.samples_per_second for trial in known)
+
+
 def test_loops_that_are_settled_are_all_that_are_tried():
     given = Constraints(loops=(2,))
     found = tuned(uniform(12, activation_bytes=100), box(1, 2, memory_bytes=700), 8, given=given)

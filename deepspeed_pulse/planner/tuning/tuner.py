@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Choice, Trial, Verdict, may_step_apart
@@ -31,7 +32,7 @@ Progress = Callable[[int, int, float], None]
 """Told how many choices are decided, how many there are, and the most samples/s so far."""
 
 _EXACT = 4
-"""So many of the best are simulated; what cannot be among them is left out by its bound."""
+"""So many of the best are simulated; what cannot be among them is left out by its bound. Of finer stages, the best."""
 
 _CONTENDERS = 3
 """So many of the best are searched for better orders."""
@@ -64,9 +65,20 @@ class Tuner:
         self._kept = math.inf if exhaustive else _EXACT
         trials: list[Trial] = []
         self._try(self.families(), trials, progress)
-        if len(self.given.loops) > 1 and self._memory_costs_time:
-            self._try(self._families(self._finer_shapes), trials, progress)
+        if not exhaustive:
+            self._kept = 1
+        if _are_open(self.given.waves):
+            self._try_more(self.given.waves[-1], False, trials, progress)
+        if _are_open(self.given.loops) and self._memory_costs_time:
+            self._try_more(self.given.loops[-1], True, trials, progress)
         return trials
+
+    def _try_more(self, most: int, loop: bool, trials: list[Trial], progress: Progress | None) -> None:
+        """More waves or rounds than those that are given, one more at a time, as long as that makes it faster."""
+        before = math.inf
+        while min(self._steps, default=math.inf) < before:
+            before, most = min(self._steps), most + 1
+            self._try(self._families(partial(self._finer_shapes, most, loop)), trials, progress)
 
     def _try(self, families: Iterable[Choice], trials: list[Trial], progress: Progress | None) -> None:
         """Add what comes of more families."""
@@ -133,10 +145,11 @@ class Tuner:
             shapes += [(waves, True) for waves in self.given.loops if fits(waves, True)]
         return shapes
 
-    def _finer_shapes(self, ranks: int, microbatches: int) -> list[tuple[int, bool]]:
-        """A loop of two rounds more than the most that are given, where that one is tried."""
-        most = self.given.loops[-1]
-        return [(most + 1, True)] if (most, True) in self._shapes(ranks, microbatches) else []
+    def _finer_shapes(self, waves: int, loop: bool, ranks: int, microbatches: int) -> list[tuple[int, bool]]:
+        """So many waves, or half of a loop's rounds, where the most that are given are tried and layers suffice."""
+        given = (self.given.loops if loop else self.given.waves)[-1], loop
+        suffice = 2 * ranks * waves <= fewest_layers(self.sizes.smallest)
+        return [(waves, loop)] if ranks > 1 and suffice and given in self._shapes(ranks, microbatches) else []
 
     def _layouts(self, ranks: int) -> tuple[Layout, ...]:
         """One where both are the same."""
@@ -193,13 +206,11 @@ class Tuner:
         if verdict is not None:
             yield from (replace(verdict, choice=choice) for choice in stages)
             return
-        free: Plan | None = None
         try:
             free = self._free(family)
-        except TooSlow as slow:
-            if _several(family):  # its cuts are not made anew for less memory
-                yield from (self._too_slow(choice, slow.bound_ms) for choice in stages)
-                return
+        except TooSlow as slow:  # less memory makes nothing faster
+            yield from (self._too_slow(choice, slow.bound_ms) for choice in stages)
+            return
         unbound = False
         for choice in stages:
             trial = None if unbound else self._unbound(choice, free)
@@ -283,16 +294,14 @@ class Tuner:
         """As asked for; where steps of their own cannot be, and need not, together."""
         return self.given.backbone_steps if may_step_apart(self.sizes.smallest.dtype) else "together"
 
-    def _unbound(self, choice: Choice, free: Plan | None) -> Trial | None:
+    def _unbound(self, choice: Choice, free: Plan) -> Trial | None:
         """The plan without regard to memory, if it fits."""
-        if free is None:
-            return None
         figures = self.figures(choice, free)
         if max(figures.peak_bytes) > self.job.limit_bytes:
             return None
         return _success(choice, replace(free, rules=self.given.rules(choice.zero_stage), estimate=figures))
 
-    def _within_memory(self, choice: Choice, free: Plan | None) -> Trial:
+    def _within_memory(self, choice: Choice, free: Plan) -> Trial:
         """A plan that fits, where the one without regard to memory does not."""
         least = self.least_held_bytes(choice)
         if least > self.job.limit_bytes:
@@ -300,9 +309,14 @@ class Tuner:
             state = f"weights, gradients, optimizer state and its step{buffers}"
             reason = f"{state} alone need {gigabytes(least, enough=True)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
-        cuts = free.boundaries if free is not None and _several(choice) else None
+        speed = _figures(free).samples_per_second
+        if _figures(free).step_ms > self._within_ms:  # less memory makes it no faster
+            reason = f"{speed:.4g} samples/s without regard to memory"
+            return Trial(choice=choice, verdict=Verdict.SLOW, samples_per_second=speed, reason=reason)
+        cuts = free.boundaries if _several(choice) else None
+        options = replace(self._options(choice, cuts), too_large=self.given.rules(choice.zero_stage) == free.rules)
         try:
-            return _success(choice, make_plan(self.job.chosen(choice), self._options(choice, cuts)))
+            return _success(choice, make_plan(self.job.chosen(choice), options))
         except TooSlow as slow:
             return self._too_slow(choice, slow.bound_ms)
         except InfeasibleError as problem:
@@ -361,6 +375,11 @@ class Tuner:
 def fewest_layers(profile: Profile) -> int:
     """Of the model, or of the backbone that has the fewest."""
     return min((end - first for first, end in (part.layers for part in profile.backbones)), default=profile.num_layers)
+
+
+def _are_open(counts: tuple[int, ...]) -> bool:
+    """Several numbers of waves, or of rounds, are tried: more are, where those are faster."""
+    return len([count for count in counts if count]) > 1
 
 
 def _several(choice: Choice) -> bool:
