@@ -82,6 +82,7 @@ def test_an_exception_in_a_layer_ends_the_job_naming_the_place() -> None:
     assert_none_alive(output)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_killed_rank_ends_the_job_under_the_launcher() -> None:
     status, output = run_with_launcher("kill", timeout=250)

@@ -19,6 +19,7 @@ from deepspeed_pulse.errors import GraphError
 
 HOLDERS = (nn.ModuleList, nn.ModuleDict)
 ALL = [(family, granularity) for family in FAMILIES for granularity in GRANULARITIES]
+FINE_IN_SOAK = [pytest.param(*case, marks=[pytest.mark.soak] if case[1] == "fine" else []) for case in ALL]
 Ran = set[tuple[str, str]]
 
 
@@ -194,7 +195,7 @@ HOOKS = {
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize(("family", "granularity"), ALL)
+@pytest.mark.parametrize(("family", "granularity"), FINE_IN_SOAK)
 def test_every_hook_is_refused_or_runs(family, granularity, small):
     model, batch = small(family)
     called = {path for path, name in methods_run(model, lambda: forward(model, batch)) if name == "forward"}
