@@ -92,8 +92,6 @@ class SearchOptions:
         solver_seconds: search for better orders, in processor time; 0: known ones only.
         tolerance: share of the largest load that may be given up for fewer bytes between ranks.
         within_ms: give up on cuts as soon as it is clear that no order of them has a step as short as that.
-        too_large: it is known that the plan that would be fastest without regard to memory does not fit; it is not made
-            again.
         part_skips: cuts of a wave may also send skips that could stay, for a better balance, where that is faster
             in known orders. None: if ``placement`` is "auto".
         backbone_steps: of several backbones: "together", "each" (each makes its optimizer step as soon as its own last
@@ -109,7 +107,6 @@ class SearchOptions:
     seed: int = 0
     tolerance: float = 0.0
     within_ms: float = math.inf
-    too_large: bool = False
     part_skips: bool | None = None
     backbone_steps: str = "together"
 

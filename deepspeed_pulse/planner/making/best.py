@@ -28,7 +28,7 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     ``rivals``: placements that are taken where they are faster. Finding their cuts takes seconds, so they are not
     tried beside layers that are recomputed.
     """
-    free = _free(maker, places) if maker.job.recompute == "auto" and not maker.options.too_large else ()
+    free = _free(maker, places) if maker.job.recompute == "auto" else ()
     if maker.job.recompute != "auto" or (free and _fits(_first(free), maker.job)):
         known = free if all(_fits(plan, maker.job) for plan in free) else ()
         if rivals or len(places) > MOST_SEARCHED:

@@ -314,9 +314,8 @@ class Tuner:
             reason = f"{speed:.4g} samples/s without regard to memory"
             return Trial(choice=choice, verdict=Verdict.SLOW, samples_per_second=speed, reason=reason)
         cuts = free.boundaries if _several(choice) else None
-        options = replace(self._options(choice, cuts), too_large=self.given.rules(choice.zero_stage) == free.rules)
         try:
-            return _success(choice, make_plan(self.job.chosen(choice), options))
+            return _success(choice, make_plan(self.job.chosen(choice), self._options(choice, cuts)))
         except TooSlow as slow:
             return self._too_slow(choice, slow.bound_ms)
         except InfeasibleError as problem:
