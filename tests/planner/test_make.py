@@ -18,7 +18,10 @@ from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.making import maker
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.planner.schedules.halves import joined
+from deepspeed_pulse.planner.simulator import run
 
 
 def made(costs, ranks, microbatches, **options):
@@ -268,18 +271,27 @@ def stages_by_op(plan):
 
 
 def test_split_backward_is_faster_and_nothing_waits_for_the_first_stages():
-    whole, halves = made(uniform(8), 2, 4), made(uniform(8), 2, 4, split_backward=True)
+    whole, halves = made(uniform(4), 2, 2), made(uniform(4), 2, 2, split_backward=True)
     assert stages_by_op(halves) == {"B": {0}, "F": {0, 1, 2, 3}, "I": {1, 2, 3}, "W": {1, 2, 3}}
     assert set(stages_by_op(whole)) == {"F", "B"}
     assert halves.estimate.makespan_ms < whole.estimate.makespan_ms
     assert reorder(
         whole,
-        Job.of(whole, uniform(8), cluster(), microbatches=4),
+        Job.of(whole, uniform(4), cluster(), microbatches=2),
         SearchOptions(split_backward=True, solver_seconds=0),
     )
 
 
-@pytest.mark.parametrize(("inputs", "ops"), [(None, {"F", "B"}), (1.0, {"F", "B", "I", "W"}), (1.9, {"F", "B"})])
+def test_the_first_stages_halves_stay_apart_where_that_is_faster():
+    """They fill gaps that a whole backward does not fit in."""
+    costs = profile([layer(eighths / 8, eighths / 4) for eighths in (10, 5, 5, 9, 6, 5)])
+    found = made(costs, 3, 5, split_backward=True, placement="wave")
+    assert 0 in stages_by_op(found)["I"]
+    problem = Problem(found, costs, cluster())
+    assert found.estimate.makespan_ms < run(problem, joined(problem, found.schedule)).makespan_ms
+
+
+@pytest.mark.parametrize(("inputs", "ops"), [(None, {"F", "B"}), (1.0, {"F", "I", "W"}), (1.9, {"F", "B"})])
 def test_backwards_are_divided_where_that_is_known_to_be_faster(inputs, ops):
     """A backward of 2 ms whose halves are not known, take 1 and 1 ms, or 1.9 and 1."""
     layers = [replace(x, weight_grad_ms=1.0, input_grad_ms=inputs) for x in uniform(8).layers]

@@ -192,15 +192,18 @@ class _Pool:
         return self._keep(candidate)
 
     def _simulated(self, name: str, schedule: Schedule) -> Candidate:
-        """Without halves that bring nothing, if that fits: a gradient may wait longer for a whole backward.
+        """Without halves that bring nothing, unless apart they are faster, or else do not fit.
 
-        Beside other backbones these halves may bring something: what they make room for is another's.
+        A gradient may wait longer for a whole backward, and gaps may be too short for one.
         """
-        found = _simulated(self.problem, name, joined(self.problem, schedule) if self.split else schedule)
-        if not self.split or (self._fits(found) and not self.problem.plan.backbones):
+        if not self.split:
+            return _simulated(self.problem, name, schedule)
+        found = _simulated(self.problem, name, joined(self.problem, schedule))
+        fits = self._fits(found)
+        if fits and _rounded(*self._step_ms(schedule)) >= found.rank[:2]:
             return found
         halves = _simulated(self.problem, name, schedule)
-        return min(found, halves, key=lambda one: one.rank) if self._fits(found) else halves
+        return found if fits and not self._fits(halves) else halves
 
     def _is_slower(self, schedule: Schedule) -> bool:
         """Than the best order that fits: what is live, most of a simulation's time, need not be known then."""
@@ -208,11 +211,10 @@ class _Pool:
         return all(_rounded(*self._step_ms(form)) > most for form in self._forms(schedule))
 
     def _forms(self, schedule: Schedule) -> Iterator[Schedule]:
-        """What :meth:`_simulated` may make of an order; where all activations fit, the first of it."""
+        """What :meth:`_simulated` may make of an order."""
         if self.split:
             yield joined(self.problem, schedule)
-        if not self.split or self.caps[0] is not None or self.problem.plan.backbones:
-            yield schedule
+        yield schedule
 
     def _step_ms(self, schedule: Schedule) -> tuple[float, float]:
         return step_and_makespan_ms(self.problem, times(self.problem, schedule))
