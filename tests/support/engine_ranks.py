@@ -363,7 +363,8 @@ def recomputes(folder: str) -> None:
     job = Job(profile=profile, cluster=planned.cluster, pipeline_ranks=torch_world(), microbatches=4, recompute="all")
     plan = make_plan(job, SearchOptions(placement="wave", split_backward=False, solver_seconds=0))
     cap = max(plan.estimate.peak_bytes) * 1.02 / 1e9
-    pulse = {"solver_seconds": 0, "placement": "wave", "profile": str(path)}
+    # with whole backwards; without a limit, halves are free to hold what is recomputed for longer
+    pulse = {"solver_seconds": 0, "placement": "wave", "split_backward": False, "profile": str(path)}
     found = []
     for more, interval in (({}, 0), ({}, 1), ({"memory_gb": cap}, 0)):
         engine = make_engine(torch_world(), 4, model="unet", pulse={**pulse, **more}, interval=interval)
