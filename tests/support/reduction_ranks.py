@@ -44,6 +44,7 @@ def reduces(cases: Any) -> None:
     stages_leave_before_the_last_action()
     for options in OPTIONS[0], OPTIONS[6], OPTIONS[8]:
         buckets_leave_while_the_last_backward_runs(options)
+    gradients_stay_in_their_buckets()
     several_backwards_in_a_layer()
     for case in cases:
         run_case(case)
@@ -118,6 +119,40 @@ def buckets_leave_while_the_last_backward_runs(options: dict[str, Any]) -> None:
     everybody: list[Any] = [None] * torch_world()
     torch.distributed.all_gather_object(everybody, (engine.stage_id, [names for _, names in second]))
     assert all(names == [n for _, n in second] for stage, names in everybody if stage == engine.stage_id), everybody
+    engine.destroy()
+    reduction.BUCKET_BYTES = before
+
+
+def gradients_stay_in_their_buckets() -> None:
+    """They are gathered once; what the program keeps of a step is left as it is."""
+    before, reduction.BUCKET_BYTES = reduction.BUCKET_BYTES, 10**6
+    engine = make_engine(2, 3)
+    places: list[list[int]] = []
+    held: list[torch.Tensor] = []
+    seen: list[torch.nn.Parameter] = []
+    sums, step = engine._reduction.sums, engine.optimizer.step
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        gradients = [p.grad for kept in sums._kept.values() for p in kept.parameters]
+        assert gradients and all(p.grad is None for p in seen)
+        places.append([g.data_ptr() for g in gradients])
+        if len(places) == 3:
+            held.extend(g.detach().view(-1) for g in gradients)
+        return step(*args, **kwargs)
+
+    engine.optimizer.step = noted
+    for number in range(3):
+        engine.train_batch(data_of(engine, number))
+    values = [h.clone() for h in held]
+    for number in range(2):
+        engine.train_batch(data_of(engine, number))
+    assert places[0] == places[1] == places[2], places
+    assert set(places[3]).isdisjoint(places[2]) and places[3] == places[4], places
+    assert all(torch.equal(a, b) for a, b in zip(held, values, strict=True))
+    frozen = next(iter(sums._kept.values())).parameters[0].requires_grad_(False)
+    seen.append(frozen)
+    engine.train_batch(data_of(engine, 0))
+    assert len(places[5]) == len(places[4]) - 1
     engine.destroy()
     reduction.BUCKET_BYTES = before
 

@@ -169,6 +169,34 @@ class MasterGradients:
 
 
 @dataclass(frozen=True)
+class _Kept:
+    """A bucket whose parts are the gradients from one step to the next, so that they are gathered only once."""
+
+    parameters: Sequence[torch.nn.Parameter]
+    sent: torch.Tensor
+    parts: Sequence[torch.Tensor]
+
+    def give(self) -> None:
+        """Backwards add to it, where gradients have been cleared and all parameters still train."""
+        if any(p.grad is not None or not p.requires_grad for p in self.parameters):
+            return
+        self.sent.zero_()
+        for parameter, part in zip(self.parameters, self.parts, strict=True):
+            parameter.grad = part
+
+    def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether it is their gradients now."""
+        return len(parameters) == len(self.parts) and all(
+            p.grad is part for p, part in zip(parameters, self.parts, strict=True)
+        )
+
+    def is_held_elsewhere(self) -> bool:
+        """Whether the program keeps a gradient of an earlier step, or a view of one: it may not change then."""
+        storage = self.sent.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > len(self.parts) + 2  # ``sent`` and ``storage``
+
+
+@dataclass(frozen=True)
 class _Bucket:
     """Gradients on their way: what is summed, the gradients that get their part of it then, and the handle."""
 
@@ -226,6 +254,9 @@ class StageReduction:
         """Whether the last backwards of earlier steps added to them once each, so that one may leave at once."""
         self._hooks: list[Any] = []
         self._under_way: list[_Bucket] = []
+        self._kept: dict[torch.nn.Parameter, _Kept] = {}
+        """Buckets of this step that gradients are parts of, by their first parameter; ``_given``: of the last one."""
+        self._given: dict[torch.nn.Parameter, _Kept] = {}
         self._copied: deque[_Bucket] = deque()
         """Of those under way, copies that no gradient is a part of: nobody reads them once they are put back."""
         self.expects = False
@@ -235,6 +266,10 @@ class StageReduction:
         """Start a step: nothing has been summed."""
         self._forget()  # where a step before failed
         self._gradients.begin()
+        self._given = {first: kept for first, kept in self._kept.items() if not kept.is_held_elsewhere()}
+        self._kept = {}
+        for kept in self._given.values():
+            kept.give()
         self._left = {p: None for p in self._names if p.requires_grad and p.numel()}
         self._waits_for = {}
         for stage, held in self._parameters.items():
@@ -357,13 +392,17 @@ class StageReduction:
         return not self._gradients.may_change or all(g.dtype != self._dtype for g in gradients)
 
     def _started(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> _Bucket:
-        sent = self._sent(gradients)
+        kept = self._given.get(parameters[0])
+        if kept is not None and kept.holds(parameters):
+            self._kept[parameters[0]] = kept
+            sent, in_place = kept.sent, True
+        else:
+            sent = self._sent(gradients)
+            in_place = sent is gradients[0]
         if self._scaling.before != 1.0:
             sent.mul_(self._scaling.before)
         work = dist.all_reduce(sent, group=self._group, async_op=True)
-        copies = [] if sent is gradients[0] else self._placed(parameters, gradients, sent)
-        if sent is not gradients[0] and not copies:
-            self._count(-sent.nbytes)  # it is the gradients now
+        copies = [] if in_place else self._placed(parameters, gradients, sent)
         return _Bucket(self._names[parameters[0]], sent, copies, work)
 
     def _sent(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -378,13 +417,17 @@ class StageReduction:
     def _placed(
         self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor], sent: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
-        """Gradients that cannot be views of what is sent, with their parts of it."""
+        """Gradients that cannot be views of what is sent, with their parts of it; where all are, it is kept."""
         parts = [
             part.view(gradient.shape).detach()  # an optimizer that zeroes gradients in place may detach them in place
             for gradient, part in zip(gradients, sent.split([g.numel() for g in gradients]), strict=True)
         ]
         placed = zip(parameters, gradients, parts, strict=True)
-        return [(p, gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part)]
+        copies = [(p, gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part)]
+        if not copies:
+            self._count(-sent.nbytes)  # it is the gradients now
+            self._kept[parameters[0]] = _Kept(parameters, sent, parts)
+        return copies
 
     def _finish(self, bucket: _Bucket) -> None:
         self._wait(bucket)
