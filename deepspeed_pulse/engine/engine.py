@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 
 from deepspeed_pulse.engine import schedule
-from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption
+from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption, Stopped
 from deepspeed_pulse.engine.common import CommonEngine
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.conditioning import Estimates
@@ -126,7 +126,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._steps = Steps(
             engine=self,
             watchdog=watchdog,
-            host_group=self._preemption.group,
+            preemption=self._preemption,
+            met=self._met,
             orders=self._orders,
             lowering=lowering,
             reading=reading,
@@ -135,6 +136,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             reduction=self._reduction,
             estimates=estimates,
         )
+        self._step_mark = self._device.mark()
         self._replaced: Instructions = {}
         self._started = True
         if self.global_rank == 0:
@@ -300,22 +302,26 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
         with self._watchdog.watching("the start of train_batch", meets=True):
-            # here, not at the end: what the script does after a step (logs, averaged weights) is done by now
-            if self._preemption.agreed():
-                self._save_and_exit()
             self._observer.begin_step()
-            self._watchdog.gave_outside()
-            start = self._device.mark()
             try:
                 loss = super().train_batch(data_iter)
+            except Stopped:
+                # at the start of a step: what the script does after one (logs, averaged weights) is done by now
+                self.timers(TRAIN_BATCH_TIMER).reset()
+                self._save_and_exit()
             except Exception:
                 # upstream leaves it running, and a script that mends a refused batch could not go on
                 self.timers(TRAIN_BATCH_TIMER).reset()
                 raise
             self._watchdog.gave()
             self._watchdog.enter("the figures after a step")
-            self._observer.end_step((start, self._device.mark()), self._orders.of(self.micro_batches))
+            self._observer.end_step((self._step_mark, self._device.mark()), self._orders.of(self.micro_batches))
         return loss
+
+    def _met(self) -> None:
+        """All ranks have come to a step: it is measured from here."""
+        self._watchdog.gave_outside()
+        self._step_mark = self._device.mark()
 
     def _save_and_exit(self) -> NoReturn:
         """End a run that was asked to stop: a checkpoint where the last one went, then exit status 143."""
@@ -332,8 +338,6 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         """As upstream, forward only."""
         self.finish_backbones()
         with self._watchdog.watching("the start of eval_batch", meets=True):
-            self._preemption.agreed()  # a stop waits for train_batch, but ranks in different calls do not
-            self._watchdog.gave_outside()
             found = super().eval_batch(*args, **kwargs)
             self._watchdog.gave()
             return found

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed_pulse.engine.binding import bound_layers, bound_stages
+from deepspeed_pulse.engine.checkpoints.preemption import Preemption, Stopped
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.conditioning import Estimates
-from deepspeed_pulse.engine.data.agreement import check_same_step
+from deepspeed_pulse.engine.data.agreement import same_step
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading, entry_routes
 from deepspeed_pulse.engine.discovery import Discovery
@@ -116,12 +117,13 @@ class Lowering:
 class Steps:
     """Begins and ends the steps of an engine, of any kind and number of microbatches.
 
-    ``host_group``: of all ranks, over the host's memory; None: the world's own. ``ahead``: frozen parts; None without.
+    ``met``: called when all ranks have come to a step. ``ahead``: frozen parts; None without.
     """
 
     engine: Any
     watchdog: Watchdog
-    host_group: Any
+    preemption: Preemption
+    met: Callable[[], None]
     orders: Orders
     lowering: Lowering
     reading: Reading
@@ -131,13 +133,21 @@ class Steps:
     estimates: Estimates | None = None
 
     def begin(self, micro_batches: int, mode: str) -> PulseSchedule:
-        """Get ready, together with all other ranks; what this rank is to do. ``mode``: one of ``reading.MODES``."""
+        """Get ready, together with all other ranks; what this rank is to do. ``mode``: one of ``reading.MODES``.
+
+        Raises:
+            Stopped: a rank was asked to stop, before a step of training; evaluations are made.
+        """
         engine, training = self.engine, mode == "train"
         if self.orders.follow_program():
             self.lowering.clear()
         if training:
             engine.module.shared.watch_buffers()
-        check_same_step(mode, micro_batches, engine.train_micro_batch_size_per_gpu(), self.host_group)
+        size, preemption = engine.train_micro_batch_size_per_gpu(), self.preemption
+        stops = same_step(mode, micro_batches, size, preemption.group, asked_to_stop=preemption.heard)
+        if stops and training:
+            raise Stopped
+        self.met()
         self.watchdog.go_on("the start of a step")
         rows = self._rows(micro_batches, mode)
         ahead = self.ahead.take() if self.ahead is not None and training else None
@@ -154,6 +164,8 @@ class Steps:
             self.watchdog.enter("trying the layers before the first step")
             self.lowering.discover(part, training=training, number=first_number, estimates=self.estimates)
             part = self.lowering.part(micro_batches, mode, readers, rows)
+        # before gradients are counted: some are there from the start
+        reduces_early = not part.carried and self.reduction.begin(training=training)
         self.runtime.begin(
             part,
             self.reading.batches,
@@ -166,7 +178,7 @@ class Steps:
         return PulseSchedule(
             part.traffic.program[engine.stage_id],
             training=training,
-            reduce_early=not part.carried and self.reduction.begin(training=training),
+            reduce_early=reduces_early,
             micro_batches=micro_batches,
             stages=engine.num_stages,
             stage_id=engine.stage_id,

@@ -29,8 +29,12 @@ def _hear(number: int, frame: Any) -> None:
         one.heard = True
 
 
+class Stopped(Exception):
+    """A rank was asked to stop, and all ranks know: the step that was to begin does not."""
+
+
 class Preemption:
-    """Listens for SIGTERM on this rank, and asks at step ends whether any rank has heard it.
+    """Listens for SIGTERM on this rank; ranks tell one another at the start of every step whether they have heard it.
 
     A handler of the user's own stays in charge: then this listens to nothing, but still hears other
     ranks. A second SIGTERM ends the process at once, as does a failure: an unfinished save is absent.
@@ -52,10 +56,3 @@ class Preemption:
     def end(self) -> None:
         """The engine stops no more."""
         _listening.discard(self)
-
-    def agreed(self) -> bool:
-        """True on every rank when any rank was asked to stop. Collective over the world."""
-        heard = torch.tensor([int(self.heard)])
-        if torch.distributed.get_world_size() > 1:
-            torch.distributed.all_reduce(heard, op=torch.distributed.ReduceOp.MAX, group=self.group)
-        return bool(heard.item())

@@ -25,17 +25,20 @@ def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
         )
 
 
-def check_same_step(kind: str, microbatches: int, microbatch_size: int, group: Any) -> None:
-    """Raise a :class:`BatchError`, the same on every rank of the world, with the numbers, where steps differ.
+def same_step(kind: str, microbatches: int, microbatch_size: int, group: Any, *, asked_to_stop: bool) -> bool:
+    """Whether any rank was asked to stop; collective, a few numbers, once at the start of a step.
 
-    Collective, a few numbers. ``kind``: of step; ``group``: over the host's memory; None: the world's.
+    ``kind``: of step; ``group``: over the host's memory; None: the world's.
+
+    Raises:
+        BatchError: ranks begin different steps, with the numbers; the same on every rank of the world.
     """
     mine = (zlib.crc32(kind.encode()), microbatches, microbatch_size)
-    largest = torch.tensor([sign * number for number in mine for sign in (1, -1)])
+    largest = torch.tensor([int(asked_to_stop), *(sign * number for number in mine for sign in (1, -1))])
     if dist.get_world_size() > 1:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
-    if all(high == -low for high, low in largest.view(-1, 2).tolist()):
-        return
+    if all(high == -low for high, low in largest[1:].view(-1, 2).tolist()):
+        return bool(largest[0])
     steps = told_by_all(f"{microbatches} microbatches of {microbatch_size} samples ({kind})", group)
     other = next(rank for rank, step in enumerate(steps) if step != steps[0])
     raise BatchError(
