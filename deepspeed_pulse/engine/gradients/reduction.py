@@ -191,9 +191,13 @@ class _Kept:
         )
 
     def is_held_elsewhere(self) -> bool:
-        """Whether the program keeps a gradient of an earlier step, or a view of one: it may not change then."""
+        """Whether the program keeps a gradient of an earlier step, or a view of one: it may not change then.
+
+        Also where torch, which promises nothing about it, no longer tells.
+        """
+        count = getattr(torch._C, "_storage_Use_Count", None)
         storage = self.sent.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata) > len(self.parts) + 2  # ``sent`` and ``storage``
+        return count is None or count(storage._cdata) > len(self.parts) + 2  # ``sent`` and ``storage``
 
 
 @dataclass(frozen=True)
