@@ -127,7 +127,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             engine=self,
             watchdog=watchdog,
             preemption=self._preemption,
-            met=self._met,
+            observer=self._observer,
             orders=self._orders,
             lowering=lowering,
             reading=reading,
@@ -136,7 +136,6 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             reduction=self._reduction,
             estimates=estimates,
         )
-        self._step_mark = self._device.mark()
         self._replaced: Instructions = {}
         self._started = True
         if self.global_rank == 0:
@@ -302,7 +301,6 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
         with self._watchdog.watching("the start of train_batch", meets=True):
-            self._observer.begin_step()
             try:
                 loss = super().train_batch(data_iter)
             except Stopped:
@@ -315,13 +313,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
                 raise
             self._watchdog.gave()
             self._watchdog.enter("the figures after a step")
-            self._observer.end_step((self._step_mark, self._device.mark()), self._orders.of(self.micro_batches))
+            self._observer.end_step(self._orders.of(self.micro_batches))
         return loss
-
-    def _met(self) -> None:
-        """All ranks have come to a step: it is measured from here."""
-        self._watchdog.gave_outside()
-        self._step_mark = self._device.mark()
 
     def _save_and_exit(self) -> NoReturn:
         """End a run that was asked to stop: a checkpoint where the last one went, then exit status 143."""

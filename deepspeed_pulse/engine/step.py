@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,11 +10,12 @@ from deepspeed_pulse.engine.binding import bound_layers, bound_stages
 from deepspeed_pulse.engine.checkpoints.preemption import Preemption, Stopped
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.conditioning import Estimates
-from deepspeed_pulse.engine.data.agreement import same_step
+from deepspeed_pulse.engine.data.agreement import agree_on_step
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading, entry_routes
 from deepspeed_pulse.engine.discovery import Discovery
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
+from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.orders import Orders
 from deepspeed_pulse.engine.plans import planning
@@ -117,13 +118,13 @@ class Lowering:
 class Steps:
     """Begins and ends the steps of an engine, of any kind and number of microbatches.
 
-    ``met``: called when all ranks have come to a step. ``ahead``: frozen parts; None without.
+    ``ahead``: frozen parts; None without.
     """
 
     engine: Any
     watchdog: Watchdog
     preemption: Preemption
-    met: Callable[[], None]
+    observer: Observer
     orders: Orders
     lowering: Lowering
     reading: Reading
@@ -144,10 +145,12 @@ class Steps:
         if training:
             engine.module.shared.watch_buffers()
         size, preemption = engine.train_micro_batch_size_per_gpu(), self.preemption
-        stops = same_step(mode, micro_batches, size, preemption.group, asked_to_stop=preemption.heard)
+        stops = agree_on_step(mode, micro_batches, size, preemption.group, asked_to_stop=preemption.heard)
         if stops and training:
             raise Stopped
-        self.met()
+        self.watchdog.gave_outside()
+        if training:
+            self.observer.begin_step()
         self.watchdog.go_on("the start of a step")
         rows = self._rows(micro_batches, mode)
         ahead = self.ahead.take() if self.ahead is not None and training else None

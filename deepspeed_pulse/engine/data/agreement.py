@@ -25,7 +25,7 @@ def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
         )
 
 
-def same_step(kind: str, microbatches: int, microbatch_size: int, group: Any, *, asked_to_stop: bool) -> bool:
+def agree_on_step(kind: str, microbatches: int, microbatch_size: int, group: Any, *, asked_to_stop: bool) -> bool:
     """Whether any rank was asked to stop; collective, a few numbers, once at the start of a step.
 
     ``kind``: of step; ``group``: over the host's memory; None: the world's.

@@ -38,13 +38,16 @@ class Observer:
         self._num_steps = 0
         self._due: frozenset[str] = frozenset()
         """What the step is measured for."""
+        self._began: Any = None
+        """A mark of the device."""
         self._marks: list[tuple[Any, Any]] = []
         """Of the device at the ends of each step since the last event."""
         self._kept: deque[MeasuredStep] = deque(maxlen=KEPT_STEPS)
         self._difference: Difference | None = None
 
     def begin_step(self) -> None:
-        """Decide whether the coming step is measured."""
+        """All ranks have come to a step, which lasts from now on; decide whether it is measured."""
+        self._began = self._device.mark()
         step = self._engine.global_steps + 1
         self._num_steps += 1
         due = {
@@ -60,11 +63,9 @@ class Observer:
             return self._num_steps in TRACED_STEPS
         return step % chosen == 0 if isinstance(chosen, int) else step in chosen
 
-    def end_step(self, marks: tuple[Any, Any], plan: Plan) -> None:
-        """Report on the step of that plan if it was measured; collective then, and the device ends the step first.
-
-        ``marks``: of the device at the ends of ``train_batch``.
-        """
+    def end_step(self, plan: Plan) -> None:
+        """Report on the step of that plan if it was measured; collective then, and the device ends the step first."""
+        marks = self._began, self._device.mark()
         if self._engine.monitor.enabled:
             self._marks.append(marks)
         if not self._due:
