@@ -47,12 +47,12 @@ def sums_copies(case: dict[str, Any]) -> None:
     """
     from torch_npu import counters, memory
 
-    from deepspeed_pulse.engine.gradients import reduction
+    from deepspeed_pulse.engine.gradients import buckets
 
     torch.set_num_threads(1)
     share_groups()
     assert torch_world() == 2
-    reduction.BUCKET_BYTES = WEIGHT_BYTES  # a weight a bucket
+    buckets.BUCKET_BYTES = WEIGHT_BYTES  # a weight a bucket
     found = []
     for early in (True, False):
         engine = _engine(case)

@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from support.engine_ranks import as_bf16, data_of, make_engine, torch_world
 from support.parity import RecordingSGD, mse, run_case, share_groups
 
-from deepspeed_pulse.engine.gradients import reduction
+from deepspeed_pulse.engine.gradients import buckets
 from deepspeed_pulse.errors import PulseError
 
 OPTIONS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ def reduces(cases: Any) -> None:
     share_groups()
     torch.set_num_threads(1)
     assert torch_world() == 4
-    as_at_the_end({}, bucket_bytes=reduction.BUCKET_BYTES, waves=2)
+    as_at_the_end({}, bucket_bytes=buckets.BUCKET_BYTES, waves=2)
     for options in OPTIONS:
         as_at_the_end(options, bucket_bytes=SMALL_BUCKET, waves=1)
     stages_leave_before_the_last_action()
@@ -65,7 +65,7 @@ def as_at_the_end(options: dict[str, Any], *, bucket_bytes: int, waves: int) -> 
     """Two replicas: not a bit differs from upstream's reduction, tied weights and the last stage's included."""
     found = []
     for early in (True, False):
-        before, reduction.BUCKET_BYTES = reduction.BUCKET_BYTES, bucket_bytes
+        before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, bucket_bytes
         pulse = {"solver_seconds": 0, "placement": "wave", "waves": waves}
         engine = make_engine(2, 3, pulse=pulse, optimizer=lambda p: RecordingSGD(p, lr=0.05, momentum=0.9), **options)
         assert engine._reduction.sums is not None
@@ -73,7 +73,7 @@ def as_at_the_end(options: dict[str, Any], *, bucket_bytes: int, waves: int) -> 
             engine._reduction.sums = None
         found.append(trained(engine))
         engine.destroy()
-        reduction.BUCKET_BYTES = before
+        buckets.BUCKET_BYTES = before
     (losses, tensors), (others_losses, others) = found
     assert losses == others_losses, (options, losses, others_losses)
     assert len(tensors) == len(others)
@@ -99,7 +99,7 @@ def stages_leave_before_the_last_action() -> None:
 
 def buckets_leave_while_the_last_backward_runs(options: dict[str, Any]) -> None:
     """From the second step on, which knows what a backward adds to once; in the same order on all replicas."""
-    before, reduction.BUCKET_BYTES = reduction.BUCKET_BYTES, SMALL_BUCKET
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, SMALL_BUCKET
     engine = make_engine(2, 3, optimizer=lambda p: RecordingSGD(p, lr=0.05, momentum=0.9), **options)
     sums, started = engine._reduction.sums, []
     start = sums._start
@@ -120,21 +120,21 @@ def buckets_leave_while_the_last_backward_runs(options: dict[str, Any]) -> None:
     torch.distributed.all_gather_object(everybody, (engine.stage_id, [names for _, names in second]))
     assert all(names == [n for _, n in second] for stage, names in everybody if stage == engine.stage_id), everybody
     engine.destroy()
-    reduction.BUCKET_BYTES = before
+    buckets.BUCKET_BYTES = before
 
 
 def gradients_stay_in_their_buckets() -> None:
     """They are gathered once; what the program keeps of a step is left as it is."""
-    before, reduction.BUCKET_BYTES = reduction.BUCKET_BYTES, 10**6
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 10**6
     engine = make_engine(2, 3)
     places: list[list[int]] = []
     held: list[torch.Tensor] = []
-    seen: list[torch.nn.Parameter] = []
+    frozen: list[torch.nn.Parameter] = []
     sums, step = engine._reduction.sums, engine.optimizer.step
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         gradients = [p.grad for kept in sums._kept.values() for p in kept.parameters]
-        assert gradients and all(p.grad is None for p in seen)
+        assert gradients and all(p.grad is None for p in frozen)
         places.append([g.data_ptr() for g in gradients])
         if len(places) == 3:
             held.extend(g.detach().view(-1) for g in gradients)
@@ -149,12 +149,11 @@ def gradients_stay_in_their_buckets() -> None:
     assert places[0] == places[1] == places[2], places
     assert set(places[3]).isdisjoint(places[2]) and places[3] == places[4], places
     assert all(torch.equal(a, b) for a, b in zip(held, values, strict=True))
-    frozen = next(iter(sums._kept.values())).parameters[0].requires_grad_(False)
-    seen.append(frozen)
+    frozen.append(next(iter(sums._kept.values())).parameters[0].requires_grad_(False))
     engine.train_batch(data_of(engine, 0))
     assert len(places[5]) == len(places[4]) - 1
     engine.destroy()
-    reduction.BUCKET_BYTES = before
+    buckets.BUCKET_BYTES = before
 
 
 class Twice(torch.nn.Module):

@@ -9,7 +9,7 @@ are the same up to the order in which a collective adds more than two replicas.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,10 @@ from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.pipe.schedule import ReduceGrads
 
 from deepspeed_pulse.engine.device import SideStream, runs_at_once, wait
+from deepspeed_pulse.engine.gradients.buckets import Bucket, Kept, buckets
+from deepspeed_pulse.engine.gradients.stores import MasterGradients, OwnGradients
 from deepspeed_pulse.engine.replaced import replaced_instructions
-from deepspeed_pulse.errors import ConfigError, PeerError, RunError
-
-BUCKET_BYTES = 2**22
-"""Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count, and
-are views of what was gathered from then on."""
-
+from deepspeed_pulse.errors import PeerError, RunError
 
 _SHOWN = 4
 """Parameters that an error names."""
@@ -68,146 +65,6 @@ class Scaling:
         if engine.postscale_gradients():
             return cls(before=1.0 / factor, after=factor / replicas)
         return cls(before=1.0 / replicas, after=1.0)
-
-
-class OwnGradients:
-    """Gradients where autograd leaves them."""
-
-    def __init__(self, names: dict[torch.nn.Parameter, str]) -> None:
-        self._names = names
-        self._versions: dict[torch.nn.Parameter, int] = {}
-        self.may_change = True
-        """The tensor itself may be summed: nothing else writes to it."""
-
-    def begin(self) -> None:
-        self._versions.clear()
-
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The gradient; zeros where this replica's batch did not use the parameter, as others may have."""
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.layout is not torch.strided:
-            raise ConfigError(
-                f"parameter {self._names[parameter]} has a sparse gradient, but no module of this rank says so: "
-                "expected a dense one; set sparse = True on the module that makes it, as torch.nn.Embedding does"
-            )
-        return parameter.grad
-
-    def collect(self, parameter: torch.nn.Parameter) -> None:
-        """A backward that is not over yet has given its gradient."""
-
-    def becomes(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> bool:
-        """Whether a part of a bucket is the gradient from now on, so that nothing has to be copied back."""
-        gradient = self.of(parameter)
-        if part.dtype != gradient.dtype or part.stride() != gradient.stride():
-            return False
-        parameter.grad = part
-        return True
-
-    def remember(self, parameter: torch.nn.Parameter) -> None:
-        """From now on no backward may add to it."""
-        assert parameter.grad is not None
-        self._versions[parameter] = parameter.grad._version
-
-    def wrote(self, parameter: torch.nn.Parameter) -> None:
-        """Its sum was put there."""
-        if parameter in self._versions:
-            self._versions[parameter] += 1
-
-    def changed(self) -> list[torch.nn.Parameter]:
-        """Those of which one got a gradient after it was remembered: parts of a bucket cannot be told apart."""
-        return [p for p, v in self._versions.items() if p.grad is None or p.grad._version != v]
-
-
-class MasterGradients:
-    """What DeepSpeed's bf16 optimizer accumulates gradients in; the parameters' own are cleared before each backward.
-
-    After each backward it adds to all it has a new gradient for, so what is on the wire has to be a copy.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._places = {
-            parameter: (group, at)
-            for group, held in enumerate(optimizer.bf16_groups)
-            for at, parameter in enumerate(held)
-        }
-        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {
-            parameter: buffer
-            for group, buffers in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-            for parameter, buffer in zip(group, buffers, strict=True)
-        }
-        self._ended: list[torch.nn.Parameter] = []
-        self.may_change = False
-
-    def __contains__(self, parameter: torch.nn.Parameter) -> bool:
-        return parameter in self._buffers
-
-    def begin(self) -> None:
-        self._ended.clear()
-
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self._buffers[parameter]
-
-    @torch.no_grad()
-    def collect(self, parameter: torch.nn.Parameter) -> None:
-        optimizer = self._optimizer
-        optimizer._update_hp_grad(parameter, *self._places[parameter], clear_lp_grads=False)
-
-    def becomes(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> bool:
-        return False
-
-    def remember(self, parameter: torch.nn.Parameter) -> None:
-        parameter.grad = None  # it is in the buffer already
-        self._ended.append(parameter)
-
-    def wrote(self, parameter: torch.nn.Parameter) -> None:
-        pass
-
-    def changed(self) -> list[torch.nn.Parameter]:
-        return [p for p in self._ended if p.grad is not None]
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A bucket whose parts are the gradients from one step to the next, so that they are gathered only once."""
-
-    parameters: Sequence[torch.nn.Parameter]
-    sent: torch.Tensor
-    parts: Sequence[torch.Tensor]
-
-    def give(self) -> None:
-        """Backwards add to it, where gradients have been cleared and all parameters still train."""
-        if any(p.grad is not None or not p.requires_grad for p in self.parameters):
-            return
-        self.sent.zero_()
-        for parameter, part in zip(self.parameters, self.parts, strict=True):
-            parameter.grad = part
-
-    def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether it is their gradients now."""
-        return len(parameters) == len(self.parts) and all(
-            p.grad is part for p, part in zip(parameters, self.parts, strict=True)
-        )
-
-    def is_held_elsewhere(self) -> bool:
-        """Whether the program keeps a gradient of an earlier step, or a view of one: it may not change then.
-
-        Also where torch, which promises nothing about it, no longer tells.
-        """
-        count = getattr(torch._C, "_storage_Use_Count", None)
-        storage = self.sent.untyped_storage()
-        return count is None or count(storage._cdata) > len(self.parts) + 2  # ``sent`` and ``storage``
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Gradients on their way: what is summed, the gradients that get their part of it then, and the handle."""
-
-    name: str
-    sent: torch.Tensor
-    copies: Sequence[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor]]
-    work: Any
 
 
 class StageReduction:
@@ -257,11 +114,11 @@ class StageReduction:
         self._once: dict[torch.nn.Parameter, bool] = {}
         """Whether the last backwards of earlier steps added to them once each, so that one may leave at once."""
         self._hooks: list[Any] = []
-        self._under_way: list[_Bucket] = []
-        self._kept: dict[torch.nn.Parameter, _Kept] = {}
+        self._under_way: list[Bucket] = []
+        self._kept: dict[torch.nn.Parameter, Kept] = {}
         """Buckets of this step that gradients are parts of, by their first parameter; ``_given``: of the last one."""
-        self._given: dict[torch.nn.Parameter, _Kept] = {}
-        self._copied: deque[_Bucket] = deque()
+        self._given: dict[torch.nn.Parameter, Kept] = {}
+        self._copied: deque[Bucket] = deque()
         """Of those under way, copies that no gradient is a part of: nobody reads them once they are put back."""
         self.expects = False
         """The last backward of a stage runs or has ended, and what is left of its gradients has not started."""
@@ -293,7 +150,7 @@ class StageReduction:
                 self._waits_for[parameter].remove(stage)
                 if not self._waits_for[parameter]:
                     ready.append(parameter)
-        self._queue.extend(_buckets(ready))
+        self._queue.extend(buckets(ready))
         self._missing.extend(map(len, self._queue))
         self._bucket_of = {p: n for n, bucket in enumerate(self._queue) for p in bucket if self._once.get(p)}
         self._gone = 0
@@ -395,7 +252,7 @@ class StageReduction:
         """Whether no part of what is sent can be a gradient from then on."""
         return not self._gradients.may_change or all(g.dtype != self._dtype for g in gradients)
 
-    def _started(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> _Bucket:
+    def _started(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> Bucket:
         kept = self._given.get(parameters[0])
         if kept is not None and kept.holds(parameters):
             self._kept[parameters[0]] = kept
@@ -407,7 +264,7 @@ class StageReduction:
             sent.mul_(self._scaling.before)
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         copies = [] if in_place else self._placed(parameters, gradients, sent)
-        return _Bucket(self._names[parameters[0]], sent, copies, work)
+        return Bucket(self._names[parameters[0]], sent, copies, work)
 
     def _sent(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """One gradient itself where it may be summed in place (what goes over the wire is the same), or a copy."""
@@ -430,10 +287,10 @@ class StageReduction:
         copies = [(p, gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part)]
         if not copies:
             self._count(-sent.nbytes)  # it is the gradients now
-            self._kept[parameters[0]] = _Kept(parameters, sent, parts)
+            self._kept[parameters[0]] = Kept(parameters, sent, parts)
         return copies
 
-    def _finish(self, bucket: _Bucket) -> None:
+    def _finish(self, bucket: Bucket) -> None:
         self._wait(bucket)
         if self._scaling.after != 1.0:
             bucket.sent.mul_(self._scaling.after)
@@ -443,7 +300,7 @@ class StageReduction:
         if bucket.copies:
             self._count(-bucket.sent.nbytes)
 
-    def _wait(self, bucket: _Bucket) -> None:
+    def _wait(self, bucket: Bucket) -> None:
         try:
             wait(bucket.work, bucket.sent, self._timeout_seconds)
         except RuntimeError as problem:
@@ -453,24 +310,6 @@ class StageReduction:
                 f"{self._timeout_seconds:g} s, or died: {reason}; see the other ranks' errors, or raise "
                 '"timeout_seconds" in the "pulse" block'
             ) from problem
-
-
-def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Large parameters alone, smaller ones together; by sizes only, so that all replicas do the same."""
-    gathered: list[torch.nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        num_bytes = parameter.numel() * parameter.element_size()
-        if num_bytes >= BUCKET_BYTES:
-            yield [parameter]
-            continue
-        gathered.append(parameter)
-        size += num_bytes
-        if size >= BUCKET_BYTES:
-            yield gathered
-            gathered, size = [], 0
-    if gathered:
-        yield gathered
 
 
 class EarlyReduction:

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.device import HOST_BACKENDS
-from deepspeed_pulse.engine.gradients.reduction import BUCKET_BYTES
+from deepspeed_pulse.engine.gradients.buckets import BUCKET_BYTES
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware
 from deepspeed_pulse.engine.measure.links import measure_cluster, shape_of, uneven
 from deepspeed_pulse.engine.plans import kept
