@@ -136,8 +136,9 @@ def uneven_split(seeds: int) -> Iterator[Case]:
     """Backward in halves: how near the bound without a cap, and whether a published order is faster under one."""
     for ranks in (4, 8, 16):
         for share in (0.0, 0.05, 0.3):
-            for cap in (None, 2 * ranks, 3 * ranks // 2, ranks):
-                for seed in range(seeds if cap is None else min(seeds, CAPPED_SEEDS)):
+            one_more = () if share else (2 * ranks + 1,)
+            for cap in (None, *one_more, 2 * ranks, 3 * ranks // 2, ranks):
+                for seed in range(seeds if cap is None or cap > 2 * ranks else min(seeds, CAPPED_SEEDS)):
                     yield Case(
                         name="uneven, split", ranks=ranks, microbatches=2 * ranks, seconds=15, cap=cap, split=True,
                         seed=seed, share=share,
