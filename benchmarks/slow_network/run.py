@@ -45,20 +45,22 @@ class TimeIsOver(Exception):
 def main() -> int:
     arguments = parse()
     deadline = time.monotonic() + 60 * arguments.minutes
-    missed = []
+    cases, missed = [], []
     try:
         for name in arguments.models:
             case = make_case(name, arguments.ranks, arguments.stage_ms, arguments.work / "profiles")
             with bridged(case.ranks) as homes:
                 found = Bench(case=case, homes=homes, arguments=arguments, deadline=deadline).run()
             print(report.table(found), flush=True)
-            missed += [f"{name}, {case.ranks} ranks: {text}" for text, *_, kept in report.promises(found) if not kept]
+            cases.append(found)
+            missed += [f"{name}, {case.ranks} ranks: {line}" for line in report.missed(report.promises(found))]
             if arguments.write:
                 report.keep(found, arguments.figures)
                 report.write(arguments.figures)
     except TimeIsOver:
         print(f"{arguments.minutes:g} minutes are over: call again with the same options to go on", file=sys.stderr)
         return 3
+    missed += report.missed(report.of_all(cases))
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if missed else 0

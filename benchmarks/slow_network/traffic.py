@@ -41,7 +41,7 @@ def main() -> int:
     if arguments.write:
         arguments.figures.write_text(json.dumps(found, indent=1) + "\n")
         report.write(arguments.figures.with_name("figures.json"))
-    missed = [f"{text}: {value:.3f}, target {target}" for text, value, target, kept in promises(found) if not kept]
+    missed = report.missed(promises(found))
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if missed else 0
@@ -79,7 +79,7 @@ def _awake(case: Case) -> Case:
     return replace(case, layers=tuple(still))
 
 
-def promises(found: list[dict[str, Any]]) -> Iterator[tuple[str, float, str, bool]]:
+def promises(found: list[dict[str, Any]]) -> Iterator[report.Promise]:
     """What is promised of the wave, what was counted, the target, and whether it is kept."""
     for case in found:
         wire = {name: side["wire_mib"] for name, side in case["sides"].items()}
