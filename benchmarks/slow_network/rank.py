@@ -18,11 +18,17 @@ from slow_network.cases import Case
 CLOSE = 0.03
 """A calibrated ratio is as close as this to the one asked for, in ``MOST_TRIES`` tries."""
 MOST_TRIES = 5
+ENOUGH_MS = 6000.0
+"""What steps at one speed take together, after which no more are run: the first at a new speed are slower by some
+hundredths, which is much where steps are short."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A side to run: a module of ``sides``, what its ``build`` takes, and how often at which speeds (Mbit/s)."""
+    """A side to run: a module of ``sides``, what its ``build`` takes, and at which speeds (Mbit/s).
+
+    ``steps``: at most so many at each.
+    """
 
     side: str
     case: Case
@@ -40,7 +46,9 @@ def measure(job: Job) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for name, mbit in job.speeds.items():
         limit_card(mbit)
-        found[name] = [_timed(step, describe) for _ in range(job.steps)]
+        steps = found[name] = [_timed(step, describe)]
+        while len(steps) < job.steps and sum(one["step_ms"] for one in steps) < ENOUGH_MS:
+            steps.append(_timed(step, describe))
     return found
 
 

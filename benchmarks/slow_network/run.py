@@ -36,8 +36,8 @@ RATIOS = {"unlimited": None, "ratio 1.5": 1.5, "ratio 2.5": 2.5}
 """By speed: how much longer relayed 1F1B with joined backward takes than on unlimited links, as a share."""
 ONCE = ("1F1B, stock", "DualPipeV, stock", "ZeRO-2")
 """Far behind, and their steps are long."""
-OUR_STEPS = 3
-"""Of a round: ours are short, and what is promised of them is a matter of hundredths."""
+STEPS = 5
+"""Of a side at a speed in a round, where they are short."""
 
 
 class TimeIsOver(Exception):
@@ -168,7 +168,7 @@ class Bench:
 
     def jobs(self, state: dict[str, Any], profile: Profile) -> list[tuple[str, Job]]:
         mbit = {name: found.get("mbit") for name, found in state["speeds"].items()}
-        jobs = [*other_sides(self.case, profile, mbit), *self.our_jobs(state["ours"], mbit)]
+        jobs = [*other_sides(self.case, profile, mbit, steps=STEPS), *self.our_jobs(state["ours"], mbit)]
         wanted = self.arguments.sides
         return [(name, job) for name, job in jobs if not wanted or any(part in name for part in wanted)]
 
@@ -177,7 +177,7 @@ class Bench:
             for name, side in sides.items():
                 yield (
                     name,
-                    Job(side="pulse", case=self.case, options=side, speeds={speed: mbit[speed]}, steps=OUR_STEPS),
+                    Job(side="pulse", case=self.case, options=side, speeds={speed: mbit[speed]}, steps=STEPS),
                 )
 
     def say(self, text: str) -> None:
