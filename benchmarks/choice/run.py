@@ -1,6 +1,6 @@
 """Is the tuner's pick the fastest? Every configuration that it considers is run, on slow and on fast links.
 
-    python benchmarks/choice/run.py --write     # everything: about 6 minutes on 2 quiet cores, as root
+    python benchmarks/choice/run.py --write     # everything: 6 to 9 minutes on 2 quiet cores, as root
     python benchmarks/choice/run.py --quick --only 0 5 --all
 
 Each case is a model of sleeping layers on ranks in network namespaces with limited links. Its ranks first measure

@@ -1,6 +1,6 @@
 """Cuts and schedules against their targets, all sides in one run; the tables go into README.md beside this file.
 
-    python benchmarks/planner/run.py                     # everything: about 40 minutes on 2 quiet cores
+    python benchmarks/planner/run.py                     # everything: 40 to 90 minutes on 2 quiet cores
     python benchmarks/planner/run.py --seconds 1 --seeds 2 --only uncapped capped
 
 Two problems are solved at a time, each in a process of its own. Ends with status 1 when a promise is missed, and says

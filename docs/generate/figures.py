@@ -6,7 +6,7 @@ from pathlib import Path
 
 HEAD = """# Figures
 
-Every figure of this project comes with the command that gets it again. A benchmark writes its own tables.
+Every figure of this project comes with the command that gets it again. Most benchmarks write their own tables.
 
 | benchmark | command |
 | --- | --- |
