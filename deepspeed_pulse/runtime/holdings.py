@@ -29,8 +29,8 @@ class Holdings:
     Args:
         parameters: of the rank.
         state_bytes: weights, gradients and optimizer state; gradients that autograd makes anew in every step
-            (``fresh_gradients``) from the end of their stage's first backward on; else it makes them in every backward,
-            beside sums that are always there.
+            (``fresh_gradients``) from the end of their stage's first backward on, those that are there when the step
+            begins always; else it makes them in every backward, beside sums that are always there.
         bucket_bytes: of these, ZeRO's bucket, which the first backward of a step makes.
         transport: knows what messages hold.
     """

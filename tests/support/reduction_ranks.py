@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def reduces(cases: Any) -> None:
     stages_leave_before_the_last_action()
     for options in OPTIONS[0], OPTIONS[6], OPTIONS[8]:
         buckets_leave_while_the_last_backward_runs(options)
-    gradients_stay_in_their_buckets()
+    gradients_stay_in_their_buckets(lambda gradient: gradient)
+    gradients_stay_in_their_buckets(lambda gradient: gradient.detach().view(-1))
+    sums_of_a_failed_step_are_dropped()
     several_backwards_in_a_layer()
     for case in cases:
         run_case(case)
@@ -123,8 +126,8 @@ def buckets_leave_while_the_last_backward_runs(options: dict[str, Any]) -> None:
     buckets.BUCKET_BYTES = before
 
 
-def gradients_stay_in_their_buckets() -> None:
-    """They are gathered once; what the program keeps of a step is left as it is."""
+def gradients_stay_in_their_buckets(keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """They are gathered once; what the program keeps of a step is left as it is: gradients themselves, or views."""
     before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 10**6
     engine = make_engine(2, 3)
     places: list[list[int]] = []
@@ -137,7 +140,7 @@ def gradients_stay_in_their_buckets() -> None:
         assert gradients and all(p.grad is None for p in frozen)
         places.append([g.data_ptr() for g in gradients])
         if len(places) == 3:
-            held.extend(g.detach().view(-1) for g in gradients)
+            held.extend(map(keep, gradients))
         return step(*args, **kwargs)
 
     engine.optimizer.step = noted
@@ -154,6 +157,37 @@ def gradients_stay_in_their_buckets() -> None:
     assert len(places[5]) == len(places[4]) - 1
     engine.destroy()
     buckets.BUCKET_BYTES = before
+
+
+def sums_of_a_failed_step_are_dropped() -> None:
+    """A step that fails behind its sums leaves nothing that the next one would put into its own."""
+    from deepspeed_pulse.engine.step import Steps
+
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 10**6
+    found = []
+    for fails in (False, True):
+        engine = make_engine(2, 3, optimizer=lambda p: RecordingSGD(p, lr=0.05, momentum=0.9))
+        trained(engine, 2)
+        if fails:
+            genuine, Steps.finish = Steps.finish, broken
+            try:
+                engine.train_batch(data_of(engine, 9))
+            except PulseError:
+                assert engine._reduction.sums._under_way
+            else:
+                raise AssertionError("the step did not fail")
+            finally:
+                Steps.finish = genuine
+            engine.zero_grad()
+        found.append(trained(engine, 1))
+        engine.destroy()
+    (losses, tensors), (again, others) = found
+    assert losses == again and all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+    buckets.BUCKET_BYTES = before
+
+
+def broken(steps: Any) -> None:
+    raise PulseError("the data was not the same everywhere")
 
 
 class Twice(torch.nn.Module):

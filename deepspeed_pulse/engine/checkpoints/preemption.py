@@ -1,4 +1,4 @@
-"""A polite request to stop (SIGTERM): all ranks agree at the end of a step, save, and exit."""
+"""A polite request to stop (SIGTERM): all ranks agree at the start of the next step, save, and exit."""
 
 from __future__ import annotations
 

@@ -31,36 +31,50 @@ def buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.
         yield gathered
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kept:
-    """A bucket whose parts are the gradients from one step to the next, so that they are gathered only once."""
+    """A bucket whose parts are the gradients from one step to the next, so that they are gathered only once.
+
+    ``given``: the gradients. Each step's are tensors of their own, so that those that the program keeps can be counted.
+    """
 
     parameters: Sequence[torch.nn.Parameter]
     sent: torch.Tensor
     parts: Sequence[torch.Tensor]
+    given: Sequence[torch.Tensor | None]
+
+    def take_back(self) -> bool:
+        """Whether it can be given again. Where the program keeps a gradient of it, or a view of one, it may not change.
+
+        Nor where torch, which promises nothing about it, no longer tells.
+        """
+        still = sum(p.grad is gradient for p, gradient in zip(self.parameters, self.given, strict=False))
+        if still < len(self.parts):
+            self.given = ()
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        storage = self.sent.untyped_storage()
+        return count is not None and count(storage._cdata) <= len(self.parts) + still + 2  # ``sent`` and ``storage``
 
     def give(self) -> None:
-        """Backwards add to it, where gradients have been cleared and all parameters still train."""
-        if any(p.grad is not None or not p.requires_grad for p in self.parameters):
+        """Backwards add to it, where gradients have been cleared, all parameters still train and none was changed."""
+        if not all(map(_is_gradient_of, self.parts, self.parameters)):
             return
         self.sent.zero_()
-        for parameter, part in zip(self.parameters, self.parts, strict=True):
-            parameter.grad = part
+        self.given = [part.detach() for part in self.parts]
+        for parameter, gradient in zip(self.parameters, self.given, strict=True):
+            parameter.grad = gradient
 
     def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether it is their gradients now."""
-        return len(parameters) == len(self.parts) and all(
-            p.grad is part for p, part in zip(parameters, self.parts, strict=True)
+        return len(parameters) == len(self.given) and all(
+            p.grad is gradient for p, gradient in zip(parameters, self.given, strict=True)
         )
 
-    def is_held_elsewhere(self) -> bool:
-        """Whether the program keeps a gradient of an earlier step, or a view of one: it may not change then.
 
-        Also where torch, which promises nothing about it, no longer tells.
-        """
-        count = getattr(torch._C, "_storage_Use_Count", None)
-        storage = self.sent.untyped_storage()
-        return count is None or count(storage._cdata) > len(self.parts) + 2  # ``sent`` and ``storage``
+def _is_gradient_of(part: torch.Tensor, parameter: torch.nn.Parameter) -> bool:
+    """Whether it may become it."""
+    alike = part.dtype == parameter.dtype and part.shape == parameter.shape and part.device == parameter.device
+    return alike and parameter.requires_grad and parameter.grad is None
 
 
 @dataclass(frozen=True)

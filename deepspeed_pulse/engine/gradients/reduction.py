@@ -116,7 +116,8 @@ class StageReduction:
         self._hooks: list[Any] = []
         self._under_way: list[Bucket] = []
         self._kept: dict[torch.nn.Parameter, Kept] = {}
-        """Buckets of this step that gradients are parts of, by their first parameter; ``_given``: of the last one."""
+        """Buckets of this step that gradients are parts of, by their first parameter; ``_given``: those of the last one
+        that may be again."""
         self._given: dict[torch.nn.Parameter, Kept] = {}
         self._copied: deque[Bucket] = deque()
         """Of those under way, copies that no gradient is a part of: nobody reads them once they are put back."""
@@ -126,8 +127,12 @@ class StageReduction:
     def begin(self) -> None:
         """Start a step: nothing has been summed."""
         self._forget()  # where a step before failed
+        if self._under_way or self._copied:  # and may still be writing sums
+            self._under_way.clear()
+            self._copied.clear()
+            self._kept = {}
         self._gradients.begin()
-        self._given = {first: kept for first, kept in self._kept.items() if not kept.is_held_elsewhere()}
+        self._given = {first: kept for first, kept in self._kept.items() if kept.take_back()}
         self._kept = {}
         for kept in self._given.values():
             kept.give()
@@ -267,9 +272,14 @@ class StageReduction:
         return Bucket(self._names[parameters[0]], sent, copies, work)
 
     def _sent(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One gradient itself where it may be summed in place (what goes over the wire is the same), or a copy."""
+        """One gradient itself where it may be summed in place (what goes over the wire is the same), or a copy.
+
+        A copy of a part of other memory: what is added to that would count as a change of the gradient.
+        """
         first = gradients[0]
-        if len(gradients) == 1 and self._gradients.may_change and first.dtype == self._dtype and first.is_contiguous():
+        as_sent = first.dtype == self._dtype and first.is_contiguous()
+        alone = len(gradients) == 1 and first.untyped_storage().nbytes() == first.nbytes
+        if self._gradients.may_change and as_sent and alone:
             return first
         sent = torch.empty(sum(g.numel() for g in gradients), dtype=self._dtype, device=first.device)
         self._count(sent.nbytes)
@@ -284,10 +294,10 @@ class StageReduction:
             for gradient, part in zip(gradients, sent.split([g.numel() for g in gradients]), strict=True)
         ]
         placed = zip(parameters, gradients, parts, strict=True)
-        copies = [(p, gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part)]
+        copies = [(p, gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part.detach())]
         if not copies:
             self._count(-sent.nbytes)  # it is the gradients now
-            self._kept[parameters[0]] = Kept(parameters, sent, parts)
+            self._kept[parameters[0]] = Kept(parameters, sent, parts, given=[p.grad for p in parameters])
         return copies
 
     def _finish(self, bucket: Bucket) -> None:
