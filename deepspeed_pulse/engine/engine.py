@@ -219,6 +219,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         if found != self._replaced:
             self._replaced = found
             self.__dict__["_INSTRUCTION_MAP"] = {**PulseEngine._INSTRUCTION_MAP, **found}
+        self._steps.meet(micro_batches, mode)
         if self._runtime.runs_on and micro_batches != self._micro_batches_begun:
             self.finish_backbones()
         runs_on = self._runtime.runs_on

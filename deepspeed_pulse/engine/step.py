@@ -133,24 +133,28 @@ class Steps:
     reduction: EarlyReduction
     estimates: Estimates | None = None
 
-    def begin(self, micro_batches: int, mode: str) -> PulseSchedule:
-        """Get ready, together with all other ranks; what this rank is to do. ``mode``: one of ``reading.MODES``.
+    def meet(self, micro_batches: int, mode: str) -> None:
+        """All ranks begin the same step, before anything else of it. ``mode``: one of ``reading.MODES``.
 
         Raises:
+            BatchError: another rank begins another one.
             Stopped: a rank was asked to stop, before a step of training; evaluations are made.
         """
-        engine, training = self.engine, mode == "train"
-        if self.orders.follow_program():
-            self.lowering.clear()
-        if training:
-            engine.module.shared.watch_buffers()
-        size, preemption = engine.train_micro_batch_size_per_gpu(), self.preemption
+        training, size, preemption = mode == "train", self.engine.train_micro_batch_size_per_gpu(), self.preemption
         stops = agree_on_step(mode, micro_batches, size, preemption.group, asked_to_stop=preemption.heard)
         if stops and training:
             raise Stopped
         self.watchdog.gave_outside()
         if training:
             self.observer.begin_step()
+
+    def begin(self, micro_batches: int, mode: str) -> PulseSchedule:
+        """Get ready, together with all other ranks, which have met; what this rank is to do."""
+        engine, training = self.engine, mode == "train"
+        if self.orders.follow_program():
+            self.lowering.clear()
+        if training:
+            engine.module.shared.watch_buffers()
         self.watchdog.go_on("the start of a step")
         rows = self._rows(micro_batches, mode)
         ahead = self.ahead.take() if self.ahead is not None and training else None

@@ -162,8 +162,18 @@ def in_steps() -> dict[str, Case]:
         "all losses asked for": lambda: made.eval_batch(each(), reduce_output=None),
         "loss on one rank": lambda: made.eval_batch(each(), bcast_loss=False),
         "names of the other": lambda: engine(backbones=reading_the_other()).train_batch(each()),
+        "another number on one rank": resized_on_one,
         "frozen wholly": lambda: engine(backbones=pair(upper=frozen_layers())).train_batch(each()),
     }
+
+
+def resized_on_one() -> None:
+    """While backbones are in the midst of their steps."""
+    made = engine(config_with(EACH))
+    made.train_batch(each())
+    if rank():
+        made.set_train_batch_size(2 * made.train_batch_size())
+    made.train_batch(each())
 
 
 def frozen_layers() -> list[Any]:
