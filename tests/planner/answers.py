@@ -5,6 +5,8 @@ answers it changes. It is written anew by
 
     PYTHONPATH=tests python tests/planner/answers.py
 
+once ``PLANNER_VERSION`` (``planner/cache.py``) is raised: else plans that users keep would be taken for the new ones.
+
 Nothing here ends by the clock: searches have few steps and all the time they want. Times are eighths of a millisecond,
 which add up without rounding, so an answer is the same on every machine.
 """
@@ -39,6 +41,7 @@ from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, make_plan, simulate, tune
 from deepspeed_pulse.planner.bounds import lower_bound_ms
+from deepspeed_pulse.planner.cache import PLANNER_VERSION
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.filling import fill
 from deepspeed_pulse.planner.ideal import ideal_ms
@@ -59,6 +62,8 @@ from deepspeed_pulse.planner.search.windows import stash_rows, window_model, win
 from deepspeed_pulse.planner.simulator import least_step_ms, run
 
 FILE = Path(__file__).with_name("answers.json")
+VERSION = "PLANNER_VERSION"
+"""The planner's that gave the answers in the file."""
 UNHURRIED = 1e6
 """Seconds that no search here comes near to."""
 
@@ -558,5 +563,15 @@ def _with_waits(timeline: Timeline, rng: random.Random) -> Timeline:
     return replace(timeline, spans=tuple(spans))
 
 
+def write() -> None:
+    """Ask everything anew; answers that changed are kept of a newer planner only."""
+    kept = json.loads(FILE.read_text())
+    found = json.loads(json.dumps({name: make() for name, make in CASES.items()}))
+    changed = [name for name in kept.keys() & found.keys() if kept[name] != found[name]]
+    if changed and kept[VERSION] == PLANNER_VERSION:
+        raise SystemExit(f"{len(changed)} answers changed ({min(changed)}, ...): raise PLANNER_VERSION first")
+    FILE.write_text(json.dumps({VERSION: PLANNER_VERSION, **found}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    FILE.write_text(json.dumps({name: make() for name, make in CASES.items()}, indent=1) + "\n")
+    write()

@@ -7,6 +7,8 @@ import json
 import answers
 import pytest
 
+from deepspeed_pulse.planner.cache import PLANNER_VERSION
+
 KEPT = json.loads(answers.FILE.read_text())
 AGAIN = "where that is meant: PYTHONPATH=tests python tests/planner/answers.py"
 
@@ -27,4 +29,8 @@ def test_the_answer_is_the_kept_one(name):
 
 
 def test_no_answer_is_kept_to_what_nobody_asks():
-    assert list(KEPT) == list(answers.CASES), AGAIN
+    assert list(KEPT) == [answers.VERSION, *answers.CASES], AGAIN
+
+
+def test_answers_that_change_belong_to_a_newer_planner():
+    assert KEPT[answers.VERSION] == PLANNER_VERSION, AGAIN
