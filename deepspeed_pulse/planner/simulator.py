@@ -55,8 +55,12 @@ def run(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, floa
 
     ``durations``: ms of every action, where they are not the profile's.
     """
-    found = times(problem, schedule, durations=durations)
-    return replace(found, memory=memory_over_time(problem, found))
+    return with_memory(problem, times(problem, schedule, durations=durations))
+
+
+def with_memory(problem: Problem, timeline: Timeline) -> Timeline:
+    """What :func:`times` found, with what is live."""
+    return replace(timeline, memory=memory_over_time(problem, timeline))
 
 
 def times(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, float] | None = None) -> Timeline:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import zip_longest
 
 from deepspeed_pulse.errors import InfeasibleError, PulseError
@@ -29,10 +30,10 @@ from deepspeed_pulse.planner.simulator import (
     always_held,
     rank_state_bytes,
     rank_step_bytes,
-    run,
     step_and_makespan_ms,
     summarize,
     times,
+    with_memory,
 )
 
 MAX_BINARIES = 300
@@ -40,6 +41,9 @@ MAX_BINARIES = 300
 
 _FEW = 3
 """Microbatches per rank of the problem whose order is unrolled for many: start, end and a steady state between."""
+
+_IN_HAND = 2
+"""Orders whose times are asked for again: one, and what it is with its halves joined."""
 
 _PROVEN = 1e-9
 _SOLVER_TOLERANCE = 1e-6
@@ -135,6 +139,7 @@ class _Pool:
     def __init__(self, problem: Problem, memory_bytes: int, split: bool, progress: Progress | None = None) -> None:
         self.progress = progress
         self.problem, self.memory_bytes, self.split = problem, memory_bytes, split
+        self._times = lru_cache(maxsize=_IN_HAND)(partial(times, problem))
         self.caps = caps_within(problem, memory_bytes)
         self.bound_ms = lower_bound_ms(problem, problem.plan.microbatches, split=split)
         self.solver_bound = False
@@ -197,12 +202,12 @@ class _Pool:
         A gradient may wait longer for a whole backward, and gaps may be too short for one.
         """
         if not self.split:
-            return _simulated(self.problem, name, schedule)
-        found = _simulated(self.problem, name, joined(self.problem, schedule))
+            return self._candidate(name, schedule)
+        found = self._candidate(name, joined(self.problem, schedule))
         fits = self._fits(found)
         if fits and _rounded(*self._step_ms(schedule)) >= found.rank[:2]:
             return found
-        halves = _simulated(self.problem, name, schedule)
+        halves = self._candidate(name, schedule)
         return found if fits and not self._fits(halves) else halves
 
     def _is_slower(self, schedule: Schedule) -> bool:
@@ -217,7 +222,12 @@ class _Pool:
         yield schedule
 
     def _step_ms(self, schedule: Schedule) -> tuple[float, float]:
-        return step_and_makespan_ms(self.problem, times(self.problem, schedule))
+        return step_and_makespan_ms(self.problem, self._times(schedule))
+
+    def _candidate(self, name: str, schedule: Schedule) -> Candidate:
+        timeline = with_memory(self.problem, self._times(schedule))
+        estimate = summarize(self.problem, timeline)
+        return Candidate(name=name, schedule=schedule, timeline=timeline, estimate=estimate)
 
     def _fits(self, candidate: Candidate) -> bool:
         return max(candidate.estimate.peak_bytes) <= self.memory_bytes
@@ -327,11 +337,6 @@ def caps_within(problem: Problem, memory_bytes: int) -> tuple[Cap | None, ...]:
         return (None,)
     limits = [tuple(max(0.0, share * free) for free in room) for share in (1.0, 0.9, 0.75)]
     return tuple(byte_cap(problem, limit) for limit in (*limits, single))
-
-
-def _simulated(problem: Problem, name: str, schedule: Schedule) -> Candidate:
-    timeline = run(problem, schedule)
-    return Candidate(name=name, schedule=schedule, timeline=timeline, estimate=summarize(problem, timeline))
 
 
 def _too_little_memory(problem: Problem, memory_bytes: int, smallest: int | None) -> InfeasibleError:
