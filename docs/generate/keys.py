@@ -13,9 +13,9 @@ from deepspeed_pulse.config import PulseConfig
 HEAD = """# The "pulse" block
 
 The block stands in DeepSpeed's config (`ds_config.json`). Every key has a default, so `"pulse": {}` is a whole block.
-`"pulse": true` means the same. `"pulse": false` means `{"enabled": false}`. With a config that has no block, training is
-DeepSpeed's own. Without any config, a list whose layers stash or pop runs with the block's defaults. An unknown key is an
-error.
+`"pulse": true` means the same. `"pulse": false` means `{"enabled": false}`. With a config that has no block, training
+is DeepSpeed's own. Without any config, a list whose layers stash or pop runs with the block's defaults. An unknown key
+is an error.
 
 This page is made from `deepspeed_pulse/config.py`.
 
