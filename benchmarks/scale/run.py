@@ -29,6 +29,7 @@ from simulated import halved, slower
 from slow_network.cases import MODELS, profile
 
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.cache import PLANNER_VERSION
 
 HERE = Path(__file__).resolve().parent
 BEGIN = "<!-- tables: written by run.py --write -->"
@@ -47,7 +48,7 @@ MODELS_AT_SCALE = ("uvit", "sdv2", "hunyuan")
 def main() -> int:
     arguments = parse()
     points = list(all_points(arguments.profiles, arguments.ranks))
-    known = arguments.work / "unfinished.json"
+    known = arguments.work / f"unfinished-{PLANNER_VERSION}.json"  # rows of another planner are others
     rows: dict[str, dict[str, Any]] = json.loads(known.read_text()) if known.exists() else {}
     known.parent.mkdir(parents=True, exist_ok=True)
     wanted = [point for point in points if _key(point) not in rows]
@@ -61,7 +62,8 @@ def main() -> int:
     found = [rows[_key(point)] for point in points if _key(point) in rows]
     text = "\n".join(tables(found))
     print(text)
-    for line in behind(found):
+    missed = list(behind(found))
+    for line in missed:
         print(line, file=sys.stderr)
     if len(found) < len(points):
         print(f"{arguments.minutes:g} minutes are over: call again with the same options to go on", file=sys.stderr)
@@ -71,7 +73,7 @@ def main() -> int:
         (HERE / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
         readme.write(HERE / "README.md", text, BEGIN)
         headline.write()
-    return int(any(behind(found)))
+    return int(bool(missed))
 
 
 def simulated_row(point: Point, until: float) -> dict[str, Any] | None:
@@ -97,7 +99,7 @@ def behind(found: list[dict[str, Any]]) -> Iterator[str]:
     for row, best in _fastest(found):
         if _over(row, best) < AHEAD:
             yield f"{_head(row)} {row['scaling']}: {best} {_rate(row, best):.4g}, tuned {_rate(row, 'tuned'):.4g}"
-    leads = [_over(row, best) for row, best in _fastest(found)]
+    leads = _leads(found)
     if leads and statistics.mean(leads) < MEAN_AHEAD:
         yield f"tuned over the fastest other side, mean: {statistics.mean(leads):.3f}, expected at least {MEAN_AHEAD}"
 
@@ -108,6 +110,10 @@ def _fastest(found: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]
         others = [name for name in OTHERS if _rate(row, name)]
         if others:
             yield row, max(others, key=partial(_rate, row))
+
+
+def _leads(found: list[dict[str, Any]]) -> list[float]:
+    return [_over(row, best) for row, best in _fastest(found)]
 
 
 def parse() -> argparse.Namespace:
@@ -140,7 +146,7 @@ def tables(found: list[dict[str, Any]]) -> Iterator[str]:
         yield "|---" * (3 + len(SIDES)) + "|"
         yield from (_row(row) for row in rows)
         yield ""
-    leads = [_over(row, best) for row, best in _fastest(found)]
+    leads = _leads(found)
     if leads:
         yield (
             f"Tuned over the fastest side that is not ours: {min(leads):.3f} at least, {statistics.mean(leads):.3f} in "

@@ -186,7 +186,7 @@ def gain(found: Found, speed: str, over: str, of: str = "wave") -> float:
 
 def table(found: Found) -> str:
     """All sides of a case, and ours against their plans."""
-    return "\n".join([*_head(found), *_all_sides(found), "", *_plans(found), "", *_promises(promises(found))])
+    return "\n".join([*_head(found), *_all_sides(found), "", *_plans(found), "", _promises(promises(found))])
 
 
 def _head(found: Found) -> Iterator[str]:
@@ -248,11 +248,13 @@ def _plans(found: Found) -> Iterator[str]:
             )
 
 
-def _promises(promised: Iterable[Promise]) -> Iterator[str]:
-    yield "| promise | found | target | |"
-    yield "|---|---|---|---|"
-    for text, value, target, kept in promised:
-        yield f"| {text} | {value:.3f} | {target} | {'kept' if kept else 'MISSED'} |"
+def _promises(promised: Iterable[Promise]) -> str:
+    lines = ["| promise | found | target | |", "|---|---|---|---|"]
+    lines += [
+        f"| {text} | {value:.3f} | {target} | {'kept' if kept else 'MISSED'} |"
+        for text, value, target, kept in promised
+    ]
+    return "\n".join(lines)
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ def write(path: Path) -> None:
     """The picture of a file of figures, and README.md where there is one beside it; for our own also the project's."""
     figures, folder = load(path), path.parent
     newest = [figures[key][0] for key in sorted(figures)]
-    parts = [_reproduced(figures), _together(newest), *(table(found) for found in newest)] if newest else []
+    parts = [_reproduced(figures), _promises(of_all(newest)), *map(table, newest)] if newest else []
     traffic = folder / "traffic.json"
     if traffic.exists():
         parts.insert(0, traffic_table(json.loads(traffic.read_text())))
@@ -299,10 +301,6 @@ def traffic_table(found: list[Found]) -> str:
             f"| {1 - wave / relayed:.1%} | {1 - wave / direct:.1%} | {payload} |"
         )
     return "\n".join(lines)
-
-
-def _together(newest: Sequence[Found]) -> str:
-    return "\n".join(_promises(of_all(newest)))
 
 
 def _reproduced(figures: Mapping[str, list[Found]]) -> str:

@@ -175,10 +175,8 @@ class Bench:
     def our_jobs(self, ours: dict[str, Any], mbit: dict[str, float | None]) -> Iterator[tuple[str, Job]]:
         for speed, sides in ours.items():
             for name, side in sides.items():
-                yield (
-                    name,
-                    Job(side="pulse", case=self.case, options=side, speeds={speed: mbit[speed]}, steps=STEPS),
-                )
+                speeds = {speed: mbit[speed]}
+                yield name, Job(side="pulse", case=self.case, options=side, speeds=speeds, steps=STEPS)
 
     def say(self, text: str) -> None:
         print(f"[{self.case.name}, {self.case.ranks} ranks] {text}", file=sys.stderr, flush=True)

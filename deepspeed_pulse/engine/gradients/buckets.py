@@ -57,7 +57,7 @@ class Kept:
 
     def give(self) -> None:
         """Backwards add to it, where gradients have been cleared, all parameters still train and none was changed."""
-        if not all(map(_is_gradient_of, self.parts, self.parameters)):
+        if not all(map(_may_become, self.parts, self.parameters)):
             return
         self.sent.zero_()
         self.given = [part.detach() for part in self.parts]
@@ -71,8 +71,8 @@ class Kept:
         )
 
 
-def _is_gradient_of(part: torch.Tensor, parameter: torch.nn.Parameter) -> bool:
-    """Whether it may become it."""
+def _may_become(part: torch.Tensor, parameter: torch.nn.Parameter) -> bool:
+    """Whether it may become the gradient of a parameter, which has none."""
     alike = part.dtype == parameter.dtype and part.shape == parameter.shape and part.device == parameter.device
     return alike and parameter.requires_grad and parameter.grad is None
 
