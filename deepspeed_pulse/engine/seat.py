@@ -37,9 +37,18 @@ class Seat:
         )
 
     @classmethod
-    def among_first(cls, num_ranks: int, device: torch.device) -> Seat:
-        """In one pipeline of the world's first ranks, which send in the world's own group."""
-        return cls(pipelines=(tuple(range(num_ranks)),), index=0, rank=dist.get_rank(), group=None, device=device)
+    def of_neighbours(cls, num_ranks: int, device: torch.device) -> Seat:
+        """In one of as many pipelines of ``num_ranks`` ranks as the world makes, which send in the world's own group.
+
+        Ranks that are left over sit behind the last pipeline's end.
+        """
+        world = range(dist.get_world_size())
+        pipelines = tuple(
+            tuple(world[first : first + num_ranks]) for first in world[::num_ranks][: len(world) // num_ranks]
+        )
+        index = min(dist.get_rank() // num_ranks, len(pipelines) - 1)
+        rank = dist.get_rank() - index * num_ranks
+        return cls(pipelines=pipelines, index=index, rank=rank, group=None, device=device)
 
     @property
     def ranks(self) -> tuple[int, ...]:

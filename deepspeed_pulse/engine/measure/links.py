@@ -35,7 +35,7 @@ def measure_cluster(ranks: Sequence[Hardware], device: torch.device, bucket_byte
     Ranks on one host make a node. Neighbours inside a node, and ranks at the same place of neighbouring nodes, send
     each other messages of several sizes as a pipeline does, all pairs at once, as the pipelines of several replicas do,
     but no rank in two pairs at a time. The medians over the pairs are the links. What a message costs its ends is
-    measured by two ranks alone, all-reduces by all of a node and by all of a place in their nodes.
+    measured in pairs of ranks, all at work at once, all-reduces by all of a node and by all of a place in their nodes.
 
     ``ranks`` have the same device all; ``memory_bytes`` is the least that one has. Gradients are summed in buckets of
     ``bucket_bytes``.
@@ -121,7 +121,7 @@ def _exchange(pair: tuple[int, int], device: torch.device) -> Points:
     On an asynchronous device all of a size are given to it before anything is waited for, and the times are its own.
     """
     clock = DeviceClock(device)
-    communicator = PipelineCommunicator(Seat.among_first(dist.get_world_size(), device))
+    communicator = PipelineCommunicator(Seat.of_neighbours(dist.get_world_size(), device))
     there, back = Channel(*pair), Channel(pair[1], pair[0])
     communicator.share([there, back])
     first = dist.get_rank() == pair[0]

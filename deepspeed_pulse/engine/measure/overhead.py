@@ -37,19 +37,21 @@ caches warm and takes half as long for a message, and then that is little beside
 def message_pauses_ms(device: torch.device) -> list[float]:
     """Pauses of this rank between two actions with messages, for each message that leaves or arrives there.
 
-    All ranks of the world call it. The first two run a wave; what they do between two actions is to start and to take
-    messages, and what the runtime does itself. Others have none, nor has a device that works on while the host sends.
+    All ranks of the world call it. Each two neighbours run a wave, all at once, as ranks of a host share its cores; what
+    they do between two actions is to start and to take messages, and what the runtime does itself. A rank without a
+    neighbour has none, nor has a device that works on while the host sends.
     """
     if dist.get_world_size() < _RANKS or not runs_at_once(device):
         return []
     plan = _plan()
     traffic = make_traffic(plan)
-    communicator = PipelineCommunicator(Seat.among_first(_RANKS, device))
+    seat = Seat.of_neighbours(_RANKS, device)
+    communicator = PipelineCommunicator(seat)
     communicator.open(traffic.channels)
-    if dist.get_rank() >= _RANKS:
+    if seat.rank >= _RANKS:
         return []
     runtime = RankRuntime(
-        rank=dist.get_rank(),
+        rank=seat.rank,
         communicator=communicator,
         device=EngineDevice(device, nullcontext, lambda loss: loss),
         finish=lambda output, microbatch, backbone: output.mean(),
