@@ -1,10 +1,11 @@
-"""Measuring how long a message keeps a rank from other work, in a small pipeline that runs as plans run."""
+"""Measuring how long an action with a message keeps a rank beyond its layers, in a small pipeline."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -25,7 +26,7 @@ from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
 
 _RANKS = 2
-_MICROBATCHES, _STEPS = 8, 2
+_MICROBATCHES, _STEPS = 8, 5
 _HIDDEN = 16 * 1024
 """Elements, 64 KiB."""
 
@@ -35,11 +36,11 @@ caches warm and takes half as long for a message, and then that is little beside
 
 
 def message_pauses_ms(device: torch.device) -> list[float]:
-    """Pauses of this rank between two actions with messages, for each message that leaves or arrives there.
+    """What this rank did between two actions with messages and in the second beside its layer, for each message there.
 
-    All ranks of the world call it. Each two neighbours run a wave, all at once, as ranks of a host share its cores; what
-    they do between two actions is to start and to take messages, and what the runtime does itself. A rank without a
-    neighbour has none, nor has a device that works on while the host sends.
+    All ranks of the world call it. Each two neighbours run a wave, all at once, as ranks of a host share its cores. The
+    rest is to start and to take messages, and what the runtime does itself. A rank without a neighbour has none, nor
+    has a device that works on while the host sends.
     """
     if dist.get_world_size() < _RANKS or not runs_at_once(device):
         return []
@@ -59,25 +60,41 @@ def message_pauses_ms(device: torch.device) -> list[float]:
     )
     layers = {s: BoundLayer(Layer(name=f"layer {s}"), _Idle().to(device)) for s in plan.stages_of(runtime.rank)}
     stages = {s: Stage([layer], ()) for s, layer in layers.items()}
-    batches = ListedBatches([(torch.zeros(_HIDDEN, device=device), {})] * _MICROBATCHES)
-    found: list[float] = []
+    hidden = torch.zeros(_HIDDEN, device=device)
+    alone = _alone(_Idle().to(device), hidden)
+    batches = ListedBatches([(hidden, {})] * _MICROBATCHES)
     part = RankPart(plan=plan, traffic=traffic, usage=Usage(plan, (), runtime.rank), stages=stages)
-    for _ in range(_STEPS):
-        found = [*_step(runtime, part, batches)]  # shapes are agreed on in the first one
-    return found
+    rows = [[*_step(runtime, part, batches, alone)] for _ in range(_STEPS)]
+    return [ms for row in rows[1:] for ms in row]  # shapes are agreed on in the first one
 
 
-def _step(runtime: RankRuntime, part: RankPart, batches: ListedBatches) -> Iterator[float]:
+def _step(runtime: RankRuntime, part: RankPart, batches: ListedBatches, alone: Mapping[Op, float]) -> Iterator[float]:
     row = part.traffic.program[runtime.rank]
     runtime.begin(part, batches, training=True)
     for step in row:
         runtime.run(step)
     runtime.finish()
-    pauses = Timeline(num_ranks=_RANKS, spans=tuple(runtime.stopwatch.spans)).pauses_ms()
+    timeline = Timeline(num_ranks=_RANKS, spans=tuple(runtime.stopwatch.spans))
+    pauses = timeline.pauses_ms()
+    beyond = {span.work: span.end_ms - span.start_ms - alone[span.work.op] for span in timeline.spans}
     for before, after in itertools.pairwise(row):
         messages = len(before.sends) + len(after.receives)
         if messages:
-            yield pauses[before.action] / messages
+            yield (pauses[before.action] + max(0.0, beyond[after.action])) / messages
+
+
+def _alone(layer: torch.nn.Module, hidden: torch.Tensor) -> dict[Op, float]:
+    """ms of the layer's forward and backward without a pipeline, as layers are measured; medians."""
+    times: dict[Op, list[float]] = {Op.FORWARD: [], Op.BACKWARD: []}
+    for _ in range(_MICROBATCHES):
+        marks = [time.perf_counter()]
+        output = layer(hidden.detach().requires_grad_())
+        marks.append(time.perf_counter())
+        output.backward(torch.ones_like(output))
+        marks.append(time.perf_counter())
+        for op, (start, end) in zip(times, itertools.pairwise(marks), strict=True):
+            times[op].append(1e3 * (end - start))
+    return {op: statistics.median(found) for op, found in times.items()}
 
 
 class _Idle(torch.nn.Module):
