@@ -42,7 +42,7 @@ def bucket_bytes(dtype: str, elements: int = BUCKET_ELEMENTS) -> int:
 class LayerCost:
     """Times in ms and sizes in bytes of one layer for one microbatch.
 
-    ``param_bytes``: of trained parameters, and 1/k of those of frozen ones (:func:`state_factor`).
+    ``param_bytes``: of trained parameters, which have gradients and optimizer state. ``frozen_bytes``: of others.
     ``activation_bytes``: kept from forward to backward, stashed values included.
     ``rerun_bytes``: of these, what a forward that runs again in backward makes anew, if it was measured: neither what
     the layer reads nor what it only stashes.
@@ -66,6 +66,7 @@ class LayerCost:
     weight_grad_ms: Annotated[float | None, Form(left_out=True, place=1)] = None
     input_grad_ms: Annotated[float | None, Form(left_out=True, place=1)] = None
     param_bytes: int
+    frozen_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
     activation_bytes: int
     output_bytes: int
     workspace_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
@@ -145,8 +146,13 @@ class Profile(File):
 
     @property
     def param_bytes(self) -> int:
-        """Of all layers."""
+        """Of the trained parameters of all layers."""
         return sum(layer.param_bytes for layer in self.layers)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of the frozen parameters of all layers."""
+        return sum(layer.frozen_bytes for layer in self.layers)
 
     @property
     def knows_halves(self) -> bool:

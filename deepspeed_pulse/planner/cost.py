@@ -41,6 +41,7 @@ class StageCosts:
     weight_grad_ms: tuple[float, ...]
     input_grad_ms: tuple[float, ...]
     param_bytes: tuple[int, ...]
+    frozen_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     first_whole: tuple[float, ...]
@@ -56,6 +57,7 @@ class StageCosts:
             weight_grad_ms=tuple(sum(weight_grad_ms(x) for x in stage) for stage in stages),
             input_grad_ms=tuple(sum(input_grad_ms(x) for x in stage) for stage in stages),
             param_bytes=tuple(sum(x.param_bytes for x in stage) for stage in stages),
+            frozen_bytes=tuple(sum(x.frozen_bytes for x in stage) for stage in stages),
             activation_bytes=tuple(sum(x.activation_bytes for x in stage) for stage in stages),
             output_bytes=tuple(stage[-1].output_bytes if stage else 0 for stage in stages),
             first_whole=tuple(map(_first_whole, stages)),
@@ -111,7 +113,7 @@ def optimizer_shards(profile: Profile, rules: Rules, replicas: int) -> int:
 
 
 class WeightCosts:
-    """Bytes that ranks hold for so many bytes of parameters each, activations apart."""
+    """Bytes that ranks hold for so many bytes of trained parameters each, activations apart."""
 
     def __init__(self, profile: Profile, rules: Rules, replicas: int) -> None:
         wide, zero = is_16_bit(profile.dtype), rules.shards_optimizer

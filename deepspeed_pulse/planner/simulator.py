@@ -244,9 +244,12 @@ def always_held(problem: Problem, rank: int) -> dict[str, int]:
 
 def rank_state_bytes(problem: Problem, rank: int) -> int:
     """Weights, gradients and optimizer state of a rank's stages, and weights of the frozen layers it runs."""
-    params = sum(problem.costs.param_bytes[stage] for stage in problem.plan.stages_of(rank))
+    stages = problem.plan.stages_of(rank)
+    params, frozen = (
+        sum(sizes[s] for s in stages) for sizes in (problem.costs.param_bytes, problem.costs.frozen_bytes)
+    )
     state = state_bytes(problem.profile, params, problem.rules, problem.plan.data_parallel)
-    return state + (0 if problem.plan.fill is None else problem.plan.fill.param_bytes(rank))
+    return state + frozen + (0 if problem.plan.fill is None else problem.plan.fill.param_bytes(rank))
 
 
 def rank_step_bytes(problem: Problem, rank: int) -> int:

@@ -76,7 +76,7 @@ def model_figure(profile: Profile, *, plan: Plan | None = None) -> Figure:
     _draw_arcs(top, arcs, largest, thick)
     _draw_rails(lines, rails, rest)
     _draw_times(times, profile)
-    _draw_bytes(weights, [layer.param_bytes for layer in profile.layers], "parameters")
+    _draw_bytes(weights, [layer.param_bytes + layer.frozen_bytes for layer in profile.layers], "parameters")
     _draw_bytes(kept, [layer.activation_bytes for layer in profile.layers], "activations", plan)
     if plan is not None:
         _draw_cuts((top, lines, times, weights, kept), plan, room)
@@ -102,7 +102,7 @@ def _title(profile: Profile, plan: Plan | None) -> str:
     kept = sum(layer.activation_bytes for layer in profile.layers)
     lines = [
         f"{words.profile_title(profile)}, {profile.device}",
-        f"{words.profile_times(profile)}, parameters {words.gigabytes(profile.param_bytes)} GB, "
+        f"{words.profile_times(profile)}, parameters {words.gigabytes(profile.param_bytes + profile.frozen_bytes)} GB, "
         f"activations {words.gigabytes(kept)} GB",
     ]
     if plan is not None:

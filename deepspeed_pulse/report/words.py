@@ -135,7 +135,7 @@ def filled(fill: Fill, microbatches: int) -> str:
 def param_counts(profile: Profile) -> tuple[int, ...]:
     """Parameters of each layer, from its bytes and the profile's dtype."""
     size = _ELEMENT_BYTES.get(profile.dtype, 4)
-    return tuple(layer.param_bytes // size for layer in profile.layers)
+    return tuple((layer.param_bytes + layer.frozen_bytes) // size for layer in profile.layers)
 
 
 def profile_title(profile: Profile) -> str:

@@ -1,7 +1,6 @@
-"""What parameters need beyond activations, counted as plans count it: ``state = k * param_bytes``.
+"""What parameters need beyond activations, counted as plans count it: ``state = k * param_bytes + frozen_bytes``.
 
-k covers weights, gradients, fp32 master weights and two Adam moments. A frozen parameter needs its weights
-only, so it counts as 1/k of its bytes: a model with adapters is planned by what it really needs.
+k covers weights, gradients, fp32 master weights and two Adam moments. A frozen parameter needs its weights only.
 """
 
 from __future__ import annotations
@@ -12,12 +11,17 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.ir.profile import bucket_bytes, optimizer_factor, state_factor
+from deepspeed_pulse.ir.profile import bucket_bytes, optimizer_factor
 
 
 def param_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes of the trainable parameters, and 1/k of those of frozen ones."""
-    return sum(p.nbytes if p.requires_grad else -(-p.nbytes // _factor(p)) for p in parameters)
+    """Bytes of the trainable parameters."""
+    return sum(p.nbytes for p in parameters if p.requires_grad)
+
+
+def frozen_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Bytes of the other ones."""
+    return sum(p.nbytes for p in parameters if not p.requires_grad)
 
 
 def state_bytes(parameters: Iterable[torch.Tensor], *, shards: int = 1, bucket_elements: int | None = None) -> int:
@@ -75,10 +79,6 @@ def _roots(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     lists = group.get("foreach") is not False and not group.get("fused")
     return adam and lists and any(p.device.type != "cpu" for p in group["params"])
-
-
-def _factor(parameter: torch.Tensor) -> int:
-    return state_factor(_dtype(parameter))
 
 
 def _dtype(parameter: torch.Tensor) -> str:

@@ -53,10 +53,14 @@ def jobs(draw):
     """A small model on two nodes of two, links from none to slow ones, memory from plenty to too little."""
     rng = random.Random(draw(st.integers(0, 10**6)))
     costs = random_profile(rng, draw(st.integers(3, 8)), temb=rng.random() < 0.3)
-    layers = [replace(x, param_bytes=x.param_bytes * draw(st.sampled_from([0, 10]))) for x in costs.layers]
+    times = st.sampled_from([0, 10])
+    layers = [
+        replace(x, param_bytes=x.param_bytes * draw(times), frozen_bytes=x.param_bytes * draw(times))
+        for x in costs.layers
+    ]
     costs = replace(costs, layers=tuple(layers))
     speeds = st.sampled_from([1e-6, 1e-5, 1e9])
-    most = sum(4 * x.param_bytes + 8 * x.activation_bytes for x in costs.layers)
+    most = sum(4 * x.param_bytes + x.frozen_bytes + 8 * x.activation_bytes for x in costs.layers)
     memory = int(most * draw(st.sampled_from([0.2, 0.35, 0.5, 0.7, 10.0]))) + 1
     return costs, box(2, 2, memory, draw(speeds), draw(speeds)), draw(st.sampled_from([4, 8]))
 
@@ -146,6 +150,19 @@ def test_zero_1_is_taken_where_the_optimizer_state_does_not_fit():
     alone = next(trial for trial in found.rejected if trial.choice.pipeline_ranks == 1 and not trial.choice.zero_stage)
     assert (alone.verdict, alone.needed_bytes) == (Verdict.MEMORY, 4000)
     assert "optimizer state and its step alone need" in alone.reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_base_is_whole_on_every_replica_and_is_not_summed(dtype):
+    """Adapters of 1 % train; what the optimizer has is shared under ZeRO-1, and in bf16 anyway."""
+    costs = profile([layer(param_bytes=10, frozen_bytes=1000, activation_bytes=0) for _ in range(8)], dtype=dtype)
+    slow = box(intra=1e-6)
+    alone = estimate(tuned(costs, slow, 8, given=Constraints(pipeline_ranks=1, zero_stage=1)).best.planned, costs, slow)
+    assert 8 * 1000 < max(alone.peak_bytes) < 8 * 1000 + 8 * 8 * 10
+    assert alone.step_ms - alone.makespan_ms < 2 * 8 * 10 / 1e-6 / 1e6
+    with pytest.raises(InfeasibleError):
+        tuned(costs, box(memory_bytes=8000), 8, given=Constraints(pipeline_ranks=1))
+    assert tuned(costs, box(memory_bytes=4000), 8).best.choice.pipeline_ranks > 1
 
 
 def test_a_bucket_that_is_full_is_counted_once_a_rank():

@@ -12,8 +12,7 @@ from deepspeed_pulse.engine.measure.counter import count_layers
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.ir.profile import state_factor
-from deepspeed_pulse.runtime.state import param_bytes, state_bytes, step_bytes
+from deepspeed_pulse.runtime.state import frozen_bytes, param_bytes, state_bytes, step_bytes
 
 
 @pytest.mark.parametrize(("dtype", "factor", "shared"), [(torch.float32, 4, 3), (torch.bfloat16, 8, 6)])
@@ -26,7 +25,7 @@ def test_state_of_trained_and_frozen(dtype: torch.dtype, factor: int, shared: in
     sharded = 2 * weight + shared * weight // 2 + bias
     assert state_bytes(layer.parameters(), shards=2, bucket_elements=10**6) == sharded + weight
     assert state_bytes(layer.parameters(), shards=2, bucket_elements=10) == sharded + 10 * layer.weight.itemsize
-    assert factor * param_bytes(layer.parameters()) == factor * weight + bias
+    assert (param_bytes(layer.parameters()), frozen_bytes(layer.parameters())) == (weight, bias)
 
 
 def test_deepspeeds_optimizer_for_bf16_shares_its_state_without_zero() -> None:
@@ -74,14 +73,13 @@ def frozen_around_one(device: str) -> list[Callable[[], torch.nn.Module]]:
     ]
 
 
-def test_profiles_count_frozen_layers_so() -> None:
+def test_profiles_count_frozen_layers_apart() -> None:
     graph = Graph(layers=tuple(Layer(name=str(index), stash=(), pop=()) for index in range(3)))
-    expected = [16 * 16, 4 * 16 * 16, 16 * 16]
+    expected = [(0, 4 * 16 * 16), (4 * 16 * 16, 0), (0, 4 * 16 * 16)]
     measured = measure_layers(
         graph, frozen_around_one("cpu"), LayerInputs(hidden=torch.randn(2, 16), values={}), torch.device("cpu")
     )
-    assert [layer.param_bytes for layer in measured.layers] == expected
-    assert state_factor(measured.dtype) == 4
+    assert [(layer.param_bytes, layer.frozen_bytes) for layer in measured.layers] == expected
     counted = count_layers(graph, frozen_around_one("meta"), torch.randn(2, 16), {})
-    assert [layer.param_bytes for layer in counted.layers] == expected
+    assert [(layer.param_bytes, layer.frozen_bytes) for layer in counted.layers] == expected
     assert [layer.backward_flop > 0 for layer in counted.layers] == [False, True, True]

@@ -15,7 +15,7 @@ from deepspeed_pulse.engine.collectives import told_as
 from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.errors import RunError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.state import param_bytes
+from deepspeed_pulse.runtime.state import frozen_bytes, param_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class LayerCount:
     backward_flop: int
     weight_grad_flop: int
     param_bytes: int
+    frozen_bytes: int
     activation_bytes: int
     output_bytes: int
 
@@ -71,6 +72,7 @@ def _count(probe: Probe) -> LayerCount:
         backward_flop=backward.get_total_flops(),
         weight_grad_flop=backward.get_total_flops() - inputs_only.get_total_flops(),
         param_bytes=param_bytes(probe.parameters),
+        frozen_bytes=frozen_bytes(probe.parameters),
         activation_bytes=kept.activation_bytes,
         output_bytes=kept.output_bytes,
     )

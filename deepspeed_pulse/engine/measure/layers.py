@@ -15,7 +15,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
 from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
 from deepspeed_pulse.runtime.recomputing import keeping_nothing
-from deepspeed_pulse.runtime.state import param_bytes
+from deepspeed_pulse.runtime.state import frozen_bytes, param_bytes
 
 REPEATS = 5
 """Times that a layer is measured after its warm-up, if it is quick."""
@@ -73,6 +73,7 @@ def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCos
         weight_grad_ms=weight_grad_ms,
         input_grad_ms=input_grad_ms,
         param_bytes=param_bytes(probe.parameters),
+        frozen_bytes=frozen_bytes(probe.parameters),
         activation_bytes=kept.activation_bytes,
         output_bytes=kept.output_bytes,
         workspace_bytes=workspace_bytes,

@@ -25,7 +25,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.rules import PLAIN, Rules
-from deepspeed_pulse.runtime.state import param_bytes
+from deepspeed_pulse.runtime.state import frozen_bytes, param_bytes
 
 NO_DEVICE = "none"
 """Device of a profile whose times are only weights."""
@@ -100,24 +100,25 @@ def misfits(request: PlanRequest, profile: Profile) -> Iterator[str]:
         if name != cost.name:
             yield f"expected costs of layer {index} {name!r} as the model has, found {cost.name!r}"
         sizes = _possible_bytes(layer, profile.dtype)
-        if cost.param_bytes not in sizes:
+        if (cost.param_bytes, cost.frozen_bytes) not in sizes:
+            (trained, frozen) = sizes[-1]
             yield (
-                f"layer {name}: expected {sizes[-1]} bytes of parameters as the model has (frozen ones count less), "
-                f"found {cost.param_bytes}"
+                f"layer {name}: expected {trained} bytes of parameters that train and {frozen} of frozen ones as the "
+                f"model has, found {cost.param_bytes} and {cost.frozen_bytes}"
             )
 
 
-def _possible_bytes(layer: Any, dtype: str) -> list[int]:
-    """``param_bytes`` as the layer is, and when cast to ``dtype`` before training, as profiled models may be."""
+def _possible_bytes(layer: Any, dtype: str) -> list[tuple[int, int]]:
+    """Bytes of parameters, trained and frozen, as the layer is; before that, when cast to ``dtype`` before training."""
     parameters = parameters_of(layer)
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
-        return [param_bytes(parameters)]
+        return [(param_bytes(parameters), frozen_bytes(parameters))]
     cast = [
         torch.empty(p.shape, dtype=wanted, device="meta", requires_grad=p.requires_grad) if p.is_floating_point() else p
         for p in parameters
     ]
-    return [param_bytes(cast), param_bytes(parameters)]
+    return [(param_bytes(found), frozen_bytes(found)) for found in (cast, parameters)]
 
 
 def _method_weights(request: PlanRequest, method: str) -> list[int]:
@@ -187,17 +188,18 @@ _stand_ins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def _weighted(request: PlanRequest, weights: Sequence[int]) -> Profile:
     """A profile whose forward times are weights (backward twice as long)."""
     largest = max(weights)
-    sizes = [param_bytes(parameters_of(layer)) for layer in request.layers]
+    held = [parameters_of(layer) for layer in request.layers]
     costs = tuple(
         LayerCost(
             name=layer.name,
             forward_ms=weight / largest,
             backward_ms=2 * weight / largest,
-            param_bytes=size,
+            param_bytes=param_bytes(parameters),
+            frozen_bytes=frozen_bytes(parameters),
             activation_bytes=0,
             output_bytes=0,
         )
-        for layer, weight, size in zip(request.graph.layers, weights, sizes, strict=True)
+        for layer, weight, parameters in zip(request.graph.layers, weights, held, strict=True)
     )
     return Profile(
         name="weights",

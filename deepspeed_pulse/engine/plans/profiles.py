@@ -58,6 +58,7 @@ def estimate_profile(workload: Workload, *, tflops: float, watch: Watch | None =
             weight_grad_ms=count.weight_grad_flop / flop_a_ms,
             input_grad_ms=(count.backward_flop - count.weight_grad_flop) / flop_a_ms,
             param_bytes=count.param_bytes,
+            frozen_bytes=count.frozen_bytes,
             activation_bytes=count.activation_bytes,
             output_bytes=count.output_bytes,
         )

@@ -50,8 +50,9 @@ class ConsecutiveCuts(CutSpace[int]):
 
     def memory(self, k: int, state: int) -> Floats:
         window, weights = self._window(state), self.weights
-        params, kept = (sums[state] - sums[window] for sums in (weights.param_bytes, weights.activations))
-        return weights.held(params, kept * self.in_flight[k - 1])
+        sums = weights.param_bytes, weights.frozen_bytes, weights.activations
+        params, frozen, kept = (each[state] - each[window] for each in sums)
+        return weights.held(params, frozen, kept * self.in_flight[k - 1])
 
     def crossing_bytes(self, k: int, state: int) -> Floats:
         window = self._window(state)

@@ -74,6 +74,7 @@ class CutCosts:
         """Whether the placement is meant to keep both ends of a value on one rank."""
         self.work_ms = _prefix([x.forward_ms + x.backward_ms for x in profile.layers])
         self.param_bytes = _prefix([x.param_bytes for x in profile.layers])
+        self.frozen_bytes = _prefix([x.frozen_bytes for x in profile.layers])
         self.activations = _prefix([x.activation_bytes for x in profile.layers])
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])
         """Hidden state that crosses a cut before a layer, one way."""
@@ -124,12 +125,13 @@ class CutCosts:
             return np.asarray(np.bincount(self.placement, weights=stages, minlength=ranks), dtype=np.float64)
 
         kept = of_ranks(np.diff(self.activations[cuts]) * in_flight)
-        return self.held(of_ranks(np.diff(self.param_bytes[cuts])), kept)
+        params, frozen = (of_ranks(np.diff(sums[cuts])) for sums in (self.param_bytes, self.frozen_bytes))
+        return self.held(params, frozen, kept)
 
-    def held(self, param_bytes: Floats, activation_bytes: Floats) -> Floats:
+    def held(self, param_bytes: Floats, frozen_bytes: Floats, activation_bytes: Floats) -> Floats:
         """Memory of ranks with such weights and, unless the optimizer steps, such activations."""
         step = self._weights.step(param_bytes)
-        return np.asarray(self._weights.state(param_bytes) + np.maximum(activation_bytes, step))
+        return np.asarray(self._weights.state(param_bytes) + frozen_bytes + np.maximum(activation_bytes, step))
 
     def filling(self, microbatches: int) -> CutCosts:
         """The same with loads that count fill and drain: no step of whole backwards is shorter than so many times that.

@@ -86,8 +86,8 @@ class NestedCuts(CutSpace[State]):
     def memory(self, k: int, state: State) -> Floats:
         depth, (first, second) = self.in_flight, self._pair(self.weights.activations, state)
         kept = first * depth[k - 1] + second * depth[len(depth) - k]
-        down, up = self._pair(self.weights.param_bytes, state)
-        return self.weights.held(down + up, kept)
+        params, frozen = self._pair(self.weights.param_bytes, state), self._pair(self.weights.frozen_bytes, state)
+        return self.weights.held(params[0] + params[1], frozen[0] + frozen[1], kept)
 
     def _parted_bytes(self, state: State) -> Floats:
         """Of values with one consumer that is on the rank while the producer is not."""

@@ -105,6 +105,6 @@ def _facts(profile: Profile) -> dict[str, object]:
     return {
         "dtype": profile.dtype,
         "number of layers": profile.num_layers,
-        "layers' parameters": [layer.param_bytes for layer in profile.layers],
+        "layers' parameters": [(layer.param_bytes, layer.frozen_bytes) for layer in profile.layers],
         "named values": [(skip.name, skip.source, skip.target, skip.gradient) for skip in profile.skips],
     }

@@ -333,14 +333,18 @@ class Tuner:
     def least_held_bytes(self, choice: Choice) -> int:
         """No cuts have less on their fullest rank, which has an equal part of the weights or the largest layer's.
 
+        Of frozen weights and of others with their gradients together, or of what is trained with all it needs.
+
         State and step, and what communicators hold. Of backbones that step apart, one is the smallest share of a step.
         """
         profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(choice.zero_stage)
         weights = max(-(-profile.param_bytes // choice.pipeline_ranks), *(x.param_bytes for x in profile.layers))
         apart = len(profile.backbones) if self._backbone_steps != "together" else 1
         buffers = min(fewest_bytes(self.job.chosen(choice).grid, choice.placement, self.job.cluster))
-        state = state_bytes(profile, weights, rules, choice.data_parallel)
-        return state + step_bytes(profile, weights // max(apart, 1), rules, choice.data_parallel) + buffers
+        trained = state_bytes(profile, weights, rules, choice.data_parallel)
+        trained += step_bytes(profile, weights // max(apart, 1), rules, choice.data_parallel)
+        sizes = [x.frozen_bytes + 2 * x.param_bytes for x in profile.layers]
+        return max(trained, -(-sum(sizes) // choice.pipeline_ranks), *sizes) + buffers
 
     # -- the best ----------------------------------------------------------------------------
 
