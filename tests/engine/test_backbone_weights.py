@@ -19,6 +19,7 @@ def test_a_backbone_moves_between_runs(subtests: pytest.Subtests, tmp_path: Path
         {**opposite, "from": "alone"},
         {**opposite, "from": "joint"},
         {**opposite, "from": "alone", "adam": True, "P": world // 2, **EACH_ITS_GROUP, "zero": 1},
+        {**opposite, "from": "alone", "adam": True, "P": world // 2, **EACH_ITS_GROUP, "zero": 1, "zero alone": 0},
         {**opposite, "from": "joint", "adam": True, "P": world // 2, "zero": 1},
         {**opposite, "from": "alone", "adam": True, **EACH_ITS_GROUP, "precision": "bf16"},
         {**opposite, "from": "joint", "adam": True, "precision": "bf16"},

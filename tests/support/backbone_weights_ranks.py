@@ -39,10 +39,10 @@ def ran(engine: Any, data: Callable[[int], Any], steps: range) -> list[float]:
 
 
 def from_alone(where: Path, case: dict[str, Any]) -> None:
-    """Each was trained alone; the joint run loads one after the other."""
+    """Each was trained alone, under ``zero alone`` if the case has that; the joint run loads one after the other."""
     names, expected = list(parts_of(case)), {}
     for name in names:
-        engine = alone_engine(case, name, 0)
+        engine = alone_engine({**case, "zero": case.get("zero alone", case.get("zero", 0))}, name, 0)
         data = partial(alone_data, case, name, replica=engine.grid.data_parallel_id)
         ema = averages(engine, None)
         ran(engine, data, range(2))

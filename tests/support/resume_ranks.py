@@ -121,10 +121,20 @@ def resumes(case: dict[str, Any]) -> None:
             tolerance = 0.0 if target == base else case.get("tolerance", 1e-5)
             worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
             assert worst <= tolerance, f"{base} -> {target}: {found} instead of {expected}"
+            engine.load_checkpoint(place, load_optimizer_states=False, load_lr_scheduler_states=False)
+            check_weights_alone(engine, weights)
             engine.destroy()
     if case.get("naive"):
         naive_load_diverges(folder / "naive")
     print("PASSED", flush=True)
+
+
+def check_weights_alone(engine: Any, saved: dict[str, torch.Tensor]) -> None:
+    """They are the saved ones, as precise as a layer file; so are the copies that the next step goes on from."""
+    full = full_weights(engine)
+    for name, p in engine.module.named_parameters():
+        assert torch.equal(p, saved[name].to(p.dtype)), name
+        assert torch.equal(full[name], p.float()), name
 
 
 def full_weights(engine: Any) -> dict[str, torch.Tensor]:

@@ -14,7 +14,15 @@ from deepspeed_pulse.engine.checkpoints import averages, universal
 from deepspeed_pulse.engine.checkpoints.backbone import Match, load_layers, own_names, renamed, weights_as_state
 from deepspeed_pulse.engine.checkpoints.digests import read_sums
 from deepspeed_pulse.engine.checkpoints.files import LATEST, CheckpointFolder, check_asked_alike, find_tag
-from deepspeed_pulse.engine.checkpoints.optimizer_state import Groups, SavedState, check_state, read_state, write_state
+from deepspeed_pulse.engine.checkpoints.optimizer_state import (
+    Groups,
+    SavedState,
+    check_state,
+    read_state,
+    refresh_copies,
+    with_copies,
+    write_state,
+)
 from deepspeed_pulse.engine.checkpoints.reading import RESERVED, check_layer, check_whole
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.engine.collectives import agree, everywhere, raise_everywhere, told_by_all
@@ -281,6 +289,8 @@ class Loading:
                 path, client_state = self._load(str(load_dir), tag, **options)
                 if found.state is not None:
                     write_state(self._engine.optimizer, self._engine.param_names, found.state)
+                elif not wanted.load_optimizer_states:
+                    refresh_copies(self._engine.optimizer)
             else:
                 path, client_state = self._apply_backbone(found, found.match, strict=wanted.load_module_strict)
         except Exception as one:
@@ -300,7 +310,8 @@ class Loading:
         load_layers(found.layers, {path: files.load(path) for path in found.layers}, strict=strict)
         if engine.optimizer is not None:
             names = engine.param_names
-            state = found.state or weights_as_state(names, set(own_names(match, names).values()))
+            copies = weights_as_state(names, set(own_names(match, names).values()))
+            state = copies if found.state is None else with_copies(found.state, copies)
             write_state(engine.optimizer, names, state, keeps=True)
         return found.own_file, files.load(found.own_file)
 

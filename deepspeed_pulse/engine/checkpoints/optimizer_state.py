@@ -9,7 +9,7 @@ the order of its parameters. Either way the name of a parameter leads to its sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,18 @@ def full_precision_copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
         for group, full in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             copies.update({p: copy.data for p, copy in zip(group, full, strict=True)})
     return copies
+
+
+def refresh_copies(optimizer: Any) -> None:
+    """Take the weights that were just loaded for what an optimizer keeps in full precision, and steps."""
+    if hasattr(optimizer, "refresh_fp32_params"):
+        optimizer.refresh_fp32_params()
+
+
+def with_copies(saved: SavedState, weights: SavedState) -> SavedState:
+    """The same with a full-precision copy of each of ``weights`` that was saved without one: in fp32, without ZeRO."""
+    tensors = {name: {**weight, **saved.tensors.get(name, {})} for name, weight in weights.tensors.items()}
+    return replace(saved, tensors={**saved.tensors, **tensors})
 
 
 def read_state(

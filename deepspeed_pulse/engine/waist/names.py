@@ -41,7 +41,7 @@ NAMES = {
         _hp_grad _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _link_all_hp_params
         _param_slice_mappings _update_hp_grad bf16_groups clear_lp_grads clip_grad fp32_groups_flat_partition
         fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm grad_acc_dtype immediate_grad_update
-        optimizer param_groups scale_if_loss state step zero_grad
+        optimizer param_groups refresh_fp32_params scale_if_loss state step zero_grad
     """,
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": "TorchCheckpointEngine",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",
@@ -57,13 +57,14 @@ NAMES = {
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": """
         clip_grad dynamic_loss_scale fp16_groups fp32_groups_flat loss_scale loss_scale_config optimizer param_groups
-        state step zero_grad
+        refresh_fp32_params state step zero_grad
     """,
     "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": "dynamic",
     "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": """
-        clip_grad fp16_groups fp32_groups loss_scale loss_scale_config optimizer param_groups state step zero_grad
+        clip_grad fp16_groups fp32_groups loss_scale loss_scale_config optimizer param_groups refresh_fp32_params state
+        step zero_grad
     """,
     "deepspeed.runtime.pipe.engine": """
         BATCH_INPUT_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER PIPE_SEND_OUTPUT_TIMER
@@ -120,7 +121,8 @@ NAMES = {
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
         _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _link_all_hp_params
         _param_slice_mappings averaged_gradients bit16_groups clip_grad loss_scale loss_scaler optimizer param_groups
-        params_in_partition reduce_bucket_size scale_if_loss single_partition_of_fp32_groups state step zero_grad
+        params_in_partition reduce_bucket_size refresh_fp32_params scale_if_loss single_partition_of_fp32_groups state
+        step zero_grad
     """,
     "deepspeed.utils": "safe_get_full_fp32_param",
     "deepspeed.utils.tensor_fragment": "fragment_address",
