@@ -105,6 +105,14 @@ def test_every_mistake_has_its_row(refused: Found) -> None:
 
 def test_scaled_gradients_are_not_clipped_apart() -> None:
     """Ranks of the tests have no fp16, so the check is asked itself."""
-    engine = SimpleNamespace(gradient_clipping=lambda: 0.5, fp16_enabled=lambda: True)
+    scaled = SimpleNamespace(gradient_clipping=lambda: 0.5, fp16_enabled=lambda: True)
     with pytest.raises(ConfigError, match=r"with fp16 and several backbones: expected 0, found 0\.5"):
-        OwnNorms(engine, lambda parameter: 0, 2)
+        OwnNorms(scaled, lambda parameter: 0, 2)
+
+
+def test_gradients_on_the_host_are_not_clipped_apart() -> None:
+    """Kernels that step there are compiled, so the check is asked itself."""
+    options = {"fp16_enabled": lambda: False, "zero_use_cpu_optimizer": lambda: True}
+    with pytest.raises(ConfigError, match=r"with zero_optimization\.offload_optimizer .*: expected 0, found 0\.5"):
+        OwnNorms(SimpleNamespace(gradient_clipping=lambda: 0.5, **options), lambda parameter: 0, 2)
+    assert OwnNorms(SimpleNamespace(gradient_clipping=lambda: 0.0, **options), lambda parameter: 0, 2).clip() is None

@@ -24,7 +24,7 @@ class OwnNorms:
         backbone_of: index of a parameter's backbone; None for a placeholder.
 
     Raises:
-        ConfigError: the optimizer has scaled gradients, which it unscales and clips in one.
+        ConfigError: the optimizer has scaled gradients, which it unscales and clips in one, or has them on the host.
     """
 
     def __init__(self, engine: Any, backbone_of: Callable[[torch.Tensor], int | None], count: int) -> None:
@@ -34,6 +34,11 @@ class OwnNorms:
             raise ConfigError(
                 "gradient_clipping with fp16 and several backbones: expected 0, found "
                 f"{self._max_norm:g}: gradients are unscaled and clipped in one, by one norm; use bf16, or no clipping"
+            )
+        if engine.zero_use_cpu_optimizer() and self._max_norm > 0:
+            raise ConfigError(
+                "gradient_clipping with zero_optimization.offload_optimizer and several backbones: expected 0, found "
+                f"{self._max_norm:g}: gradients on the host are clipped by one norm; do without the offload, or without"
             )
 
     def clip(self, only: int | None = None) -> torch.Tensor | None:
