@@ -35,6 +35,7 @@ from deepspeed_pulse.engine.groups import GroupOptions
 from deepspeed_pulse.engine.losses import Losses
 from deepspeed_pulse.engine.observation import figures, notes
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
+from deepspeed_pulse.engine.observation.events import share_monitor
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.progress import DeviceProgress
 from deepspeed_pulse.engine.observation.unfinished import Unfinished
@@ -118,6 +119,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         )
         self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)
         self._reduction = EarlyReduction(self, timeout, self._runtime.holdings.count_copies)
+        share_monitor(self)
         self._observer = Observer(self, self._device)
         watchdog.device = None if self._device.runs_at_once else DeviceProgress()
         watchdog.hint = hint(module.plan.placement, seat.ranks)

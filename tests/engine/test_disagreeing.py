@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "another frozen part": ("ConfigError", "differ in frozen", "(8, 8)", "(3, 8)"),
     "what may differ": ("RuntimeError", "accepted"),
     "settings with a rank": ("RuntimeError", "accepted"),
+    "a monitor of one rank": ("RuntimeError", "accepted"),
+    "a monitor of one rank, pulse off": ("RuntimeError", "accepted"),
     "another accumulation in initialize": ("ConfigError", "deepspeed.initialize", "gradient_accumulation_steps"),
     "resized on one rank": (
         "BatchError",

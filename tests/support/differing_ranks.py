@@ -5,7 +5,10 @@ Two ranks; the second one differs. Each rank prints the error of every case, as 
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,6 +148,19 @@ def accepted() -> None:
     raise RuntimeError("accepted")
 
 
+def monitored_by_one(block: Any) -> None:
+    """Only the second rank's config says nothing of a monitor, as where the first one alone writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "one"}}
+        made = engine(config={**config_with(block, steps_per_print=2), **mine(monitor, {})})
+        for _ in range(4):
+            made.train_batch(batches())
+        made.eval_batch(batches(), bcast_loss=False)
+        written = [path.name for path in Path(folder).rglob("*.csv")]
+        assert any("Pulse_step_ms" in name for name in written) == (rank() == 0), written
+    raise RuntimeError("accepted")
+
+
 def resized_on_one() -> None:
     made = engine()
     made.train_batch(batches())
@@ -193,6 +209,8 @@ def cases(_: Any) -> None:
             **construction_cases(),
             "what may differ": accepted,
             "settings with a rank": settings_of_one_rank,
+            "a monitor of one rank": partial(monitored_by_one, {}),
+            "a monitor of one rank, pulse off": partial(monitored_by_one, {"enabled": False}),
             "another accumulation in initialize": initialized_otherwise,
             "resized on one rank": resized_on_one,
             "evaluated with another number": evaluated_otherwise,

@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.ir.plan import Estimate
 from deepspeed_pulse.ir.run import MeasuredStep, bytes_by_kind
+
+
+def share_monitor(engine: Any) -> None:
+    """A monitor that the config of one rank asks for is every rank's, whose figures it gets. Collective."""
+    engine.monitor.enabled = any(told_by_all(bool(engine.monitor.enabled)))
 
 
 def due(engine: Any, step: int) -> bool:

@@ -33,6 +33,8 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         check_same_block(kwargs["model"], kwargs.get("config"))
         super().__init__(*args, **kwargs)
         norm_of_nothing_is_zero(self.optimizer)
+        if self.module.pulse is not None:
+            events.share_monitor(self)
         self._sent: Counter[str] = Counter()
         self._warned = self.global_rank != 0
         self._clock = DeviceClock(torch.device(self.device))
