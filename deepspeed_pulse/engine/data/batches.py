@@ -261,7 +261,7 @@ class StepBatches:
         self._draw, self._num, self._split, self._device = draw, num_microbatches, split, device
         self._entry_names = (*entry_names, *label_names)
         self._held: dict[int, SplitBatch] = {}
-        self._drawn = 0
+        self._drawn, self._ended = 0, False
         self._keys: Sequence[int] | None = None
         self.values: dict[tuple[str, int], Any] = {}
         """By name and microbatch, results of frozen parts that this rank reads, and entries on the device.
@@ -283,6 +283,7 @@ class StepBatches:
         try:
             drawn = self._draw()
         except StopIteration:
+            self._ended = True
             if self._drawn == 0:
                 raise
             raise BatchError(
@@ -302,6 +303,15 @@ class StepBatches:
     def hold_all(self) -> None:
         """Draw every microbatch: what is drawn from here on belongs to the next step."""
         self._get(self._num - 1)
+
+    def are_whole(self) -> bool:
+        """Whether the data lasts for this step; draws every microbatch."""
+        try:
+            self.hold_all()
+        except (StopIteration, BatchError):
+            if not self._ended:
+                raise
+        return not self._ended
 
     def hold(self) -> None:
         """:meth:`hold_all`, where there is an iterator: the next step reads some of it."""

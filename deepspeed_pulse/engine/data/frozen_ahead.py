@@ -80,15 +80,13 @@ class FrozenAhead:
         batches.values, batches.is_encoded = self._runtime.finish(), True
 
     def start(self, rows: Part, current: StepBatches, following: StepBatches) -> frozenset[int]:
-        """Begin encoding the next step's data while this one runs; nothing where there is no more data.
+        """Begin encoding the next step's data while this one runs; nothing where there is not enough of it.
 
         ``rows``: what of the plan's rows runs. Returns the positions among the rank's actions of them before which
         there is work on it.
         """
         current.hold_all()
-        try:
-            following.first()
-        except StopIteration:
+        if not following.are_whole():
             return frozenset()
         self._ahead = following
         fill = self._fills(rows)
@@ -112,7 +110,6 @@ class FrozenAhead:
         if not self._running:
             return
         assert self._ahead is not None
-        self._ahead.hold_all()
         self._ahead.values, self._ahead.is_encoded = self._runtime.finish(), True
         self._running, self._ran_in_step = False, True
         stats.p2p_bytes.update(self._runtime.sent_bytes)
