@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -16,7 +17,9 @@ import pytest
 from support.pulse_files import COSTS, PLAN, write_files
 
 from deepspeed_pulse.cli import main
+from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.report.files import replacing
 
 
 @pytest.fixture
@@ -216,6 +219,24 @@ def test_show_reads_a_pipe() -> None:
     command = f"cat profile.json | {sys.executable} -m deepspeed_pulse show /dev/stdin"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_reader_that_has_seen_enough_changes_no_status(planned: Path) -> None:
+    plan = json.loads((planned / "plan.json").read_text())
+    plan["schedule"][1].remove("1F2")
+    (planned / "plan.json").write_text(json.dumps(plan))
+    command = f"set -o pipefail; {sys.executable} -m deepspeed_pulse check plan.json {COSTS} | true"
+    for _ in range(2):
+        result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+        assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_what_fails_beside_writing_is_not_told_as_writing(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError, match="elsewhere"), replacing(str(tmp_path / "a.json")):
+        raise PermissionError(errno.EACCES, "no access", "elsewhere")
+    with pytest.raises(FileError, match=r"cannot write .*a\.json: No space left"), replacing(str(tmp_path / "a.json")):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not [*tmp_path.iterdir()]
 
 
 ERRORS = {

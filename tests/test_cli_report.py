@@ -9,6 +9,9 @@ import pytest
 from deepspeed_pulse.cli import main
 from deepspeed_pulse.engine.observation import environment as environment_module
 from deepspeed_pulse.engine.observation.environment import environment
+from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.run import Run
+from deepspeed_pulse.ir.schedule import Action
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -68,6 +71,21 @@ def test_unusable_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     table = tmp_path / "Train_Pulse_step_ms.csv"
     table.write_text("step,step_ms\n4,fast\n")
     assert "expected a table of csv_monitor" in error_of(capsys, str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", ["png", "html", "json"])
+def test_a_run_without_a_step_is_not_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither measured nor predicted: the file says what was planned, and that is printed."""
+    shape = {"pipeline_ranks": 1, "data_parallel": 1, "microbatches": 1, "microbatch_size": 1}
+    schedule = (tuple(map(Action.parse, ("0F0", "1F0", "1B0", "0B0"))),)
+    plan = Plan(**shape, boundaries=(0, 1, 2), placement=(0, 0), schedule=schedule)
+    run = Run(plan=plan, layers=("a", "b"), costs="a file", planned=None, steps=(), difference=None)
+    (tmp_path / "step.run.json").write_text(run.to_json())
+    picture = tmp_path / f"a.{suffix}"
+    assert "expected a step to draw, found none measured" in error_of(capsys, str(tmp_path), "--out", str(picture))
+    assert not picture.exists()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "no step was measured yet" in capsys.readouterr().out
 
 
 def test_a_table_of_a_resumed_run_is_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""``ds_pulse``: profiles, plans, and what a run has written. Only ``profile`` and ``report`` without a path need torch.
+"""``ds_pulse``: profiles, plans, and what a run has written.
+
+Only ``profile``, ``tune --verify`` and ``report`` without a path need torch.
 
 Exit status: 0, 1 for a failed check, 2 for unusable input (one line on stderr, nothing written).
 """
@@ -6,7 +8,6 @@ Exit status: 0, 1 for a failed check, 2 for unusable input (one line on stderr, 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -30,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.command(arguments) or OK
     except PulseError as problem:
         return _complain(str(problem))
-    except BrokenPipeError:
-        # The reader of a pipe (head, less) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+    except OSError as problem:
+        if problem.filename is None:
+            raise
+        return _complain(f"{problem.filename}: {problem.strerror}")
     except KeyboardInterrupt:
         return _complain("interrupted")
 

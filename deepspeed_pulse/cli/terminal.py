@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ def width() -> int:
 
 
 def print_text(content: object) -> None:
-    """Coloured where stdout is a terminal. One write, so that a closed pipe is one error."""
+    """Coloured where stdout is a terminal. What reads a pipe (head, less) may have seen enough: that is no error."""
     from rich.console import Console
 
     console = Console(width=width(), highlight=False)
@@ -42,5 +43,8 @@ def print_text(content: object) -> None:
         console.print(content)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    sys.stdout.write(capture.get())
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(capture.get())
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from deepspeed_pulse.report import words
 IMAGES = (".png", ".svg", ".pdf")
 PICTURES = (*IMAGES, ".html", ".json")
 SUFFIXES = (*PICTURES, ".csv")
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of writing to a file that is open: such an error names no file."""
 
 
 def write(path: Path, plan: Plan, timeline: Timeline, *, memory: bool) -> None:
@@ -71,10 +75,18 @@ def replacing(name: str) -> Iterator[Path]:
             raise IsADirectoryError("it is a directory")
         beside.touch()
         beside.unlink()
-        try:
-            yield beside
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as problem:
-        raise FileError(f"cannot write {name}: {problem.strerror or problem}") from None
+        raise _unwritable(name, problem) from None
+    try:
+        yield beside
+        beside.replace(target)
+    except OSError as problem:
+        if problem.filename != str(beside) and problem.errno not in _FULL:
+            raise  # of something else that the block does
+        raise _unwritable(name, problem) from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _unwritable(name: str, problem: OSError) -> FileError:
+    return FileError(f"cannot write {name}: {problem.strerror or problem}")

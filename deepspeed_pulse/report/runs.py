@@ -44,7 +44,13 @@ class RunFiles:
         if len(self.runs) != 1:
             names = ", ".join(map(str, self.runs)) or "none"
             raise FileError(f"--out: expected one run file to draw, found {names}; give the file itself")
-        return next(iter(self.runs.values()))
+        ((path, run),) = self.runs.items()
+        if not timelines(run):
+            raise FileError(
+                f"--out: expected a step to draw, found none measured and none predicted in {path}: let the run save "
+                "after its third step, or give its PipelineModule an example_batch"
+            )
+        return run
 
 
 def collect(paths: Sequence[str]) -> RunFiles:
