@@ -16,6 +16,7 @@ import deepspeed
 import hjson
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from deepspeed_pulse.engine.groups import start_timeout
@@ -67,6 +68,7 @@ def init_distributed(timeout_seconds: float | None) -> None:
             how = "start the script with the deepspeed launcher (deepspeed train.py) or set LOCAL_RANK"
             raise ConfigError(f"LOCAL_RANK is not set: {how}")
         os.environ["LOCAL_RANK"] = "0"
+    check_device()
     warning = "" if dist.is_initialized() and torch.distributed.get_backend() == "gloo" else _unreachable()
     if warning and os.environ["LOCAL_RANK"] == "0":
         print(f"pulse: warning: {warning}", flush=True)
@@ -85,6 +87,17 @@ def init_distributed(timeout_seconds: float | None) -> None:
             raise ConfigError(f"joining the process group: {warning} ({problem})") from problem
         raise
     atexit.register(_end_distributed)
+
+
+def check_device() -> None:
+    """Raise a ConfigError where this host has fewer devices than ranks; processes of the CPU need none."""
+    accelerator, place = get_accelerator(), int(os.environ["LOCAL_RANK"])
+    kind, count = accelerator.device_name(), accelerator.device_count()
+    if kind != "cpu" and place >= count:
+        raise ConfigError(
+            f"LOCAL_RANK is {place}: expected one of the {count} devices ({kind}) of this host; start as many "
+            "ranks on it, or set DS_ACCELERATOR=cpu, then ranks are processes of the CPU"
+        )
 
 
 def _unreachable() -> str:
