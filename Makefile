@@ -1,9 +1,9 @@
 # Needs Python 3.11, make and git; everything else lands in .venv.
 #
 #   make test                     lint, types, tests
-#   make train                    the example on 4 ranks; STEPS= DATA= SIZE= RANKS= CONFIG= change it
-#   make text-to-image            text to image on 4 ranks, STEPS= DATA= RANKS= change it; FLAGS= are train.py's
-#   make cascade                  a base and a super-resolution model in one pipeline, on 4 ranks; STEPS= DATA= RANKS=
+#   make train                    the example on 4 ranks; STEPS= DATA= SIZE= RANKS= CONFIG= OUT= change it
+#   make text-to-image            text to image on 4 ranks, STEPS= DATA= RANKS= OUT= change it; FLAGS= are train.py's
+#   make cascade                  a base and a super-resolution model in one pipeline, on 4 ranks; STEPS= DATA= RANKS= OUT=
 #   make docs                     the documentation as a site, in out/site/
 #   make soak bench pictures      slow proofs, benchmarks, the pictures of docs/
 #   make test-diffusers-old       tests of the models with the oldest diffusers supported, in .venv-old
@@ -16,14 +16,14 @@ BIN := .venv/bin
 OLD := .venv-old/bin
 RANKS ?= 4
 CONFIG ?= examples/unet/ds_config.json
-TRAIN_FLAGS = --deepspeed_config $(CONFIG) $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if $(SIZE),--size $(SIZE))
+TRAIN_FLAGS = --deepspeed_config $(CONFIG) $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if $(SIZE),--size $(SIZE)) $(if $(OUT),--out $(OUT))
 
 TEXT_TO_IMAGE_FLAGS = --center_crop --cache_latents --proportion_empty_prompts 0.1 \
     --max_train_steps $(or $(STEPS),400) --learning_rate 1e-3 --lr_scheduler cosine --lr_warmup_steps 20 \
     --checkpointing_steps 100 --resume_from_checkpoint latest --validation_steps 50 --guidance_scale 3 \
     --validation_prompts "the face of a ginger tabby cat" "a cup of coffee on a red saucer" "craters on the moon" \
     "a rocket under a blue evening sky" "a red motorcycle in a garage" "the retina of a human eye" \
-    $(if $(DATA),--train_data_dir $(DATA)) $(FLAGS)
+    $(if $(DATA),--train_data_dir $(DATA)) $(if $(OUT),--output_dir $(OUT)) $(FLAGS)
 
 # A rank is one process with one thread, and tests never depend on the accelerator at hand.
 TEST_ENV = OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=1
@@ -104,7 +104,7 @@ text-to-image: .venv
 	$(call ranks,examples/text_to_image/train.py $(TEXT_TO_IMAGE_FLAGS))
 
 cascade: .venv
-	$(call ranks,examples/cascade/train.py $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(FLAGS))
+	$(call ranks,examples/cascade/train.py $(if $(STEPS),--steps $(STEPS)) $(if $(DATA),--data $(DATA)) $(if $(OUT),--out $(OUT)) $(FLAGS))
 
 # Warnings are errors. The site is read without a network: open out/site/index.html.
 docs: .venv
@@ -135,4 +135,4 @@ pictures: .venv
 	$(BIN)/ds_pulse show out/pictures/plan.json --profile out/pictures/profile.json --cluster a100:1x4 --out docs/pictures/timeline.png
 
 clean:
-	rm -rf .venv .venv-old .venv-deepspeed-old build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-old .venv-deepspeed-old .venv-torch-old build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

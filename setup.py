@@ -34,20 +34,18 @@ setup(
     ],
     extras_require={
         "npu": ["torch==2.13.*", "torch-npu==2.13.*"],  # of one minor version
+        "examples": ["peft", "scikit-image", "transformers"],
         "docs": ["mkdocs-material", "mkdocstrings-python"],
         "dev": [
-            "deepspeed_pulse[docs]",
+            "deepspeed_pulse[docs,examples]",
             "hypothesis",
             "jsonschema",
             "mypy",
             "ninja",
-            "peft",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
-            "scikit-image",
-            "transformers",
         ],
     },
     entry_points={"console_scripts": ["ds_pulse=deepspeed_pulse.cli:main"]},

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import torch
 from diffusers import DDIMScheduler, UNet2DModel
 from pairs import SIZE, Photographs, noise_scheduler, read_by_upscaler, shrunk
+from runs import check_run
 from torch import Tensor
 
 MODELS = ("base", "upscaler")
@@ -93,7 +94,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="denoising steps of each model")
     parser.add_argument("--image", type=Path, default=Path("cascade.png"), help="where to write the picture")
     args = parser.parse_args()
-    draw(Cascade(args.out), Photographs(args.data, size=SIZE), args.image, count=args.count, steps=args.steps)
+    photographs = Photographs(args.data, size=SIZE)
+    check_run(args.out, classes=photographs.names, size=SIZE)
+    draw(Cascade(args.out), photographs, args.image, count=args.count, steps=args.steps)
     print(f"wrote {args.image}")
 
 

@@ -21,6 +21,7 @@ import deepspeed
 import torch
 from diffusers import UNet2DModel
 from pairs import SIZE, PairBatches, Photographs
+from runs import check_run, keep_run
 from sample import MODELS, Cascade, draw
 
 from deepspeed_pulse import Backbone, PipelineModule
@@ -116,11 +117,11 @@ def train(engine: Any, batches: PairBatches, args: argparse.Namespace) -> None:
         microbatches=engine.gradient_accumulation_steps(),
         data_index=engine.grid.data_parallel_id,
     )
-    table = LossTable(args.out / "loss.csv", engine)
+    table = LossTable(args.out / "loss.csv", engine, args.steps)
     while engine.global_steps < args.steps:
         engine.train_batch(data)
         step = engine.global_steps
-        table.add(step, args.steps)
+        table.add(step)
         if step % args.checkpoint_every == 0 or step == args.steps:
             engine.save_checkpoint(str(args.out / "checkpoints"), tag=f"step{step}", checkpoints_total_limit=2)
 
@@ -128,12 +129,15 @@ def train(engine: Any, batches: PairBatches, args: argparse.Namespace) -> None:
 class LossTable:
     """Losses of both models: each step in a CSV file, a line on the screen now and then; on the first rank."""
 
-    def __init__(self, path: Path, engine: Any) -> None:
+    def __init__(self, path: Path, engine: Any, num_steps: int) -> None:
         self.path, self.engine, self.is_first = path, engine, engine.global_rank == 0
         self.means: dict[str, float] = {}
+        self.num_steps = num_steps
         self.begun, self.start = time.perf_counter(), engine.global_steps
         if self.is_first:
             self._keep_rows_until(engine.global_steps)
+            if engine.global_steps >= num_steps:
+                print(f"all {num_steps} steps are done: --steps trains further, another --out starts anew", flush=True)
 
     def _keep_rows_until(self, step: int) -> None:
         """Drop losses that a resumed run will compute again."""
@@ -144,17 +148,17 @@ class LossTable:
         with self.path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([["step", *MODELS], *rows])
 
-    def add(self, step: int, num_steps: int) -> None:
+    def add(self, step: int) -> None:
         losses = {name: float(loss) for name, loss in self.engine.losses.items()}
         self.means = {name: 0.95 * self.means.get(name, loss) + 0.05 * loss for name, loss in losses.items()}
         if not self.is_first:
             return
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow([step, *losses.values()])
-        if step % SHOWN_EVERY == 0 or step == num_steps:
+        if step % SHOWN_EVERY == 0 or step == self.num_steps:
             means = ", ".join(f"{name} {mean:.4f}" for name, mean in self.means.items())
             speed = (step - self.start) / (time.perf_counter() - self.begun)
-            print(f"step {step} of {num_steps}: mean losses {means}; {speed:.2f} steps/s", flush=True)
+            print(f"step {step} of {self.num_steps}: mean losses {means}; {speed:.2f} steps/s", flush=True)
 
 
 def finish(engine: Any, photographs: Photographs, out: Path) -> None:
@@ -171,10 +175,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     photographs = Photographs(args.data, size=SIZE)
+    check_run(args.out, classes=photographs.names, size=SIZE)
     engine = initialize(args, photographs)
     batches = PairBatches(photographs, microbatch_size=engine.train_micro_batch_size_per_gpu(), seed=args.seed)
     if (args.out / "checkpoints" / "latest").is_file():
         engine.load_checkpoint(str(args.out / "checkpoints"))
+    if engine.global_rank == 0:
+        keep_run(args.out, classes=photographs.names, size=SIZE)
     train(engine, batches, args)
     finish(engine, photographs, args.out)
 

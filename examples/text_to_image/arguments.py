@@ -150,5 +150,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if not isinstance(config.get(key), int):
             refuse(f"{path}: expected a number for {key!r}, found {config.get(key)!r}")
+    if config.get("fp16", {}).get("enabled", False):
+        refuse(f'{path}: expected float32 or "bf16", found "fp16", whose loss scaling this program knows nothing of')
     config.pop("train_batch_size", None)  # follows from the two, for any number of ranks
     return config

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 METADATA = "metadata.jsonl"
+MADE_OF = "made_of.json"
 BUNDLED = Path(__file__).with_name("captions.jsonl")
 KEPT_IN_MEMORY = 256  # scaled images
 
@@ -82,6 +83,25 @@ def _rows(table: Path, root: Path, column: str) -> Iterator[Captioned]:
         if not path.is_file():
             raise DataError(f"{table}, line {number}: no file {path}")
         yield Captioned(path=path, captions=captions)
+
+
+def keep_captions(folder: Path, entries: Sequence[Captioned]) -> None:
+    """Write down which images a small pipeline in ``folder`` was made of."""
+    (folder / MADE_OF).write_text(json.dumps(_told(entries)), encoding="utf-8")
+
+
+def check_captions(folder: Path, entries: Sequence[Captioned]) -> None:
+    """Raise a DataError where the small pipeline in ``folder`` was made of other images or captions."""
+    path = folder / MADE_OF
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != _told(entries):
+        raise DataError(
+            f"{folder} was made of other images or captions, which its tokenizer and autoencoder know: "
+            "give another --output_dir (OUT= of make), or remove that folder"
+        )
+
+
+def _told(entries: Sequence[Captioned]) -> list[list[str]]:
+    return [[entry.path.name, *entry.captions] for entry in entries]
 
 
 class Images:

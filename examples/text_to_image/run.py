@@ -18,7 +18,7 @@ from diffusers import DDPMScheduler
 from diffusers.optimization import get_scheduler
 from encode import CACHE_CHUNK, Cached, Encoders, OnTheFly, Raw, frozen_parts
 from folder import UNET, PipelineFolder
-from images import Captioned, Images, read_captions
+from images import Captioned, Images, check_captions, keep_captions, read_captions
 from peft import LoraConfig
 from validate import Validation
 
@@ -180,6 +180,7 @@ def small_folder(out: Path, entries: Sequence[Captioned], *, seed: int) -> Path:
         if time.monotonic() > deadline:
             refuse(f"{folder}: the first rank made no pipeline in {WAIT_SECONDS:.0f} s", alone=True)
         time.sleep(0.2)
+    check_captions(folder, entries)
     return folder
 
 
@@ -192,6 +193,7 @@ def make_small(folder: Path, entries: Sequence[Captioned], *, seed: int) -> None
     threads = torch.get_num_threads()
     torch.set_num_threads(min(os.cpu_count() or 1, threads * int(os.environ.get("LOCAL_SIZE", "1"))))
     small_pipeline.make(making, entries, seed=seed)
+    keep_captions(making, entries)
     torch.set_num_threads(threads)
     making.rename(folder)
 

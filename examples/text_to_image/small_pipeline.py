@@ -30,7 +30,6 @@ TOKENS = 16
 WIDTH = 64  # of the text states
 LATENT_CHANNELS = 8
 VAE_STEPS, VAE_BATCH, VAE_CROP, VAE_LEARNING_RATE = 700, 8, 32, 2e-3
-COMPLETE = "model_index.json"  # diffusers writes it last of all
 
 
 def make(folder: Path, entries: Sequence[Captioned], *, vae_steps: int = VAE_STEPS, seed: int = 0) -> None:

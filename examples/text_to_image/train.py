@@ -61,6 +61,8 @@ class Training:
     def all_steps(self) -> None:
         """Every step there is still to do, then what is left of them."""
         start, end = self.engine.global_steps, self.run.num_steps
+        if self.first and start >= end:
+            print(f"all {end} steps are done: --max_train_steps trains further, another --output_dir starts anew")
         data = None
         if self.batches is not None:
             data = self.batches.iterate(first_step=start, data_index=self.engine.grid.data_parallel_id)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from arguments import refuse
 from diffusers import StableDiffusion3Pipeline
 from diffusers.training_utils import cast_training_params
-from images import Images, View, read_captions
+from images import Captioned, DataError, Images, View, check_captions, keep_captions, read_captions
 from peft import LoraConfig
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
                         "StableDiffusion3Pipeline (default: a small one with random weights is made)")  # fmt: skip
     parser.add_argument("--train_data_dir", type=Path, help="images and a metadata.jsonl (default: scikit-image's)")
     parser.add_argument("--output_dir", type=Path, default=Path("out/sd3_lora"))
-    parser.add_argument("--resolution", type=int, default=32)
+    parser.add_argument("--resolution", type=int, help="side in pixels (default: the model's own)")
     parser.add_argument("--rank", type=int, default=4, help="of the adapters")
     parser.add_argument("--max_train_steps", type=int, default=100)
     parser.add_argument("--checkpointing_steps", type=int, default=50)
@@ -60,11 +61,10 @@ def add_adapters(transformer: Any, args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def encoded(folder: Path, args: argparse.Namespace, device: torch.device) -> list[Sample]:
+def encoded(folder: Path, entries: Sequence[Captioned], resolution: int, device: torch.device) -> list[Sample]:
     """Latents and text states of every image: mean and width of its latents, text states, pooled text."""
     pipeline = StableDiffusion3Pipeline.from_pretrained(folder, transformer=None, torch_dtype=DTYPE).to(device)
-    entries = read_captions(args.train_data_dir)
-    images, vae, samples = Images(entries, resolution=args.resolution), pipeline.vae, []
+    images, vae, samples = Images(entries, resolution=resolution), pipeline.vae, []
     for index, entry in enumerate(entries):
         pixels = images.pixels(View(index=index, caption=entry.captions[0]))[None].to(device, DTYPE)
         latents = vae.encode(pixels).latent_dist.mode().float()
@@ -117,7 +117,7 @@ def sample(engine: Any, folder: Path, args: argparse.Namespace) -> None:
     made.images[0].save(args.output_dir / f"step{engine.global_steps:06d}.png")
 
 
-def pipeline_folder(args: argparse.Namespace) -> Path:
+def pipeline_folder(args: argparse.Namespace, entries: Sequence[Captioned]) -> Path:
     """The one given, or a small one that the first rank makes."""
     if args.pretrained_model_name_or_path is not None:
         return args.pretrained_model_name_or_path
@@ -125,9 +125,17 @@ def pipeline_folder(args: argparse.Namespace) -> Path:
     if torch.distributed.get_rank() == 0 and not (folder / "model_index.json").is_file():
         import small_sd3
 
-        small_sd3.make(folder, read_captions(args.train_data_dir), seed=args.seed)
+        small_sd3.make(folder, entries, seed=args.seed)
+        keep_captions(folder, entries)
     torch.distributed.barrier()
+    check_captions(folder, entries)
     return folder
+
+
+def resolution(folder: Path) -> int:
+    """Pixels that the transformer of the pipeline was made for."""
+    transformer, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae"))
+    return int(transformer["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1))
 
 
 def main(words: list[str] | None = None) -> list[float]:
@@ -136,7 +144,12 @@ def main(words: list[str] | None = None) -> list[float]:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     deepspeed.init_distributed()
     config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
-    folder = pipeline_folder(args)
+    try:
+        entries = read_captions(args.train_data_dir)
+        folder = pipeline_folder(args, entries)
+    except DataError as problem:  # the same on every rank
+        refuse(str(problem))
+    args.resolution = args.resolution or resolution(folder)
     module = PipelineModule(
         from_pretrained(folder, subfolder="transformer", dtype=DTYPE, prepare=lambda model: add_adapters(model, args)),
         num_stages=int(os.environ["WORLD_SIZE"]),
@@ -151,9 +164,11 @@ def main(words: list[str] | None = None) -> list[float]:
     data = None
     if engine.is_first_stage():
         first = engine.global_steps * engine.gradient_accumulation_steps()
-        samples = encoded(folder, args, engine.device)
+        samples = encoded(folder, entries, args.resolution, engine.device)
         data = batches(samples, args, engine.train_micro_batch_size_per_gpu(), first=first)
     losses: list[float] = []
+    if engine.global_rank == 0 and engine.global_steps >= args.max_train_steps:
+        print(f"all {args.max_train_steps} steps are done: --max_train_steps trains further, another --output_dir anew")
     while engine.global_steps < args.max_train_steps:
         losses.append(float(engine.train_batch(data)))
         if engine.global_steps % args.checkpointing_steps == 0 or engine.global_steps == args.max_train_steps:

@@ -26,6 +26,7 @@ from data import Batches, Photographs
 from diffusers import UNet2DModel
 from plots import draw_loss, draw_samples, draw_timeline
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from runs import check_run, keep_run
 from sample import MODEL, complete_pipeline
 
 from deepspeed_pulse import PipelineModule
@@ -98,6 +99,8 @@ def train(engine: Any, batches: Batches, args: argparse.Namespace) -> None:
     table = args.out / "loss.csv"
     if first:
         keep_rows_until(table, engine.global_steps)
+        if engine.global_steps >= args.steps:
+            print(f"all {args.steps} steps are done: --steps trains further, another --out starts anew", flush=True)
     with ProgressBar(engine, args.steps) if first else nullcontext() as report:
         while engine.global_steps < args.steps:
             loss = float(engine.train_batch(data))
@@ -179,6 +182,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     photographs = Photographs(args.data, size=args.size)
+    check_run(args.out, classes=photographs.names, size=args.size)
     config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
     given = config.get("train_micro_batch_size_per_gpu", "auto")
     example = Batches(photographs, microbatch_size=EXAMPLE_SIZE if given == "auto" else given, seed=args.seed)
@@ -201,6 +205,8 @@ def main() -> None:
     batches = Batches(photographs, microbatch_size=engine.train_micro_batch_size_per_gpu(), seed=args.seed)
     if (args.out / "checkpoints" / "latest").is_file():
         engine.load_checkpoint(str(args.out / "checkpoints"))
+    if engine.global_rank == 0:
+        keep_run(args.out, classes=photographs.names, size=args.size)
     train(engine, batches, args)
     finish(engine, photographs, batches, args.out)
 

@@ -22,7 +22,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The example's modules, imported the way its scripts import each other."""
     monkeypatch.syspath_prepend(str(EXAMPLES / "cascade"))
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in (*NAMES, "data"):
+    for name in (*NAMES, "data", "runs"):
         sys.modules.pop(name, None)
 
 

@@ -280,6 +280,25 @@ def test_a_file_that_is_no_image_is_named(example, tmp_path):
         images.pixels(example.images.View(index=0, caption="a"))
 
 
+def test_a_small_pipeline_of_other_images_is_refused(example, tmp_path):
+    mine = [example.images.Captioned(path=Path("a.png"), captions=("a",))]
+    other = [example.images.Captioned(path=Path("b.png"), captions=("a",))]
+    example.images.check_captions(tmp_path, mine)
+    example.images.keep_captions(tmp_path, mine)
+    example.images.check_captions(tmp_path, mine)
+    with pytest.raises(example.images.DataError, match=r"was made of other images or captions.*give another --output"):
+        example.images.check_captions(tmp_path, other)
+
+
+def test_fp16_is_refused(example, capsys, tmp_path):
+    config = json.loads((EXAMPLE / "ds_config.json").read_text()) | {"fp16": {"enabled": True}}
+    (tmp_path / "fp16.json").write_text(json.dumps(config))
+    args = example.arguments.parse_arguments(["--deepspeed_config", str(tmp_path / "fp16.json")])
+    with pytest.raises(SystemExit):
+        example.arguments.configuration(args)
+    assert 'expected float32 or "bf16", found "fp16"' in capsys.readouterr().out
+
+
 ARGUMENT_MISTAKES = {
     "--cache_latents": "add --center_crop",
     "--train_batch_size 0": "--train_batch_size",

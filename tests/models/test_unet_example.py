@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "unet"
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The example's modules, imported the way its scripts import each other."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    names = ("data", "sample", "plots")
+    names = ("data", "sample", "plots", "runs")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         sys.modules.pop(name, None)
@@ -99,6 +99,17 @@ def test_exported_folder_is_sampled_and_drawn(example, tmp_path):
     for name in ("loss.png", "samples.png"):
         with Image.open(tmp_path / name) as picture:
             assert min(picture.size) > 200
+
+
+def test_a_run_on_other_classes_or_of_another_size_is_no_continuation(example, tmp_path):
+    mine = {"classes": ("cat", "dog"), "size": 32}
+    example.runs.check_run(tmp_path, **mine)
+    example.runs.keep_run(tmp_path, **mine)
+    example.runs.check_run(tmp_path, **mine)
+    with pytest.raises(SystemExit, match=r"holds a run with classes cat, dog, found cat, owl: give another --out"):
+        example.runs.check_run(tmp_path, classes=("cat", "owl"), size=32)
+    with pytest.raises(SystemExit, match=r"holds a run with size 32, found 64"):
+        example.runs.check_run(tmp_path, classes=("cat", "dog"), size=64)
 
 
 def test_no_trained_model_is_one_readable_line(example, tmp_path):
