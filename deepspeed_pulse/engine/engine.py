@@ -303,6 +303,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
+        torch.clear_autocast_cache()  # a script's autocast may last, and keeps casts of the weights before
         with self._watchdog.watching("the start of train_batch", meets=True):
             try:
                 loss = super().train_batch(data_iter)
@@ -320,18 +321,21 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         return loss
 
     def _save_and_exit(self) -> NoReturn:
-        """End a run that was asked to stop: a checkpoint where the last one went, then exit status 143."""
+        """End a run that was asked to stop: a checkpoint where and as the last one went, then exit status 143."""
         saved = "nothing saved: this run has not saved a checkpoint yet, so it is not known where to"
         if self._saving.last is not None:
             save_dir, more = self._saving.last
             self.save_checkpoint(save_dir, **more)
             saved = f"saved {save_dir}/global_step{self.global_steps}"
+            if more["client_state"]:
+                saved += " with the client state that the last save was given"
         if self.global_rank == 0:
             print(f"pulse: SIGTERM after step {self.global_steps}: {saved}; exit", flush=True)
         raise SystemExit(EXIT_STATUS)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, forward only."""
+        torch.clear_autocast_cache()
         self.finish_backbones()
         with self._watchdog.watching("the start of eval_batch", meets=True):
             found = super().eval_batch(*args, **kwargs)

@@ -7,7 +7,8 @@ forwards of microbatches that have no estimate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +64,17 @@ class OrderedBatches:
         self._batches.release(self._order[microbatch])
 
 
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Casts of weights that autocast would keep from here have no gradient, and the forward that trains read them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 class ExtraForwards:
     """Runs the extra forwards of one rank's stages in one step, and keeps estimates until they have been read."""
 
@@ -99,7 +111,7 @@ class ExtraForwards:
         def lookup(name: str) -> Any:
             return self._batches.entry(name, m) if self._batches.has_entry(name) else self._values.get(name, m)
 
-        with torch.no_grad():
+        with torch.no_grad(), _without_cached_casts():
             # numbers below zero: random numbers of their own, where layers are seeded
             output, exported = self._stages[stage].run(hidden, lookup, number=-3 - self._number(m))
             for name, value in exported.items():

@@ -31,6 +31,7 @@ def toy_cases(world: int) -> list[dict[str, Any]]:
     silent = {"model": "toy", "P": LAYOUTS[world][-1][0], "M": 3, "clip": 0.1, "enabled": True, "first_rank_only": True}
     untagged = {**silent, "untagged": True}
     cases += [linear, silent, untagged, {**linear, "first_rank_only": True}]
+    cases += [{**linear, "autocast": True, **more} for more in ({}, {"interval": 1}, {"placement": "wave"})]
     if world == 4:
         two = {"model": "toy", "P": 2, "M": 3, "clip": 0.1, "enabled": True}
         cases += [{**two, "topology": {"data": 2, "pipe": 2}}, {**two, "topology": {"pipe": 2, "data": 2, "model": 1}}]

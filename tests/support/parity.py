@@ -110,9 +110,9 @@ def mse(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(output, labels)
 
 
-def reference_run(model: str, microbatches: int, data_parallel: int, clip: float) -> Any:
+def reference_run(model: str, microbatches: int, data_parallel: int, clip: float, autocast: bool = False) -> Any:
     """Losses, gradients of the last step and weights after it; rank 0 runs it for all, and each rank keeps it."""
-    key = (model, microbatches, data_parallel, clip)
+    key = (model, microbatches, data_parallel, clip, autocast)
     if key not in _REFERENCES:
         found = [_reference(*key) if torch.distributed.get_rank() == 0 else None]
         torch.distributed.broadcast_object_list(found)
@@ -120,7 +120,11 @@ def reference_run(model: str, microbatches: int, data_parallel: int, clip: float
     return _REFERENCES[key]
 
 
-def _reference(model: str, microbatches: int, data_parallel: int, clip: float) -> Any:
+def in_bf16(autocast: bool) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
+
+def _reference(model: str, microbatches: int, data_parallel: int, clip: float, autocast: bool) -> Any:
     layers, batch, first = models(model)
     unpartitioned = Unpartitioned(layers())
     optimizer = torch.optim.SGD(unpartitioned.parameters(), lr=0.05, momentum=0.9)
@@ -128,7 +132,9 @@ def _reference(model: str, microbatches: int, data_parallel: int, clip: float) -
     for step in range(STEPS):
         data = [batch(step, m, d) for d in range(data_parallel) for m in range(microbatches)]
         numbers = [step * microbatches + m for _ in range(data_parallel) for m in range(microbatches)]
-        loss, gradients = train(unpartitioned, optimizer, data, mse, clip, first, numbers if model == "noisy" else None)
+        with in_bf16(autocast):
+            drawn = numbers if model == "noisy" else None
+            loss, gradients = train(unpartitioned, optimizer, data, mse, clip, first, drawn)
         losses.append(loss)
     of_weight = {p: gradients[name] for name, p in unpartitioned.named_parameters()}
     by_layer = {
@@ -186,12 +192,15 @@ def run_case(case: dict[str, Any]) -> None:
     if "pipelines" in case:
         assert engine.grid.topology().get_axis_comm_lists("pipe") == case["pipelines"]
     data_parallel, data_index = engine.grid.data_parallel_size, engine.grid.data_parallel_id
-    losses, expected, buffers = reference_run(case["model"], microbatches, data_parallel, clip)
+    losses, expected, buffers = reference_run(
+        case["model"], microbatches, data_parallel, clip, case.get("autocast", False)
+    )
     feeds = not case.get("first_rank_only") or engine.is_first_stage() or engine.is_last_stage()
-    for step in range(STEPS):
-        data = (batch(step, m, data_index) for m in itertools.count())
-        loss = float(engine.train_batch(data_iter=data if feeds else None).detach())
-        assert abs(loss - losses[step]) <= TOLERANCE * abs(losses[step]), (case, step, loss, losses[step])
+    with in_bf16(case.get("autocast", False)):  # around all steps: what it keeps of weights is of one step
+        for step in range(STEPS):
+            data = (batch(step, m, data_index) for m in itertools.count())
+            loss = float(engine.train_batch(data_iter=data if feeds else None).detach())
+            assert abs(loss - losses[step]) <= TOLERANCE * abs(losses[step]), (case, step, loss, losses[step])
     scale = max(float(g.norm()) for layer in expected.values() for _, g in layer.values())
     for index, function in module.local_layers():
         owner = getattr(function, "module", function)

@@ -235,6 +235,7 @@ class OwnSteps:
         with self._only(backbone):
             self._count(held_in_step(self._engine))
             self._engine.optimizer.step()
+            torch.clear_autocast_cache()  # the backbone's next forward may come in this call of train_batch
             self._clear(backbone)
         self._set(present)
 

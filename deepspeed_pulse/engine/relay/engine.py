@@ -48,6 +48,7 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
             notes.print_notes(self)
 
     def train_batch(self, data_iter: Any = None) -> Any:
+        torch.clear_autocast_cache()  # a script's autocast may last, and keeps casts of the weights before
         self.__dict__["_INSTRUCTION_MAP"] = {**RelayEngine._INSTRUCTION_MAP, **replaced_instructions()}
         self._sent.clear()
         self.module.shared.watch_buffers()
@@ -68,6 +69,7 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         self._marks.clear()
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        torch.clear_autocast_cache()
         # Without gradients the tuple looks different, so shapes are agreed on anew.
         self.reset_activation_shape()
         try:
