@@ -26,7 +26,7 @@ class Saving:
         self._problem: Exception | None = None
         """What this rank met while upstream wrote."""
         self.last: tuple[Any, dict[str, Any]] | None = None
-        """Folder, client state and averages of the last save, for a run that is asked to stop."""
+        """Folder and options of the last save, for a run that is asked to stop."""
 
     def save(
         self,
@@ -66,7 +66,15 @@ class Saving:
                 folder.keep(limit)
             except (OSError, FileError) as problem:  # the new one is there whatever happens to old ones
                 print(f"pulse: warning: {folder.save_dir}: older checkpoints are not removed: {problem}", flush=True)
-        self.last = save_dir, {"client_state": client_state, "ema": ema}
+        self.last = (
+            save_dir,
+            {
+                "client_state": client_state,
+                "exclude_frozen_parameters": exclude_frozen_parameters,
+                "ema": ema,
+                "checkpoints_total_limit": limit,
+            },
+        )
 
     def _checked_folder(self, save_dir: Any, tag: Any, client_state: Any, ema: Any, limit: Any) -> CheckpointFolder:
         """Nothing is touched before every rank's arguments are known to be good, and the same tag."""
