@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -95,6 +96,28 @@ def test_backbones_make_steps_of_their_own_where_asked(capsys: pytest.CaptureFix
     assert any(part.carried for part in Plan.load("plan.json").backbones)
     assert json.loads(Path("ds_config.json").read_text())["pulse"] == {"plan": "plan.json", "backbone_steps": "each"}
     assert run("check plan.json --profile both.json --cluster a100:1x2") == 0
+
+
+def test_in_fp16_backbones_make_no_steps_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("base", "upscaler"):
+        half = replace(Profile.load(f"{name}.json"), dtype="float16")
+        Path(f"{name}.json").write_text(half.to_json())
+    assert run(f"{PLAN} --backbone-steps auto") == 0
+    assert not any(part.carried for part in Plan.load("plan.json").backbones)
+    assert run(f"{PLAN} --backbone-steps each") == 2
+    assert '"each": expected a profile in float32 or bfloat16, found float16' in capsys.readouterr().err
+
+
+def test_the_action_that_does_not_fit_is_the_one_that_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a plan whose rows run into one another, which are shown as one step's alone."""
+    assert run(f"{PLAN} --backbone-steps each") == 0
+    small = replace(load_cluster("a100:1x2"), memory_bytes=10**8)
+    Path("small.json").write_text(small.to_json())
+    capsys.readouterr()
+    assert run(f"check plan.json --profile {BOTH} --cluster small.json") == 1
+    text = " ".join(capsys.readouterr().out.split())
+    told, marked = re.findall(r"ms, at (\w+);", text), re.findall(r">>(\w+)<<", text)
+    assert told and told == marked
 
 
 @pytest.mark.parametrize(

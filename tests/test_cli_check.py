@@ -74,6 +74,14 @@ def test_zero_stage_1_shares_the_optimizer_state(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("planned")
+def test_show_of_a_route_to_nowhere_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for route in ({"hops": [[0, 9]]}, {"source_stage": 9, "hops": [[0, 1]]}):
+        change("plan.json", lambda plan, route=route: plan["routes"][0].update(route))
+        assert run("show plan.json") == 2
+        assert "route 'skip0'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("planned")
 def test_check_of_a_sound_plan_is_status_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"check plan.json {COSTS}") == 0
     assert capsys.readouterr().out == "plan.json: no violation\n"

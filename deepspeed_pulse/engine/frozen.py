@@ -60,6 +60,8 @@ class DeclaredParts:
         for name, given in specs.items():
             if not isinstance(given, FrozenSpec):
                 raise ConfigError(f"frozen: expected a FrozenSpec for {name!r}, found {type(given).__name__}")
+            if given.ranks is not None and not [*given.ranks]:
+                raise ConfigError(f"frozen: {name!r}: ranks: expected at least one, or None for all, found none")
         _check_owners(specs, heads)
         self._specs = dict(specs)
         first = {head.layers.start: head.value(head.input) for head in heads}

@@ -248,6 +248,8 @@ def check_parts(parts: Sequence[Part], fields: Fields) -> None:
     names = [part.name for part in parts]
     if not names or len(set(names)) != len(names):
         raise fields.error("parts", "at least one part, each with a name of its own")
+    if any(part.ranks == () for part in parts):
+        raise fields.error("parts", "ranks that name at least one, or none in a part that all may run")
     try:
         in_order(parts)
     except FileError as problem:

@@ -12,6 +12,9 @@ from deepspeed_pulse.ir.backbones import BackboneLayers, check_parts
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import Fields
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Of trained weights; a frozen base may be in 8 bit."""
+
 
 def is_16_bit(dtype: str) -> bool:
     """Weights whose optimizer keeps fp32 master weights."""
@@ -181,6 +184,8 @@ class Profile(File):
         )
 
     def check_form(self, fields: Fields) -> None:
+        if self.dtype not in DTYPES and not self.dtype.startswith("float8"):  # other names would plan fp32's state
+            raise fields.error("dtype", f"torch's name of a floating type, one of {', '.join(DTYPES)}")
         parts = self.backbones
         check_parts(fields, "backbones", [p.layers for p in parts], [p.name for p in parts], self.num_layers)
         owners = [index for index, part in enumerate(parts) for _ in range(*part.layers)]

@@ -160,8 +160,13 @@ def _posted_ms(traffic: Traffic, timeline: Timeline, life: _Life) -> dict[Messag
 
 
 def _waiting_gradients(problem: Problem, life: _Life) -> Iterator[tuple[int, Interval]]:
-    placement, stages = problem.placement, range(problem.num_stages)
-    taken = {(s, s - 1): problem.costs.output_bytes[s - 1] for s in stages[1:] if placement[s] == placement[s - 1]}
+    placement = problem.placement
+    steps = ((stage, placement.before(stage)) for stage in range(problem.num_stages))
+    taken = {
+        (stage, before): problem.costs.output_bytes[before]
+        for stage, before in steps
+        if before is not None and placement[stage] == placement[before]
+    }
     for (stage, before), size in taken.items():
         for m, (_, end) in life.backwards(stage):
             yield placement[stage], (end, life.backward(before, m)[0], size)

@@ -63,11 +63,17 @@ def _recomputed(layer: LayerCost, kept: int) -> LayerCost:
 
 
 def _kept_bytes(profile: Profile) -> list[int]:
-    """Per layer, its input (unknown and left out for the first) and what it stashes."""
-    kept = [0, *(layer.output_bytes for layer in profile.layers[:-1])]
+    """Per layer, its input (unknown and left out for the first of a backbone) and what it stashes."""
+    kept = [_read_bytes(profile, index) for index in range(profile.num_layers)]
     for skip in {skip.name: skip for skip in profile.skips}.values():
         kept[skip.source] += skip.bytes
     return kept
+
+
+def _read_bytes(profile: Profile, layer: int) -> int:
+    """What a layer reads of the one before; 0 for the first of the model, or of a backbone."""
+    first = {0, *(part.layers[0] for part in profile.backbones)}
+    return 0 if layer in first else profile.layers[layer - 1].output_bytes
 
 
 def held_in_actions(
@@ -118,7 +124,7 @@ def _forward_workspace(profile: Profile, own: Sequence[int], runs: Sequence[Sequ
     kept = [x.activation_bytes for x in layers]
     for run in runs:
         for i in run:
-            at, read = i - own[0], profile.layers[i - 1].output_bytes if i > 0 else 0
+            at, read = i - own[0], _read_bytes(profile, i)
             working[at] = _or(layers[at].rerun_workspace_bytes, working[at]) + (0 if i == run[0] else read)
             kept[at] = read if i == run[0] else 0
     return max(_beyond(working, kept))

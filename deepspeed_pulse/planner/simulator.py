@@ -260,6 +260,14 @@ def rank_step_bytes(problem: Problem, rank: int) -> int:
     return step_bytes(problem.profile, max(params.values(), default=0), problem.rules, plan.data_parallel)
 
 
+def still_optimal(plan: Plan) -> Plan:
+    """The plan with what is so of its proof: not all that was added to it, or left out, keeps its order the best."""
+    if plan.solver is None or plan.estimate is None or not plan.solver.optimal:
+        return plan
+    reached = plan.estimate.makespan_ms <= plan.estimate.lower_bound_ms * (1 + 1e-9)
+    return replace(plan, solver=replace(plan.solver, optimal=reached))
+
+
 def _reduction_end_ms(problem: Problem, timeline: Timeline) -> float:
     """When the last rank holds its new weights, the optimizer's own time not counted; 0 without peers.
 

@@ -21,9 +21,11 @@ def with_unit_costs(plan: Plan) -> tuple[Plan, Profile, Cluster]:
     without the fingerprint of its real profile.
     """
     sent = tuple(route for route in plan.routes if route.hops)
+    stages = range(plan.num_stages)
+    sound = [r for r in sent if r.source_stage in stages and all(to in stages for _, to in r.hops)]
     skips = tuple(
         Skip(name=route.name, source=plan.boundaries[route.source_stage], target=plan.boundaries[stage], bytes=0)
-        for route in sent
+        for route in sound  # the check of the plan tells of others
         for stage in sorted({to for _, to in route.hops})
     )
     shares = (1.0 / len(plan.stage_layers(plan.stage_of(index))) for index in range(plan.num_layers))

@@ -260,3 +260,10 @@ def test_the_fingerprint_follows_every_figure():
 def test_state_factor(dtype, factor):
     data = PROFILE.to_dict() | {"dtype": dtype}
     assert Profile.from_json(json.dumps(data)).state_factor == factor
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "half", "torch.bfloat16", "fp32"])
+def test_another_name_of_a_dtype_is_no_fp32(dtype):
+    """Half of the state would be planned, without a word."""
+    with pytest.raises(FileError, match=r"field 'dtype': expected torch's name of a floating type, .* found"):
+        Profile.from_json(json.dumps(PROFILE.to_dict() | {"dtype": dtype}))

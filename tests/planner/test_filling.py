@@ -76,7 +76,10 @@ def test_neither_memory_nor_order_is_broken(seed):
         assert filled.estimate == estimate(filled, costs, machines)
         assert Plan.from_json(filled.to_json()) == filled
         assert filled.estimate.makespan_ms >= filled.estimate.lower_bound_ms * (1 - 1e-9)
-        assert replace(filled, fill=None, estimate=made.estimate) == made
+        assert replace(filled, fill=None, estimate=made.estimate, solver=made.solver) == made
+        if made.solver.optimal:  # what is added may end behind the bound
+            reached = filled.estimate.makespan_ms <= filled.estimate.lower_bound_ms * (1 + 1e-9)
+            assert filled.solver == replace(made.solver, optimal=reached)
     assert len(found) in (0, 2)
     if found:
         assert found[0.3] <= found[0.0] + 1e-9
@@ -343,6 +346,7 @@ def test_times_by_microbatch_size():
         (lambda d: d["parts"][0].update(needs=["latents"]), "need each other's results"),
         (lambda d: d["parts"][0].update(needs=["text"]), "part 'latents' needs 'text'"),
         (lambda d: d["parts"][0].update(layers=[]), "at least one layer"),
+        (lambda d: d["parts"][0].update(ranks=[]), "ranks that name at least one"),
         (lambda d: d["parts"][0]["layers"][0].update(forward_ms=1.0), "an object of ms by microbatch size"),
         (lambda d: d["parts"][0]["layers"][0].update(forward_ms={"0": 1}), "an object of ms by microbatch size"),
         (lambda d: d["parts"][0]["layers"][0]["forward_ms"].update({"1": -1}), "a finite number"),

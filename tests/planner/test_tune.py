@@ -416,6 +416,22 @@ def test_a_global_batch_that_nothing_divides():
         tuned(costs, box(), 3)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schedule": "zbv", "waves": (0,), "loops": ()}, "schedule 'zbv' fits no placement that is tried .linear. on"),
+        (
+            {"schedule": "1f1b", "waves": (1, 2), "loops": ()},
+            "schedule '1f1b' fits no placement that is tried .wave. on",
+        ),
+        ({"microbatch_size": 3}, "microbatch size: expected one that a profile is for, found 3: there is one for 2"),
+    ],
+)
+def test_what_excludes_every_choice_is_named(given, message):
+    with pytest.raises(ConfigError, match=message):
+        tuned(replace(uniform(8), microbatch_size=2), box(), 12, given=Constraints(**given))
+
+
 def test_a_batch_that_only_too_many_stages_divide():
     with pytest.raises(InfeasibleError, match="7 samples a step on 8 ranks; too few layers: 16 stages"):
         tuned(uniform(4), box(ranks_per_node=8), 7)

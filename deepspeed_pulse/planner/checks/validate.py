@@ -66,10 +66,11 @@ def marked_rows(plan: Plan, also: Mapping[int, set[int]] | None = None) -> list[
     """Rows of the ranks at fault, with actions at fault as ``>>2F0<<``; ``also``: further positions, per rank."""
     if any(_shape(plan, plan.boundaries[-1] if plan.boundaries else 0)):
         return []
+    wanted = {rank: {plan.schedule[rank][i] for i in positions} for rank, positions in (also or {}).items()}
     plan = carried.isolated(plan)
     marked = {rank: set(at) for rank, (_, at) in _schedule_problems(plan).items()}
-    for rank, positions in (also or {}).items():
-        marked.setdefault(rank, set()).update(positions)
+    for rank, actions in wanted.items():
+        marked.setdefault(rank, set()).update(plan.schedule[rank].index(action) for action in actions)
     _, stuck = walk(lower(plan), plan.placement)
     for entry in stuck:
         assert isinstance(entry.item, Step)

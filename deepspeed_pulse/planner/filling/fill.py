@@ -17,7 +17,7 @@ from deepspeed_pulse.planner.filling.greedy import MOST_OPEN, Filler, Preference
 from deepspeed_pulse.planner.filling.hand_overs import with_hand_overs
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.simulator import run, simulate, summarize
+from deepspeed_pulse.planner.simulator import run, simulate, still_optimal, summarize
 
 _PREFERENCES = (
     Preference(),
@@ -57,7 +57,7 @@ def fill_plan(plan: Plan, job: Job, *, solver_seconds: float) -> Plan:
     """
     problem = Problem(replace(plan, fill=None), job.profile, job.cluster)
     best = _Ways(problem, _checked(job.frozen, plan), job.limit_bytes).best(solver_seconds)
-    return replace(plan, fill=best.fill, estimate=best.estimate)
+    return still_optimal(replace(plan, fill=best.fill, estimate=best.estimate))
 
 
 def fill_behind(plan: Plan, job: Job) -> Plan:
@@ -203,9 +203,10 @@ def allowed_ranks(
     found: dict[str, tuple[int, ...]] = {}
     for part in sorted(parts, key=lambda part: -part.forward_ms):
         need = _most_bytes(part, microbatches)
-        fitting = [r for r in part.ranks or range(problem.num_ranks) if free[r] >= need]
+        allowed = range(problem.num_ranks) if part.ranks is None else part.ranks
+        fitting = [r for r in allowed if free[r] >= need]
         if not fitting:
-            most = max(free[r] for r in part.ranks or range(problem.num_ranks))
+            most = max(free[r] for r in allowed)
             raise InfeasibleError(
                 f"frozen part {part.name!r} needs {need / 1e9:.3f} GB on a rank that runs it; beside the model's own "
                 f"{most / 1e9:.3f} GB of {cap / 1e9:.3f} GB are left at best; raise the memory limit, use more ranks "

@@ -12,7 +12,7 @@ from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
 from deepspeed_pulse.planner.making.maker import WORTH_CHANGING, Maker, TooSlow
 from deepspeed_pulse.planner.making.ordered import step_ms
 from deepspeed_pulse.planner.recompute import cheapest_first
-from deepspeed_pulse.planner.simulator import estimate
+from deepspeed_pulse.planner.simulator import estimate, still_optimal
 
 MOST_SEARCHED = 2
 """Of the placements of several backbones (which of them run the other way round, and how), how many are searched for
@@ -73,7 +73,7 @@ def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:
     if not layers:
         return plan
     fewer = replace(plan, recompute=tuple(i for i in plan.recompute if i not in layers))
-    fewer = replace(fewer, estimate=estimate(fewer, maker.job.profile, maker.job.cluster))
+    fewer = still_optimal(replace(fewer, estimate=estimate(fewer, maker.job.profile, maker.job.cluster)))
     if _fits(fewer, maker.job):
         return fewer
     half = len(layers) // 2

@@ -8,6 +8,7 @@ from dataclasses import replace
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.carried import Part, meeting_problems, with_carried
 from deepspeed_pulse.ir.channels import make_traffic
+from deepspeed_pulse.ir.choice import may_step_apart
 from deepspeed_pulse.ir.plan import Plan, Solver
 from deepspeed_pulse.planner.checks.rendezvous import rendezvous_problems
 from deepspeed_pulse.planner.filling.fill import fill_behind, most_bytes
@@ -35,6 +36,13 @@ def with_own_steps(plan: Plan, job: Job, options: SearchOptions) -> Plan:
     if not plan.backbones and asked:
         raise ConfigError('"backbone_steps": "each": expected several backbones, found one; use "together"')
     if not plan.backbones or options.backbone_steps == "together":
+        return plan
+    if not may_step_apart(job.profile.dtype):
+        if asked:
+            raise ConfigError(
+                f'"backbone_steps": "each": expected a profile in float32 or bfloat16, found {job.profile.dtype}; '
+                'use "together"'
+            )
         return plan
     found = min(_rolled(plan, job, options), key=_step_ms, default=None)
     if found is None and job.frozen:

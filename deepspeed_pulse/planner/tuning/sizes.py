@@ -46,6 +46,13 @@ class Sizes:
         """A profile was given for the size, or the one that was given can be scaled to it."""
         return size in self._given or (self.in_proportion and size % self.smallest.microbatch_size == 0)
 
+    @property
+    def described(self) -> str:
+        """Which there are, in words."""
+        if self.in_proportion:
+            return f"there is one for {self.smallest.microbatch_size}, which stands for its multiples"
+        return f"there are some for {', '.join(map(str, sorted(self._given)))}"
+
     def at(self, size: int) -> Profile:
         """The profile for a microbatch size that there is (:meth:`has`); a scaled one says so as its device."""
         if size not in self._given:

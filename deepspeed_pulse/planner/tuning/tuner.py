@@ -102,7 +102,7 @@ class Tuner:
             found = True
             yield family
         if not found:
-            raise self._nothing_divides()
+            raise self._nothing_is_tried()
 
     def _families(self, shapes: Callable[[int, int], list[tuple[int, bool]]]) -> Iterator[Choice]:
         for ranks in (n for n in range(1, self.job.world + 1) if self.job.world % n == 0):
@@ -158,6 +158,27 @@ class Tuner:
         cluster, world = self.job.cluster, self.job.world
         same = ranks in (1, world) or world <= cluster.ranks_per_node or cluster.intra_node == cluster.inter_node
         return (Layout.PIPE_MAJOR,) if same else tuple(Layout)
+
+    def _nothing_is_tried(self) -> ConfigError:
+        """Says whether it is the batch, the microbatch size or the schedule."""
+        size, schedule = self.given.microbatch_size, self.given.schedule
+        if size is not None and not self.sizes.has(size):
+            return ConfigError(
+                f"microbatch size: expected one that a profile is for, found {size}: {self.sizes.described}; "
+                "profile that size, or leave it to be chosen"
+            )
+        divide = (self._sizes(n, self.job.world // n) for n in range(1, self.job.world + 1) if self.job.world % n == 0)
+        if any(divide):
+            tried = (
+                ["wave"] * any(self.given.waves)
+                + ["linear"] * (0 in self.given.waves)
+                + ["loop"] * any(self.given.loops)
+            )
+            return ConfigError(
+                f"schedule {schedule!r} fits no placement that is tried ({', '.join(tried)}) on a divisor of "
+                f"{self.job.world} ranks; use another schedule, or let the placement be chosen"
+            )
+        return self._nothing_divides()
 
     def _nothing_divides(self) -> ConfigError:
         smallest = self.sizes.smallest.microbatch_size
