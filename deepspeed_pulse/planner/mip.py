@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,19 @@ Term = tuple[int, float]
 _FEASIBLE = 2
 
 
-class Mip:
-    """A program that is minimised. ``options``: HiGHS's own, by name."""
+_PATIENCE = 10
+"""Times the processor time that a search may take, after which it ends whatever the machine does meanwhile."""
 
-    def __init__(self, **options: float | bool | str) -> None:
+
+class Mip:
+    """A program that is minimised.
+
+    Args:
+        seconds: of processor time to search for; HiGHS's own limit is of the clock's.
+        options: HiGHS's own, by name.
+    """
+
+    def __init__(self, *, seconds: float, **options: float | bool | str) -> None:
         import highspy  # loaded only when a program is solved
 
         self._infinity: float = highspy.kHighsInf
@@ -22,7 +32,8 @@ class Mip:
         self.solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in {"output_flag": False, "threads": 1, **options}.items():
             self.solver.setOptionValue(option, value)
-        self._num_columns = 0
+        self.solver.setOptionValue("time_limit", _PATIENCE * float(seconds))
+        self._seconds, self._num_columns = seconds, 0
 
     def column(self, low: float, high: float, *, cost: float = 0.0, integer: bool = False) -> int:
         """A variable between two bounds."""
@@ -48,6 +59,14 @@ class Mip:
 
     def solve(self) -> list[float] | None:
         """Values of the columns in the best solution found; None without one."""
+        deadline = time.process_time() + self._seconds
+
+        def is_over(event: Any) -> None:
+            if time.process_time() > deadline:
+                event.interrupt()
+
+        for limited in (self.solver.cbMipInterrupt, self.solver.cbSimplexInterrupt):
+            limited.subscribe(is_over)
         self.solver.run()
         values = list(self.solver.getSolution().col_value)
         return values if values and self.solver.getInfo().primal_solution_status == _FEASIBLE else None

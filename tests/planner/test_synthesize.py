@@ -10,10 +10,10 @@ from deepspeed_pulse.errors import InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import backward, forward
-from deepspeed_pulse.planner import Job, SearchOptions
+from deepspeed_pulse.planner import Job, SearchOptions, mip
 from deepspeed_pulse.planner.mip import Mip
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.search.order_model import Solved, whole_model
+from deepspeed_pulse.planner.search.order_model import Solved, solve_order, whole_model
 from deepspeed_pulse.planner.search.synthesize import synthesize
 from deepspeed_pulse.planner.simulator import run
 
@@ -176,5 +176,20 @@ def test_rows_of_the_model_hold_for_a_simulated_order_which_the_solver_begins_wi
     assert model.pairs
     given = []
     monkeypatch.setattr(Mip, "start_from", lambda program, values: given.extend(values))
-    model.program(start)
+    model.program(start, seconds=1.0)
     assert given == [value[variable] for variable in (*model.nodes, *model.pairs, "makespan")]
+
+
+@pytest.mark.timeout(120)
+def test_the_solver_stops_by_processor_time(monkeypatch):
+    """A busy machine gives a search as much of it as a quiet one; here all that it may take is over at once."""
+    costs = random_profile(random.Random(3), 8)
+    blank = plan(Placement.wave(4), 8, of=costs)
+    found = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0))
+    problem = Problem(blank, costs, cluster())
+    timeline = run(problem, found.schedule)
+    taken = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr(mip.time, "process_time", lambda: next(taken))
+    known = {span.work: span.start_ms for span in timeline.spans}
+    assert solve_order(problem, known, timeline.makespan_ms, seconds=500.0, seed=0) is not None
+    assert next(taken) > 1000

@@ -69,7 +69,7 @@ class Assignment:
 
     def solve(self, seconds: float) -> Runs | None:
         """Frozen runs of the best assignment found; None when there is none, or parts would wait for each other."""
-        program = Mip(time_limit=seconds, mip_rel_gap=1e-4, random_seed=0)
+        program = Mip(seconds=seconds, mip_rel_gap=1e-4, random_seed=0)
         self.end = program.column(0.0, self.upper_ms, cost=1.0)
         self._columns(program)
         for terms, low, high in self._rows():

@@ -109,12 +109,14 @@ class OrderModel:
         for a in self.nodes:
             yield [(MAKESPAN, 1.0), (a, -1.0)], duration[a] + self.tail[a]
 
-    def program(self, starts: Mapping[int, float], more: Iterable[Row] = (), **options: float) -> Mip:
+    def program(
+        self, starts: Mapping[int, float], more: Iterable[Row] = (), *, seconds: float, **options: float
+    ) -> Mip:
         """From known starts (ms): columns are the nodes' starts in order, then pairs and the makespan.
 
-        ``more``: further rows; ``options``: HiGHS's own.
+        ``more``: further rows; ``seconds``, ``options``: as of :class:`Mip`.
         """
-        program = Mip(**options)
+        program = Mip(seconds=seconds, **options)
         column: dict[object, int] = {}
         for node in self.nodes:
             low = self.earliest[node]
@@ -163,7 +165,7 @@ def solve_order(
     program = model.program(
         {node: incumbent[action] for action, node in net.index.items()},
         random_seed=seed,
-        time_limit=float(seconds),
+        seconds=seconds,
         mip_rel_gap=1e-9,
         mip_abs_gap=1e-9 * upper_ms,
     )

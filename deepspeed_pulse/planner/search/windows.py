@@ -84,7 +84,7 @@ def reordered(
     model = window_model(paths, window)
     starts = {node: paths.start(node) for node in model.nodes}
     stash = stash_rows(model, paths, change, limits)
-    values = model.program(starts, stash, random_seed=0, time_limit=float(seconds), mip_max_nodes=_NODES).solve()
+    values = model.program(starts, stash, random_seed=0, seconds=seconds, mip_max_nodes=_NODES).solve()
     if values is None:
         return None
     value = dict(zip(model.nodes, values, strict=False))
