@@ -168,7 +168,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """All that was tried for one job: those with a plan first, the fastest of them first; what was run before all.
+    """All that was tried for one job: those with a plan first, the best of them first; what was run before all.
 
     ``memory_bytes``: what a rank has. ``profiles``: what the choices were simulated with, by microbatch size.
     """

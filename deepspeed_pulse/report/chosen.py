@@ -32,16 +32,24 @@ def options(tuning: Tuning) -> tuple[Option, ...]:
             step_ms=trial.figures.step_ms,
             bubble_ratio=trial.figures.bubble_ratio,
             peak_bytes=trial.figures.peak_bytes,
-            why="the fastest" if trial is best else _behind(trial, best),
+            why=_ahead(best, others) if trial is best else _behind(trial, best),
         )
         for trial in (best, *shown)
     )
+
+
+def _ahead(best: Trial, others: Sequence[Trial]) -> str:
+    fastest = min((trial.figures.step_ms for trial in others), default=best.figures.step_ms)
+    more = best.figures.step_ms / fastest - 1
+    return "the fastest" if more < _SAME else f"{words.percent(more)} behind the fastest, and sends less"
 
 
 def _behind(trial: Trial, best: Trial) -> str:
     """How much slower, and what adds most to it: work of the ranks, waiting, or reducing gradients."""
     mine, its = trial.figures, best.figures
     more = mine.step_ms / its.step_ms - 1
+    if more < -_SAME:
+        return f"its step is planned {words.percent(-more)} shorter, but sends more, which takes cores from the work"
     if more < _SAME:
         return "as fast, with more ranks in a pipeline or more memory"
     work, idle, after = (a - b for a, b in zip(_times(mine), _times(its), strict=True))

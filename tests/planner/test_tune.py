@@ -152,6 +152,22 @@ def test_zero_1_is_taken_where_the_optimizer_state_does_not_fit():
     assert "optimizer state and its step alone need" in alone.reason
 
 
+def test_where_hosts_send_what_sends_least_is_taken_of_choices_about_as_fast():
+    """Three waves are 1.8 % faster than one by plan, and send three times as much."""
+    halves = {"backward_ms": 10.0, "weight_grad_ms": 5.0, "input_grad_ms": 5.0}
+    costs = profile([layer(forward_ms=5.0, **halves, output_bytes=10**4, param_bytes=10**9) for _ in range(32)])
+    found = {}
+    for overhead_us in (0.0, 100.0):
+        link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0, overhead_us=overhead_us)
+        found[overhead_us] = tuned(costs, replace(box(), intra_node=link, inter_node=link), 16)
+    assert found[0.0].best.choice.waves == 3
+    best, *others = found[100.0].ranked
+    assert best.choice.waves == 1
+    faster = [trial for trial in others if trial.figures.step_ms < best.figures.step_ms]
+    assert faster and best.figures.step_ms < 1.03 * faster[0].figures.step_ms
+    assert all(trial.figures.p2p_bytes_per_microbatch > best.figures.p2p_bytes_per_microbatch for trial in faster)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_frozen_base_is_whole_on_every_replica_and_is_not_summed(dtype):
     """Adapters of 1 % train; what the optimizer has is shared under ZeRO-1, and in bf16 anyway."""

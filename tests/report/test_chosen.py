@@ -32,12 +32,14 @@ def tuning(*trials: Trial) -> Tuning:
             "its step takes 50.0 % longer: ranks wait longer (bubble 40.0 % instead of 0.0 %)",
         ),
         ({"step_ms": 150.0, "makespan_ms": 90.0}, "its step takes 50.0 % longer: reducing gradients adds 60 ms"),
+        ({"step_ms": 98.0}, "its step is planned 2.0 % shorter, but sends more, which takes cores from the work"),
         ({"step_ms": 100.0}, "as fast, with more ranks in a pipeline or more memory"),
     ],
 )
 def test_why_another_was_not_chosen(sample, figures, why) -> None:
     found = options(tuning(trial(sample, 2, step_ms=100.0), trial(sample, 4, **figures)))
-    assert [option.why for option in found] == ["the fastest", why]
+    behind = "2.0 % behind the fastest, and sends less"
+    assert [option.why for option in found] == [behind if figures["step_ms"] < 100 else "the fastest", why]
 
 
 def test_each_number_of_ranks_has_a_place(sample) -> None:

@@ -44,6 +44,10 @@ _NO_GAIN = "fits with ZeRO stage 0, which gathers no weights at the end of a ste
 _WORTH_HIDING = 0.05
 """Of a step: what one rank gains by several stages must exceed what their actions cost beyond the plan."""
 
+_ALIKE = 0.03
+"""Of a step: choices that close are taken for equally fast where hosts send. Messages and sums take cores from the work
+there, more than each message's own cost, and plans know nothing of that."""
+
 _WORTH_MORE = 0.01
 """Of a step: what memory must cost for loops of more rounds to be tried."""
 
@@ -371,7 +375,8 @@ class Tuner:
 
     def searched(self, trials: list[Trial], seconds: float) -> list[Trial]:
         """With better orders of those that may be the best, in order again; most of the time is for the one that is."""
-        within = _figures(trials[0].planned).step_ms
+        trials = self.in_order(trials)
+        within = min(_figures(trial.plan).step_ms for trial in trials if trial.plan)
         contenders = [t for t in trials[:_CONTENDERS] if t.plan and _figures(t.plan).lower_bound_ms < within]
         if not contenders or seconds <= 0:
             return trials
@@ -383,7 +388,23 @@ class Tuner:
 
     def _searched(self, trials: list[Trial], chosen: list[Trial], seconds: float) -> list[Trial]:
         better = {id(trial): self._better(trial, seconds) for trial in chosen}
-        return sorted((better.get(id(trial), trial) for trial in trials), key=rank_of)
+        return self.in_order(better.get(id(trial), trial) for trial in trials)
+
+    def in_order(self, trials: Iterable[Trial]) -> list[Trial]:
+        """The best first: the fastest, or of those about as fast the one that sends least, where hosts send."""
+        ranked = sorted(trials, key=rank_of)
+        if not (self.job.cluster.intra_node.overhead_us or self.job.cluster.inter_node.overhead_us):
+            return ranked
+        most_ms = (1 + _ALIKE) * _figures(ranked[0].planned).step_ms
+        alike = [trial for trial in ranked if trial.plan and _figures(trial.plan).step_ms <= most_ms]
+        lightest = min(alike, key=self._sent_bytes)
+        return [lightest, *(trial for trial in ranked if trial is not lightest)]
+
+    def _sent_bytes(self, trial: Trial) -> int:
+        """Of all ranks in a step: messages of every pipeline, and sums over pipelines as rings make them."""
+        choice, figures = trial.choice, _figures(trial.planned)
+        messages = choice.data_parallel * choice.microbatches * figures.p2p_bytes_per_microbatch
+        return messages + 2 * (choice.data_parallel - 1) * self.sizes.at(choice.microbatch_size).param_bytes
 
     def _better(self, trial: Trial, seconds: float) -> Trial:
         choice, job = trial.choice, self.job.chosen(trial.choice)
