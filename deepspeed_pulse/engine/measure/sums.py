@@ -20,6 +20,10 @@ _SIZES = (2**16, 2**20, 2**22, 2**24, 2**26)
 _LONGEST_MS = 100.0
 """A size that is expected to take longer is not tried: the bandwidth is known by then."""
 
+_FEWEST = 3
+"""Sizes that are tried whatever they take: the two smallest tell of starting more than of bandwidth. Where ranks share cores
+six times too little of it came out."""
+
 _REPEATS = 3
 
 
@@ -59,7 +63,7 @@ def _points(group: Any, size: int, device: torch.device, bucket_bytes: int) -> P
     clock = DeviceClock(device)
     for num_bytes in _SIZES:
         carried = 2 * (size - 1) * num_bytes // size
-        if len(points) >= 2 and fit_link(points).whole_ms(carried) > _LONGEST_MS:
+        if len(points) >= _FEWEST and fit_link(points).whole_ms(carried) > _LONGEST_MS:
             break
         summed = torch.zeros(num_bytes // 4, device=device)
         marks = [clock.mark()]
