@@ -21,8 +21,8 @@ _LONGEST_MS = 100.0
 """A size that is expected to take longer is not tried: the bandwidth is known by then."""
 
 _FEWEST = 3
-"""Sizes that are tried whatever they take: the two smallest tell of starting more than of bandwidth. Where ranks share cores
-six times too little of it came out."""
+"""Sizes that are tried whatever they take: the two smallest tell of starting more than of bandwidth. Where ranks share
+cores six times too little of it came out."""
 
 _REPEATS = 3
 
