@@ -130,8 +130,9 @@ CONSTRUCTION = {
     ),
     "auto and a profile of larger microbatches": (
         "ConfigError",
-        "the smallest profile is for microbatches of 2",
-        "profile a smaller microbatch",
+        "microbatch size: expected one that a profile is for, found 1",
+        "there is one for 2, which stands for its multiples",
+        "profile that size",
     ),
     "auto and a plan of other numbers": ("ConfigError", "the plan is for microbatches 3", "says 4", "or plan anew"),
     "auto in initialize only": ("ConfigError", 'deepspeed.initialize brings "auto"', "pass config= to PipelineModule"),
