@@ -358,9 +358,8 @@ class Tuner:
     def least_held_bytes(self, choice: Choice) -> int:
         """No cuts have less on their fullest rank, which has an equal part of the weights or the largest layer's.
 
-        Of frozen weights and of others with their gradients together, or of what is trained with all it needs.
-
-        State and step, and what communicators hold. Of backbones that step apart, one is the smallest share of a step.
+        State and step of what is trained, or, if that is more, frozen weights and the others with their gradients; and
+        what communicators hold. Of backbones that step apart, one is the smallest share of a step.
         """
         profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(choice.zero_stage)
         weights = max(-(-profile.param_bytes // choice.pipeline_ranks), *(x.param_bytes for x in profile.layers))
