@@ -21,6 +21,8 @@ from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, estimate, make_plan, tune
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import partition
+from deepspeed_pulse.planner.problem import Problem
+from deepspeed_pulse.planner.reduction import reduction_ms
 from deepspeed_pulse.planner.tuning.sizes import Sizes
 from deepspeed_pulse.report.tuning import describe
 
@@ -171,15 +173,16 @@ def _planned(setting: Setting, shard: bool, **options: Any) -> Plan:
 
 def _balanced(layers: tuple[LayerCost, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
     """Cuts for time alone, which microbatches of any size have in common."""
-    work = tuple(round(layer.forward_ms / layers[0].forward_ms, 6) for layer in layers)
+    unit = layers[0].forward_ms
+    work = tuple((round(layer.forward_ms / unit, 6), round(layer.backward_ms / unit, 6)) for layer in layers)
     return _cuts(work, placement)
 
 
 @cache
-def _cuts(work: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
+def _cuts(work: tuple[tuple[float, float], ...], placement: tuple[int, ...]) -> tuple[int, ...]:
     layers = tuple(
-        LayerCost(name=str(i), forward_ms=ms, backward_ms=2 * ms, param_bytes=0, activation_bytes=0, output_bytes=0)
-        for i, ms in enumerate(work)
+        LayerCost(name=str(i), forward_ms=f, backward_ms=b, param_bytes=0, activation_bytes=0, output_bytes=0)
+        for i, (f, b) in enumerate(work)
     )
     costs = Profile(name="time", device="none", dtype="bfloat16", microbatch_size=1, layers=layers, skips=())
     link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0)
@@ -193,7 +196,10 @@ def _cuts(work: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...
 
 
 def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
-    """Where it fits: sums once a step, which favours ZeRO-2, hidden behind backward as far as that lasts."""
+    """Where it fits: sums once a step, which favours ZeRO-2, hidden behind backward as far as that lasts.
+
+    ZeRO-2 scatters its sums, half of what DDP sends, and gathers the weights when it has stepped them, the other half.
+    """
     cluster = point.machines.cluster(point.ranks)
     for samples in MICROBATCHES:
         passes, rest = divmod(point.batch, point.ranks * samples)
@@ -205,21 +211,26 @@ def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
         for name, shards in (("ZeRO-2", point.ranks), ("DDP", 1)):
             if params * (BYTES_PER_PARAMETER - SHARED + SHARED / shards) + activations > cluster.memory_bytes:
                 continue
-            plan = make_plan(
-                Job(
-                    # each rank of DDP steps all weights: nothing to gather, as in fp16
-                    profile=costs if shards > 1 else replace(costs, dtype="float16"),
-                    cluster=cluster,
-                    pipeline_ranks=1,
-                    data_parallel=point.ranks,
-                    microbatches=passes,
-                    memory_bytes=UNLIMITED,
-                    rules=Rules.of(int(shards > 1)),
-                ),
-                SearchOptions(placement="linear", solver_seconds=0.0),
-            )
+            plan, sent = _summed(costs, 1 if shards == 1 else 2, cluster, passes)
             assert plan.estimate is not None
-            yield name, Best(samples_per_second=plan.estimate.samples_per_second, way=f"{passes} passes of {samples}")
+            step_ms = plan.estimate.step_ms + (0.0 if shards == 1 else reduction_ms(Problem(plan, sent, cluster), 0))
+            rate = 1e3 * samples * passes * point.ranks / step_ms
+            yield name, Best(samples_per_second=rate, way=f"{passes} passes of {samples}")
+
+
+def _summed(costs: Profile, parts: int, cluster: Cluster, passes: int) -> tuple[Plan, Profile]:
+    """A whole model on every rank, of whose gradients one of so many parts is sent; and costs with so many bytes."""
+    layers = tuple(replace(layer, param_bytes=layer.param_bytes // parts) for layer in costs.layers)
+    sent = replace(costs, layers=layers, dtype="float16")  # bfloat16's optimizer would share the state by itself
+    job = Job(
+        profile=sent,
+        cluster=cluster,
+        pipeline_ranks=1,
+        data_parallel=cluster.num_ranks,
+        microbatches=passes,
+        memory_bytes=UNLIMITED,
+    )
+    return make_plan(job, SearchOptions(placement="linear", solver_seconds=0.0)), sent
 
 
 def _tuned(point: Point) -> Best:
