@@ -137,11 +137,14 @@ class Steps:
         """All ranks begin the same step, before anything else of it. ``mode``: one of ``reading.MODES``.
 
         Raises:
-            BatchError: another rank begins another one.
+            BatchError: another rank begins another one, or cannot draw its first batch.
             Stopped: a rank was asked to stop, before a step of training; evaluations are made.
+            StopIteration: the data of any rank is over.
         """
         training, size, preemption = mode == "train", self.engine.train_micro_batch_size_per_gpu(), self.preemption
-        stops = agree_on_step(mode, micro_batches, size, preemption.group, asked_to_stop=preemption.heard)
+        heard, ahead = preemption.heard, self.ahead.data if self.ahead is not None and training else None
+        problem = self.reading.problem_with_next(micro_batches, mode, ahead)
+        stops = agree_on_step(mode, micro_batches, size, preemption.group, asked_to_stop=heard, problem=problem)
         if stops and training:
             raise Stopped
         self.watchdog.gave_outside()

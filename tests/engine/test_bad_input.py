@@ -286,6 +286,11 @@ FIRST_STEPS = {
     "data over in a step of changing shapes": ("BatchError", "the data iterator ended after 1 of 2 microbatches"),
     "data over before a step of changing shapes": ("StopIteration",),
     "data over before step 2": ("StopIteration",),
+    "data over on the only rank that reads": ("RuntimeError", "StopIteration ; StopIteration "),
+    "loader broken in step 2 on the only rank that reads": (
+        "RuntimeError",
+        "BatchError rank 0: the first batch of a step cannot be drawn: KeyError: 'sample 17'; BatchError rank 0",
+    ),
 }
 ITS_OWN_RANK = "no data in step 2"
 

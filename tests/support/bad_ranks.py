@@ -379,6 +379,28 @@ def second_step(data: Iterator[Any] | None) -> None:
     made.train_batch(data)
 
 
+def only_reader(data: Callable[[], Iterator[Any]]) -> None:
+    """Only the first rank has data, for each epoch anew; the other is told what comes of it, and goes on."""
+    from deepspeed_pulse.errors import BatchError
+
+    made = engine()
+    ended = []
+    for _ in range(2):
+        found = data() if made.is_first_stage() else None
+        try:
+            for _ in range(2):
+                made.train_batch(found)
+        except (StopIteration, BatchError) as problem:
+            ended.append(f"{type(problem).__name__} {problem}")
+    assert made.global_steps == 2, made.global_steps
+    raise RuntimeError("; ".join(ended))
+
+
+def breaking(sound: int) -> Iterator[Any]:
+    yield from batches(count=sound)
+    raise KeyError("sample 17")
+
+
 def no_data_now() -> None:
     made = engine()
     made.train_batch(batches())
@@ -499,6 +521,8 @@ def first_steps(plan: str) -> None:
         "data over in a step of changing shapes": lambda: buckets(batches(count=1)),
         "data over before a step of changing shapes": lambda: buckets(batches(count=2)),
         "data over before step 2": lambda: second_step(batches(count=0)),
+        "data over on the only rank that reads": lambda: only_reader(lambda: batches(count=2)),
+        "loader broken in step 2 on the only rank that reads": lambda: only_reader(lambda: breaking(2)),
     }
     run_cases(cases)
 

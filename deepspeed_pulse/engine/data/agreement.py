@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_pulse.engine.collectives import told_by_all
+from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import BatchError, ConfigError
@@ -25,20 +25,36 @@ def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
         )
 
 
-def agree_on_step(kind: str, microbatches: int, microbatch_size: int, group: Any, *, asked_to_stop: bool) -> bool:
+def agree_on_step(
+    kind: str,
+    microbatches: int,
+    microbatch_size: int,
+    group: Any,
+    *,
+    asked_to_stop: bool,
+    problem: Exception | None,
+) -> bool:
     """Whether any rank was asked to stop; collective, a few numbers, once at the start of a step.
 
-    ``kind``: of step; ``group``: over the host's memory; None: the world's.
+    ``kind``: of step; ``group``: over the host's memory; None: the world's; ``problem``: this rank's, with the data.
 
     Raises:
-        BatchError: ranks begin different steps, with the numbers; the same on every rank of the world.
+        BatchError: ranks begin different steps, with the numbers; or a rank has no first batch, with what it met. The
+            same on every rank of the world.
+        StopIteration: no rank was asked to stop, and the data of one is over.
     """
+    is_over = isinstance(problem, StopIteration)
     mine = (zlib.crc32(kind.encode()), microbatches, microbatch_size)
-    largest = torch.tensor([int(asked_to_stop), *(sign * number for number in mine for sign in (1, -1))])
+    largest = torch.tensor([int(asked_to_stop), 0 if problem is None else 1 if is_over else 2, *(sign * number for number in mine for sign in (1, -1))])
     if dist.get_world_size() > 1:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
-    if all(high == -low for high, low in largest[1:].view(-1, 2).tolist()):
-        return bool(largest[0])
+    stops, worst, *numbers = largest.tolist()
+    if all(high == -low for high, low in zip(numbers[::2], numbers[1::2], strict=True)):
+        if worst == 2:
+            raise_everywhere(None if is_over else problem, "the first batch of a step cannot be drawn")
+        if worst and not stops:
+            raise StopIteration
+        return bool(stops)
     steps = told_by_all(f"{microbatches} microbatches of {microbatch_size} samples ({kind})", group)
     other = next(rank for rank, step in enumerate(steps) if step != steps[0])
     raise BatchError(

@@ -64,6 +64,11 @@ class FrozenAhead:
         """How long the device waited for results in the last step."""
         return self._runtime.stopwatch.idle_ms if self._ran_in_step else 0.0
 
+    @property
+    def data(self) -> StepBatches | None:
+        """What :meth:`take` would give."""
+        return self._ahead
+
     def take(self) -> StepBatches | None:
         """The data of this training step where it was read ahead; without it the step reads and encodes its own."""
         found, self._ahead = self._ahead, None

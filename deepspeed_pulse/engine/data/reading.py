@@ -67,6 +67,8 @@ class Reading:
         self._names = [value.name for value in module.graph.batch_entries]
         self._data_names = [value.name for value in module.job.reading_graph.batch_entries]
         self._readers: dict[str, tuple[bool, ...]] = {}
+        self._drawn: tuple[tuple[int, str, Any], StepBatches] | None = None
+        """Data of a step that has not begun, and for which one it was drawn from what."""
         form = module.job.batch_form
         self._shapes = {
             mode: ShapeKeeper(
@@ -81,11 +83,33 @@ class Reading:
         self._is_encoded = dict.fromkeys(MODES, False)
         self._told_difference = False
 
+    def problem_with_next(self, micro_batches: int, mode: str, ahead: StepBatches | None) -> Exception | None:
+        """Draw the first microbatch of a step that is about to begin: a StopIteration where the data is over.
+
+        The ranks that read nothing can only be told so. Of the first step of a kind, ranks tell each other more.
+        ``ahead``: its data, where that was read during the one before.
+        """
+        iterator = self._engine.data_iterator
+        if ahead is not None or mode not in self._readers or iterator is None:
+            return None
+        self._mode = mode
+        wanted = (micro_batches, mode, iterator)
+        if self._drawn is None or self._drawn[0] != wanted:
+            self._drawn = wanted, self._batches_of(micro_batches, self._steps[mode])
+        try:
+            self._drawn[1].first()
+        except Exception as found:  # whatever a loader raises
+            self._drawn = None
+            return found
+        return None
+
     def begin(self, micro_batches: int, mode: str, ahead: StepBatches | None) -> None:
-        """Start a step. ``ahead``: its data, where that was read during the one before."""
+        """Start a step. ``ahead``: as for :meth:`problem_with_next`."""
         self._mode = mode
         self._checking = self._is_checked(self._steps[mode])
-        self.batches = ahead or self._batches_of(micro_batches, self._steps[mode])
+        drawn = None if self._drawn is None else self._drawn[1]
+        self._drawn = None
+        self.batches = ahead or drawn or self._batches_of(micro_batches, self._steps[mode])
 
     def following(self, micro_batches: int) -> StepBatches:
         """The data of the next step of this kind."""
@@ -145,8 +169,6 @@ class Reading:
                     f"pipeline rank {self._seat.rank} was given {before} data iterator in the first step and {now} "
                     "now; give each rank the same kind of argument in every step"
                 )
-            if not self._module.dynamic_shape:
-                self.batches.first()
             return readers
         problem = self._problem_with_first()
         self._watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
