@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -57,6 +57,16 @@ class CommonEngine(PipelineEngine):
         self._saving = Saving(self, super().save_checkpoint)
         self._loading = Loading(self, super().load_checkpoint)
         self._evaluation = Evaluation(self)
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, inside ``save_checkpoint`` only."""
+        if getattr(self, "_curr_ckpt_path", None) is None:
+            raise _of_a_part("module_state_dict")
+        return super().module_state_dict(*args, **kwargs)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: upstream's writes a file without weights, and over those of the checkpoint that was loaded."""
+        raise _of_a_part("save_16bit_model")
 
     def finish_backbones(self) -> None:
         """End the steps that backbones are in the midst of: none, unless they make their own."""
@@ -203,7 +213,10 @@ class CommonEngine(PipelineEngine):
             load_module_only=load_module_only,
             backbone=backbone,
         )
-        return self._loading.load(load_dir, tag, wanted, ema)
+        try:
+            return self._loading.load(load_dir, tag, wanted, ema)
+        finally:
+            self._curr_ckpt_path = None  # upstream would write there next
 
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As upstream; ranks meet for tied weights after all of them have loaded their layers."""
@@ -218,3 +231,11 @@ class CommonEngine(PipelineEngine):
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
         """As upstream, for folders with ``[``, ``*`` or ``?`` in their path too."""
         return list(super()._get_all_ckpt_names(glob.escape(checkpoints_path), glob.escape(tag)))
+
+
+def _of_a_part(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}: a rank of a pipeline holds some of the layers only; deepspeed_pulse.models.save_pretrained(engine, "
+        "folder) writes the whole model, with dtype=torch.bfloat16 in 16 bit, and save_checkpoint what a run resumes "
+        "from"
+    )

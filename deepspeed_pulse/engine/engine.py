@@ -191,8 +191,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         return int(self.grid.stage_to_global(self.module.plan.placement[-1]))
 
     def set_dataloader(self, loader: Any) -> None:
-        """Every rank reads its own data."""
-        self.training_dataloader, self.data_iterator = loader, iter(loader)
+        """Every rank that is given a loader reads its own data."""
+        self.training_dataloader, self.data_iterator = loader, None if loader is None else iter(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Every rank that is given an iterator draws from it."""
@@ -312,13 +312,22 @@ class PulseEngine(CommonEngine, EngineWithSeams):
                 self.timers(TRAIN_BATCH_TIMER).reset()
                 self._save_and_exit()
             except Exception:
-                # upstream leaves it running, and a script that mends a refused batch could not go on
-                self.timers(TRAIN_BATCH_TIMER).reset()
+                self._break_off()
                 raise
             self._watchdog.gave()
             self._watchdog.enter("the figures after a step")
             self._observer.end_step(self._orders.of(self.micro_batches))
         return loss
+
+    def _break_off(self) -> None:
+        """Leave nothing of a step that failed: a script that mends a refused batch goes on."""
+        for timer in self.timers.get_timers().values():  # upstream leaves them running
+            if timer.started_:
+                timer.reset()
+        if not self.module.has_several:
+            self.zero_grad()
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()  # bf16's has sums of its own
 
     def _save_and_exit(self) -> NoReturn:
         """End a run that was asked to stop: a checkpoint where and as the last one went, then exit status 143."""

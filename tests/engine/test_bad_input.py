@@ -194,6 +194,18 @@ CONSTRUCTION = {
         "wall_clock_breakdown: expected steps_per_print",
         "found none",
     ),
+    "a profiler that is never printed": (
+        "ConfigError",
+        "flops_profiler.enabled: expected steps_per_print",
+        "found none",
+    ),
+    "tensor parallel": ("ConfigError", "tensor_parallel.autotp_size: expected none, found 2", "leave it out"),
+    "dropped tokens": ("ConfigError", "random_ltd.enabled: expected false, found true", "leave it out"),
+    "groups that a schedule has not counted": (
+        "ConfigError",
+        "the optimizer lacks 1 parameter groups that other ranks of the pipeline have",
+        "give every rank the same groups, empty ones too",
+    ),
     "another interval in the config": (
         "ConfigError",
         "pipeline.activation_checkpoint_interval: the module was planned with 0, deepspeed.initialize brings 1",
@@ -286,6 +298,11 @@ FIRST_STEPS = {
     "data over in a step of changing shapes": ("BatchError", "the data iterator ended after 1 of 2 microbatches"),
     "data over before a step of changing shapes": ("StopIteration",),
     "data over before step 2": ("StopIteration",),
+    "no optimizer": ("ConfigError", "train_batch: expected an optimizer, found none", 'add an "optimizer" block'),
+    "weights of a part": ("ConfigError", "save_16bit_model: a rank of a pipeline holds", "models.save_pretrained"),
+    "state of a part": ("ConfigError", "module_state_dict: a rank of a pipeline holds", "save_checkpoint"),
+    "a loader on one rank": ("RuntimeError", "trained"),
+    "broken off, then trains": ("RuntimeError", "the same"),
     "data over on the only rank that reads": ("RuntimeError", "StopIteration ; StopIteration "),
     "loader broken in step 2 on the only rank that reads": (
         "RuntimeError",

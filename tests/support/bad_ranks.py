@@ -222,6 +222,22 @@ def on_a_device_without_fp16() -> None:
         engine(config=config_with(fp16={"enabled": True}))
 
 
+DROPPED_TOKENS = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}
+
+
+def counted_groups() -> None:
+    """The script leaves out empty groups, so that a rank has fewer; its schedule has counted them."""
+    import deepspeed
+
+    config = config_with(zero_optimization={"stage": 1}, zero_allow_untested_optimizer=True)
+    made = module(config=config)
+    mine = list(made.parameters())
+    groups = [{"params": mine}] if rank() else [{"params": mine[:1]}, {"params": mine[1:]}]
+    optimizer = torch.optim.Adam(groups, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0] * len(groups))
+    deepspeed.initialize(model=made, optimizer=optimizer, lr_scheduler=schedule, config=config)
+
+
 def initialized_with_mpu(config: dict[str, Any]) -> None:
     import deepspeed
 
@@ -329,6 +345,12 @@ def construction(paths: dict[str, str]) -> None:
         "a breakdown that is never printed": lambda: engine(
             config={**config_with(wall_clock_breakdown=True), "steps_per_print": None}
         ),
+        "a profiler that is never printed": lambda: engine(
+            config={**config_with(flops_profiler={"enabled": True}), "steps_per_print": None}
+        ),
+        "tensor parallel": lambda: engine(config=config_with(tensor_parallel={"autotp_size": 2})),
+        "dropped tokens": lambda: engine(config=config_with(data_efficiency=DROPPED_TOKENS)),
+        "groups that a schedule has not counted": counted_groups,
         "another interval in the config": lambda: engine(
             initialize=config_with(pipeline={"activation_checkpoint_interval": 1})
         ),
@@ -394,6 +416,38 @@ def only_reader(data: Callable[[], Iterator[Any]]) -> None:
             ended.append(f"{type(problem).__name__} {problem}")
     assert made.global_steps == 2, made.global_steps
     raise RuntimeError("; ".join(ended))
+
+
+def without_optimizer() -> Any:
+    import deepspeed
+
+    made = deepspeed.initialize(model=module(), config=config_with())[0]
+    made.eval_batch(batches())  # which needs none
+    return made
+
+
+def loader_on_one() -> None:
+    """As upstream, which ignores it in the middle; here the first rank reads for the other."""
+    made = engine()
+    made.set_dataloader(list(batches(count=2)) if made.is_first_stage() else None)
+    made.train_batch()
+    raise RuntimeError("trained")
+
+
+def broken_off() -> None:
+    """A step that fails in its midst leaves no gradient to the next one, which trains as if it were the first."""
+    from deepspeed_pulse.errors import BatchError
+
+    def trained(after: Iterator[Any] | None) -> list[torch.Tensor]:
+        made = engine({"placement": "linear"})
+        try:
+            made.train_batch(after or batches())
+        except BatchError:
+            made.train_batch(batches())
+        return [p.detach().clone() for p in made.module.parameters()]
+
+    assert all(map(torch.equal, trained(labels_by_rank()), trained(None)))
+    raise RuntimeError("the same")
 
 
 def breaking(sound: int) -> Iterator[Any]:
@@ -520,6 +574,11 @@ def first_steps(plan: str) -> None:
         "evaluation of other microbatches": lambda: engine({"plan": plan}).eval_batch(batches(), num_micro_batches=5),
         "data over in a step of changing shapes": lambda: buckets(batches(count=1)),
         "data over before a step of changing shapes": lambda: buckets(batches(count=2)),
+        "no optimizer": lambda: without_optimizer().train_batch(batches()),
+        "weights of a part": lambda: engine().save_16bit_model("out"),
+        "state of a part": lambda: engine().module_state_dict(),
+        "a loader on one rank": loader_on_one,
+        "broken off, then trains": broken_off,
         "data over before step 2": lambda: second_step(batches(count=0)),
         "data over on the only rank that reads": lambda: only_reader(lambda: batches(count=2)),
         "loader broken in step 2 on the only rank that reads": lambda: only_reader(lambda: breaking(2)),

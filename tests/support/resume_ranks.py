@@ -195,6 +195,16 @@ def refuses(case: dict[str, Any]) -> None:
     train(grouped, range(1))
     grouped.save_checkpoint(folder / "grouped")
     grouped.destroy()
+    plain = engine_of(Job(ranks=2))
+    train(plain, range(1))
+    schedule, plain.lr_scheduler = plain.lr_scheduler, None
+    plain.save_checkpoint(folder / "constant")
+    plain.lr_scheduler = schedule
+    expect(
+        plain, folder / "constant", "expected the state of a learning rate schedule, as this run has one, found none"
+    )
+    plain.load_checkpoint(folder / "constant", load_lr_scheduler_states=False)
+    plain.destroy()
     engine = engine_of(Job(ranks=2, placement="linear"))
     expect(engine, folder / "grouped", "in one group of this job's optimizer and were trained in groups with different")
     engine.destroy()

@@ -140,7 +140,7 @@ class Loading:
                     f"load_checkpoint: backbone={wanted.backbone!r}: {where} is a universal checkpoint, of which "
                     "all is loaded; give the checkpoint that it was made of"
                 )
-            return self._read_universal(where, mine.parameters[engine.stage_id] if wants_state else None)
+            return self._read_universal(where, wanted, mine.parameters[engine.stage_id] if wants_state else None)
         sums, saved = read_sums(where), CheckpointRecord.read(where)
         files.begin(sums)
         if engine.global_rank == 0:
@@ -154,6 +154,8 @@ class Loading:
         if wants_state and not by_name and engine.zero_optimization():
             needed.append(engine._get_zero_ckpt_name(str(where.parent), where.name))
         own = self._stage(where, names, needed)
+        if match is None:
+            self._check_schedule(own, wanted)
         for path, layer in layers.items():
             check_layer(layer, files.load(path), Path(path), strict=wanted.load_module_strict)
         return _Found(
@@ -177,11 +179,21 @@ class Loading:
             match.check_layers(saved, mine, where)
         return match
 
-    def _read_universal(self, where: Path, groups: Groups | None) -> _Found:
+    def _check_schedule(self, own: str, wanted: Wanted) -> None:
+        """A learning rate schedule has its state in the rank's own file."""
+        engine = self._engine
+        asked = wanted.load_lr_scheduler_states and not wanted.load_module_only and engine.lr_scheduler is not None
+        if asked and engine.checkpoint_engine.load(own).get("lr_scheduler") is None:
+            raise FileError(
+                f"{own}: expected the state of a learning rate schedule, as this run has one, found none; the run that "
+                "wrote it had no schedule: begin one anew with load_lr_scheduler_states=False"
+            )
+
+    def _read_universal(self, where: Path, wanted: Wanted, groups: Groups | None) -> _Found:
         """The same from files by parameter name; a rank's state that is not of parameters lies beside them."""
         engine, files = self._engine, self._engine.checkpoint_engine
         files.begin(None)
-        self._stage(where, self._rank_files(where))
+        self._check_schedule(self._stage(where, self._rank_files(where)), wanted)
         weights = universal.read_weights(where, universal.own_tensors(self._module), files.load)
         state = None if groups is None else universal.read_named_state(where, groups, files.load)
         if state is not None:

@@ -44,8 +44,9 @@ def agree_on_step(
         StopIteration: no rank was asked to stop, and the data of one is over.
     """
     is_over = isinstance(problem, StopIteration)
+    met = 0 if problem is None else 1 if is_over else 2
     mine = (zlib.crc32(kind.encode()), microbatches, microbatch_size)
-    largest = torch.tensor([int(asked_to_stop), 0 if problem is None else 1 if is_over else 2, *(sign * number for number in mine for sign in (1, -1))])
+    largest = torch.tensor([int(asked_to_stop), met, *(sign * number for number in mine for sign in (1, -1))])
     if dist.get_world_size() > 1:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
     stops, worst, *numbers = largest.tolist()
@@ -63,8 +64,13 @@ def agree_on_step(
     )
 
 
-def check_something_trains(module: Any) -> None:
-    """Some rank of the world must have a trainable parameter, of each backbone; ``module``: this rank's."""
+def check_something_trains(module: Any, optimizer: Any) -> None:
+    """Some rank of the world must have a trainable parameter, of each backbone; ``module``, ``optimizer``: its own."""
+    if not all(told_by_all(optimizer is not None)):
+        raise ConfigError(
+            'train_batch: expected an optimizer, found none; add an "optimizer" block to the config, or pass '
+            "optimizer= to deepspeed.initialize"
+        )
     if module.has_several:
         _check_each_trains(module)
         return

@@ -174,7 +174,7 @@ class Reading:
         self._watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
         raise_everywhere(problem, "the first batch cannot be drawn")
         if self._mode == "train":
-            check_something_trains(self._module)
+            check_something_trains(self._module, self._engine.optimizer)
         readers = who_has_data(has_data, self._first, self._seat.pipelines)
         if len(self._heads) > 1 and not all(readers):
             raise BatchError(

@@ -31,6 +31,7 @@ def add_placeholder(module: torch.nn.Module) -> tuple[str, torch.nn.Parameter]:
     name = f"{PLACEHOLDER}{sum(is_placeholder(key) for key, _ in module.named_parameters()) or ''}"
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.zeros(1))
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+    parameter.use_muon = False  # type: ignore[attr-defined]  # DeepSpeed has marked the others before
     module.register_parameter(name, parameter)
     return name, parameter
 
@@ -66,7 +67,9 @@ def completed(
 
     def checked(optimizer: Any) -> Any:
         filled(optimizer.param_groups)
-        for _ in missing(len(optimizer.param_groups)):
+        lacking = missing(len(optimizer.param_groups))
+        raise_everywhere(_counted(len(lacking)) if lacking and _counts(engine) else None, "the optimizer")
+        for _ in lacking:
             optimizer.add_param_group({"params": [placeholder()]})
         check_covers(optimizer.param_groups, engine.module)
         return optimizer
@@ -80,6 +83,19 @@ def completed(
     groups = [*groups, *more] if not more or isinstance(groups[0], dict) else [{"params": groups}, *more]
     check_covers(groups, engine.module)
     return None, groups
+
+
+def _counts(engine: Any) -> bool:
+    """Whether a script's learning rate schedule has counted the groups of its optimizer."""
+    return hasattr(engine.client_lr_scheduler, "step")
+
+
+def _counted(lacking: int) -> ConfigError:
+    return ConfigError(
+        f"rank {dist.get_rank()}: the optimizer lacks {lacking} parameter groups that other ranks of the pipeline "
+        "have, and a learning rate schedule has counted its groups already; give every rank the same groups, empty "
+        "ones too, or pass the schedule as a function that takes the optimizer"
+    )
 
 
 def check_covers(groups: Iterable[Any], module: torch.nn.Module) -> None:

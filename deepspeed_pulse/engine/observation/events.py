@@ -14,6 +14,9 @@ from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.ir.plan import Estimate
 from deepspeed_pulse.ir.run import MeasuredStep, bytes_by_kind
 
+MOST_STEPS = 1000
+"""Whose times are kept for the next figures, which may never come."""
+
 
 def share_monitor(engine: Any) -> None:
     """A monitor that the config of one rank asks for is every rank's, whose figures it gets. Collective."""

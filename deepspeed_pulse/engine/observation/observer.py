@@ -40,7 +40,7 @@ class Observer:
         """What the step is measured for."""
         self._began: Any = None
         """A mark of the device."""
-        self._marks: list[tuple[Any, Any]] = []
+        self._marks: deque[tuple[Any, Any]] = deque(maxlen=events.MOST_STEPS)
         """Of the device at the ends of each step since the last event."""
         self._kept: deque[MeasuredStep] = deque(maxlen=KEPT_STEPS)
         self._difference: Difference | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +38,7 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         self._sent: Counter[str] = Counter()
         self._warned = self.global_rank != 0
         self._clock = DeviceClock(torch.device(self.device))
-        self._marks: list[tuple[Any, Any]] = []
+        self._marks: deque[tuple[Any, Any]] = deque(maxlen=events.MOST_STEPS)
         """Of the device at the ends of each step since the last event."""
         graph = self.module.graph
         self._names_in = live_after(graph, self.module._local_layers[0] - 1)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
+
 from deepspeed_pulse.config import PulseConfig, parse_pulse
+from deepspeed_pulse.engine.device import runs_at_once
 from deepspeed_pulse.engine.gradients.scaling import check_precision
 from deepspeed_pulse.errors import ConfigError
 
@@ -38,14 +42,49 @@ def check_supported(config: Any, module: Any) -> None:
     """Refuse settings of upstream's parsed config that a plan would not follow."""
     check_zero_stage(int(config.zero_optimization_stage))
     if config.wall_clock_breakdown and config.steps_per_print is None:
+        key = "flops_profiler.enabled" if config.flops_profiler_config.enabled else "wall_clock_breakdown"
         raise ConfigError(
-            "wall_clock_breakdown: expected steps_per_print beside it, which says how often upstream prints the "
-            "breakdown; found none"
+            f"{key}: expected steps_per_print beside it, which says how often upstream prints the breakdown; found none"
         )
     check_precision(config)
+    _check_parallel(config)
+    device = torch.device(get_accelerator().device_name())
+    if config.comms_config.comms_logger_enabled and config.comms_config.comms_logger.enabled:
+        check_logger(device, module.num_stages)
     interval, planned = config.pipeline["activation_checkpoint_interval"], module.job.recomputing.interval
     if interval and interval != planned:
         raise ConfigError(
             f"pipeline.activation_checkpoint_interval: the module was planned with {planned}, "
             f"deepspeed.initialize brings {interval}; pass config= to PipelineModule, the same as to initialize"
+        )
+
+
+def _check_parallel(config: Any) -> None:
+    """Layers cut once more, and samples cut short, are nobody's plan."""
+    sizes = {
+        "tensor_parallel.autotp_size": config.tensor_parallel_config.autotp_size,
+        "sequence_parallel_size": getattr(config, "sequence_parallel_size", 1),
+    }
+    for key, size in sizes.items():
+        if size > 1:
+            raise ConfigError(
+                f"{key}: expected none, found {size}: ranks are stages of a pipeline and its replicas; leave it out",
+                more="unsupported",
+            )
+    routing = config.data_efficiency_config.get("data_routing", {})
+    if routing.get("enabled") and routing.get("random_ltd", {}).get("enabled"):
+        raise ConfigError(
+            "data_efficiency.data_routing.random_ltd.enabled: expected false, found true: it counts tokens in a "
+            "forward of the whole model, which no rank of a pipeline runs; leave it out",
+            more="unsupported",
+        )
+
+
+def check_logger(device: torch.device, num_stages: int) -> None:
+    """The logger ends the device's work after every message that it sees begin, whose other end may come later."""
+    if num_stages > 1 and not runs_at_once(device):
+        raise ConfigError(
+            "comms_logger.enabled: expected false, found true: DeepSpeed's logger waits for every message as soon as "
+            "it is asked for, and ranks of a plan ask for messages before they are sent; pulse_stats() and a monitor "
+            "tell the bytes that ranks send"
         )
