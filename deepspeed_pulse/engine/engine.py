@@ -105,13 +105,14 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         lowering.part(self.micro_batches, "train", (True,) * self.num_stages)
         declared = module.job.conditioning
         estimates = None if declared is None else Estimates(declared, module.job.heads)
+        self._all_parameters = tuple(module.parameters())
         self._runtime = RankRuntime(
             rank=seat.rank,
             communicator=communicator,
             device=self._device,
             finish=losses.finish,
             estimates=None if estimates is None else estimates.of_step,
-            parameters=tuple(module.parameters()),
+            parameters=self._all_parameters,
             state_bytes=self._held_bytes(),
             fresh_gradients=not self.using_bf16_optimizer,
             bucket_bytes=held_in_bucket(self),
@@ -318,6 +319,11 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             self._watchdog.enter("the figures after a step")
             self._observer.end_step(self._orders.of(self.micro_batches))
         return loss
+
+    def zero_grad(self) -> None:
+        """As upstream, which goes through the whole module by name at the end of every step."""
+        for parameter in self._all_parameters:
+            parameter.grad = None
 
     def _break_off(self) -> None:
         """Leave nothing of a step that failed: a script that mends a refused batch goes on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 from weakref import WeakMethod
 
 import deepspeed
@@ -308,6 +308,13 @@ class PipelineModule(upstream.PipelineModule):
         start = f"{prefix}." if prefix else ""
         return ((start + self.shared.names.get(p, name.removeprefix(start)), p) for name, p in named)
 
+    def train(self, mode: bool = True) -> Self:
+        """As torch. Upstream calls it in every step, where few modules if any have another mode."""
+        if not isinstance(mode, bool):  # torch says what it expects
+            return super().train(mode)
+        set_mode(self, mode)
+        return self
+
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
         """Trainable weights that other ranks of the pipeline hold too, and the groups of these ranks."""
         tied = [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
@@ -386,3 +393,16 @@ class PipelineModule(upstream.PipelineModule):
             return self.full_precision_copies[parameter].clone()
         master = safe_get_full_fp32_param(parameter)
         return parameter.detach().float() if master is None else master
+
+
+def set_mode(module: torch.nn.Module, mode: bool) -> None:
+    """``module.train(mode)`` of a module, leaving alone what is in that mode; who has a method of their own run it."""
+    if module.training is not mode:
+        module.training = mode
+    for child in module._modules.values():
+        if child is None:
+            continue
+        if type(child).train is torch.nn.Module.train and "train" not in child.__dict__:
+            set_mode(child, mode)
+        else:
+            child.train(mode)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed_pulse.runtime.payload import num_bytes
 from deepspeed_pulse.runtime.transport import Transport
 
 
@@ -48,8 +47,8 @@ class Holdings:
         self._bucket_bytes, self._no_bucket = bucket_bytes, 0
         self._transport = transport
         self._stats = Stats()
-        self._no_gradient: set[torch.Tensor] = set()
-        """Parameters whose gradients this step has not made yet."""
+        self._no_gradient: dict[int, int] = {}
+        """Bytes of parameters whose gradients this step has not made yet, by their ids: a tensor's own hash is slow."""
         self._waiting: dict[int, int] = {}
         """By microbatch, gradients that wait for the backward or the message that takes them."""
         self._extra = 0
@@ -60,12 +59,13 @@ class Holdings:
         """Start a step, whose figures go to ``stats``. ``goes_on``: what the step before has left is still there."""
         self._stats = stats
         fresh = training and self._fresh_gradients
-        self._no_gradient = {p for p in self._parameters if fresh and p.requires_grad and p.grad is None}
+        lacking = (p for p in self._parameters if fresh and p.requires_grad and p.grad is None)
+        self._no_gradient = {id(p): p.nbytes for p in lacking}
         if not goes_on:
             self.live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0, "step": 0}
             self._waiting, self._extra = {}, 0
         self._no_bucket = self._bucket_bytes if training else 0
-        self.live["state"] = self._state_bytes - num_bytes(self._no_gradient) - self._no_bucket
+        self.live["state"] = self._state_bytes - sum(self._no_gradient.values()) - self._no_bucket
         if communicators:
             self.live["communicators"] = communicators
 
@@ -87,13 +87,14 @@ class Holdings:
 
     def lacks_gradients(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether a backward makes gradients of these where none are."""
-        return not self._fresh_gradients or not self._no_gradient.isdisjoint(parameters)
+        return not self._fresh_gradients or (
+            bool(self._no_gradient) and any(id(p) in self._no_gradient for p in parameters)
+        )
 
     def count_fresh(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gradients that a stage's first backward has made; while it ran, a layer's own were among its workspace."""
         if self._no_gradient:
-            self.count("state", num_bytes(self._no_gradient.intersection(parameters)))
-            self._no_gradient.difference_update(parameters)
+            self.count("state", sum(self._no_gradient.pop(id(p), 0) for p in parameters))
 
     def count_waiting(self, m: int, held: int) -> None:
         """Gradients of a microbatch that wait."""

@@ -31,6 +31,20 @@ def buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.
         yield gathered
 
 
+class Expected:
+    """What the last backward of a stage makes whole.
+
+    Attributes:
+        parameters: in the order in which gradients come.
+        buckets: of them.
+        number: of the bucket of a parameter, by its id.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters, self.buckets = parameters, list(buckets(parameters))
+        self.number = {id(p): number for number, bucket in enumerate(self.buckets) for p in bucket}
+
+
 @dataclass
 class Kept:
     """A bucket whose parts are the gradients from one step to the next, so that they are gathered only once.
@@ -57,24 +71,23 @@ class Kept:
 
     def give(self) -> None:
         """Backwards add to it, where gradients have been cleared, all parameters still train and none was changed."""
-        if not all(map(_may_become, self.parts, self.parameters)):
+        if not all(parameter.requires_grad and parameter.grad is None for parameter in self.parameters):
             return
         self.sent.zero_()
         self.given = [part.detach() for part in self.parts]
-        for parameter, gradient in zip(self.parameters, self.given, strict=True):
-            parameter.grad = gradient
+        try:
+            for parameter, gradient in zip(self.parameters, self.given, strict=True):
+                parameter.grad = gradient
+        except RuntimeError:  # torch's, where the parameter's numbers are of another form by now
+            for parameter in self.parameters:
+                parameter.grad = None
+            self.given = ()
 
     def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether it is their gradients now."""
         return len(parameters) == len(self.given) and all(
             p.grad is gradient for p, gradient in zip(parameters, self.given, strict=True)
         )
-
-
-def _may_become(part: torch.Tensor, parameter: torch.nn.Parameter) -> bool:
-    """Whether it may become the gradient of a parameter, which has none."""
-    alike = part.dtype == parameter.dtype and part.shape == parameter.shape and part.device == parameter.device
-    return alike and parameter.requires_grad and parameter.grad is None
 
 
 @dataclass(frozen=True)

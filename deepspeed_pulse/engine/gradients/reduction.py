@@ -9,7 +9,7 @@ are the same up to the order in which a collective adds more than two replicas.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.pipe.schedule import ReduceGrads
 
 from deepspeed_pulse.engine.device import SideStream, runs_at_once, wait
-from deepspeed_pulse.engine.gradients.buckets import Bucket, Kept, buckets
+from deepspeed_pulse.engine.gradients.buckets import Bucket, Expected, Kept
 from deepspeed_pulse.engine.gradients.stores import MasterGradients, OwnGradients
 from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.errors import PeerError, RunError
@@ -100,25 +100,31 @@ class StageReduction:
         self._parameters, self._names, self._gradients = parameters, names, gradients
         self._dtype, self._group, self._scaling = dtype, group, scaling
         self._timeout_seconds, self._count, self._aside = timeout_seconds, count, aside
-        self._waits_for: dict[torch.nn.Parameter, set[int]] = {}
-        self._left: dict[torch.nn.Parameter, None] = {}
-        self._queue: deque[list[torch.nn.Parameter]] = deque()
-        """Buckets of the stage whose last backward runs, in the order in which all replicas sum them."""
-        self._missing: deque[int] = deque()
-        """Of each of them, how many gradients are not whole yet."""
-        self._bucket_of: dict[torch.nn.Parameter, int] = {}
-        """Their numbers, those that have left counted; of parameters whose gradients may leave before the end."""
+        self._trains: tuple[bool, ...] = ()
+        """Of each parameter, whether it trains: what :attr:`_expected` is made for."""
+        self._expected: dict[tuple[int, ...], Expected] = {}
+        """By stages whose last backwards have come, the last one's buckets."""
+        self._ended: tuple[int, ...] = ()
+        """Stages whose last backwards have come in this step."""
+        self._now = Expected([])
+        """Of the stage whose last backward runs."""
+        self._missing: list[int] = []
+        """Of each of its buckets, how many gradients are not whole yet."""
         self._gone = 0
-        self._times: dict[torch.nn.Parameter, int] = {}
-        """How often that backward has added to them."""
-        self._once: dict[torch.nn.Parameter, bool] = {}
-        """Whether the last backwards of earlier steps added to them once each, so that one may leave at once."""
+        """How many of them have left."""
+        self._left: list[Sequence[torch.nn.Parameter]] = []
+        """All buckets that have left in this step."""
+        self._times: dict[int, int] = {}
+        """How often that backward has added to a parameter, by its id as below: a tensor's own hash is slow."""
+        self._once: set[int] = set()
+        self._more: set[int] = set()
+        """To which last backwards of earlier steps have added once each, so that they may leave at once; and others."""
         self._hooks: list[Any] = []
         self._under_way: list[Bucket] = []
-        self._kept: dict[torch.nn.Parameter, Kept] = {}
+        self._kept: dict[int, Kept] = {}
         """Buckets of this step that gradients are parts of, by their first parameter; ``_given``: those of the last one
         that may be again."""
-        self._given: dict[torch.nn.Parameter, Kept] = {}
+        self._given: dict[int, Kept] = {}
         self._copied: deque[Bucket] = deque()
         """Of those under way, copies that no gradient is a part of: nobody reads them once they are put back."""
         self.expects = False
@@ -136,11 +142,12 @@ class StageReduction:
         self._kept = {}
         for kept in self._given.values():
             kept.give()
-        self._left = {p: None for p in self._names if p.requires_grad and p.numel()}
-        self._waits_for = {}
-        for stage, held in self._parameters.items():
-            for parameter in held:
-                self._waits_for.setdefault(parameter, set()).add(stage)
+        trains = tuple(p.requires_grad for p in self._names)
+        if trains != self._trains:
+            self._trains = trains
+            self._expected.clear()
+        self._ended = ()
+        self._left.clear()
 
     def expect(self, stage: int) -> None:
         """The last backward of a stage comes next: sum what it has made whole while it makes the rest.
@@ -149,30 +156,34 @@ class StageReduction:
         to each. What was added to several times in one backward (a checkpoint that runs a backward of its own) leaves
         at the end, as in the first step all does.
         """
-        ready = []
-        for parameter in reversed(self._parameters[stage]):
-            if parameter in self._left:
-                self._waits_for[parameter].remove(stage)
-                if not self._waits_for[parameter]:
-                    ready.append(parameter)
-        self._queue.extend(buckets(ready))
-        self._missing.extend(map(len, self._queue))
-        self._bucket_of = {p: n for n, bucket in enumerate(self._queue) for p in bucket if self._once.get(p)}
+        self._ended = (*self._ended, stage)
+        if self._ended not in self._expected:
+            self._expected[self._ended] = Expected(list(self._ready(stage)))
+        self._now = self._expected[self._ended]
+        self._missing = [len(bucket) for bucket in self._now.buckets]
         self._gone = 0
         self.expects = True
         self._times.clear()
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in ready]
+        arrived = self._arrived
+        self._hooks = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in self._now.parameters]
+
+    def _ready(self, stage: int) -> Iterator[torch.nn.Parameter]:
+        """What of the stage no other stage adds to any more, last layers first."""
+        waiting = [held for other, held in self._parameters.items() if other not in self._ended]
+        later = {id(parameter) for held in waiting for parameter in held}
+        for parameter in reversed(self._parameters[stage]):
+            if parameter in self._names and _is_summed(parameter) and id(parameter) not in later:
+                yield parameter
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
-        self._times[parameter] = times = self._times.get(parameter, 0) + 1
-        number = self._bucket_of.get(parameter)
-        if number is None or times > 1:
+        key = id(parameter)
+        times = self._times[key] = self._times.get(key, 0) + 1
+        if times > 1 or key not in self._once:
             return
-        self._missing[number - self._gone] -= 1
-        while self._missing and not self._missing[0]:
-            self._missing.popleft()
+        self._missing[self._now.number[key]] -= 1
+        while self._gone < len(self._missing) and not self._missing[self._gone]:
+            bucket = self._now.buckets[self._gone]
             self._gone += 1
-            bucket = self._queue.popleft()
             for one in bucket:
                 self._gradients.collect(one)
             self._start(bucket)
@@ -183,16 +194,17 @@ class StageReduction:
         Raises:
             RunError: that backward added to a gradient which has left already.
         """
-        queue = list(self._queue)
+        rest = self._now.buckets[self._gone :]
         self._forget()
-        for parameter, times in self._times.items():
-            self._once[parameter] = times == 1 and self._once.get(parameter, True)
+        self._more.update(key for key, times in self._times.items() if times > 1)
+        self._once.update(self._times)
+        self._once -= self._more
         late = self._gradients.changed()
         if late:
             raise self._changed(stage, late)
         while self._aside is None and self._copied and self._copied[0].work.is_completed():
             self._finish(self._copied.popleft())
-        for bucket in queue:
+        for bucket in rest:
             self._start(bucket)
         if self._aside is not None and self._copied:
             with self._aside.entered():
@@ -200,7 +212,7 @@ class StageReduction:
 
     def _changed(self, stage: int, late: Sequence[torch.nn.Parameter]) -> RunError:
         named = " or ".join(sorted(self._names[parameter] for parameter in late[:_SHOWN]))
-        if not self._times.keys().isdisjoint(late):
+        if not self._times.keys().isdisjoint(map(id, late)):
             return RunError(
                 f"parameter {named} got two gradients in the last backward of this step and one in those of earlier "
                 f"steps: a checkpoint in a layer of stage {stage} runs it a changing number of times; use "
@@ -218,8 +230,6 @@ class StageReduction:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._queue.clear()
-        self._missing.clear()
 
     def _start(self, bucket: Sequence[torch.nn.Parameter]) -> None:
         """Start summing; from now on nothing may be added."""
@@ -232,8 +242,8 @@ class StageReduction:
             with self._aside.entered():
                 self._finish_copied(_COPIES - 1)
                 self._copied.append(self._started(bucket, gradients))
+        self._left.append(bucket)
         for parameter in bucket:
-            del self._left[parameter]
             self._gradients.remember(parameter)
 
     def finish(self) -> list[torch.Tensor]:
@@ -246,7 +256,8 @@ class StageReduction:
             self._finish(self._under_way.pop(0) if self._under_way else self._copied.popleft())
         if self._aside is not None:
             self._aside.join()
-        return [self._gradients.of(p) for p in self._left]
+        left = {id(parameter) for bucket in self._left for parameter in bucket}
+        return [self._gradients.of(p) for p in self._names if _is_summed(p) and id(p) not in left]
 
     def _finish_copied(self, left: int) -> None:
         """The oldest, until so many are left."""
@@ -258,9 +269,9 @@ class StageReduction:
         return not self._gradients.may_change or all(g.dtype != self._dtype for g in gradients)
 
     def _started(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> Bucket:
-        kept = self._given.get(parameters[0])
+        kept = self._given.get(id(parameters[0]))
         if kept is not None and kept.holds(parameters):
-            self._kept[parameters[0]] = kept
+            self._kept[id(parameters[0])] = kept
             sent, in_place = kept.sent, True
         else:
             sent = self._sent(gradients)
@@ -297,7 +308,7 @@ class StageReduction:
         copies = [(p, gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part.detach())]
         if not copies:
             self._count(-sent.nbytes)  # it is the gradients now
-            self._kept[parameters[0]] = Kept(parameters, sent, parts, given=[p.grad for p in parameters])
+            self._kept[id(parameters[0])] = Kept(parameters, sent, parts, given=[p.grad for p in parameters])
         return copies
 
     def _finish(self, bucket: Bucket) -> None:
@@ -408,6 +419,10 @@ def stage_reduction(
         count=count,
         aside=aside,
     )
+
+
+def _is_summed(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.numel() > 0
 
 
 def _held(function: Any) -> Iterable[torch.nn.Parameter]:

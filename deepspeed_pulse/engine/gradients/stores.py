@@ -14,7 +14,8 @@ class OwnGradients:
 
     def __init__(self, names: dict[torch.nn.Parameter, str]) -> None:
         self._names = names
-        self._versions: dict[torch.nn.Parameter, int] = {}
+        self._versions: dict[int, tuple[torch.nn.Parameter, int]] = {}
+        """By the parameter's id."""
         self.may_change = True
         """The tensor itself may be summed: nothing else writes to it."""
 
@@ -46,16 +47,16 @@ class OwnGradients:
     def remember(self, parameter: torch.nn.Parameter) -> None:
         """From now on no backward may add to it."""
         assert parameter.grad is not None
-        self._versions[parameter] = parameter.grad._version
+        self._versions[id(parameter)] = parameter, parameter.grad._version
 
     def wrote(self, parameter: torch.nn.Parameter) -> None:
         """Its sum was put there."""
-        if parameter in self._versions:
-            self._versions[parameter] += 1
+        if id(parameter) in self._versions:
+            self._versions[id(parameter)] = parameter, self._versions[id(parameter)][1] + 1
 
     def changed(self) -> list[torch.nn.Parameter]:
         """Those of which one got a gradient after it was remembered: parts of a bucket cannot be told apart."""
-        return [p for p, v in self._versions.items() if p.grad is None or p.grad._version != v]
+        return [p for p, v in self._versions.values() if p.grad is None or p.grad._version != v]
 
 
 class MasterGradients:
