@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sources import kept
+
 from deepspeed_pulse.ir.profile import Profile
 
 if TYPE_CHECKING:
@@ -27,19 +29,19 @@ SDV2_17B = {
 
 
 class Profiles:
-    """By name, of microbatches of one sample; estimated on first use and kept in a folder."""
+    """By name, of microbatches of one sample; estimated on first use and kept for the sources there are."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, name: str) -> Profile:
-        path = self.folder / f"{name}.json"
-        if not path.exists():
-            from deepspeed_pulse.engine.plans.profiles import estimate_profile
+        return Profile.from_json(kept(self.folder / f"{name}.json", lambda: _estimated(name), Path(__file__)))
 
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(estimate_profile(job(name), tflops=TFLOPS).profile.to_json())
-        return Profile.load(path)
+
+def _estimated(name: str) -> str:
+    from deepspeed_pulse.engine.plans.profiles import estimate_profile
+
+    return estimate_profile(job(name), tflops=TFLOPS).profile.to_json()
 
 
 def job(name: str) -> Workload:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import estimated
 from estimated import TFLOPS, Profiles
+from sources import kept
 
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.joined import joined_profile
@@ -62,16 +65,17 @@ def _frozen(cost: Any) -> FrozenLayer:
 
 
 def encoders(name: str, folder: Path) -> dict[str, Profile]:
-    """The VAE and the text encoders of a model, of one sample; kept in a folder."""
+    """The VAE and the text encoders of a model, of one sample; kept in a folder, for the sources there are."""
+    sources = Path(__file__), Path(estimated.__file__)
     parts = [f"{name} vae", *(f"{name} text{at}" for at in range(len(TEXTS[name])))]
-    files = {part: folder / f"{part}.json" for part in parts}
-    if not all(file.exists() for file in files.values()):
-        folder.mkdir(parents=True, exist_ok=True)
-        for part, found in zip(parts, _estimated(name), strict=True):
-            files[part].write_text(found.to_json())
-    return {part: Profile.load(file) for part, file in files.items()}
+
+    def text(at: int) -> str:
+        return kept(folder / f"{parts[at]}.json", lambda: _estimated(name)[at].to_json(), *sources)
+
+    return {part: Profile.from_json(text(at)) for at, part in enumerate(parts)}
 
 
+@functools.cache
 def _estimated(name: str) -> list[Profile]:
     logging.disable(logging.WARNING)
     import torch

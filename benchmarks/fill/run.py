@@ -7,6 +7,7 @@ the meta device, kept in the folder ``--profiles``. Ends with status 1 when a pr
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import readme
+from sources import kept
 
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.frozen import FrozenParts, TimedLayer, TimedPart
@@ -172,15 +174,12 @@ def _options() -> argparse.Namespace:
 
 
 def _costs(folder: Path) -> tuple[Profile, FrozenParts]:
-    unet, encoders = folder / "unet.json", folder / "encoders.json"
-    if not unet.exists() or not encoders.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        profile, frozen = _estimated()
-        unet.write_text(profile.to_json())
-        encoders.write_text(frozen.to_json())
-    return Profile.load(unet), FrozenParts.load(encoders)
+    unet = kept(folder / "unet.json", lambda: _estimated()[0].to_json(), Path(__file__))
+    encoders = kept(folder / "encoders.json", lambda: _estimated()[1].to_json(), Path(__file__))
+    return Profile.from_json(unet), FrozenParts.from_json(encoders)
 
 
+@functools.cache
 def _estimated() -> tuple[Profile, FrozenParts]:
     logging.disable(logging.WARNING)
     import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from slow_network.layers import FLOAT_BYTES, Layer, Sleeper, relaying
+from sources import kept
 
 HIDDEN_BYTES = 64 * 1024
 """Mean size of the hidden state of a microbatch after scaling."""
@@ -127,16 +129,21 @@ def _case(name: str, ranks: int, samples: int, time_scale: float, byte_scale: fl
 
 
 def profile(name: str, folder: Path) -> dict[str, Any]:
-    """Estimated from operation counts on the meta device, by a process of its own, and kept."""
-    path = folder / f"slow_network_{name}.json"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        source = _source(MODELS[name], folder / f"slow_network_{name}")
+    """Estimated from operation counts on the meta device, and kept for the sources there are."""
+    text = kept(folder / f"slow_network_{name}.json", lambda: _estimated(name), Path(__file__))
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _estimated(name: str) -> str:
+    """By a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        source = _source(MODELS[name], Path(folder) / f"slow_network_{name}")
         command = [sys.executable, "-m", "deepspeed_pulse", "profile", source, "--estimate", "--out", str(path)]
         command += ["--granularity", "fine"] if name == "sdxl" else []
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+        return path.read_text()
 
 
 def _source(model: Model, folder: Path) -> str:
