@@ -11,6 +11,7 @@ from typing import Any
 import headline
 import readme
 from slow_network.cases import Case
+from sources import write_whole
 
 from deepspeed_pulse.ir.choice import Choice
 from deepspeed_pulse.ir.plan import Plan
@@ -46,7 +47,8 @@ def summary(case: Case, profile: Profile, state: Found, results: Mapping[str, Fo
     """One run of a case as plain data."""
     sides: dict[str, Found] = {}
     for name, result in results.items():
-        sides[name] = {"failed": result["failed"]} if "failed" in result else {}
+        reasons = dict.fromkeys(reason for tries in result["failed"].values() for reason in tries)
+        sides[name] = {"failed": "; ".join(reasons)} if reasons else {}
         for speed, steps in result["speeds"].items():
             sides[name][speed] = _side(case, steps)
             if name in state["ours"][speed]:
@@ -260,12 +262,16 @@ def _promises(promised: Iterable[Promise]) -> str:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def keep(found: Found, path: Path) -> None:
-    """Merge a run into the figures; those of other cases stay."""
+def keep(found: Found, path: Path) -> bool:
+    """Merge a run into the figures, those of other cases stay; whether it was not there yet."""
     figures = load(path)
     key = f"{found['model']}-{found['ranks']}"
-    figures[key] = [found, *figures.get(key, [])][:KEPT]
-    path.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
+    runs = figures.get(key, [])
+    if json.loads(json.dumps(found)) in runs:
+        return False
+    figures[key] = [found, *runs][:KEPT]
+    write_whole(path, json.dumps(figures, indent=1, sort_keys=True) + "\n")
+    return True
 
 
 def load(path: Path) -> dict[str, list[Found]]:

@@ -27,9 +27,12 @@ from slow_network.cases import TIMED, Case, make_case
 from slow_network.others import other_sides
 from slow_network.plans import balanced, limited, our_sides
 from slow_network.rank import Job
+from sources import digest, write_whole
 
+from deepspeed_pulse.engine.plans.content import MEASURING_VERSION
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.cache import PLANNER_VERSION
 
 HERE = Path(__file__).resolve().parent
 RATIOS = {"unlimited": None, "ratio 1.5": 1.5, "ratio 2.5": 2.5}
@@ -47,21 +50,24 @@ class TimeIsOver(Exception):
 def main() -> int:
     arguments = parse()
     deadline = time.monotonic() + 60 * arguments.minutes
-    cases, missed = [], []
+    cases, missed, states = [], [], []
     try:
         for name in arguments.models:
             case = make_case(name, arguments.ranks, arguments.stage_ms, arguments.work / "profiles")
             with bridged(case.ranks) as homes:
-                found = Bench(case=case, homes=homes, arguments=arguments, deadline=deadline).run()
+                bench = Bench(case=case, homes=homes, arguments=arguments, deadline=deadline)
+                found = bench.run()
             print(report.table(found), flush=True)
             cases.append(found)
+            states.append(bench.state_path)
             missed += [f"{name}, {case.ranks} ranks: {line}" for line in report.missed(report.promises(found))]
-            if arguments.write:
-                report.keep(found, arguments.figures)
+            if arguments.write and report.keep(found, arguments.figures):
                 report.write(arguments.figures)
     except TimeIsOver:
         print(f"{arguments.minutes:g} minutes are over: call again with the same options to go on", file=sys.stderr)
         return 3
+    for state in states:  # not before all are done: the next call would begin those that are gone again
+        state.unlink()
     missed += report.missed(report.of_all(cases))
     for line in missed:
         print(f"MISSED {line}", file=sys.stderr)
@@ -83,6 +89,12 @@ def parse() -> argparse.Namespace:
     return readme.keep_option(parser, "quick", "sides")
 
 
+def made_by() -> list[Any]:
+    """What figures of one run have in common."""
+    shared = (HERE.with_name(f"{name}.py") for name in ("measured", "namespaces", "ranks"))
+    return [PLANNER_VERSION, MEASURING_VERSION, digest(HERE, *shared)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """All sides of one case. What is known is kept after every side, so that another call can go on."""
@@ -99,10 +111,12 @@ class Bench:
             raise SystemExit(f"{self.case.name}, {self.case.ranks} ranks: {problem}") from None
         profile = Profile.from_json(json.dumps(state["profile"]))
         jobs = self.jobs(state, profile)
-        for number in range(self.rounds):
-            for name, job in jobs:
-                self.once(f"{number} {name} {' '.join(job.speeds)}", number, name, job, state)
-        self.state_path.unlink(missing_ok=True)
+        again = {name for name, result in state["results"].items() if result["failed"]}
+        for tries in (1, 2):  # what failed in an earlier call comes last, so that every call gets on
+            for number in range(self.rounds):
+                for name, job in jobs:
+                    if (name in again) == (tries == 2):
+                        self.once(number, name, job, state, tries)
         found = {name: state["results"][name] for name, _ in jobs}
         return report.summary(self.case, profile, state, found, self.arguments.stage_ms)
 
@@ -113,11 +127,17 @@ class Bench:
     @property
     def state_path(self) -> Path:
         kind = f"{self.arguments.stage_ms:g}ms-{self.rounds}" + ("-quick" if self.arguments.quick else "")
+        kind += f"-{'+'.join(self.arguments.sides)}" if self.arguments.sides else ""
         return Path(self.arguments.work) / f"{self.case.name}-{self.case.ranks}-{kind}.json"
 
     def begun(self) -> dict[str, Any] | None:
-        path = self.state_path
-        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        """What an earlier call left, if that is of this code."""
+        if not self.state_path.exists():
+            return None
+        found: dict[str, Any] = json.loads(self.state_path.read_text())
+        if found.get("made_by") != made_by():
+            self.say("what an earlier call left was made by other code: begun anew")
+            return None
         return found
 
     def begin(self) -> dict[str, Any]:
@@ -135,28 +155,35 @@ class Bench:
             speed: our_sides(self.case, profile, limited(unlimited, found.get("mbit")))
             for speed, found in speeds.items()
         }
-        state = {"profile": measured, "speeds": speeds, "ours": ours, "results": {}, "done": []}
-        self.state_path.write_text(json.dumps(state))
+        state = {"made_by": made_by(), "profile": measured, "speeds": speeds, "ours": ours, "results": {}, "done": []}
+        self.keep(state)
         return state
 
-    def once(self, key: str, number: int, name: str, job: Job, state: dict[str, Any]) -> None:
-        result = state["results"].setdefault(name, {"speeds": {}})
-        if key in state["done"] or (number and name in ONCE) or "failed" in result:
+    def keep(self, state: dict[str, Any]) -> None:
+        write_whole(self.state_path, json.dumps(state))
+
+    def once(self, number: int, name: str, job: Job, state: dict[str, Any], tries: int) -> None:
+        """Unless it is done, or the side has failed so often."""
+        key = f"{number} {name} {' '.join(job.speeds)}"
+        result = state["results"].setdefault(name, {"speeds": {}, "failed": {}})
+        failed: dict[str, list[str]] = result["failed"]
+        if key in state["done"] or (number and name in ONCE) or max(map(len, failed.values()), default=0) >= tries:
             return
         if time.monotonic() > self.deadline:
             raise TimeIsOver
-        self.take(name, job, result)
-        state["done"].append(key)
-        self.state_path.write_text(json.dumps(state))
+        try:
+            self.take(name, job, result)
+        except RanksFailed as problem:
+            failed.setdefault(key, []).append(str(problem).splitlines()[0])
+            self.say(f"{name}: {str(problem)[-3000:]}")
+        else:
+            failed.pop(key, None)
+            state["done"].append(key)
+        self.keep(state)
 
     def take(self, name: str, job: Job, result: dict[str, Any]) -> None:
         began = time.monotonic()
-        try:
-            found = self.launch(rank.measure, job)
-        except RanksFailed as problem:
-            result["failed"] = str(problem).splitlines()[0]
-            self.say(f"{name}: {str(problem)[-3000:]}")
-            return
+        found = self.launch(rank.measure, job)
         for speed, steps in found.items():
             result["speeds"].setdefault(speed, []).extend(steps)
         times = ", ".join(f"{speed} {steps[-1]['step_ms']:.0f} ms" for speed, steps in found.items())
