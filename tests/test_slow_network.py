@@ -107,10 +107,28 @@ def test_promises_are_judged_and_failed_sides_are_named() -> None:
     from slow_network import report
 
     found = figures()
-    assert report.missed(report.promises(found)) == []
+    assert report.misses(found) == ["ZB-V failed: ranks 1 took too long"]
     found["sides"]["1F1B"]["ratio 2.5"]["step_ms"] = 2.8
     assert report.missed(report.promises(found)) == ["ratio 2.5: wave over 1F1B: 2.800, target >= 2.9"]
     assert "| ZB-V | failed: ranks 1 took too long |" in report.table(found)
+
+
+def test_a_side_that_failed_in_one_of_several_rounds_is_told() -> None:
+    from slow_network import report
+
+    found = figures()
+    found["sides"]["1F1B"]["failed"] = "ranks 1 took too long"
+    assert "1F1B failed: ranks 1 took too long" in report.misses(found)
+    assert "| 1F1B (failed in part: ranks 1 took too long) | 333.3 |" in report.table(found)
+
+
+def test_the_fastest_side_is_named_without_a_wave_too() -> None:
+    from slow_network import report
+
+    found = figures()
+    del found["sides"]["wave"]
+    found["sides"]["tuned"]["unlimited"]["step_ms"] = 2.0
+    assert "unlimited: tuned over the fastest, linear: 0.600, target >= 0.99" in report.misses(found)
 
 
 def test_the_fastest_of_the_others_is_what_ours_has_to_beat() -> None:

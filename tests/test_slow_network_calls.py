@@ -108,6 +108,12 @@ def test_the_same_command_ends_with_several_models(calls: Calls) -> None:
     assert kept["uvit-2"] == [before] and len(kept["sd2-2"]) == 1
 
 
+def test_the_mean_of_all_cases_counts_those_of_earlier_runs(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    calls("--models", "uvit", "--write")
+    calls("--models", "sd2")
+    assert "wave over ZB-V, mean of 2 cases" in capsys.readouterr().err
+
+
 def test_what_cannot_be_kept_is_not_lost(calls: Calls) -> None:
     calls.figures.mkdir()
     with pytest.raises(IsADirectoryError):
