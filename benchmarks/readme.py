@@ -14,7 +14,8 @@ def keep_option(parser: argparse.ArgumentParser, *narrowing: str) -> argparse.Na
     """
     parser.add_argument("--write", action="store_true", help="put the tables of a whole run into README.md")
     options = parser.parse_args()
-    given = [f"--{name}" for name in narrowing if getattr(options, name) != parser.get_default(name)]
+    attributes = {name: name.replace("-", "_") for name in narrowing}
+    given = [f"--{name}" for name, at in attributes.items() if getattr(options, at) != parser.get_default(at)]
     if options.write and given:
         parser.error(f"--write keeps whole runs only: leave out {', '.join(given)}")
     return options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -48,6 +49,43 @@ def test_only_whole_runs_are_kept() -> None:
     assert result.returncode == 2
     assert "leave out --seconds, --only" in result.stderr
     assert PLANNER.with_name("README.md").read_bytes() == before
+
+
+SHORTER = {
+    "slow_network": ("--rounds 1", "--stage-ms 5", "--timeout 9", "--sides wave", "--quick"),
+    "real_compute": ("--rounds 1", "--steps 1", "--sides wave", "--quick"),
+    "fill": ("--seconds 1", "--quick"),
+    "accelerator": ("--rounds 1", "--steps 1", "--timeout 9", "--models sd15"),
+}
+"""Of scripts, options that make a run a part of the whole."""
+
+
+@pytest.mark.parametrize("name", SHORTER)
+def test_no_option_that_shortens_a_run_is_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script(monkeypatch, f"{name}/run.py")
+    for line in SHORTER[name]:
+        monkeypatch.setattr(sys, "argv", ["run.py", "--write", *line.split()])
+        with pytest.raises(SystemExit, match="2"):
+            getattr(module, "parse" if hasattr(module, "parse") else "_options")()
+        assert f"--write keeps whole runs only: leave out {line.split()[0]}" in capsys.readouterr().err
+
+
+def script(monkeypatch: pytest.MonkeyPatch, path: str) -> Any:
+    """A script of a benchmark as a module, with the modules beside it as its own."""
+    file = PLANNER.parents[1] / path
+    for folder in (file.parents[1], file.parent):
+        monkeypatch.syspath_prepend(str(folder))
+    for name in ("cases", "report", "sides"):
+        monkeypatch.setitem(sys.modules, name, sys)  # so that it is as before afterwards
+        del sys.modules[name]
+    spec = importlib.util.spec_from_file_location(f"benchmark_{file.parent.name}_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_figures_are_written_when_asked_for_only() -> None:

@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a side and round")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a side may take, start and all")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-    options = readme.keep_option(parser, "ranks", "models", "rounds", "steps")
+    options = readme.keep_option(parser, "ranks", "models", "rounds", "steps", "timeout")
     device, devices = available()
     if device == "cpu" and not options.small:
         print("no accelerator here: small models on the CPU", file=sys.stderr)

@@ -170,7 +170,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--profiles", type=Path, default=Path("build/fill"), help="where costs are kept")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the solver, for the order and for the fill")
     parser.add_argument("--quick", action="store_true", help="P=4 only")
-    return readme.keep_option(parser, "quick")
+    return readme.keep_option(parser, "quick", "seconds")
 
 
 def _costs(folder: Path) -> tuple[Profile, FrozenParts]:

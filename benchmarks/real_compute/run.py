@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a side and round, after two to warm up")
     parser.add_argument("--sides", nargs="+", metavar="TEXT", help="only sides whose name contains one of these")
     parser.add_argument("--quick", action="store_true", help="one step, nothing kept: does everything run?")
-    return readme.keep_option(parser, "quick", "sides")
+    return readme.keep_option(parser, "quick", "sides", "rounds", "steps")
 
 
 def measured(case: RealCase, arguments: argparse.Namespace) -> dict[str, Any]:

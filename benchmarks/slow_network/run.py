@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round, nothing kept: does everything run?")
     parser.add_argument("--work", type=Path, default=Path("out/slow_network"), help="profiles and unfinished runs")
     parser.add_argument("--figures", type=Path, default=HERE / "figures.json", help="what --write merges runs into")
-    return readme.keep_option(parser, "quick", "sides")
+    return readme.keep_option(parser, "quick", "sides", "rounds", "stage-ms", "timeout")
 
 
 def made_by() -> list[Any]:
