@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,42 @@ def test_the_case_as_a_profile_has_the_same_bytes() -> None:
         ("b", 1, 3, 64),
         ("a", 0, 4, 64),
     ]
+
+
+@pytest.mark.parametrize(
+    ("seed", "name", "schedule"), [(3, "1F1B", "1f1b"), (7, "DualPipeV", "dualpipev"), (7, "ZB-V", "zbv")]
+)
+def test_other_sides_have_the_cuts_that_are_best_in_their_own_order(seed: int, name: str, schedule: str) -> None:
+    """Those for whatever order is fastest take longer in it."""
+    import random
+
+    from slow_network.cases import Case
+    from slow_network.layers import Layer
+    from slow_network.others import other_sides
+    from slow_network.plans import PLACEMENTS, as_profile, nominal
+
+    from deepspeed_pulse.planner import Job, SearchOptions, make_plan
+
+    rng = random.Random(seed)
+
+    def layer(index: int) -> Layer:
+        times = {half: rng.uniform(1, 9) for half in ("forward_ms", "input_ms", "weight_ms")}
+        return Layer(name=str(index), param_bytes=8, activation_bytes=4, output_bytes=64, **times)
+
+    made = tuple(map(layer, range(8)))
+    case = Case(name="c", title="c", ranks=2, samples=1, layers=made, time_scale=1.0, byte_scale=1.0)
+    profile = as_profile(case)
+    job = Job(profile=profile, cluster=nominal(case), pipeline_ranks=2, microbatches=4)
+    free = SearchOptions(placement=PLACEMENTS[schedule], solver_seconds=0.0)
+
+    def step_ms(cuts: tuple[int, ...]) -> float:
+        own = replace(free, schedule=schedule, split_backward=schedule == "zbv", boundaries=cuts)
+        found = make_plan(job, own).estimate
+        assert found is not None
+        return found.step_ms
+
+    side = dict(other_sides(case, profile, {}))[name]
+    assert step_ms(side.options["boundaries"]) < 0.99 * step_ms(make_plan(job, free).boundaries)
 
 
 def figures() -> dict[str, Any]:
@@ -208,7 +245,7 @@ def test_sleeping_layers_are_measured_and_planned() -> None:
     from ranks import launch
     from slow_network import rank
     from slow_network.cases import Case
-    from slow_network.plans import balanced, limited, nominal, our_sides
+    from slow_network.plans import PLACEMENTS, balanced, limited, nominal, our_sides
 
     from deepspeed_pulse.ir.profile import Profile
 
@@ -216,10 +253,11 @@ def test_sleeping_layers_are_measured_and_planned() -> None:
     measured = launch(rank.profile, case.ranks, rank.Job(side="pulse", case=case), timeout=120)
     profile = Profile.from_json(json.dumps(measured))
     assert [layer.output_bytes for layer in profile.layers] == [64] * 5
-    assert {placement: len(balanced(case, profile, placement)) for placement in ("linear", "wave", "loop")} == {
-        "linear": 3,
-        "wave": 5,
-        "loop": 5,
+    assert {schedule: len(balanced(case, profile, schedule)) for schedule in PLACEMENTS} == {
+        "1f1b": 3,
+        "dualpipev": 5,
+        "zbv": 5,
+        "interleaved": 5,
     }
     cluster = limited(nominal(case), 100.0)
     assert cluster.intra_node.bandwidth_gb_per_s < 0.0125 == pytest.approx(cluster.intra_node.bus_gb_per_s, rel=0.1)

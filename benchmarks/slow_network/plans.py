@@ -13,6 +13,8 @@ from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, make_plan, tune
 
 SOLVER_SECONDS = 5.0
+PLACEMENTS = {"1f1b": "linear", "dualpipev": "wave", "zbv": "wave", "interleaved": "loop"}
+"""Of the stages of other sides, by schedule."""
 LATENCY_US = 300.0
 """Of a message between two processes of this machine, roughly."""
 
@@ -39,8 +41,8 @@ def nominal(case: Case) -> Cluster:
     return Cluster(name="namespaces", **shape, intra_node=fast, inter_node=fast)
 
 
-def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:
-    """The best cuts for time alone, for sides that relay: "linear", "wave" (ends on one rank) or "loop"."""
+def balanced(case: Case, profile: Profile, schedule: str) -> tuple[int, ...]:
+    """The best cuts for time alone, for a side that relays and runs this schedule, one of :data:`PLACEMENTS`."""
     return make_plan(
         Job(
             profile=replace(profile, skips=()),
@@ -49,8 +51,9 @@ def balanced(case: Case, profile: Profile, placement: str) -> tuple[int, ...]:
             microbatches=case.microbatches,
         ),
         SearchOptions(
-            placement="auto" if placement == "loop" else placement,
-            schedule="interleaved" if placement == "loop" else "auto",
+            placement=PLACEMENTS[schedule],
+            schedule=schedule,
+            split_backward=schedule == "zbv",
             solver_seconds=0.0,
         ),
     ).boundaries

@@ -147,7 +147,7 @@ class Bench:
         """What all sides need: layer costs as they are here, link speeds, plans."""
         measured = self.launch(rank.profile, Job(side="pulse", case=self.case))
         profile = Profile.from_json(json.dumps(measured))
-        options = {"boundaries": balanced(self.case, profile, "linear"), "dualpipev": False, "joined": True}
+        options = {"boundaries": balanced(self.case, profile, "1f1b"), "dualpipev": False, "joined": True}
         job = Job(side="relayed", case=self.case, options=options, speeds=RATIOS)
         speeds = self.launch(rank.calibrate, job, patience=3)
         self.say("speeds: " + ", ".join(f"{name} {found}" for name, found in speeds.items()))

@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
 def counted(case: Case) -> dict[str, Any]:
     """MiB per sample of each way: the cards' bytes, and for ours the payload by kind."""
     profile = as_profile(case)
-    relayed = {"boundaries": balanced(case, profile, "linear"), "dualpipev": False, "joined": True}
+    relayed = {"boundaries": balanced(case, profile, "1f1b"), "dualpipev": False, "joined": True}
     sides = {"relayed": Job(side="relayed", case=_awake(case), options=relayed, speeds={"free": None})}
     for name, placement in (("direct", "linear"), ("wave", "wave")):
         options = pipelined(case, profile, placement)
