@@ -50,19 +50,21 @@ class Relaying(torch.nn.Module):
 
     Args:
         alive: names of the values that come in, in order; leaving: those that no later layer reads.
+        every: each floating value gets a gradient, as upstream differentiates all of a tuple that ranks hand on.
     """
 
-    def __init__(self, layer: Any, alive: tuple[str, ...], leaving: frozenset[str]) -> None:
+    def __init__(self, layer: Any, alive: tuple[str, ...], leaving: frozenset[str], every: bool) -> None:
         super().__init__()
+        self.every = every
         self.layer, self.stash, self.pop = layer.layer, layer.stash, layer.pop
         self.alive, self.leaving = alive, leaving
 
     def forward(self, inputs: Any) -> Any:
         hidden, *values = inputs if isinstance(inputs, tuple) else (inputs,)
         have = dict(zip(self.alive, values, strict=True))
-        for value in have.values():
+        for value in have.values() if self.every else ():
             if value.is_floating_point() and not value.requires_grad:
-                value.requires_grad_()  # upstream differentiates every floating tensor of a tuple
+                value.requires_grad_()
         made = self.layer(hidden, *(have[name] for name in self.pop))
         hidden, *stashed = made if self.stash else (made,)
         have |= zip(self.stash, stashed, strict=True)
@@ -88,6 +90,13 @@ class RealCase:
         return list(to_layers(MODELS[self.name][1]()))
 
     def relaying(self) -> list[tuple[Any, ...]]:
+        return self._handing_on(every=True)
+
+    def whole(self) -> list[tuple[Any, ...]]:
+        """Without gradients that nobody needs, as of text embeddings."""
+        return self._handing_on(every=False)
+
+    def _handing_on(self, *, every: bool) -> list[tuple[Any, ...]]:
         layers = self.named()
         last_reader = {name: index for index, layer in enumerate(layers) for name in layer.pop}
         alive = tuple(self._entries(1))[1:]
@@ -95,7 +104,7 @@ class RealCase:
         for index, layer in enumerate(layers):
             here = (*alive, *layer.stash)
             leaving = frozenset(name for name in here if last_reader[name] == index)
-            made.append((Relaying, layer, alive, leaving))
+            made.append((Relaying, layer, alive, leaving, every))
             alive = tuple(name for name in here if name not in leaving)
         return made
 

@@ -86,6 +86,9 @@ class Case:
         """Class and arguments of every layer, for sides that hand on tuples."""
         return relaying(self.layers)
 
+    whole = relaying
+    """The same for sides that hold all layers."""
+
     def named(self) -> list[tuple[Any, ...]]:
         """Class, arguments, names stashed and popped of every layer, for sides that know names."""
         return [(Sleeper, (layer,), tuple(name for name, _ in layer.stashes), layer.pops) for layer in self.layers]

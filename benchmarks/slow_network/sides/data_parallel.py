@@ -21,7 +21,7 @@ MODEL_BYTES = 2
 class Whole(torch.nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList([kind(*arguments) for kind, *arguments in case.relaying()])
+        self.layers = torch.nn.ModuleList([kind(*arguments) for kind, *arguments in case.whole()])
 
     def forward(self, values: Any, label: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
