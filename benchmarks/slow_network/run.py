@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from deepspeed_pulse.planner.cache import PLANNER_VERSION
 HERE = Path(__file__).resolve().parent
 RATIOS = {"unlimited": None, "ratio 1.5": 1.5, "ratio 2.5": 2.5}
 """By speed: how much longer relayed 1F1B with joined backward takes than on unlimited links, as a share."""
-ONCE = ("1F1B, stock", "DualPipeV, stock", "ZeRO-2")
-"""Far behind, and their steps are long."""
+AGAIN: dict[str, tuple[str, ...]] = {"1F1B, stock": (), "DualPipeV, stock": (), "ZeRO-2": ("unlimited",)}
+"""By side, speeds that later rounds run too: elsewhere these are far behind, and their steps are long."""
 STEPS = 5
 """Of a side at a speed in a round, where they are short."""
 
@@ -167,10 +167,12 @@ class Bench:
 
     def once(self, number: int, name: str, job: Job, state: dict[str, Any], tries: int) -> None:
         """Unless it is done, or the side has failed so often."""
+        if number and name in AGAIN:
+            job = replace(job, speeds={speed: job.speeds[speed] for speed in AGAIN[name]})
         key = f"{number} {name} {' '.join(job.speeds)}"
         result = state["results"].setdefault(name, {"speeds": {}, "failed": {}})
         failed: dict[str, list[str]] = result["failed"]
-        if key in state["done"] or (number and name in ONCE) or max(map(len, failed.values()), default=0) >= tries:
+        if not job.speeds or key in state["done"] or max(map(len, failed.values()), default=0) >= tries:
             return
         if time.monotonic() > self.deadline:
             raise TimeIsOver
