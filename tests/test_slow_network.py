@@ -262,3 +262,25 @@ def test_sleeping_layers_are_measured_and_planned() -> None:
     cluster = limited(nominal(case), 100.0)
     assert cluster.intra_node.bandwidth_gb_per_s < 0.0125 == pytest.approx(cluster.intra_node.bus_gb_per_s, rel=0.1)
     assert our_sides(case, profile, cluster).keys() == {"linear", "wave", "tuned"}
+
+
+def test_what_the_tuner_chose_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop has as many stages as a wave."""
+    from types import SimpleNamespace
+
+    from slow_network import plans
+    from slow_network.cases import Case
+
+    from deepspeed_pulse.ir.choice import Choice
+    from deepspeed_pulse.planner import Job, SearchOptions, make_plan
+
+    case = Case(name="c", title="c", ranks=2, samples=1, layers=layers(), time_scale=1.0, byte_scale=1.0)
+    profile, cluster = plans.as_profile(case), plans.nominal(case)
+    job = Job(profile=profile, cluster=cluster, pipeline_ranks=2, microbatches=4)
+    plan = make_plan(job, SearchOptions(placement="loop", solver_seconds=0.0))
+    choice = Choice(pipeline_ranks=2, data_parallel=1, waves=1, microbatch_size=1, microbatches=4, loop=True)
+    best = SimpleNamespace(choice=choice, planned=plan)
+    monkeypatch.setattr(plans, "tune", lambda *_, **__: SimpleNamespace(best=best))
+    found = plans.tuned(case, profile, cluster)
+    assert found["told"] == "P=2 G=1 loop x 2, 4 microbatches of 1"
+    assert found["options"] == {"plan": plan.to_json(), "samples": 1, "zero": 0}

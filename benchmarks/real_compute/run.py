@@ -121,8 +121,8 @@ def all_sides(case: RealCase, profile: Profile, cluster: Cluster, steps: int) ->
         "data parallel": data_parallel(case, profile, cluster),
         "tuned": tuned(case, profile, cluster),
     }
-    for name, options in ours.items():
-        yield name, Job(side="pulse", case=case, options=options, speeds=speeds, steps=steps)
+    for name, side in ours.items():
+        yield name, Job(side="pulse", case=case, options=side["options"], speeds=speeds, steps=steps)
 
 
 def promises(case: dict[str, Any]) -> Iterator[str]:

@@ -8,9 +8,12 @@ from typing import Any
 from namespaces import TBF_SHARE
 from slow_network.cases import Case
 
+from deepspeed_pulse.ir.choice import Choice
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, make_plan, tune
+from deepspeed_pulse.report.tuning import describe
 
 SOLVER_SECONDS = 5.0
 PLACEMENTS = {"1f1b": "linear", "dualpipev": "wave", "zbv": "wave", "interleaved": "loop"}
@@ -60,14 +63,14 @@ def balanced(case: Case, profile: Profile, schedule: str) -> tuple[int, ...]:
 
 
 def pipelined(case: Case, profile: Profile, placement: str, cluster: Cluster | None = None) -> dict[str, Any]:
-    """What the ``build`` of our side takes for a pipeline of all ranks."""
+    """Of a pipeline of all ranks, what is ``told`` of it, and the ``options`` that the ``build`` of our side takes."""
     plan = make_plan(
         Job(
             profile=profile, cluster=cluster or nominal(case), pipeline_ranks=case.ranks, microbatches=case.microbatches
         ),
         SearchOptions(placement=placement, solver_seconds=SOLVER_SECONDS),
     )
-    return {"plan": plan.to_json(), "samples": 1, "zero": 0}
+    return _side(_as_planned(plan), plan)
 
 
 def data_parallel(case: Case, profile: Profile, cluster: Cluster) -> dict[str, Any]:
@@ -80,7 +83,7 @@ def data_parallel(case: Case, profile: Profile, cluster: Cluster) -> dict[str, A
         microbatches=case.microbatches // case.ranks,
     )
     plan = make_plan(job, SearchOptions(placement="linear", solver_seconds=0.0))
-    return {"plan": plan.to_json(), "samples": 1, "zero": 0}
+    return _side(_as_planned(plan), plan)
 
 
 def tuned(case: Case, profile: Profile, cluster: Cluster) -> dict[str, Any]:
@@ -88,8 +91,23 @@ def tuned(case: Case, profile: Profile, cluster: Cluster) -> dict[str, Any]:
     best = tune(
         OpenJob(profiles=[profile], cluster=cluster, global_batch=case.microbatches), solver_seconds=SOLVER_SECONDS
     ).best
-    choice = best.choice
-    return {"plan": best.planned.to_json(), "samples": choice.microbatch_size, "zero": choice.zero_stage}
+    return _side(best.choice, best.planned)
+
+
+def _as_planned(plan: Plan) -> Choice:
+    """Of a linear pipeline, a wave or a whole model on each rank."""
+    return Choice(
+        pipeline_ranks=plan.pipeline_ranks,
+        data_parallel=plan.data_parallel,
+        waves=plan.waves,
+        microbatch_size=plan.microbatch_size,
+        microbatches=plan.microbatches,
+    )
+
+
+def _side(choice: Choice, plan: Plan) -> dict[str, Any]:
+    options = {"plan": plan.to_json(), "samples": choice.microbatch_size, "zero": choice.zero_stage}
+    return {"told": describe(choice), "options": options}
 
 
 def our_sides(case: Case, profile: Profile, cluster: Cluster) -> dict[str, dict[str, Any]]:

@@ -13,10 +13,8 @@ import readme
 from slow_network.cases import Case
 from sources import write_whole
 
-from deepspeed_pulse.ir.choice import Choice
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
-from deepspeed_pulse.report.tuning import describe
 
 KEPT = 2
 """Runs of a case, the newest first: the second shows how well the first can be reproduced."""
@@ -86,10 +84,10 @@ def _side(case: Case, steps: list[Found]) -> Found:
 
 
 def _against_plan(side: Found, found: Found, steps: list[Found]) -> Found:
-    plan, last = Plan.from_json(side["plan"]), steps[-1]
+    plan, last = Plan.from_json(side["options"]["plan"]), steps[-1]
     assert plan.estimate is not None
     return {
-        "plan": describe(_choice(plan, side)),
+        "plan": side["told"],
         "planned_ms": plan.estimate.step_ms,
         "bound_ms": plan.estimate.lower_bound_ms,
         "measured_over_planned": found["step_ms"] / plan.estimate.step_ms,
@@ -105,18 +103,6 @@ def by_kind(ranks: list[dict[str, int]]) -> dict[str, int]:
         kind = channel.partition(":")[0]
         kinds[kind] = kinds.get(kind, 0) + count
     return kinds
-
-
-def _choice(plan: Plan, side: Found) -> Choice:
-    return Choice(
-        pipeline_ranks=plan.pipeline_ranks,
-        data_parallel=plan.data_parallel,
-        waves=plan.waves,
-        microbatch_size=plan.microbatch_size,
-        microbatches=plan.microbatches,
-        zero_stage=side["zero"],
-        layout=plan.layout,
-    )
 
 
 # -- promises ------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ class Bench:
         for speed, sides in ours.items():
             for name, side in sides.items():
                 speeds = {speed: mbit[speed]}
-                yield name, Job(side="pulse", case=self.case, options=side, speeds=speeds, steps=STEPS)
+                yield name, Job(side="pulse", case=self.case, options=side["options"], speeds=speeds, steps=STEPS)
 
     def say(self, text: str) -> None:
         print(f"[{self.case.name}, {self.case.ranks} ranks] {text}", file=sys.stderr, flush=True)

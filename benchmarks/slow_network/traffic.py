@@ -60,7 +60,7 @@ def counted(case: Case) -> dict[str, Any]:
     relayed = {"boundaries": balanced(case, profile, "1f1b"), "dualpipev": False, "joined": True}
     sides = {"relayed": Job(side="relayed", case=_awake(case), options=relayed, speeds={"free": None})}
     for name, placement in (("direct", "linear"), ("wave", "wave")):
-        options = pipelined(case, profile, placement)
+        options = pipelined(case, profile, placement)["options"]
         sides[name] = Job(side="pulse", case=_awake(case), options=options, speeds={"free": None})
     found: dict[str, Any] = {"model": case.name, "title": case.title, "ranks": case.ranks, "sides": {}}
     unit = case.microbatches * case.byte_scale * MIB
