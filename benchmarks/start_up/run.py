@@ -91,9 +91,9 @@ def one_round(case: RealCase) -> list[tuple[str, dict[str, float]]]:
 def run(start: Start) -> dict[str, float]:
     """On every rank: seconds from the process group on, of the slowest rank."""
     deepspeed.init_distributed("gloo")
-    build = theirs if start.kept is None else ours
+    layers = len(start.case.relaying())  # builds a model, so it comes before the start, of both
     torch.distributed.barrier()
-    seconds, step = timed(lambda: build(start))
+    seconds, step = timed(lambda: theirs(start, layers) if start.kept is None else ours(start))
     first, _ = timed(step)
     later = statistics.median(timed(step)[0] for _ in range(STEPS))
     return {"start": seconds, "first step": first, "later step": later}
@@ -107,8 +107,9 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return float(took), found
 
 
-def theirs(start: Start) -> Callable[[], None]:
-    layers, ranks = len(start.case.relaying()), start.case.ranks
+def theirs(start: Start, layers: int) -> Callable[[], None]:
+    """Cut into equal numbers of layers."""
+    ranks = start.case.ranks
     boundaries = [layers * stage // ranks for stage in range(ranks + 1)]
     return relayed.build(start.case, boundaries=boundaries, dualpipev=False, joined=True)
 
