@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support.standin import environment, needs_standin
 
+from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +71,59 @@ def test_no_option_that_shortens_a_run_is_kept(
         with pytest.raises(SystemExit, match="2"):
             getattr(module, "parse" if hasattr(module, "parse") else "_options")()
         assert f"--write keeps whole runs only: leave out {line.split()[0]}" in capsys.readouterr().err
+
+
+MISSPELT = {
+    "slow_network/run.py": ("--sides wvae", "--sides: 'wvae' is in none of '1F1B, stock', '1F1B',"),
+    "real_compute/run.py": ("--sides wave wvae", "--sides: 'wvae' is in none of '1F1B, stock', '1F1B',"),
+    "accelerator/run.py": ("--small --models sd16", "--models: 'sd16' is in none of 'sd15', 'sdxl', 'uvit'"),
+    "choice/run.py": ("--only 3 8", "--only: there are 0 to 7, found 8"),
+    "prediction/run.py": ("--only -1", "--only: there are 0 to 11, found -1"),
+    "tuner/brute.py": ("SDXXL", "cases: 'SDXXL' is in none of 'SD 1.5, PCIe',"),
+    "tuner/run.py": ("odrer", "expected parts among ablation, order, linear, speed, found 'odrer'"),
+}
+"""Of scripts, lines that name what is not there."""
+
+
+@pytest.mark.parametrize("path", MISSPELT)
+def test_what_is_not_there_is_a_usage_error(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, told = MISSPELT[path]
+    module = script(monkeypatch, path)
+    monkeypatch.setattr(sys, "argv", ["run.py", *line.split()])
+    with pytest.raises(SystemExit, match="2"):
+        module.main()
+    assert f"error: {told}" in capsys.readouterr().err
+
+
+def test_all_that_the_search_improved_runs_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the pick alone: beside others' known orders it would win by its search."""
+    from types import SimpleNamespace
+
+    module = script(monkeypatch, "choice/run.py")
+    from deepspeed_pulse import planner
+    from deepspeed_pulse.ir.choice import Choice, Trial, Verdict
+
+    ways = [
+        Choice(pipeline_ranks=p, data_parallel=4 // p, waves=1, microbatch_size=1, microbatches=p) for p in (1, 2, 4)
+    ]
+
+    def trial(choice: Choice, order: str) -> Trial:
+        plan: Any = SimpleNamespace(estimate=SimpleNamespace(step_ms=1.0), to_json=lambda: order)
+        return Trial(choice=choice, verdict=Verdict.PLANNED, plan=plan)
+
+    def tune(job: Any, *, solver_seconds: float, exhaustive: bool = False) -> Any:
+        trials = [trial(way, "searched" if solver_seconds else "known") for way in (ways if exhaustive else ways[:2])]
+        return SimpleNamespace(ranked=trials, best=trials[0], rejected=[])
+
+    monkeypatch.setattr(planner, "tune", tune)
+    sizes = {"param_bytes": 2, "activation_bytes": 8, "output_bytes": 8}
+    layer = LayerCost(name="l", forward_ms=1, backward_ms=2, **sizes)
+    profile = Profile(name="p", device="none", dtype="float32", microbatch_size=1, layers=(layer,))
+    measured = {"profiles": [profile.to_json()], "cluster": load_cluster("a100:1x4").to_json()}
+    found = module.choose((module.CASES[0], measured))
+    assert found["plans"] == ["searched", "searched", "known"] and found["pick"] == 0
 
 
 def script(monkeypatch: pytest.MonkeyPatch, path: str) -> Any:

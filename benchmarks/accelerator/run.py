@@ -27,6 +27,7 @@ from accelerator.cases import PUBLISHED_CASES, SMALL_CASES, Case
 from accelerator.launching import RanksFailed, launch
 from accelerator.plans import Machine
 from accelerator.report import conditions, section
+from narrowing import require_known
 
 from deepspeed_pulse.engine.verifying import available
 from deepspeed_pulse.ir.cluster import Cluster
@@ -89,6 +90,7 @@ def parse() -> argparse.Namespace:
     if options.ranks > devices and device != "cpu":
         parser.error(f"--ranks {options.ranks}: there are {devices} devices here")
     options.cases = SMALL_CASES if options.small else PUBLISHED_CASES
+    require_known(parser, "--models", options.models or (), [case.name for case in options.cases])
     return options
 
 

@@ -31,6 +31,7 @@ import readme
 import torch
 from cases import CASES, Case
 from namespaces import namespaces
+from narrowing import require_rows
 from ranks import launch
 
 from deepspeed_pulse.ir.choice import Choice, Trial
@@ -101,6 +102,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="2 measured steps instead of 3")
     parser.add_argument("--all", action="store_true", help="every choice at once, not at the end")
     options = readme.keep_option(parser, "only", "quick")
+    require_rows(parser, "--only", options.only or (), len(CASES))
     options.steps = 2 if options.quick else 3
     return options
 
@@ -157,14 +159,15 @@ def choose(arguments: tuple[Case, dict[str, Any]]) -> dict[str, Any]:
     profiles = [Profile.from_json(text) for text in measured["profiles"]]
     cluster = Cluster.from_json(measured["cluster"])
     job = OpenJob(profiles=profiles, cluster=cluster, global_batch=case.global_batch)
-    picked = tune(job, solver_seconds=SOLVER_SECONDS).best
+    found = tune(job, solver_seconds=SOLVER_SECONDS)
     every = tune(job, exhaustive=True, solver_seconds=0.0)
-    trials = [picked if trial.choice == picked.choice else trial for trial in every.ranked]
+    searched = {trial.choice: trial for trial in found.ranked}  # of several contenders, not of the pick alone
+    trials = [searched.get(trial.choice, trial) for trial in every.ranked]
     return {
         "choices": [_as_json(trial) for trial in trials],
         "plans": [trial.planned.to_json() for trial in trials],
         "predicted_ms": [_predicted_ms(trial) for trial in trials],
-        "pick": trials.index(picked),
+        "pick": trials.index(found.best),
         "without_plan": sorted({trial.verdict.value for trial in every.rejected}),
     }
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import readme
 import torch
 from cases import CASES, MODELS, Case
+from narrowing import require_rows
 from ranks import launch
 
 README = Path(__file__).with_name("README.md")
@@ -63,6 +64,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="3 measured steps instead of 9")
     parser.add_argument("--why", action="store_true", help="the parts of the difference, ms")
     options = readme.keep_option(parser, "only", "quick")
+    require_rows(parser, "--only", options.only or (), len(CASES))
     options.steps = 3 if options.quick else 9
     return options
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import deepspeed  # noqa: F401 - once, before ranks are forked
 import readme
 from namespaces import Namespace, bridged
+from narrowing import require_known
 from ranks import RanksFailed, launch
 from slow_network import rank, report
 from slow_network.cases import TIMED, Case, make_case
@@ -89,7 +90,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round, nothing kept: does everything run?")
     parser.add_argument("--work", type=Path, default=Path("out/slow_network"), help="profiles and unfinished runs")
     parser.add_argument("--figures", type=Path, default=HERE / "figures.json", help="what --write merges runs into")
-    return readme.keep_option(parser, "quick", "sides", "rounds", "stage-ms", "timeout")
+    arguments = readme.keep_option(parser, "quick", "sides", "rounds", "stage-ms", "timeout")
+    require_known(parser, "--sides", arguments.sides or (), report.SIDES)
+    return arguments
 
 
 def made_by() -> list[Any]:

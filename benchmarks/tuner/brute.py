@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from estimated import FINE, Profiles
+from narrowing import require_known
 from simulated import halved
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError
@@ -245,6 +246,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", help="their names, or parts of them")
     parser.add_argument("--profiles", type=Path, default=Path("out/profiles"), help="folder of estimated profiles")
     arguments = parser.parse_args()
+    require_known(parser, "cases", arguments.cases, [case.name for case in CASES])
     logging.disable(logging.WARNING)
     print("| case | cluster | samples | tuner | plans tried | faster | tuner / fastest | untrue reasons | s |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)

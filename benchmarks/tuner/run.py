@@ -163,6 +163,9 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--profiles", type=Path, default=Path("out/profiles"), help="folder of estimated profiles")
     arguments = parser.parse_args()
+    for part in arguments.parts:
+        if part not in PARTS:
+            parser.error(f"expected parts among {', '.join(PARTS)}, found {part!r}")
     logging.disable(logging.WARNING)
     for part in arguments.parts:
         for line in PARTS[part](Profiles(arguments.profiles)):
