@@ -11,14 +11,18 @@ import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.standin import environment, needs_standin
 
+from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
+from deepspeed_pulse.planner import OpenJob, tune
+from deepspeed_pulse.report.tuning import describe
 
 ROOT = Path(__file__).parents[1]
 PLANNER = ROOT / "benchmarks" / "planner" / "run.py"
@@ -124,6 +128,37 @@ def test_all_that_the_search_improved_runs_so(monkeypatch: pytest.MonkeyPatch) -
     measured = {"profiles": [profile.to_json()], "cluster": load_cluster("a100:1x4").to_json()}
     found = module.choose((module.CASES[0], measured))
     assert found["plans"] == ["searched", "searched", "known"] and found["pick"] == 0
+
+
+def slow_links() -> OpenJob:
+    """Four ranks; sums of gradients take as long as the work."""
+    sizes = {"param_bytes": 10**6, "activation_bytes": 8, "output_bytes": 10**4}
+    layers = tuple(LayerCost(name=str(i), forward_ms=1 + i % 3, backward_ms=4, **sizes) for i in range(8))
+    profile = Profile(name="p", device="none", dtype="float32", microbatch_size=1, layers=layers)
+    link = Link(bandwidth_gb_per_s=0.2, latency_us=10.0)
+    cluster = replace(load_cluster("a100:1x4"), intra_node=link, inter_node=link)
+    return OpenJob(profiles=[profile], cluster=cluster, global_batch=8)
+
+
+def test_brute_force_plans_all_that_the_tuner_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallel in several stages, too."""
+    brute = script(monkeypatch, "tuner/brute.py")
+    tried = {trial.choice for trial in tune(slow_links(), solver_seconds=0).trials}
+    assert any(choice.pipeline_ranks == 1 and choice.waves for choice in tried)
+    lacking = tried - set(brute.choices(slow_links()))
+    assert all(choice.pipeline_ranks == 1 and choice.loop for choice in lacking)
+
+
+def test_brute_force_finds_a_false_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the choice is not the best of all."""
+    brute = script(monkeypatch, "tuner/brute.py")
+    tuning = tune(slow_links(), solver_seconds=0)
+    slow = next(trial for trial in tuning.trials if trial.reason.startswith("at most"))
+    search = brute.Search(slow_links(), tuning.best.figures.step_ms)
+    assert brute.untrue(tuning, search) == []
+    false = replace(slow, samples_per_second=slow.samples_per_second / 4, reason="at most 1 samples/s")
+    told = brute.untrue(replace(tuning, trials=(*tuning.ranked, false)), search)
+    assert told == [f"{describe(slow.choice)}: at most 1 samples/s, but a plan makes more"]
 
 
 def script(monkeypatch: pytest.MonkeyPatch, path: str) -> Any:
