@@ -72,7 +72,10 @@ def scale() -> Iterator[tuple[str, ...]]:
 
 
 def gains(what: str, steps: dict[str, float], command: str) -> tuple[str, ...]:
-    """How many times as fast the wave is: over 1F1B, the best other pipeline and the best way without one."""
+    """How many times as fast the wave is: over 1F1B, the best other pipeline and the best way without one.
+
+    Nothing where either was not measured.
+    """
     without = {name for name in steps if name.startswith(("DDP", "ZeRO"))}
     others = {name for name in steps if not name.startswith((*OURS, "1F1B"))} - without
     return what, over(steps, ["1F1B"]), over(steps, others), over(steps, without), command
@@ -80,7 +83,7 @@ def gains(what: str, steps: dict[str, float], command: str) -> tuple[str, ...]:
 
 def over(steps: dict[str, float], sides: Iterable[str]) -> str:
     best = min((steps[side] for side in sides if side in steps), default=None)
-    return "" if best is None else f"{best / steps['wave']:.2f}"
+    return "" if best is None or "wave" not in steps else f"{best / steps['wave']:.2f}"
 
 
 def figures(path: str, nothing: Any) -> Any:

@@ -130,6 +130,23 @@ def test_all_that_the_search_improved_runs_so(monkeypatch: pytest.MonkeyPatch) -
     assert found["plans"] == ["searched", "searched", "known"] and found["pick"] == 0
 
 
+def test_what_does_not_fit_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = script(monkeypatch, "backbones/run.py")
+    found = {"1F1B": [30.0, 20.0, None], "ours: waves, filled": [None, 10.0, None]}
+    assert run._table(found, (8, 16, 32)).splitlines()[2:] == [
+        "| 1F1B | 30 | 20 (2.00) | does not fit |",
+        "| ours: waves, filled | does not fit | 10 (1.00) | does not fit |",
+    ]
+
+
+def test_a_kept_run_without_a_wave_has_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    headline = script(monkeypatch, "headline.py")
+    sides = {"1F1B": {"unlimited": {"step_ms": 2.0}}, "wave": {"failed": "ranks 1 took too long"}}
+    monkeypatch.setattr(headline, "figures", lambda path, nothing: {"uvit-8": [{"sides": sides}]})
+    command = "`python benchmarks/slow_network/run.py --ranks 8 --models uvit`"
+    assert list(headline.slow_network())[1] == ("U-ViT 2.7 B, 8 ranks, fast links", "", "", "", command)
+
+
 def slow_links() -> OpenJob:
     """Four ranks; sums of gradients take as long as the work."""
     sizes = {"param_bytes": 10**6, "activation_bytes": 8, "output_bytes": 10**4}

@@ -129,12 +129,15 @@ def _table(found: dict[str, list[float | None]], worlds: Sequence[int]) -> str:
     lines = ["| step ms (times ours) | " + " | ".join(f"{world} GPUs" for world in worlds) + " |"]
     lines.append("|---|" + "---|" * len(worlds))
     for side, figures in found.items():
-        cells = [
-            "does not fit" if ms is None else f"{ms:.0f} ({ms / own:.2f})"
-            for ms, own in zip(figures, ours, strict=True)
-        ]
+        cells = [_cell(ms, own) for ms, own in zip(figures, ours, strict=True)]
         lines.append(f"| {side} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(ms: float | None, ours: float | None) -> str:
+    if ms is None:
+        return "does not fit"
+    return f"{ms:.0f}" + ("" if ours is None else f" ({ms / ours:.2f})")
 
 
 def _missed(found: dict[str, list[float | None]], worlds: Sequence[int]) -> list[str]:
