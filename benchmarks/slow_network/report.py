@@ -260,15 +260,13 @@ def key(found: Found) -> str:
     return f"{found['model']}-{found['ranks']}"
 
 
-def keep(found: Found, path: Path) -> bool:
-    """Merge a run into the figures, those of other cases stay; whether it was not there yet."""
+def keep(found: Found, path: Path) -> None:
+    """Merge a run into the figures, once; those of other cases stay."""
     figures = load(path)
     runs = figures.get(key(found), [])
-    if json.loads(json.dumps(found)) in runs:
-        return False
-    figures[key(found)] = [found, *runs][:KEPT]
-    write_whole(path, json.dumps(figures, indent=1, sort_keys=True) + "\n")
-    return True
+    if json.loads(json.dumps(found)) not in runs:
+        figures[key(found)] = [found, *runs][:KEPT]
+        write_whole(path, json.dumps(figures, indent=1, sort_keys=True) + "\n")
 
 
 def load(path: Path) -> dict[str, list[Found]]:

@@ -62,7 +62,8 @@ def main() -> int:
             cases.append(found)
             states.append(bench.state_path)
             missed += [f"{name}, {case.ranks} ranks: {line}" for line in report.misses(found)]
-            if arguments.write and report.keep(found, arguments.figures):
+            if arguments.write:
+                report.keep(found, arguments.figures)
                 report.write(arguments.figures)
     except TimeIsOver:
         print(f"{arguments.minutes:g} minutes are over: call again with the same options to go on", file=sys.stderr)
