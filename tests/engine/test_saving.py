@@ -41,8 +41,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) -> 
     disk = None if small_disk is None else str(small_disk)
     case = {"folder": str(tmp_path_factory.mktemp("saves")), "jobs": JOBS, "small disk": disk}
     (_, output), _ = launch("support.saving_ranks:refused_saves", 2, case, timeout=300, check=False)
-    # without a disk of its own the same case is the full device on one rank
-    return {f"{label}: a full disk": "" for label, _ in JOBS if disk is None} | results(output) | {"output": output}
+    return results(output) | {"output": output}
 
 
 CASES = [
@@ -52,7 +51,11 @@ CASES = [
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES)
-def test_a_save_or_load_that_cannot_be_is_refused_by_all_and_changes_nothing(case: str, found: dict[str, str]) -> None:
+def test_a_save_or_load_that_cannot_be_is_refused_by_all_and_changes_nothing(
+    case: str, found: dict[str, str], small_disk: Path | None
+) -> None:
+    if case.endswith(": a full disk") and small_disk is None:
+        pytest.skip("no disk may be mounted here; one rank's full device is a case of its own")
     assert case in found, f"did not run:\n{found['output'][-3000:]}"
     assert found[case] == ""
 
