@@ -89,8 +89,9 @@ def test_a_shared_weight_is_written_under_each_of_its_names(tmp_path, ranks):
     on_ranks(to_layers(model), lambda engine: save_pretrained(engine, tmp_path / "unet", ema=EMA(engine)), ranks=ranks)
     for folder in ("unet", "unet_ema"):
         read = UNet2DConditionModel.from_pretrained(tmp_path / folder)
+        found = read.state_dict()
         for key, value in model.state_dict().items():
-            assert torch.equal(read.state_dict()[key], value), (folder, key)
+            assert torch.equal(found[key], value), (folder, key)
 
 
 def test_half_precision_stays(tmp_path):
