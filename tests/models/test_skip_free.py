@@ -62,9 +62,16 @@ def forward(model: Any, batch: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_transparent(name, granularity):
     make, make_batch = MODELS[name]
-    model, batch = make(), make_batch()
-    layers = assert_transparent(model, batch, forward, granularity=granularity, without_gradient=UNUSED.get(name, ()))
-    assert_matches_export(model, layers, batch, forward)
+    unused = UNUSED.get(name, ())
+    assert_transparent(make(), make_batch(), forward, granularity=granularity, without_gradient=unused)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_matches_the_exported_model(name):
+    make, make_batch = MODELS[name]
+    model = make()
+    finer = to_layers(model, granularity="fine")
+    assert_matches_export(model, to_layers(model), make_batch(), forward, finer)
 
 
 @pytest.mark.parametrize("granularity", ["block", "fine"])

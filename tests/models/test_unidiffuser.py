@@ -22,9 +22,14 @@ def forward(model: Any, batch: dict[str, Any]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("granularity", ["block", "fine"])
 def test_transparent(granularity):
-    model, batch = small_unidiffuser(), unidiffuser_batch()
-    layers = assert_transparent(model, batch, forward, without_gradient=UNUSED, granularity=granularity)
-    assert_matches_export(model, layers, batch, forward)
+    options = {"without_gradient": UNUSED, "granularity": granularity}
+    assert_transparent(small_unidiffuser(), unidiffuser_batch(), forward, **options)
+
+
+def test_matches_the_exported_model():
+    model = small_unidiffuser()
+    finer = to_layers(model, granularity="fine")
+    assert_matches_export(model, to_layers(model), unidiffuser_batch(), forward, finer)
 
 
 @pytest.mark.parametrize("granularity", ["block", "fine"])
@@ -37,13 +42,12 @@ def test_every_order_of_norm_and_residual(block_type, pre_layer_norm, granularit
     )
 
 
-@pytest.mark.parametrize("granularity", ["block", "fine"])
-def test_states_to_attend_to(granularity):
+def test_states_to_attend_to():
     model = small_unidiffuser(cross_attention_dim=64, num_layers=2)
     batch = {**unidiffuser_batch(), "encoder_hidden_states": torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 64)}
-    options = {"granularity": granularity, "encoder_hidden_states": True}
-    layers = assert_transparent(model, batch, forward, ranks=(1,), without_gradient=UNUSED, **options)
-    assert_matches_export(model, layers, batch, forward)
+    options = {"ranks": (1,), "without_gradient": UNUSED, "encoder_hidden_states": True}
+    lists = [assert_transparent(model, batch, forward, **options, granularity=each) for each in ("block", "fine")]
+    assert_matches_export(model, lists[0], batch, forward, lists[1])
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -22,9 +22,12 @@ def forward(model: Any, batch: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("granularity", ["block", "fine"])
 def test_transparent(granularity):
-    model, batch = small_uvit(), uvit_batch()
-    layers = assert_transparent(model, batch, forward, granularity=granularity)
-    assert_matches_export(model, layers, batch, forward)
+    assert_transparent(small_uvit(), uvit_batch(), forward, granularity=granularity)
+
+
+def test_matches_the_exported_model():
+    model = small_uvit()
+    assert_matches_export(model, to_layers(model), uvit_batch(), forward, to_layers(model, granularity="fine"))
 
 
 def test_text_tokens():
