@@ -183,7 +183,7 @@ def measures_links(folder: str) -> None:
     import deepspeed
 
     from deepspeed_pulse.engine import communicator
-    from deepspeed_pulse.engine.measure import hardware
+    from deepspeed_pulse.engine.measure import hardware, links, overhead, sums
     from deepspeed_pulse.engine.plans.machines import machines
     from deepspeed_pulse.errors import ConfigError
 
@@ -196,6 +196,9 @@ def measures_links(folder: str) -> None:
     assert (cluster.nodes, cluster.ranks_per_node) == (1, 4)
     assert cluster.intra_node == cluster.inter_node and cluster.intra_node.latency_us > 0
     assert cluster.intra_node.overhead_us > 0 and cluster.intra_node.bus_gb_per_s > 0
+    # from here on what is found does not count, only that all find it
+    links.SIZES, sums._SIZES = links.SIZES[:3], sums._SIZES[:3]
+    overhead._STEPS = overhead._MICROBATCHES = 2
     one_boot, hardware.boot = hardware.boot, lambda: str(rank // 2)
     assert (machines(CPU).nodes, machines(CPU).ranks_per_node) == (2, 2), "two machines of one name"
     hardware.boot = one_boot
