@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,9 +157,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_any_skip_graph_trains_exactly(case: Case) -> None:
+def trains_exactly(case: Case) -> None:
     """Gradients bit for bit with one stage; in float64 to 1e-12 where sums have another order."""
     sketch, plan = case.sketch, case.plan()
     graph = graph_of(sketch)
@@ -179,12 +178,31 @@ def test_any_skip_graph_trains_exactly(case: Case) -> None:
     assert not mail.early, "a send was waited for before the other end took it"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases())
-def test_the_simulator_counts_what_is_sent(case: Case) -> None:
+def test_any_skip_graph_trains_exactly(case: Case) -> None:
+    trains_exactly(case)
+
+
+def simulator_counts(case: Case) -> None:
     """A profile has one size for both ways, so there are no pairs and no frozen beginnings, which send less back."""
     values = [replace(v, kind=Kind.OWN if v.kind is Kind.PAIR else v.kind) for v in case.sketch.values]
     sketch = replace(case.sketch, values=tuple(values), frozen=frozenset())
     plan = replace(case, sketch=sketch).plan()
     found = planned_bytes(plan, reference(sketch, plan.microbatches)).total()
     assert estimate(plan, profile_of(sketch), CLUSTER).p2p_bytes_per_microbatch * plan.microbatches == found
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases())
+def test_the_simulator_counts_what_is_sent(case: Case) -> None:
+    simulator_counts(case)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@settings(max_examples=1000, deadline=None)
+@given(cases())
+def test_a_thousand_skip_graphs(case: Case) -> None:
+    trains_exactly(case)
+    simulator_counts(case)
