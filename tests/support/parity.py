@@ -114,10 +114,15 @@ def reference_run(model: str, microbatches: int, data_parallel: int, clip: float
     """Losses, gradients of the last step and weights after it; rank 0 runs it for all, and each rank keeps it."""
     key = (model, microbatches, data_parallel, clip, autocast)
     if key not in _REFERENCES:
-        found = [_reference(*key) if torch.distributed.get_rank() == 0 else None]
-        torch.distributed.broadcast_object_list(found)
-        _REFERENCES[key] = found[0]
+        _REFERENCES[key] = by_rank_0(lambda: _reference(*key))
     return _REFERENCES[key]
+
+
+def by_rank_0(make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on all ranks."""
+    found = [make() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
 
 
 def in_bf16(autocast: bool) -> Any:

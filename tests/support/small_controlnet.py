@@ -58,7 +58,7 @@ def trains(folder: str) -> None:
     models = both()
     models.unet.requires_grad_(False)
     reference = copy.deepcopy(models)
-    expected = train_alone(reference, entries)
+    expected, _ = train_alone(reference, entries)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": MICROBATCHES,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from support import small_models as unets
 from support.cases import run_each
-from support.parity import share_groups
+from support.parity import by_rank_0, share_groups
 from support.plain_nets import PlainUNet, plain_unet_batch
 from support.reference import error
 from support.zoo import ZOO, output_of
@@ -105,7 +105,7 @@ def train_case(case: dict[str, Any], ranks: int) -> None:
     reference = copy.deepcopy(model)
     layers = to_layers(model, example_batch=case["batch"](0), trace=True)
     engine = engine_of(layers, case, ranks)
-    losses, weights = train_alone(reference, case["batch"])
+    losses, weights = by_rank_0(lambda: train_alone(reference, case["batch"]))
     for step, wanted in enumerate(losses):
         found = float(engine.train_batch(batches(case["batch"], step)).detach())
         assert abs(found - wanted) <= 1e-5 * abs(wanted), (step, found, wanted)
@@ -221,7 +221,7 @@ def saves(arguments: dict[str, Any]) -> None:
     whole = sum(p.numel() for p in reference.parameters())
     mine = sum(p.numel() for p in engine.module.parameters())
     assert 0 < mine < 0.45 * whole, (mine, whole)
-    losses, weights = train_alone(reference, case["batch"])
+    losses, weights = by_rank_0(lambda: train_alone(reference, case["batch"]))
     for step, wanted in enumerate(losses):
         found = float(engine.train_batch(batches(case["batch"], step)).detach())
         assert abs(found - wanted) <= 1e-5 * abs(wanted), (step, found, wanted)

@@ -12,7 +12,7 @@ import torch
 from support import small_models as unets
 from support import small_transformers as small
 from support.cases import run_each
-from support.parity import share_groups
+from support.parity import by_rank_0, share_groups
 from support.reference import error
 
 STEPS, MICROBATCHES = 2, 2
@@ -53,6 +53,9 @@ REFUSED = ("an entry that no layer reads",)
 
 def trains(folder: str) -> None:
     """Losses, and the weights that ``save_pretrained`` writes, equal one process's."""
+    import deepspeed
+
+    deepspeed.init_distributed()
     share_groups()
     run_each(CASES, lambda name: train_case(name, Path(folder, name)))
 
@@ -65,8 +68,7 @@ def train_case(name: str, folder: Path) -> None:
 
     make, make_batch, options, pulse = CASES[name]
     model = make()
-    reference = copy.deepcopy(model)
-    expected = train_alone(reference, make_batch)
+    expected, weights = by_rank_0(lambda: train_alone(copy.deepcopy(model), make_batch))
     first = next(iter(make_batch()))
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -91,7 +93,7 @@ def train_case(name: str, folder: Path) -> None:
         assert abs(found - wanted) <= 1e-5 * abs(wanted), (name, step, found, wanted)
     save_pretrained(engine, folder)
     loaded = type(model).from_pretrained(folder).state_dict()
-    for key, weight in reference.state_dict().items():
+    for key, weight in weights.items():
         assert error(loaded[key], weight) <= 1e-5, (name, key)
     engine.destroy()
 
@@ -109,7 +111,8 @@ def refuses_what_no_layer_reads(engine: Any, make_batch: Any) -> None:
         raise AssertionError("not refused")
 
 
-def train_alone(model: Any, make_batch: Any) -> list[float]:
+def train_alone(model: Any, make_batch: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and weights after the last step."""
     optimizer, losses = sgd(model), []
     for step in range(STEPS):
         found = []
@@ -120,7 +123,7 @@ def train_alone(model: Any, make_batch: Any) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(sum(found).detach()) / MICROBATCHES)
-    return losses
+    return losses, model.state_dict()
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
