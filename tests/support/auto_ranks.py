@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.parity import mse, share_groups, topology
+from support.parity import measure_links_once, mse, share_groups, topology
 from support.precision_ranks import cast
 from support.reference import Unpartitioned, train
 from support.toy import toy_batch, toy_layers
@@ -100,6 +100,7 @@ def chooses(case: dict[str, Any]) -> None:
     """World of 4."""
     torch.set_num_threads(1)
     share_groups()
+    measure_links_once()
     import deepspeed
 
     deepspeed.init_distributed()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.parity import TOLERANCE, models, mse, share_groups
+from support.parity import TOLERANCE, measure_links_once, models, mse, share_groups
 from support.precision_ranks import DTYPES, allow_fp16, cast
 from support.reference import Unpartitioned, error
 from support.toy import loss_fn, toy_batch, toy_layers
@@ -350,6 +350,7 @@ def recomputes(folder: str) -> None:
 
     share_groups()
     planned = make_engine(torch_world(), 4, model="unet").module.planned
+    measure_links_once()
     # measured bytes, but times that are the same on every machine, so that the plans are
     layers = tuple(
         replace(layer, forward_ms=1.0, backward_ms=2.0, weight_grad_ms=1.0, input_grad_ms=1.0)

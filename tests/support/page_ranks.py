@@ -14,6 +14,7 @@ import diffusers  # noqa: F401  once, before the ranks are forked
 import torch
 from support.cases import run_each
 from support.pages import ROOT, Step, steps
+from support.parity import measure_links_once
 
 import deepspeed_pulse.models  # noqa: F401
 from deepspeed_pulse import PipelineModule  # noqa: F401
@@ -27,6 +28,7 @@ def follows(arguments: dict[str, Any]) -> None:
     run_each(arguments["pages"], lambda page: _follow(page, Path(arguments["folder"])))
 
 
+    measure_links_once()
 def _follow(page: str, folder: Path) -> None:
     own = folder / page.replace("/", "_")
     own.mkdir(exist_ok=True)
