@@ -291,7 +291,8 @@ def traces(folder: str) -> None:
     ranks = torch_world()
     plans = []
     for _ in range(2):
-        pulse = {"trace": f"{folder}/trace.json", "plan_cache": f"{folder}/plans", "solver_seconds": 0}
+        pulse = {"placement": "wave", "solver_seconds": 0}
+        pulse |= {"trace": f"{folder}/trace.json", "plan_cache": f"{folder}/plans"}
         engine = make_engine(ranks, 3, model="unet", pulse=pulse)
         for step in range(3):
             engine.train_batch(data_of(engine, step, "unet"))
@@ -349,8 +350,8 @@ def recomputes(folder: str) -> None:
     from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 
     share_groups()
-    planned = make_engine(torch_world(), 4, model="unet").module.planned
     measure_links_once()
+    planned = make_engine(torch_world(), 4, model="unet").module.planned
     # measured bytes, but times that are the same on every machine, so that the plans are
     layers = tuple(
         replace(layer, forward_ms=1.0, backward_ms=2.0, weight_grad_ms=1.0, input_grad_ms=1.0)
