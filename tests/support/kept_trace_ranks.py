@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from support.cases import run_each
-from support.plain_nets import DoubleConv, Odd, PlainUNet, plain_unet_batch
+from support.plain_nets import DoubleConv, Odd, PlainLevel, plain_unet_batch
 
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models import to_layers
@@ -80,7 +80,7 @@ def run(name: str, folder: Path) -> None:
 
 def one_traces(start: Start) -> None:
     """And the others read what it kept: no block of theirs runs, and the layers are the same."""
-    layers = to_layers(PlainUNet(), example_batch=plain_unet_batch(), plan_cache=start.folder)
+    layers = to_layers(PlainLevel(), example_batch=plain_unet_batch(), plan_cache=start.folder)
     ran = start.told(start.ran)
     assert sorted(bool(count) for count in ran) == [False] * (start.world - 1) + [True], ran
     assert len(start.kept()) == 1
@@ -103,7 +103,7 @@ def all_are_refused(start: Start) -> None:
 def one_fails(start: Start) -> None:
     """The next one traces in its place."""
     try:
-        to_layers(PlainUNet(), example_batch=plain_unet_batch(), plan_cache=start.folder)
+        to_layers(PlainLevel(), example_batch=plain_unet_batch(), plan_cache=start.folder)
         error = "none"
     except GraphError as problem:
         error = str(problem)

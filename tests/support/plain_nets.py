@@ -56,6 +56,20 @@ class PlainUNet(nn.Module):
         return torch.cat([F.interpolate(y, size=skip.shape[-2:]), skip], dim=1)
 
 
+class PlainLevel(nn.Module):
+    """The smallest U-Net of such blocks, with the same entries: its trace takes a third of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inc, self.mid, self.up = DoubleConv(3, 8), DoubleConv(8, 8), DoubleConv(16, 3)
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        kept = self.inc(x)
+        hidden = self.mid(self.pool(kept)) * t[:, None, None, None]
+        return self.up(torch.cat([F.interpolate(hidden, size=kept.shape[-2:]), kept], dim=1))
+
+
 def plain_unet_batch(samples: int = 2, side: int = 16, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from support.plain_nets import DoubleConv, Odd, PlainUNet, plain_unet_batch
+from support.plain_nets import DoubleConv, Odd, PlainLevel, PlainUNet, plain_unet_batch
 from support.small_models import small_unet
 from support.traced import assert_equal
 from support.zoo import ZOO
@@ -27,7 +27,7 @@ def everything_is_worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def traced(folder: Path, model: Any = None, batch: Any = None) -> Any:
-    return to_layers(model or PlainUNet(), example_batch=batch or plain_unet_batch(), plan_cache=folder)
+    return to_layers(model or PlainLevel(), example_batch=batch or plain_unet_batch(), plan_cache=folder)
 
 
 def told(layers: Any) -> Any:
@@ -69,7 +69,7 @@ def test_kept_traces_of_other_models(name: str, tmp_path: Path) -> None:
 
 def test_another_question_is_another_file(tmp_path: Path) -> None:
     """Of the sizes, the settings and the model's code; not of its weights."""
-    model = PlainUNet()
+    model = PlainLevel()
     traced(tmp_path, model)
     traced(tmp_path)
     assert len(list(tmp_path.glob("*"))) == 1
@@ -83,8 +83,8 @@ def test_another_question_is_another_file(tmp_path: Path) -> None:
 
 def test_code_without_a_file_is_not_kept(tmp_path: Path) -> None:
     """As in a notebook: a change of it could not be seen."""
-    namespace: dict[str, Any] = {"__name__": "nowhere", "PlainUNet": PlainUNet}
-    exec("class Net(PlainUNet): pass", namespace)
+    namespace: dict[str, Any] = {"__name__": "nowhere", "PlainLevel": PlainLevel}
+    exec("class Net(PlainLevel): pass", namespace)
     traced(tmp_path, namespace["Net"]())
     assert not list(tmp_path.glob("*"))
 
