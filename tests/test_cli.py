@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pulse_files import COSTS, PLAN, write_files
+from support.pulse_files import COSTS, PLAN, planned_text, write_files
 
 from deepspeed_pulse.cli import main
 from deepspeed_pulse.errors import FileError
@@ -33,10 +33,14 @@ def run(line: str) -> int:
     return main(line.split())
 
 
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return planned_text(PLAN, tmp_path_factory.mktemp("planned"))
+
+
 @pytest.fixture
-def planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    assert run(PLAN) == 0
-    capsys.readouterr()
+def planned(folder: Path, plan: str) -> Path:
+    Path("plan.json").write_text(plan)
     return folder
 
 

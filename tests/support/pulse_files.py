@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
+
+from deepspeed_pulse.cli import main
 
 LINK = {"bandwidth_gb_per_s": 10.0, "latency_us": 50.0}
 LAYER = {"forward_ms": 1.0, "backward_ms": 2.0, "param_bytes": 10**7, "activation_bytes": 10**6, "output_bytes": 10**5}
@@ -23,3 +26,11 @@ def write_files() -> None:
     skips = [{"name": f"skip{i}", "source": i, "target": 7 - i, "bytes": 10**5} for i in range(4)]
     write("profile.json", "profile", device="cpu", dtype="float32", microbatch_size=1, layers=layers, skips=skips)
     write("cluster.json", "cluster", nodes=1, ranks_per_node=4, memory_bytes=10**10, intra_node=LINK, inter_node=LINK)
+
+
+def planned_text(line: str, folder: Path) -> str:
+    """The plan that this line makes of these files, in a folder of its own."""
+    with contextlib.chdir(folder):
+        write_files()
+        assert main(line.split()) == 0
+        return Path("plan.json").read_text()
