@@ -67,12 +67,13 @@ def run(folder: Path, *flags: str, **files: str) -> tuple[int, str, str]:
         (folder / f"test_{name}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "support.unsteady", *flags]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stdout.splitlines()[-1]
 
 
-PARALLEL = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "1")
+PARALLEL = ("-p", "xdist.plugin", "-n", "2", "--dist", "loadfile", "--max-worker-restart", "1")
 
 
 def test_what_passes_alone_is_unsteady_and_forgiven(tmp_path: Path) -> None:
