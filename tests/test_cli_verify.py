@@ -72,7 +72,7 @@ def test_the_best_are_ranked_by_measurement(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_model_that_is_not_the_profiles(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{TUNE} --verify 1 --model verified:other") == 2
+    assert run(f"{TUNE} --world 1 --verify 1 --model verified:other") == 2
     message = capsys.readouterr().err
     assert "none of the best 1 choices ran" in message
     assert "expected the 5 layers of the profile, found 4 layers" in message
@@ -85,7 +85,10 @@ def test_a_model_that_is_not_the_profiles(capsys: pytest.CaptureFixture[str]) ->
         ("--model verified:model", "--verify K and --model MODEL go together"),
         ("--granularity fine", "--granularity goes with --verify"),
         ("--verify 1 --model verified:model --world 4", "4 ranks of cluster 'here' are on 2 nodes"),
-        ("--verify 1 --model verified:model --verify-seconds 0.1", "took longer than 0.1 s; --verify-seconds gives"),
+        (
+            "--world 1 --verify 1 --model verified:model --verify-seconds 0.1",
+            "took longer than 0.1 s; --verify-seconds gives",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], more: str, message: str) -> None:
