@@ -42,20 +42,20 @@ def test_what_is_chosen_trains_as_the_unpartitioned_model_and_can_be_pinned(tmp_
 
 
 @pytest.mark.timeout(300)
-def test_the_example_trains_on_four_ranks_with_nothing_else_set(tmp_path: Path) -> None:
+def test_the_example_trains_with_nothing_else_set(tmp_path: Path) -> None:
     folder = ROOT / "examples" / "unet"
     config = json.loads((folder / "ds_config_auto.json").read_text())
     assert [config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")] == ["auto"] * 2
     assert set(config["pulse"].values()) == {"auto"}
     steps = ["--steps", "2", "--size", "8", "--out", str(tmp_path), "--ranks", "auto"]
     command = [str(folder / "train.py"), "--deepspeed_config", str(folder / "ds_config_auto.json"), *steps]
-    found = launch("support.example_ranks:example", 4, command, timeout=250)
+    found = launch("support.example_ranks:example", 2, command, timeout=250)
     assert "pulse: chosen for num_stages" in found[0][1]
     assert (tmp_path / "loss.csv").read_text().count("\n") == 3
     assert (tmp_path / "model" / "unet" / "config.json").is_file()
     pinned = json.loads((tmp_path / "checkpoints" / "step2" / "pulse_ds_config.json").read_text())
     assert pinned["train_batch_size"] == config["train_batch_size"]
-    assert pinned["pipeline"]["stages"] * pinned["pulse_choice"]["options"][0]["data_parallel"] == 4
+    assert pinned["pipeline"]["stages"] * pinned["pulse_choice"]["options"][0]["data_parallel"] == 2
 
 
 def test_a_decision_is_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
