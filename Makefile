@@ -75,8 +75,11 @@ types: .venv
 
 # Three files at a time: ranks wait for each other, so two leave two cores idle. Files go out by name, not those with many
 # tests first: those with few launch ranks and take longest. What fails runs once more, alone; what passes then is "unsteady".
-test: lint types
-	PYTHONPATH=tests:$$PYTHONPATH $(TEST_ENV) $(BIN)/python -m pytest -p support.unsteady -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
+# Types are checked meanwhile, which takes a minute in a fresh checkout, and told at the end.
+test: lint
+	@told=$$(mktemp); $(BIN)/mypy > $$told 2>&1 & mypy=$$!; \
+	PYTHONPATH=tests:$$PYTHONPATH $(TEST_ENV) $(BIN)/python -m pytest -p support.unsteady -n 3 --dist loadfile --no-loadscope-reorder $(TESTS); tests=$$?; \
+	wait $$mypy; types=$$?; echo "$(BIN)/mypy"; cat $$told; rm $$told; exit $$((tests | types))
 
 test-diffusers-old: .venv-old
 	$(TEST_ENV) $(OLD)/python -m pytest -n 2 --dist loadfile $(or $(TESTS),tests/models)
