@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.launch import launch
 from support.standin import environment, needs_standin
 
 from deepspeed_pulse.ir.cluster import Link
@@ -210,21 +211,26 @@ def test_the_readme_has_the_newest_figures() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def forked(benchmark: str, line: str) -> tuple[int, str]:
+    """Exit status and output of a script that starts ranks, in a process forked from one that has imported all."""
+    command = [str(ROOT / "benchmarks" / benchmark / "run.py"), *line.split()]
+    return launch("support.example_ranks:example", 1, command, timeout=240, check=False)[0]
+
+
 def test_sleeping_layers_take_as_long_as_simulated() -> None:
     """On real ranks, the engine's own time taken from its instructions; how long a step took here says nothing."""
-    script = PLANNER.parents[1] / "sleeping_layers" / "run.py"
-    command = [sys.executable, str(script), "--ranks", "2", "--microbatches", "2", "--layers", "4"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "measured / simulated makespan" in result.stdout
+    status, output = forked("sleeping_layers", "--ranks 2 --microbatches 2 --layers 4 --steps 2")
+    assert status == 0 and "measured / simulated makespan" in output, output
 
 
 def test_memory_is_predicted() -> None:
-    """On real ranks, planned over counted; how long a step took here says nothing."""
-    command = [sys.executable, str(PLANNER.parents[1] / "prediction" / "run.py"), "--quick", "--only", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert "| sleeping, 8 layers | 2 | 1 | 6 | linear | 0 |" in result.stdout, result.stderr
-    assert "predicted memory over measured" not in result.stderr
+    """On real ranks, planned over counted; how long a step took here says nothing.
+
+    On a busy machine messages come earlier or later than planned: 7.5 MiB of some 25 at the most.
+    """
+    _, output = forked("prediction", "--quick --only 1")
+    rows = [line for line in output.splitlines() if line.startswith("| sleeping, 8 layers | 2 | 1 | 6 | linear | 0 |")]
+    assert rows and 0.65 <= float(rows[0].split("|")[-2]) <= 1.5, output
 
 
 ACCELERATOR = PLANNER.parents[1] / "accelerator" / "run.py"

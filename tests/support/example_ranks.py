@@ -1,4 +1,4 @@
-"""An example's script on ranks that are forked from one process."""
+"""The script of an example or a benchmark on ranks that are forked from one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import diffusers  # noqa: F401  once, before the ranks are forked
 
 
 def example(arguments: list[str]) -> None:
-    """The script of an example, as the launcher runs it."""
+    """The script, as the launcher runs it."""
     script = Path(arguments[0]).resolve()
     sys.argv = [str(script), *arguments[1:]]
     sys.path.insert(0, str(script.parent))
