@@ -319,7 +319,7 @@ def versions_of(values: Sequence[Any]) -> list[int]:
     return [0 if t.is_inference() else t._version for value in values for t in tensors_in(value)]
 
 
-def module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
+def module_of(function: Any) -> torch.nn.Module | None:
     """The module that a layer calls; None for a plain function."""
     if isinstance(function, torch.nn.Module):
         return function

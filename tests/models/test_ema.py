@@ -14,7 +14,9 @@ from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 from support.small_models import small_unet
 from support.thread_ranks import on_ranks
+from torch import nn
 
+from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.models import EMA, freeze, save_pretrained, to_layers
 from deepspeed_pulse.models.weights.folder import CONFIG, WEIGHTS
@@ -101,6 +103,20 @@ def test_averages_of_bfloat16_weights_are_float32_and_follow_what_full_precision
     averaged(lambda engine, ema: save_pretrained(engine, tmp_path / "ours", ema=ema), model=small().to(torch.bfloat16))
     assert {t.dtype for t in load_file(tmp_path / "ours" / WEIGHTS).values()} == {torch.bfloat16}
     assert {t.dtype for t in load_file(tmp_path / "ours_ema" / WEIGHTS).values()} == {torch.float32}
+
+
+class Wrapper(nn.Module):
+    """A layer of the user's own, with a child of the name by which a tied call holds its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+
+def test_all_weights_of_a_layer_with_a_child_called_module_are_averaged():
+    names = []
+    on_ranks([spec(Wrapper())], lambda engine: names.extend(EMA(engine).averages()))
+    assert sorted(names) == ["0.module.bias", "0.module.weight", "0.scale"]
 
 
 def test_store_copy_to_restore():

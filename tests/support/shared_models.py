@@ -55,6 +55,14 @@ class Idle(nn.Module):
         return torch.tanh(x)
 
 
+class Wrapping(Transposed):
+    """Has a child of the name by which a tied call holds its module."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__(weight)
+        self.module = nn.Tanh()
+
+
 class Table(nn.Module):
     """Adds a table of numbers, a buffer without a gradient."""
 
@@ -246,6 +254,14 @@ def spec_of_a_parameter() -> list[Any]:
     return layers
 
 
+def spec_of_a_parameter_beside_a_module() -> list[Any]:
+    from deepspeed_pulse import LayerSpec
+
+    layers = blocks()
+    layers[7] = LayerSpec(Wrapping, layers[0].inner.weight)
+    return layers
+
+
 def specs_with_a_cache() -> list[Any]:
     from deepspeed_pulse import LayerSpec
 
@@ -321,6 +337,10 @@ REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "two specs of one module": (specs_of_one_module, "layers 1.Around and 6.Around are built with one parameter"),
     "a spec of a listed module": (spec_of_a_listed_module, "layers 0.Block and 7.Around are built with one parameter"),
     "a spec of a parameter": (spec_of_a_parameter, "layers 0.Block and 7.Transposed are built with one parameter"),
+    "a spec of a parameter beside a module": (
+        spec_of_a_parameter_beside_a_module,
+        "layers 0.Block and 7.Wrapping are built with one parameter",
+    ),
     "specs with a cache": (specs_with_a_cache, "layers 1.Keeping and 4.Keeping are built with one parameter"),
     "a tied spec of a listed module": (
         tied_spec_of_a_listed_module,

@@ -19,6 +19,7 @@ from deepspeed_pulse.engine.sharing.shared import SharedWeights
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.runtime.stage import module_of
 
 AGREED_STEPS = 2
 """First steps after which ranks tell each other whether a shared buffer has changed; later each looks for itself."""
@@ -131,9 +132,9 @@ def _all_modules(module: Any) -> Iterator[tuple[int, torch.nn.Module]]:
         found = here.get(index, bare if isinstance(bare, torch.nn.Module) else None)
         if found is None and isinstance(bare, upstream.LayerSpec) and not getattr(bare, "reads_files", False):
             found = module.tied_modules[bare.key] if getattr(bare, "key", None) in module.tied_modules else _meta(bare)
-        found = getattr(found, "module", found)
-        if isinstance(found, torch.nn.Module):
-            yield index, found
+        owner = module_of(found)
+        if owner is not None:
+            yield index, owner
 
 
 def _meta(layer: Any) -> Any:

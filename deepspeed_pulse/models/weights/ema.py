@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from deepspeed_pulse.engine.specs import TiedCall
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.models.weights.shards import apart
 
@@ -224,7 +225,8 @@ class EMA:
 def _trainable(module: Any, layers: range) -> dict[str, nn.Parameter]:
     """Trainable weights of these layers on this rank by index among them and name; a shared one has all its names."""
     mine = [(index - layers.start, layer) for index, layer in module.local_layers() if index in layers]
-    owners = {index: getattr(layer, "module", layer) for index, layer in mine}
+    # by class: a module of the user's may have a child called "module"
+    owners = {index: layer.module if isinstance(layer, TiedCall) else layer for index, layer in mine}
     return {
         f"{index}.{name}": parameter
         for index, owner in owners.items()
