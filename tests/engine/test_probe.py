@@ -49,6 +49,37 @@ def test_gradients_and_buffers_are_what_they_were() -> None:
     assert all(cost.spread is not None and cost.spread >= 0 for cost in measured.layers)
 
 
+class Moving(nn.BatchNorm1d):
+    """Has new buffers wherever it is moved, as between devices; may fail after it has counted a batch."""
+
+    fails = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return super()._apply(lambda t: fn(t).clone(), recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if self.fails:
+            raise torch.OutOfMemoryError("out of memory")
+        return output
+
+
+def test_buffers_of_a_module_that_was_moved_are_what_they_were() -> None:
+    layer = Moving(4)
+    before = dict(layer.named_buffers())
+    measure_layers(chain(1), [lambda: layer], LayerInputs(hidden=torch.randn(2, 4), values={}), CPU)
+    assert all(buffer is before[name] for name, buffer in layer.named_buffers())
+    assert layer.num_batches_tracked == 0 and torch.equal(layer.running_mean, torch.zeros(4))
+
+
+def test_a_layer_that_does_not_fit_is_left_as_it_was() -> None:
+    layer = Moving(4)
+    layer.fails = True
+    with pytest.raises(torch.OutOfMemoryError):
+        measure_layers(chain(1), [lambda: layer], LayerInputs(hidden=torch.randn(2, 4), values={}), CPU)
+    assert layer.num_batches_tracked == 0 and torch.equal(layer.running_mean, torch.zeros(4))
+
+
 def test_what_runs_again_neither_counts_what_it_reads_nor_what_it_only_stashes() -> None:
     """A product keeps both factors, 32 bytes each: the input is there, the second one made anew."""
 

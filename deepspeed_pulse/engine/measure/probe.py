@@ -15,7 +15,7 @@ from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import as_payload, map_tensors, num_bytes, tensors_in
 from deepspeed_pulse.runtime.roots import roots_of
-from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage, module_of, naming, versions_of
+from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage, module_of, naming, put_buffers, versions_of
 from deepspeed_pulse.runtime.tape import Tape
 
 
@@ -253,12 +253,16 @@ def _on(module: torch.nn.Module | None, device: torch.device) -> Iterator[None]:
         yield
         return
     home = next((t.device for t in (*module.parameters(), *module.buffers())), device)
-    module.to(device)
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    yield
-    module.to(home)
-    for buffer, saved in buffers:
-        buffer.data = saved.to(home)
+    # the tensors themselves, too: on another device a module has new ones
+    before = {name: (t, t.detach().clone()) for name, t in module.named_buffers(remove_duplicate=False)}
+    try:
+        module.to(device)
+        yield
+    finally:
+        module.to(home)
+        for buffer, saved in before.values():
+            buffer.data = saved
+        put_buffers(module, {name: buffer for name, (buffer, _) in before.items()})
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
