@@ -355,9 +355,13 @@ def magnitudes(model: Any) -> None:
         (magnitudes, "to_q.lora_magnitude_vector.default.weight is computed from weights that are not there yet"),
         (lambda model: nn.init.zeros_(model.conv_in.weight), "the values of a parameter 'weight' were changed"),
         (lambda model: setattr(model, "conv_in", nn.Conv2d(3, 32, 3)), "2 parameters are no longer part of the model"),
+        (
+            lambda model: model.to(torch.bfloat16),
+            "cast from torch.float32 .*; pass dtype=torch.bfloat16 beside",
+        ),
         (lambda model: model.to("meta"), "conv_in.weight is computed from weights .*, or replaces some"),
     ],
-    ids=["DoRA", "initialise", "replace", "move"],
+    ids=["DoRA", "initialise", "replace", "cast", "move"],
 )
 def test_prepare_has_no_weights(saved, prepare, message):
     with pytest.raises(ConfigError, match=message):

@@ -78,7 +78,8 @@ class Skeleton:
 
         While it runs, parameters without values look as if they were on the CPU, because adapters go where the weights
         beside them are. Each is one NaN that fills the whole shape, so that a value computed from it shows. Random
-        numbers are the same on every rank. Raises :class:`ConfigError` when weights were replaced, changed, or used.
+        numbers are the same on every rank. Raises :class:`ConfigError` when weights were replaced, changed, cast, or
+        used.
         """
         real = {}
         for module, name, parameter in _parameters(self.model):
@@ -91,6 +92,11 @@ class Skeleton:
         for module, name, parameter in _parameters(self.model):
             if id(parameter) in real:
                 stand_in, parameter = real.pop(id(parameter))
+                if stand_in.dtype != parameter.dtype:
+                    raise ConfigError(
+                        f"prepare: a parameter {name!r} was cast from {parameter.dtype} to {stand_in.dtype}, which the "
+                        f"weights, read later, would not be; pass dtype={stand_in.dtype} beside prepare= in its place"
+                    )
                 if stand_in.is_floating_point() and not bool(stand_in.flatten()[:1].isnan().all()):
                     raise ConfigError(
                         f"prepare: the values of a parameter {name!r} were changed, but are not there yet; {_ADVICE}"
