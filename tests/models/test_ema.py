@@ -105,6 +105,11 @@ def test_averages_of_bfloat16_weights_are_float32_and_follow_what_full_precision
     assert {t.dtype for t in load_file(tmp_path / "ours_ema" / WEIGHTS).values()} == {torch.float32}
 
 
+def test_the_folder_of_averages_stands_beside_one_with_a_slash_behind(tmp_path):
+    averaged(lambda engine, ema: save_pretrained(engine, f"{tmp_path}/ours/", ema=ema))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "ours_ema"]
+
+
 class Wrapper(nn.Module):
     """A layer of the user's own, with a child of the name by which a tied call holds its module."""
 

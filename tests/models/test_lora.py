@@ -42,7 +42,7 @@ from support.thread_ranks import on_ranks
 
 from deepspeed_pulse import spec
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.models import from_pretrained, save_lora, save_pretrained, to_layers
+from deepspeed_pulse.models import EMA, from_pretrained, save_lora, save_pretrained, to_layers
 from deepspeed_pulse.models.weights.folder import WEIGHTS
 from deepspeed_pulse.models.weights.lora import DIFFUSERS_WEIGHTS, PEFT_WEIGHTS
 
@@ -232,6 +232,12 @@ def test_pefts_own_format_for_models_that_diffusers_loads_no_adapters_into(tmp_p
         assert error(read(**entries).sample, wrapped.eval()(**entries).sample) < 1e-6
     with pytest.raises(ConfigError, match='no adapters into a UNet2DModel; use format="peft"'):
         save(wrapped, tmp_path / "none")
+
+
+def test_the_folder_of_averages_stands_beside_one_with_a_slash_behind(tmp_path):
+    layers = to_layers(lora_model())
+    on_ranks(layers, lambda engine: save_lora(engine, f"{tmp_path}/lora/", ema=EMA(engine)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "lora_ema"]
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):

@@ -82,5 +82,5 @@ def save_pretrained(
         # diffusers keeps the averaging's state in the config of the averaged model.
         config = {**json.loads(origin.config_json), **ema.schedule()}
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        write(f"{os.fspath(folder)}_ema", averages, dtype or torch.float32, text)
+        write(f"{Path(folder)}_ema", averages, dtype or torch.float32, text)
     return write(folder, {}, dtype, origin.config_json)

@@ -92,7 +92,7 @@ def save_lora(
         return write_sharded(engine, to, tensors, files, dtypes=dtypes)
 
     if ema is not None:
-        write(f"{os.fspath(folder)}_ema", averages, dtype or torch.float32)
+        write(f"{Path(folder)}_ema", averages, dtype or torch.float32)
     return write(folder, {}, dtype)
 
 
