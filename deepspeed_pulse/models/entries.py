@@ -66,7 +66,7 @@ def set_entry_rules(model: nn.Module, kind: type[nn.Module], layers: Iterable[An
         numbers=numbers,
         tensors=frozenset(own - numbers.keys()),
         unread={
-            name: _advice(name, options)
+            name: _advice(model, name, options)
             for name in optional
             if name not in popped and not _is_ignored(model, kind, name)
         },
@@ -74,6 +74,11 @@ def set_entry_rules(model: nn.Module, kind: type[nn.Module], layers: Iterable[An
     for unit in map(unit_of, layers):
         if unit is not None and unit.origin.model_class is type(model):
             unit.entry_rules = rules
+
+
+def takes_timestep_cond(model: Any) -> bool:
+    """Whether a U-Net adds a projection of ``timestep_cond`` to its time embedding; else it fails with one."""
+    return getattr(model.config, "time_cond_proj_dim", None) is not None
 
 
 def _arguments(kind: type[nn.Module]) -> tuple[list[str], list[str]]:
@@ -91,7 +96,9 @@ def _is_ignored(model: nn.Module, kind: type[nn.Module], name: str) -> bool:
     return part == "" or at is None
 
 
-def _advice(name: str, options: Mapping[str, Any]) -> str:
-    if name in options:
+def _advice(model: nn.Module, name: str, options: Mapping[str, Any]) -> str:
+    if name == "timestep_cond" and not takes_timestep_cond(model):
+        return "the model takes none: its config.time_cond_proj_dim is None"
+    if name in options and name not in NOT_ENTRIES:
         return f"make the list with to_layers(model, {name}=True)"
     return NOT_ENTRIES.get(name, "layers cannot pass it on")

@@ -85,6 +85,8 @@ def test_sdxl():
 def test_what_does_not_fit_is_named():
     with pytest.raises(GraphError, match="controlnet: expected a ControlNetModel, found UNet2DModel"):
         to_layers(small_controlled_unet(), controlnet=small_unet())
+    with pytest.raises(GraphError, match=r"conditioning_scale=0\.5 scales what a ControlNet adds"):
+        to_layers(small_controlled_unet(), conditioning_scale=0.5)
     with pytest.raises(GraphError, match="encoder stores 9 skips, the U-Net's 6"):
         layers_of(both(layers_per_block=2))
     with pytest.raises(GraphError, match="attention_mask=True was asked for, which is not supported beside a Contr"):

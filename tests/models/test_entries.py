@@ -103,12 +103,24 @@ def test_a_mask_that_the_list_was_made_without():
     [
         ("cross_attention_kwargs", {"scale": 0.5}, "set a LoRA scale on the model"),
         ("mid_block_additional_residual", torch.ones(1), "hand over the ControlNet itself"),
-        ("timestep_cond", torch.ones(2, 8), r"to_layers\(model, timestep_cond=True\)"),
+        ("timestep_cond", torch.ones(2, 8), "the model takes none: its config.time_cond_proj_dim is None"),
     ],
 )
 def test_what_to_do_is_said(name, value, message):
     with pytest.raises(BatchError, match=message):
         split(to_layers(unets.small_sd_unet()), {**unets.sd_entries(), name: value})
+
+
+def test_a_condition_that_the_model_takes_is_an_option_of_the_list():
+    layers = to_layers(unets.small_sd_unet(time_cond_proj_dim=8))
+    with pytest.raises(BatchError, match=r"to_layers\(model, timestep_cond=True\)"):
+        split(layers, {**unets.sd_entries(), "timestep_cond": torch.ones(2, 8)})
+
+
+def test_a_scale_goes_to_the_list_with_its_controlnet():
+    layers = to_layers(unets.small_controlled_unet(), controlnet=unets.small_controlnet())
+    with pytest.raises(BatchError, match=r"pass it to to_layers\(unet, controlnet=controlnet, conditioning_scale="):
+        split(layers, {**unets.sd_entries(), "controlnet_cond": torch.ones(2, 3, 128, 128), "conditioning_scale": 0.5})
 
 
 def test_an_entry_that_the_model_does_not_look_at():

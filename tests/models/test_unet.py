@@ -12,9 +12,12 @@ from support.small_models import (
     pixel_entries,
     sd_entries,
     sdxl_entries,
+    small_audioldm2,
+    small_motion_unet,
     small_sd_unet,
     small_sdxl_unet,
     small_unet,
+    small_unet_3d,
 )
 from torch import Tensor, nn
 
@@ -364,9 +367,10 @@ def test_parts_of_another_kind_inside_a_known_block():
     assert "mid_block.attentions.0 has a spatial norm" in str(caught.value)
 
 
-def test_timestep_cond_needs_a_model_that_takes_it():
+@pytest.mark.parametrize("make", [small_sd_unet, small_unet_3d, small_motion_unet, small_audioldm2])
+def test_timestep_cond_needs_a_model_that_takes_it(make):
     with pytest.raises(GraphError, match="time_cond_proj_dim is None"):
-        to_layers(small_sd_unet(), timestep_cond=True)
+        to_layers(make(), timestep_cond=True)
 
 
 def test_a_part_that_no_layer_holds():

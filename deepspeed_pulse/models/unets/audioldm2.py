@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
 from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS, classes
-from deepspeed_pulse.models.unets.walk import Layers, Walk, unknown_blocks
+from deepspeed_pulse.models.unets.walk import Layers, Walk, unknown_blocks, unknown_condition
 from deepspeed_pulse.models.units import Origin, refuse, same
 
 BLOCKS = {
@@ -51,7 +51,7 @@ def to_layers(
     ``encoder_attention_mask_1`` (1 = keep) and ``timestep_cond`` say that the batch has these optional entries too.
     ``granularity="fine"`` and ``upsample_size`` as for ``UNet2DConditionModel``.
     """
-    refuse(model, unknown_blocks(model, **BLOCKS))
+    refuse(model, (*unknown_condition(model, timestep_cond), *unknown_blocks(model, **BLOCKS)))
     masks = {
         "attention_mask": attention_mask,
         "encoder_attention_mask": encoder_attention_mask,

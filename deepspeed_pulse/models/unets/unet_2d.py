@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
-from deepspeed_pulse.models.unets.walk import Layers, Walk, unknown_blocks, unknown_values
+from deepspeed_pulse.models.unets.walk import Layers, Walk, unknown_blocks, unknown_condition, unknown_values
 from deepspeed_pulse.models.units import Origin, refuse
 
 BLOCKS = {
@@ -67,7 +67,10 @@ def to_layers(
     """
     entries = {"attention_mask": attention_mask, "encoder_attention_mask": encoder_attention_mask}
     asked = {**entries, "timestep_cond": timestep_cond, "upsample_size": upsample_size}
-    refuse(model, problems(model, tuple(name for name, wanted in asked.items() if wanted)))
+    found = [*problems(model, tuple(name for name, wanted in asked.items() if wanted))]
+    if controlnet is None and conditioning_scale != 1.0:
+        found.append(f"conditioning_scale={conditioning_scale} scales what a ControlNet adds: pass controlnet= too")
+    refuse(model, found)
     options: dict[str, Any] = {
         "fine": fine,
         "upsample_size": upsample_size,
@@ -86,8 +89,8 @@ def problems(model: Any, asked: tuple[str, ...] = ()) -> Iterator[str]:
     yield from unknown_values(model.config, CONFIG)
     if isinstance(model, UNet2DModel):
         yield from (f"{name}=True was asked for, which UNet2DModel does not take" for name in asked)
-    elif "timestep_cond" in asked and getattr(model.config, "time_cond_proj_dim", None) is None:
-        yield "timestep_cond=True was asked for, but config.time_cond_proj_dim is None"
+    else:
+        yield from unknown_condition(model, "timestep_cond" in asked)
     yield from unknown_blocks(model, **BLOCKS, **SAMPLERS)
 
 

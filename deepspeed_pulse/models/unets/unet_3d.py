@@ -14,7 +14,7 @@ from deepspeed_pulse.models.shapes import Shapes
 from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
 from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS
 from deepspeed_pulse.models.unets.video import VideoWalk
-from deepspeed_pulse.models.unets.walk import Layers, unknown_blocks
+from deepspeed_pulse.models.unets.walk import Layers, unknown_blocks, unknown_condition
 from deepspeed_pulse.models.units import Origin, refuse
 
 BLOCKS = {
@@ -40,7 +40,8 @@ def to_layers(
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     temporal = {"temp_convs": (TemporalConvLayer,), "temp_attentions": (TransformerTemporalModel,)}
-    refuse(model, unknown_blocks(model, **BLOCKS, **temporal))
+    of_blocks = unknown_blocks(model, **BLOCKS, **temporal)
+    refuse(model, (*unknown_condition(model, timestep_cond), *of_blocks))
     return Unet3dWalk(model, origin, fine=fine, upsample_size=upsample_size, timestep_cond=timestep_cond).layers()
 
 

@@ -14,7 +14,7 @@ from deepspeed_pulse.models.unets import unet_3d
 from deepspeed_pulse.models.unets.tokens import TRANSFORMERS
 from deepspeed_pulse.models.unets.unet_2d import CLIP_TOKENS, text_and_sizes
 from deepspeed_pulse.models.unets.video import VideoWalk
-from deepspeed_pulse.models.unets.walk import Layers, unknown_blocks, unknown_values
+from deepspeed_pulse.models.unets.walk import Layers, unknown_blocks, unknown_condition, unknown_values
 from deepspeed_pulse.models.units import Origin, refuse
 
 BLOCKS = {
@@ -41,7 +41,7 @@ def to_layers(
     Raises :class:`GraphError` naming every part of the model that cannot be expressed.
     """
     of_blocks = unknown_blocks(model, **BLOCKS, motion_modules=(blocks.AnimateDiffTransformer3D,))
-    refuse(model, (*unknown_values(model.config, CONFIG), *of_blocks))
+    refuse(model, (*unknown_values(model.config, CONFIG), *unknown_condition(model, timestep_cond), *of_blocks))
     return UnetMotionWalk(model, origin, fine=fine, upsample_size=upsample_size, timestep_cond=timestep_cond).layers()
 
 

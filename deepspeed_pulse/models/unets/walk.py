@@ -32,6 +32,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
+from deepspeed_pulse.models.entries import takes_timestep_cond
 from deepspeed_pulse.models.unets.tokens import Cut
 from deepspeed_pulse.models.unets.units import NO_REMEDY, CrossAttention, Head, Part, SkipResnet, Stem, Upsample
 from deepspeed_pulse.models.units import Origin, declare, same
@@ -217,6 +218,12 @@ def unknown_values(config: Any, handled: Mapping[str, tuple[Any, ...]]) -> Itera
         found = getattr(config, key, values[0])
         if found not in values:
             yield f"config.{key} is {found!r}, supported: {', '.join(repr(value) for value in values)}"
+
+
+def unknown_condition(model: Any, timestep_cond: bool) -> Iterator[str]:
+    """A ``timestep_cond`` that was asked for of a model that fails with one."""
+    if timestep_cond and not takes_timestep_cond(model):
+        yield "timestep_cond=True was asked for, but config.time_cond_proj_dim is None"
 
 
 def unknown_blocks(model: Any, *, down: Kinds, mid: Kinds, up: Kinds, **parts: Kinds) -> Iterator[str]:
