@@ -159,11 +159,6 @@ class LayerCode:
         return tuple((one.kind, one.name) for one in self._loads if one.kind in (PARAMETER, BUFFER))
 
     @property
-    def told(self) -> tuple[str, ...]:
-        """Each call in a word: the path of a leaf, or the name of a function."""
-        return tuple(self._trace.calls[index].name for index in (*self.piece.makes, *self.piece.calls))
-
-    @property
     def measures(self) -> bool:
         """Whether a call is given a number that follows from sizes."""
         steps = (*self._makes.values(), *self._steps)

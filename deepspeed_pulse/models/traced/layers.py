@@ -231,7 +231,7 @@ class TracedLayer(Unit):
         parameters = [path for kind, path in code.weights if kind == "parameter" and not _within(path, code.leaves)]
         super().__init__(model, origin, *code.leaves, *parameters)
         self.paths = (*code.leaves, *parameters)
-        self.shared, self.number, self.calls = shared, number, code.told
+        self.shared, self.number = shared, number
         for kind, path in code.weights:
             if kind == "buffer" and not _within(path, code.leaves):
                 _hold_buffer(self, model, path)

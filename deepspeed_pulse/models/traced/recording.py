@@ -70,7 +70,7 @@ class Setting:
 class Value:
     """A tensor of the trace. ``kind`` and ``name`` tell where one that no call made comes from.
 
-    ``at``: index among an entry's tensors. ``was``: the value that this one was before a call changed it in place.
+    ``at``: index among an entry's tensors.
     """
 
     index: int
@@ -80,7 +80,6 @@ class Value:
     name: str = ""
     at: int = 0
     constant: Tensor | None = field(default=None, repr=False)
-    was: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -370,7 +369,7 @@ class Recorder(TorchFunctionMode):
                 value = self.values[old]
                 if value.kind in (PARAMETER, BUFFER, CONSTANT):
                     raise GraphError(f"{where}: changes {value.name or 'a constant'} of the model in place")
-                new = self.add(value.fake, call=call, was=old)
+                new = self.add(value.fake, call=call)
                 found.append((old, new))
         if changed and not found:
             raise GraphError(
