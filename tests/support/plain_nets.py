@@ -118,6 +118,10 @@ class Odd(nn.Module):
         y = self.second(self.drop(y))
         return self.third(y * 2 if self.training else y)
 
+    def dropped_mask(self, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        bias = self.drop(mask)
+        return self.third(self.second(self.first(x) + bias) * bias)
+
     def view_across(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         y = self.first(x) * 1
         half = y[:, :4]

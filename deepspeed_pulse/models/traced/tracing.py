@@ -45,6 +45,8 @@ from deepspeed_pulse.models.traced.standins import (
     symbolic,
 )
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
@@ -299,9 +301,10 @@ def _note_training(model: nn.Module, opened: frozenset[str], reads: set[str]) ->
 
 
 def _can_be_repeated(module: nn.Module) -> bool:
-    """A module without saved tensors, that draws no random numbers."""
+    """A module without saved tensors, that draws no random numbers, in training either: it may be traced before."""
     buffers = (name in one._non_persistent_buffers_set for one in module.modules() for name in one._buffers)
-    return next(module.parameters(), None) is None and all(buffers)
+    draws = any(isinstance(one, DROPOUTS) and one.p > 0 for one in module.modules())
+    return next(module.parameters(), None) is None and all(buffers) and not draws
 
 
 @contextmanager

@@ -90,6 +90,17 @@ def test_weights_and_constants_in_another_dtype():
     assert_equal(model, layers, {"x": odd_batch()["x"].bfloat16()})
 
 
+def test_dropout_of_a_batch_entry_draws_once():
+    """A list that was made in evaluation mode."""
+    model, batch = Odd("dropped_mask").eval(), {**odd_batch(), "mask": torch.ones(2, 8)}
+    layers = to_layers(model, example_batch=batch)
+    assert_equal(model, layers, batch)
+    model.train()
+    for layer in layers:
+        layer.layer.train()
+    assert_equal(model, layers, batch)
+
+
 def test_checkpoints_of_the_models_own_are_bypassed():
     model = Odd("checkpointed")
     with pytest.warns(UserWarning, match="checkpoints around its blocks are bypassed"):
