@@ -36,6 +36,8 @@ SIZES = "batch sizes"
 TOGETHER = 3
 """Sizes in one shape: torch multiplies them, and the product of a few always fits."""
 
+_DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -418,6 +420,16 @@ def as_shapes(sizes: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
     """Sizes as the shapes of empty tensors, which every device knows without reading memory."""
     groups = (sizes[at : at + TOGETHER] for at in range(0, len(sizes), TOGETHER))
     return tuple(like.new_zeros((*group, 0), dtype=torch.bool) for group in groups)
+
+
+def as_numbers(dtypes: Iterable[torch.dtype]) -> tuple[int, ...]:
+    """Dtypes as small numbers, which can be told as sizes are."""
+    return tuple(map(_DTYPES.index, dtypes))
+
+
+def from_numbers(numbers: Iterable[int]) -> tuple[torch.dtype, ...]:
+    """The dtypes that :func:`as_numbers` was given."""
+    return tuple(_DTYPES[number] for number in numbers)
 
 
 def from_shapes(shapes: Sequence[Tensor]) -> tuple[int, ...]:

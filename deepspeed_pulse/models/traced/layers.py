@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from deepspeed_pulse.models.traced.code import (
     Kept,
     LayerCode,
     Unknown,
+    as_numbers,
     as_shapes,
     evaluated,
     first_unknown,
+    from_numbers,
     from_shapes,
 )
 from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, cut
@@ -88,7 +91,7 @@ def _check_glue(shared: TracedModel) -> None:
 class Traced:
     """One trace, cut: the code of each layer.
 
-    ``with_sizes``: whether layers are told the sizes of the batch; None: where they need it.
+    ``with_sizes``: whether layers are told the sizes of the batch, and its dtypes; None: where they need it.
     """
 
     def __init__(
@@ -105,7 +108,8 @@ class Traced:
             try:
                 self.codes = self._codes(depends, None)
                 plain = any(not entry.forms for entry in found.given.entries)
-                with_sizes = bool(found.branches) or plain or any(code.measures for code in self.codes[1:])
+                with_sizes = bool(found.branches) or plain or "dtype" in found.reads
+                with_sizes = with_sizes or any(code.measures for code in self.codes[1:])
                 with_sizes = with_sizes and len(self.codes) > 1
             except Unknown:
                 with_sizes = True
@@ -137,6 +141,14 @@ class Traced:
         return all(evaluated(guard, sizes) is True for guard in self.trace.guards)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Sizes of a batch, of the model's slots, and dtypes of its tensors."""
+
+    sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
 class TracedModel:
     """What the layers of one model share: the trace, and those for other sizes, modes and dtypes."""
 
@@ -152,6 +164,8 @@ class TracedModel:
         self.with_sizes = self.base.with_sizes
         self.slots = tuple(self.base.trace.symbols.values())
         """Entry, index in it and dimension of every size of the batch, in the order in which layers are told."""
+        self.dtypes = tuple(form.dtype for entry in given.entries for form in entry.forms)
+        """Of the example, in the order in which layers are told those of the batch."""
         self.kept = Kept()
         self.cast: torch.dtype | None = None
         self._variants: dict[Any, Traced] = {}
@@ -164,51 +178,52 @@ class TracedModel:
     def reads(self) -> frozenset[str]:
         return self.base.trace.reads
 
-    def variant(
-        self, sizes: tuple[int, ...], plain: Mapping[str, Any], cast: torch.dtype | None, training: bool | None
-    ) -> Traced:
-        """The trace for sizes of :attr:`slots`, other entries, a dtype of the weights and a mode.
+    def variant(self, told: Told, plain: Mapping[str, Any], cast: torch.dtype | None, training: bool | None) -> Traced:
+        """The trace for sizes and dtypes of the batch, other entries, a dtype of the weights and a mode.
 
         Raises :class:`BatchError` where the model then hands other values from layer to layer.
         """
-        key = (sizes, repr(plain), cast, training)
+        key = (told, repr(plain), cast, training)
         with self._lock:
             if key not in self._variants:
-                self._variants[key] = self._find(sizes, plain, cast, training)
+                self._variants[key] = self._find(told, plain, cast, training)
             return self._variants[key]
 
-    def _find(self, sizes: tuple[int, ...], plain: Mapping[str, Any], cast: Any, training: bool | None) -> Traced:
-        given = self.given.with_plain(plain).with_forms(self._forms(sizes))
-        for (_, had_plain, had_cast, had_training), one in [
-            ((0, repr({}), None, None), self.base),
-            *self._variants.items(),
-        ]:
-            same = (had_plain, had_cast, had_training) == (repr(plain), cast, training)
-            if same and one.holds(self._by_symbol(one, sizes)):
+    def _find(self, told: Told, plain: Mapping[str, Any], cast: Any, training: bool | None) -> Traced:
+        given = self.given.with_plain(plain).with_forms(self._forms(told))
+        asked = (told.dtypes, repr(plain), cast, training)
+        for (had, *others), one in [((self.example, repr({}), None, None), self.base), *self._variants.items()]:
+            if (had.dtypes, *others) == asked and one.holds(self._by_symbol(one, told.sizes)):
                 return one
         if len(set(map(id, self._variants.values()))) >= MOST:
             raise BatchError(
                 f"{self.name} was traced {MOST} times for different batches; make numbers that change from batch to "
-                f"batch tensors, and sizes fewer; the last: {self._told(sizes, plain)}"
+                f"batch tensors, and sizes fewer; the last: {self._in_words(told, plain)}"
             )
         other = trace(self._bare, self.outline, given, cast=cast, training=training, plan_cache=self._plan_cache)
         found = Traced(self, other, self.with_sizes)
-        told, expected = ([code.interface for code in one.codes] for one in (found, self.base))
-        if told != expected:
+        handed, expected = ([code.interface for code in one.codes] for one in (found, self.base))
+        if handed != expected:
             raise BatchError(
-                f"{self.name} hands other values from layer to layer at {self._told(sizes, plain)} than with the "
+                f"{self.name} hands other values from layer to layer at {self._in_words(told, plain)} than with the "
                 "example_batch that the list was made with, so its layers cannot take this batch; make a list with an "
                 "example_batch like this one"
             )
         return found
 
-    def _forms(self, sizes: tuple[int, ...]) -> dict[tuple[str, int], TensorForm]:
-        """Shapes of all entries with these sizes."""
-        known = dict(zip(self.slots, sizes, strict=True))
+    @cached_property
+    def example(self) -> Told:
+        """Sizes and dtypes of the example."""
+        sizes = (self.given[name].forms[at].shape[dim] for name, at, dim in self.slots)
+        return Told(sizes=tuple(sizes), dtypes=self.dtypes)
+
+    def _forms(self, told: Told) -> dict[tuple[str, int], TensorForm]:
+        """Shapes and dtypes of all entries."""
+        known, dtypes = dict(zip(self.slots, told.sizes, strict=True)), iter(told.dtypes)
         return {
             (entry.name, at): TensorForm(
                 shape=tuple(known[entry.name, at, dim] for dim in range(len(form.shape))),
-                dtype=form.dtype,
+                dtype=next(dtypes),
                 device=form.device,
             )
             for entry in self.given.entries
@@ -218,8 +233,9 @@ class TracedModel:
     def _by_symbol(self, one: Traced, sizes: tuple[int, ...]) -> dict[Any, int]:
         return dict(zip(one.trace.symbols, sizes, strict=True))
 
-    def _told(self, sizes: tuple[int, ...], plain: Mapping[str, Any]) -> str:
-        shapes = [f"{name} {list(form.shape)}" for (name, _), form in self._forms(sizes).items()]
+    def _in_words(self, told: Told, plain: Mapping[str, Any]) -> str:
+        forms = self._forms(told).items()
+        shapes = [f"{name} {list(form.shape)} of {form.dtype}" for (name, _), form in forms]
         return ", ".join([*shapes, *(f"{name} {value!r}" for name, value in plain.items())])
 
 
@@ -254,14 +270,17 @@ class TracedLayer(Unit):
     def forward(self, hidden: Any, *popped: Any) -> Any:
         shared = self.shared
         values = dict(zip(self.pops, popped, strict=True))
-        code = self._code(hidden, values)
+        told = self._told(hidden, values)
+        code = self._code(told, values)
         env = code.run(self, hidden, values, shared.kept)
         piece = code.piece
         given = tuple(self._own(env[value]) for value in piece.gives)
         stashed = [self._own(env[value]) for value in piece.stashes.values()]
         output: Any = given[0] if len(given) == 1 else given or _nothing(hidden)
         if shared.with_sizes and self.number == 0:
-            stashed.append(as_shapes(self._sizes(hidden, values) or (), _nothing(hidden)))
+            assert told is not None
+            dtypes = as_numbers(told.dtypes) if "dtype" in shared.reads else ()
+            stashed.append(as_shapes((*told.sizes, *dtypes), _nothing(hidden)))
         return (output, *stashed) if stashed else output
 
     @staticmethod
@@ -269,27 +288,31 @@ class TracedLayer(Unit):
         """A weight as a value, which autograd knows to come from it."""
         return value.view_as(value) if isinstance(value, nn.Parameter) else value
 
-    def _code(self, hidden: Any, values: Mapping[str, Any]) -> LayerCode:
+    def _code(self, told: Told | None, values: Mapping[str, Any]) -> LayerCode:
         shared = self.shared
         cast = self._cast()
         training = self.training if "training" in shared.reads and self.training != shared.training else None
         fixed = {entry.name: entry.plain for entry in shared.given.entries if not entry.forms}
         now = {name: as_given(fixed[name], values[name]) for name in self._plain}
         plain = {name: value for name, value in now.items() if value != fixed[name]}
-        sizes = self._sizes(hidden, values)
-        found = shared.base if sizes is None and not plain and cast is None and training is None else None
+        found = shared.base if told is None and not plain and cast is None and training is None else None
         if found is None:
-            sizes = self._default_sizes() if sizes is None else sizes
-            found = shared.variant(sizes, plain, cast, training)
+            found = shared.variant(told or shared.example, plain, cast, training)
             if self.number == 0 and not shared.with_sizes:
                 self._check_others(found, plain, cast, training)
         return found.codes[self.number]
 
-    def _sizes(self, hidden: Any, values: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Sizes of the batch, where this layer knows them: the first from its entries, others from the first."""
+    def _told(self, hidden: Any, values: Mapping[str, Any]) -> Told | None:
+        """Of the batch, where this layer knows it: the first from its entries, others from the first.
+
+        Dtypes are the example's where the model's code looks at none.
+        """
         shared = self.shared
         if self.number:
-            return from_shapes(values[SIZES]) if shared.with_sizes else None
+            if not shared.with_sizes:
+                return None
+            numbers, count = from_shapes(values[SIZES]), len(shared.slots)
+            return Told(sizes=numbers[:count], dtypes=from_numbers(numbers[count:]) or shared.dtypes)
         forms: dict[tuple[str, int], TensorForm] = {}
         for entry in shared.given.entries:
             if entry.forms:
@@ -297,7 +320,9 @@ class TracedLayer(Unit):
                 tensors = entry.tensors(value, shared.name)
                 forms.update({(entry.name, at): form_of(one) for at, one in enumerate(tensors)})
         self._check_forms(forms)
-        return tuple(forms[name, at].shape[dim] for name, at, dim in shared.slots)
+        sizes = tuple(forms[name, at].shape[dim] for name, at, dim in shared.slots)
+        found = tuple(form.dtype for form in forms.values())
+        return Told(sizes=sizes, dtypes=found if "dtype" in shared.reads else shared.dtypes)
 
     def _check_forms(self, forms: Mapping[tuple[str, int], TensorForm]) -> None:
         """What no trace for other sizes could take."""
@@ -310,10 +335,6 @@ class TracedLayer(Unit):
                         f"batch entry {entry.name!r}: {shared.name} was traced with {len(expected.shape)} dimensions, "
                         f"found the shape {list(found.shape)}; make the list with an example_batch like this one"
                     )
-
-    def _default_sizes(self) -> tuple[int, ...]:
-        given = self.shared.given
-        return tuple(given[name].forms[at].shape[dim] for name, at, dim in self.shared.slots)
 
     def _cast(self) -> torch.dtype | None:
         """The dtype that weights were given since the trace, where the model's code looks at dtypes."""
@@ -329,7 +350,7 @@ class TracedLayer(Unit):
     def _check_others(self, found: Traced, plain: Any, cast: Any, training: Any) -> None:
         """Layers that know no sizes go on as they are: the trace must say so."""
         shared = self.shared
-        base = shared.variant(self._default_sizes(), plain, cast, training)
+        base = shared.variant(shared.example, plain, cast, training)
         if found is base:
             return
         for mine, other in zip(base.codes[1:], found.codes[1:], strict=True):

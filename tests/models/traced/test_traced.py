@@ -90,6 +90,18 @@ def test_weights_and_constants_in_another_dtype():
     assert_equal(model, layers, {"x": odd_batch()["x"].bfloat16()})
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_batch_in_another_dtype(weights, batch):
+    """A bfloat16 block and its batches, with an example in float32."""
+    model = Odd("dtypes")
+    layers = to_layers(model, example_batch=odd_batch())
+    model.to(weights)
+    for layer in layers:
+        layer.layer.to(weights)
+    assert_equal(model, layers, {"x": odd_batch()["x"].to(batch)}, {"x": odd_batch(3)["x"].to(batch)}, odd_batch())
+
+
 def test_dropout_of_a_batch_entry_draws_once():
     """A list that was made in evaluation mode."""
     model, batch = Odd("dropped_mask").eval(), {**odd_batch(), "mask": torch.ones(2, 8)}
