@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from support.launch import launch
+from torch import nn
 
 from deepspeed_pulse.engine import device as device_module
 from deepspeed_pulse.engine.data.resizing import resized
@@ -18,7 +22,8 @@ from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.links import rounds, shape_of, uneven
 from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.measure.sums import rings
-from deepspeed_pulse.engine.plans.measuring import shares
+from deepspeed_pulse.engine.plans.measuring import _built, shares
+from deepspeed_pulse.engine.waist.older import cast_of_buffers
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, Layer
 
@@ -49,6 +54,26 @@ def test_an_error_on_one_rank_is_every_ranks() -> None:
     for name, text in EXPECTED.items():
         assert text in found[name], (name, found[name])
     assert "microbatches of 4 do not fit the device's memory" in output
+
+
+@pytest.mark.parametrize("buffer_dtype", [None, torch.bfloat16])
+def test_a_layer_is_measured_as_the_engine_will_cast_it(buffer_dtype: torch.dtype | None) -> None:
+    layer = nn.BatchNorm1d(4)
+    asked: Any = SimpleNamespace(dtype=torch.bfloat16, buffer_dtype=buffer_dtype)
+    found = _built(layer, "norm", asked)
+    assert (found.weight.dtype, found.running_mean.dtype) == (torch.bfloat16, buffer_dtype or torch.float32)
+    assert {p.dtype for p in layer.parameters()} == {torch.float32}
+    assert _built(found, "norm", asked) is found, "nothing is left to cast"
+
+
+def test_buffers_are_cast_where_this_version_casts_them() -> None:
+    def buffers_in(block: dict[str, Any]) -> Any:
+        config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, "bf16": {"enabled": True}, **block})
+        return cast_of_buffers(config, torch.bfloat16)
+
+    apart = hasattr(DeepSpeedEngine, "_cast_module_mixed_precision")  # parameters alone, unless told otherwise
+    assert buffers_in({}) == (None if apart else torch.bfloat16)
+    assert not apart or buffers_in({"data_types": {"buffer_dtype": "fp16"}}) == torch.float16
 
 
 def test_shares_are_as_equal_as_can_be() -> None:

@@ -37,7 +37,7 @@ def job_content(request: PlanRequest) -> dict[str, Any]:
             for declared, layer in zip(request.graph.layers, request.layers, strict=True)
         ],
         "batch": {name: _plain(value) for name, value in {"": inputs, **entries}.items()},
-        "cast": str(request.dtype),
+        "cast": [str(request.dtype), str(request.buffer_dtype)],
         "microbatch size of the batch": request.microbatch_size,
         "device": [request.device.type, device_name(request.device)],
         # ranks of a host share its cores, and measure at the same time

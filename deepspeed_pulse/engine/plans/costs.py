@@ -51,7 +51,9 @@ class PlanRequest:
     rules: Rules = PLAIN
     layout: Layout = Layout.PIPE_MAJOR
     dtype: torch.dtype | None = None
-    """What layers are cast to before they train (bf16, fp16); None: they stay as they are built."""
+    """What parameters are cast to before they train (bf16, fp16); None: they stay as they are built."""
+    buffer_dtype: torch.dtype | None = None
+    """The same of buffers."""
     frozen: tuple[FrozenPart, ...] = ()
     """Parts that encode the next step's batch, with their costs."""
     has_frozen: bool = False

@@ -34,6 +34,7 @@ from deepspeed_pulse.engine.plans.planning import Planned, plan_job
 from deepspeed_pulse.engine.recomputing import RecomputeArguments, Recomputing
 from deepspeed_pulse.engine.rules import EntryRules, rules_of
 from deepspeed_pulse.engine.starting.start import load_config
+from deepspeed_pulse.engine.waist.older import cast_of_buffers
 from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
@@ -324,6 +325,7 @@ class TrainingJob:
         if parsed is not None:
             stage, early = int(parsed.zero_optimization_stage), reduces_early(parsed)
             rules = Rules(zero_stage=stage, reduce_early=early, fused_optimizer=is_fused(self.config))
+        dtype = None if parsed is None else trained_dtype(parsed)
         return PlanRequest(
             graph=self.graph,
             layers=self.layers,
@@ -336,7 +338,8 @@ class TrainingJob:
             partition_method=self._partition_method or "profile",
             example=example,
             device=device,
-            dtype=None if parsed is None else trained_dtype(parsed),
+            dtype=dtype,
+            buffer_dtype=cast_of_buffers(parsed, dtype),
             frozen=parts,
             has_frozen=self.frozen is not None,
             conditioning=() if self.conditioning is None else self.conditioning.planned,

@@ -24,10 +24,10 @@ from deepspeed_pulse.engine.measure.layers import Measured, measure_layers
 from deepspeed_pulse.engine.measure.probe import LayerInputs, reach
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
-from deepspeed_pulse.engine.specs import TiedCall
 from deepspeed_pulse.errors import BatchError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.backbones import value_name
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.runtime.stage import module_of
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
     if rank >= len(shared):
         return []
     graph, layers, device = request.graph, shared[rank], request.device
-    build = [partial(_built, layer, graph.layers[i].name, request.dtype) for i, layer in enumerate(request.layers)]
+    build = [partial(_built, layer, graph.layers[i].name, request) for i, layer in enumerate(request.layers)]
 
     def fitting(run: Callable[[LayerInputs], T], starts: Sequence[LayerInputs | None]) -> list[T | None]:
         return [_if_it_fits(partial(run, start), sizes) if start else None for start in starts]
@@ -133,14 +133,26 @@ def _starts(request: PlanRequest, sizes: Sequence[int]) -> list[LayerInputs | No
     return starts
 
 
-def _built(layer: Any, name: str, dtype: torch.dtype | None) -> Any:
+def _built(layer: Any, name: str, request: PlanRequest) -> Any:
     """As the engine will cast it; a copy, as a module of the user's own is not this package's to change yet."""
     with told_as(RunError, f"layer {name}, while it is built: "):
         function = built(layer)
-        if dtype is None or not isinstance(function, (torch.nn.Module, TiedCall)):
+        if not _casts(function, request):
             return function
-        cast = all(p.dtype == dtype for p in function.parameters() if p.is_floating_point())
-        return function if cast else copy.deepcopy(function).to(dtype)
+        function = copy.deepcopy(function)
+        for tensor, dtype in _casts(function, request):
+            tensor.data = tensor.data.to(dtype)
+        return function
+
+
+def _casts(function: Any, request: PlanRequest) -> list[tuple[torch.Tensor, torch.dtype]]:
+    """A layer's tensors that have another dtype than they will have."""
+    module = module_of(function)
+    if module is None:
+        return []
+    wanted = ((module.parameters(), request.dtype), (module.buffers(), request.buffer_dtype))
+    found = ((t, dtype) for tensors, dtype in wanted if dtype for t in tensors if t.is_floating_point())
+    return [(t, dtype) for t, dtype in found if t.dtype != dtype]
 
 
 def _if_it_fits(run: Callable[[], T], sizes: Sequence[int]) -> T | None:

@@ -47,8 +47,8 @@ NAMES = {
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",
     "deepspeed.runtime.config": "DtypeEnum",
     "deepspeed.runtime.config.DeepSpeedConfig": """
-        bfloat16_config comms_config data_efficiency_config flops_profiler_config float16_config grad_accum_dtype
-        gradient_accumulation_steps pipeline steps_per_print tensor_parallel_config
+        bfloat16_config buffer_dtype comms_config data_efficiency_config flops_profiler_config float16_config
+        grad_accum_dtype gradient_accumulation_steps pipeline steps_per_print tensor_parallel_config
         torch_autocast_enabled train_micro_batch_size_per_gpu wall_clock_breakdown zero_config zero_optimization_stage
     """,
     "deepspeed.runtime.config_utils": "dict_raise_error_on_duplicate_keys",
@@ -136,6 +136,7 @@ NAMES = {
 ENGINE = "deepspeed.runtime.pipe.engine.PipelineEngine"
 
 SINCE = {
+    "deepspeed.runtime.config.DeepSpeedConfig.buffer_dtype": "0.19.2",
     f"{ENGINE}._inference_schedule": "0.19.8",
     f"{ENGINE}._loss_stage_global_rank": "0.19.8",
     f"{ENGINE}._train_schedule": "0.19.8",

@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.comm import comm
+from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -112,6 +113,17 @@ EngineWithSeams: Any = PipelineEngine if _HAS_SEAMS else _WithSeams
 
 EngineDividingOnce: Any = PipelineEngine if _HAS_SEAMS else _DividingOnce
 """``PipelineEngine`` whose gradients are right with several microbatches."""
+
+
+def cast_of_buffers(config: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What upstream casts buffers to beside parameters in ``dtype``; None: they stay as they are.
+
+    Older versions cast all of them, newer ones where ``data_types.buffer_dtype`` says so.
+    """
+    if dtype is None or not hasattr(config, "buffer_dtype"):
+        return dtype
+    return None if config.buffer_dtype is None else DtypeEnum(config.buffer_dtype).value  # type: ignore[no-any-return]
+
 
 isend, irecv = comm.isend, comm.irecv
 
