@@ -100,7 +100,8 @@ class TextStates(nn.Module):
         self.encoder = encoder
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.encoder(ids)[0]
+        # by name: the first output of a ...WithProjection is its projection
+        return self.encoder(ids).last_hidden_state  # type: ignore[no-any-return]
 
 
 def text_encoder_layers(encoder: nn.Module) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.errors import GraphError
@@ -82,13 +82,14 @@ def test_another_kind_of_vae():
         vae_encoder_layers(torch.nn.Linear(1, 1))
 
 
-def test_the_text_encoder_is_the_models():
+@pytest.mark.parametrize("kind", [CLIPTextModel, CLIPTextModelWithProjection])
+def test_the_text_encoder_is_the_models(kind):
     torch.manual_seed(0)
     config = CLIPTextConfig(
         vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
-    encoder = CLIPTextModel(config).eval()
+    encoder = kind(config).eval()
     ids = torch.randint(99, (2, 7))
     with torch.no_grad():
-        expected = encoder(ids)[0]
+        expected = encoder(ids).last_hidden_state
     assert torch.equal(through(text_encoder_layers(encoder), ids), expected)
