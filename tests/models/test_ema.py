@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,33 @@ def test_averages_of_bfloat16_weights_are_float32_and_follow_what_full_precision
     averaged(lambda engine, ema: save_pretrained(engine, tmp_path / "ours", ema=ema), model=small().to(torch.bfloat16))
     assert {t.dtype for t in load_file(tmp_path / "ours" / WEIGHTS).values()} == {torch.bfloat16}
     assert {t.dtype for t in load_file(tmp_path / "ours_ema" / WEIGHTS).values()} == {torch.float32}
+
+
+def test_one_weight_at_a_time_is_there_in_full_precision():
+    def run(engine: Any) -> None:
+        given: list[weakref.ref[torch.Tensor]] = []
+
+        def full_precision(parameter: Any) -> Any:
+            assert all(one() is None for one in given)
+            full = parameter.detach().float()
+            given.append(weakref.ref(full))
+            return full
+
+        engine.module.full_precision = full_precision
+        ema = EMA(engine)
+        ema.step()
+        assert len(given) == 2 * len(ema.averages()) and ema.schedule()["optimization_step"] == 1
+
+    on_ranks(to_layers(small().to(torch.bfloat16)), run)
+
+
+def test_a_rank_of_frozen_layers_counts_its_steps():
+    def run(engine: Any) -> None:
+        ema = EMA(engine)
+        ema.step()
+        assert ema.schedule()["optimization_step"] == 1
+
+    on_ranks(to_layers(small().requires_grad_(False)), run)
 
 
 def test_the_folder_of_averages_stands_beside_one_with_a_slash_behind(tmp_path):

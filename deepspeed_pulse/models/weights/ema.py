@@ -42,7 +42,8 @@ class EMA:
     """Exponential moving average of an engine's trainable weights; frozen ones are their own average.
 
     Averages are kept in float32 for weights of 2 bytes and then follow the optimizer's fp32 master
-    weights, else in the weights' dtype; on the weights' device.
+    weights, else in the weights' dtype; on the weights' device, 4 bytes a trained parameter of the rank there. A step
+    needs one weight more in full precision at a time; with ``foreach`` all of them.
 
     Args:
         engine: an engine of this package.
@@ -71,7 +72,8 @@ class EMA:
         self._names = _trainable(engine.module, engine.module.backbone_layers(backbone, "EMA()"))
         self._parameters = list(dict.fromkeys(self._names.values()))
         # torch's foreach functions take no empty lists.
-        self._average = EMAModel(self._weights(), foreach=foreach and bool(self._parameters))
+        self._average = EMAModel([], foreach=foreach and bool(self._parameters))
+        self._average.shadow_params = [self._weight(parameter).detach().clone() for parameter in self._parameters]
         options = {"decay": decay, "min_decay": float(min_decay), "update_after_step": update_after_step}
         self._set({**options, "use_ema_warmup": use_ema_warmup, "inv_gamma": inv_gamma, "power": power})
 
@@ -80,7 +82,14 @@ class EMA:
         if self._average.temp_stored_params is not None:
             raise ConfigError("EMA.step(): averages may be in the engine's weights; call restore() before training")
         self._engine.finish_backbones()
-        self._average.step(self._weights())
+        averages, steps = self._average.shadow_params, self._average.optimization_step
+        one_by_one = [slice(place, place + 1) for place in range(len(averages))] or [slice(0)]
+        try:
+            for part in [slice(None)] if self._average.foreach else one_by_one:
+                self._average.shadow_params, self._average.optimization_step = averages[part], steps
+                self._average.step([self._weight(parameter) for parameter in self._parameters[part]])
+        finally:
+            self._average.shadow_params = averages
 
     def store(self) -> None:
         """Keep the weights of now on the host, for :meth:`restore`."""
@@ -179,10 +188,12 @@ class EMA:
         self._check(state)
         return state
 
-    def _weights(self) -> list[Tensor]:
-        """What is averaged: the weights, or the fp32 master copies of 2-byte ones."""
-        full = self._engine.module.full_precision
-        return [p if p.element_size() > 2 else full(p).requires_grad_(p.requires_grad) for p in self._parameters]
+    def _weight(self, parameter: nn.Parameter) -> Tensor:
+        """What is averaged: the weight, or the fp32 master copy of a 2-byte one."""
+        if parameter.element_size() > 2:
+            return parameter
+        full: Tensor = self._engine.module.full_precision(parameter)
+        return full.requires_grad_(parameter.requires_grad)
 
     def _set(self, state: dict[str, Any], average: EMAModel | None = None) -> None:
         """diffusers' own loading takes fields one by one until one is wrong: tried on another ``average`` first."""
