@@ -1,6 +1,7 @@
 """The whole model in one process, for sampling while the ranks train.
 
-unet = gather_model(engine)  # every rank calls it if engine.global_rank == 0:
+unet = gather_model(engine)  # every rank calls it
+if engine.global_rank == 0:
     images = DDPMPipeline(unet=unet, scheduler=scheduler).to(engine.device)(batch_size=4).images
 """
 
