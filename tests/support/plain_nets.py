@@ -124,6 +124,12 @@ class Odd(nn.Module):
         y = self.second(y + torch.linspace(0, 1, 8, dtype=y.dtype))
         return self.third(y).to(x.dtype)
 
+    def buffer_dtype(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        """Widens by a buffer, and goes back as code that finds the dtypes alike does not."""
+        y = self.first(x) * self.saved
+        y = self.second(y if y.dtype == x.dtype else y.to(x.dtype))
+        return self.third(y)
+
     def dropped_mask(self, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         bias = self.drop(mask)
         return self.third(self.second(self.first(x) + bias) * bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from deepspeed_pulse.models.traced.code import (
 from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, cut
 from deepspeed_pulse.models.traced.glue import functions
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
-from deepspeed_pulse.models.traced.standins import Bare
+from deepspeed_pulse.models.traced.standins import NO_CAST, Bare, Cast
 from deepspeed_pulse.models.traced.tracing import Trace, trace
 from deepspeed_pulse.models.units import Origin, Unit, hold_part
 
@@ -167,7 +168,7 @@ class TracedModel:
         self.dtypes = tuple(form.dtype for entry in given.entries for form in entry.forms)
         """Of the example, in the order in which layers are told those of the batch."""
         self.kept = Kept()
-        self.cast: torch.dtype | None = None
+        self.cast = NO_CAST
         self._variants: dict[Any, Traced] = {}
         self._lock = threading.Lock()
 
@@ -178,7 +179,7 @@ class TracedModel:
     def reads(self) -> frozenset[str]:
         return self.base.trace.reads
 
-    def variant(self, told: Told, plain: Mapping[str, Any], cast: torch.dtype | None, training: bool | None) -> Traced:
+    def variant(self, told: Told, plain: Mapping[str, Any], cast: Cast, training: bool | None) -> Traced:
         """The trace for sizes and dtypes of the batch, other entries, a dtype of the weights and a mode.
 
         Raises :class:`BatchError` where the model then hands other values from layer to layer.
@@ -189,10 +190,10 @@ class TracedModel:
                 self._variants[key] = self._find(told, plain, cast, training)
             return self._variants[key]
 
-    def _find(self, told: Told, plain: Mapping[str, Any], cast: Any, training: bool | None) -> Traced:
+    def _find(self, told: Told, plain: Mapping[str, Any], cast: Cast, training: bool | None) -> Traced:
         given = self.given.with_plain(plain).with_forms(self._forms(told))
         asked = (told.dtypes, repr(plain), cast, training)
-        for (had, *others), one in [((self.example, repr({}), None, None), self.base), *self._variants.items()]:
+        for (had, *others), one in [((self.example, repr({}), NO_CAST, None), self.base), *self._variants.items()]:
             if (had.dtypes, *others) == asked and one.holds(self._by_symbol(one, told.sizes)):
                 return one
         if len(set(map(id, self._variants.values()))) >= MOST:
@@ -253,6 +254,7 @@ class TracedLayer(Unit):
                 _hold_buffer(self, model, path)
         self.training = model.training
         self._dtypes = {name: p.dtype for name, p in self.named_parameters() if p.is_floating_point()}
+        self._buffer_dtypes = {name: b.dtype for name, b in self.named_buffers() if b.is_floating_point()}
         plain = [entry.name for entry in shared.given.entries if not entry.forms]
         self._plain = tuple(plain)
         self.pops = (
@@ -295,7 +297,7 @@ class TracedLayer(Unit):
         fixed = {entry.name: entry.plain for entry in shared.given.entries if not entry.forms}
         now = {name: as_given(fixed[name], values[name]) for name in self._plain}
         plain = {name: value for name, value in now.items() if value != fixed[name]}
-        found = shared.base if told is None and not plain and cast is None and training is None else None
+        found = shared.base if told is None and not plain and cast == NO_CAST and training is None else None
         if found is None:
             found = shared.variant(told or shared.example, plain, cast, training)
             if self.number == 0 and not shared.with_sizes:
@@ -336,15 +338,21 @@ class TracedLayer(Unit):
                         f"found the shape {list(found.shape)}; make the list with an example_batch like this one"
                     )
 
-    def _cast(self) -> torch.dtype | None:
-        """The dtype that weights were given since the trace, where the model's code looks at dtypes."""
+    def _cast(self) -> Cast:
+        """What weights were cast to since the trace, where the model's code looks at dtypes.
+
+        A layer without parameters, or without buffers, takes what another one has found: all are cast alike.
+        """
         shared = self.shared
         if "dtype" not in shared.reads:
-            return None
-        for name, dtype in self._dtypes.items():
-            now = self.get_parameter(name).dtype
-            shared.cast = None if now == dtype else now
-            break
+            return NO_CAST
+        for kind, dtypes, now in (
+            ("parameters", self._dtypes, self.get_parameter),
+            ("buffers", self._buffer_dtypes, self.get_buffer),
+        ):
+            for name, dtype in itertools.islice(dtypes.items(), 1):
+                found = now(name).dtype
+                shared.cast = shared.cast._replace(**{kind: None if found == dtype else found})
         return shared.cast
 
     def _check_others(self, found: Traced, plain: Any, cast: Any, training: Any) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,16 @@ from deepspeed_pulse.models.traced.recording import HERE, TORCH_FOLDER
 
 _LOGGING = str(Path(logging.__file__).parent)
 _PLAIN_NUMBER: dict[Any, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+class Cast(NamedTuple):
+    """Dtypes that floating weights were given since the trace, parameters and buffers; None: they were not."""
+
+    parameters: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+
+NO_CAST = Cast()
 
 
 class Bare:
@@ -53,11 +63,12 @@ class Bare:
                 f"fails: {type(problem).__name__}: {problem}"
             ) from problem
 
-    def stand_in(self, mode: Any, device: torch.device, cast: torch.dtype | None, training: bool | None) -> nn.Module:
+    def stand_in(self, mode: Any, device: torch.device, cast: Cast, training: bool | None) -> nn.Module:
         """A copy for one trace, with floating weights in ``cast``; None leaves dtypes and modes as they are."""
         memo: dict[int, Any] = {}
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            dtype = cast if cast is not None and tensor.is_floating_point() else tensor.dtype
+            wanted = cast.parameters if isinstance(tensor, nn.Parameter) else cast.buffers
+            dtype = wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
             with mode:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
                 memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake

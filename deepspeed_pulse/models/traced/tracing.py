@@ -37,7 +37,9 @@ from deepspeed_pulse.models.traced.recording import (
     line_of,
 )
 from deepspeed_pulse.models.traced.standins import (
+    NO_CAST,
     Bare,
+    Cast,
     new_mode,
     plain_state,
     sizes_can_be_keys,
@@ -91,7 +93,7 @@ def trace(
     outline: Outline,
     given: Given,
     *,
-    cast: torch.dtype | None = None,
+    cast: Cast = NO_CAST,
     training: bool | None = None,
     plan_cache: PlanCache = None,
 ) -> Trace:
@@ -108,7 +110,7 @@ def _traced(
     bare: Bare,
     outline: Outline,
     given: Given,
-    cast: torch.dtype | None,
+    cast: Cast,
     training: bool | None,
     leaves: Leaves | None,
 ) -> Trace:

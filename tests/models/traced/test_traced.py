@@ -102,6 +102,18 @@ def test_a_batch_in_another_dtype(weights, batch):
     assert_equal(model, layers, {"x": odd_batch()["x"].to(batch)}, {"x": odd_batch(3)["x"].to(batch)}, odd_batch())
 
 
+@pytest.mark.parametrize("buffers", [torch.float32, torch.bfloat16])
+def test_buffers_that_are_cast_or_stay(buffers):
+    """DeepSpeed casts parameters alone."""
+    model = Odd("buffer_dtype")
+    layers = to_layers(model, example_batch=odd_batch())
+    for module in (model, *(layer.layer for layer in layers)):
+        module.bfloat16()
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(buffers)
+    assert_equal(model, layers, {"x": odd_batch()["x"].bfloat16()})
+
+
 def test_dropout_of_a_batch_entry_draws_once():
     """A list that was made in evaluation mode."""
     model, batch = Odd("dropped_mask").eval(), {**odd_batch(), "mask": torch.ones(2, 8)}
