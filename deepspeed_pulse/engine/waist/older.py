@@ -122,7 +122,7 @@ def cast_of_buffers(config: Any, dtype: torch.dtype | None) -> torch.dtype | Non
     """
     if dtype is None or not hasattr(config, "buffer_dtype"):
         return dtype
-    return None if config.buffer_dtype is None else DtypeEnum(config.buffer_dtype).value  # type: ignore[no-any-return]
+    return None if config.buffer_dtype is None else DtypeEnum(config.buffer_dtype).value
 
 
 isend, irecv = comm.isend, comm.irecv
