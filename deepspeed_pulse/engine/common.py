@@ -186,7 +186,7 @@ class CommonEngine(PipelineEngine):
         ema: Any = None,
         backbone: str | None = None,
     ) -> tuple[Any, Any]:
-        """As upstream, from a checkpoint of any plan, number of ranks or placement, or of stock 1F1B.
+        """As upstream, from a checkpoint of any plan, number of ranks or placement; of stock 1F1B the weights.
 
         Every rank reads and verifies its files before any of them changes a weight. The client state is
         what was given to :meth:`save_checkpoint`.
