@@ -26,7 +26,8 @@ from deepspeed_pulse.planner.reduction import reduction_ms
 from deepspeed_pulse.planner.tuning.sizes import Sizes
 from deepspeed_pulse.report.tuning import describe
 
-PIPELINES, MICROBATCHES = (2, 4, 8), (1, 2, 4)
+PIPELINES, DEEP, MICROBATCHES = (2, 4, 8), (16, 32), (1, 2, 4)
+"""The second for other sides only, whose orders are known at once: the tuner tries ours in them."""
 MOST_MICROBATCHES = 128
 """Of a step; more would only hide the bubble further."""
 UNLIMITED = 2**62
@@ -90,7 +91,7 @@ def simulated(point: Point) -> dict[str, Best]:
     """By side; those that fit with no setting are left out."""
     best: dict[str, Best] = {}
     for setting in _settings(point):
-        for name in (*OURS, *RELAYED):
+        for name in RELAYED if setting.ranks in DEEP else (*OURS, *RELAYED):
             known = best[name].samples_per_second if name in best else 0.0
             within_ms = point.batch / known * 1e3 if known else math.inf
             for found in _pipelines(name, replace(setting, within_ms=within_ms)):
@@ -108,7 +109,7 @@ def _rate(best: Best) -> float:
 def _settings(point: Point) -> Iterator[Setting]:
     """Of each number of pipeline ranks the smallest microbatches: larger ones only add to the bubble and to memory."""
     sizes, cluster = Sizes([point.profile]), point.machines.cluster(point.ranks)
-    for ranks in (ranks for ranks in PIPELINES if ranks <= point.ranks):
+    for ranks in (ranks for ranks in (*PIPELINES, *DEEP) if ranks <= point.ranks):
         group = point.ranks // ranks
         counts = {samples: point.batch // (group * samples) for samples in MICROBATCHES}
         samples = min((n for n, count in counts.items() if count <= MOST_MICROBATCHES), default=0)
