@@ -1,10 +1,9 @@
-"""What figures and kept costs were made by: a digest of sources. And files that are whole or not there."""
+"""What figures and kept costs were made by: a digest of sources."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +16,16 @@ def _package() -> Path:
     return Path(found.origin).parent
 
 
-@functools.cache
 def digest(*paths: Path) -> str:
     """Of all Python files of the package, and of more files or folders."""
+    return digest_of(_package(), *paths)
+
+
+@functools.cache
+def digest_of(*paths: Path) -> str:
+    """Of Python files, and of those in folders."""
     found = hashlib.sha256()
-    for path in (_package(), *paths):
+    for path in paths:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             content = file.read_bytes()
             found.update(f"{file.relative_to(path.parent)} {len(content)}\n".encode() + content)
@@ -30,15 +34,9 @@ def digest(*paths: Path) -> str:
 
 def kept(path: Path, make: Callable[[], str], *sources: Path) -> str:
     """Text that was kept beside ``path``, under the digest of the package and ``sources``; made where there is none."""
+    from deepspeed_pulse.ir.fields import write_whole
+
     path = path.with_name(f"{path.stem}-{digest(*sources)}{path.suffix}")
     if not path.exists():
         write_whole(path, make())
     return path.read_text(encoding="utf-8")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All at once: a run that is killed leaves the old file, or none."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

@@ -13,13 +13,13 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_kept_is_made_once_for_the_same_sources(tmp_path: Path) -> None:
-    from sources import digest, kept
+    from sources import digest_of, kept
 
     counting = tmp_path / "counting.py"
     counting.write_text("TFLOPS = 1")
     path = tmp_path / "kept" / "sdxl, fine.json"
     assert [kept(path, lambda text=text: text, counting) for text in ("first", "second")] == ["first", "first"]
-    digest.cache_clear()  # as in another process
+    digest_of.cache_clear()  # as in another process
     counting.write_text("TFLOPS = 2")
     assert kept(path, lambda: "third", counting) == "third"
     assert sorted(file.read_text() for file in path.parent.iterdir()) == ["first", "third"]

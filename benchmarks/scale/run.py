@@ -7,7 +7,6 @@ cluster's published figures say. Usage: python benchmarks/scale/run.py [--write]
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import statistics
@@ -28,7 +27,9 @@ from machines import ASCEND, H200, V100
 from sides import OTHERS, SIDES, Point, simulated
 from simulated import halved, slower
 from slow_network.cases import MODELS, profile
+from sources import digest_of
 
+from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cache import PLANNER_VERSION
 
@@ -50,16 +51,16 @@ MODELS_AT_SCALE = ("uvit", "sdv2", "hunyuan")
 def main() -> int:
     arguments = parse()
     points = list(all_points(arguments.profiles, arguments.ranks))
-    known = arguments.work / f"unfinished-{PLANNER_VERSION}-{_sources()}.json"  # rows of another planner are others
+    made_by = digest_of(*(HERE / f"{name}.py" for name in ("sides", "machines", "run")))
+    known = arguments.work / f"unfinished-{PLANNER_VERSION}-{made_by}.json"  # rows of another planner are others
     rows: dict[str, dict[str, Any]] = json.loads(known.read_text()) if known.exists() else {}
-    known.parent.mkdir(parents=True, exist_ok=True)
     wanted = [point for point in points if _key(point) not in rows]
     with ProcessPoolExecutor(arguments.processes) as pool:
         until = itertools.repeat(time.time() + 60 * arguments.minutes)
         for point, row in zip(wanted, pool.map(simulated_row, wanted, until), strict=True):
             if row is not None:
                 rows[_key(point)] = row
-                known.write_text(json.dumps(rows))
+                write_whole(known, json.dumps(rows))
                 print(f"{len(rows)} of {len(points)}: {_key(point)}", file=sys.stderr, flush=True)
     found = [rows[_key(point)] for point in points if _key(point) in rows]
     text = "\n".join(tables(found))
@@ -71,7 +72,7 @@ def main() -> int:
         print(f"{arguments.minutes:g} minutes are over: call again with the same options to go on", file=sys.stderr)
         return 3
     left = {key: row for key, row in rows.items() if key not in set(map(_key, points))}
-    known.write_text(json.dumps(left))
+    write_whole(known, json.dumps(left))
     if arguments.write:
         (HERE / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
         readme.write(HERE / "README.md", text, BEGIN)
@@ -91,12 +92,6 @@ def simulated_row(point: Point, until: float) -> dict[str, Any] | None:
         "scaling": point.scaling,
         "sides": {name: asdict(side) for name, side in simulated(point).items()},
     }
-
-
-def _sources() -> str:
-    """Of what makes a row beside the planner."""
-    files = (HERE / "sides.py", HERE / "machines.py", HERE / "run.py")
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def _key(point: Point) -> str:

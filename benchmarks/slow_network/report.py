@@ -11,8 +11,8 @@ from typing import Any
 import headline
 import readme
 from slow_network.cases import Case
-from sources import write_whole
 
+from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 

@@ -28,10 +28,11 @@ from slow_network.cases import TIMED, Case, make_case
 from slow_network.others import other_sides
 from slow_network.plans import balanced, limited, our_sides
 from slow_network.rank import Job
-from sources import digest, write_whole
+from sources import digest
 
 from deepspeed_pulse.engine.plans.content import MEASURING_VERSION
 from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.cache import PLANNER_VERSION
 
