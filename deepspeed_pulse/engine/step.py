@@ -143,7 +143,8 @@ class Steps:
         """
         training, size, preemption = mode == "train", self.engine.train_micro_batch_size_per_gpu(), self.preemption
         heard, ahead = preemption.heard, self.ahead.data if self.ahead is not None and training else None
-        problem = self.reading.problem_with_next(micro_batches, mode, ahead)
+        problem = self.reading.problem_with_first(micro_batches, mode, ahead)
+        self.watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
         stops = agree_on_step(mode, micro_batches, size, preemption.group, asked_to_stop=heard, problem=problem)
         if stops and training:
             raise Stopped

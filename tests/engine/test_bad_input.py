@@ -200,6 +200,7 @@ CONSTRUCTION = {
         "found none",
     ),
     "tensor parallel": ("ConfigError", "tensor_parallel.autotp_size: expected none, found 2", "leave it out"),
+    "sequence parallel": ("ConfigError", "sequence_parallel_size: expected none, found 2", "leave it out"),
     "dropped tokens": ("ConfigError", "random_ltd.enabled: expected false, found true", "leave it out"),
     "groups that a schedule has not counted": (
         "ConfigError",
@@ -306,7 +307,7 @@ FIRST_STEPS = {
     "data over on the only rank that reads": ("RuntimeError", "StopIteration ; StopIteration "),
     "loader broken in step 2 on the only rank that reads": (
         "RuntimeError",
-        "BatchError rank 0: the first batch of a step cannot be drawn: KeyError: 'sample 17'; BatchError rank 0",
+        "BatchError rank 0: the first batch cannot be drawn: KeyError: 'sample 17'; BatchError rank 0",
     ),
 }
 ITS_OWN_RANK = "no data in step 2"

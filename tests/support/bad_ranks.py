@@ -349,6 +349,7 @@ def construction(paths: dict[str, str]) -> None:
             config={**config_with(flops_profiler={"enabled": True}), "steps_per_print": None}
         ),
         "tensor parallel": lambda: engine(config=config_with(tensor_parallel={"autotp_size": 2})),
+        "sequence parallel": lambda: engine(config=config_with(sequence_parallel_size=2)),
         "dropped tokens": lambda: engine(config=config_with(data_efficiency=DROPPED_TOKENS)),
         "groups that a schedule has not counted": counted_groups,
         "another interval in the config": lambda: engine(

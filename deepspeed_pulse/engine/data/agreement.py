@@ -52,7 +52,7 @@ def agree_on_step(
     stops, worst, *numbers = largest.tolist()
     if all(high == -low for high, low in zip(numbers[::2], numbers[1::2], strict=True)):
         if worst == 2:
-            raise_everywhere(None if is_over else problem, "the first batch of a step cannot be drawn")
+            raise_everywhere(None if is_over else problem, "the first batch cannot be drawn")
         if worst and not stops:
             raise StopIteration
         return bool(stops)
@@ -64,13 +64,17 @@ def agree_on_step(
     )
 
 
-def check_something_trains(module: Any, optimizer: Any) -> None:
-    """Some rank of the world must have a trainable parameter, of each backbone; ``module``, ``optimizer``: its own."""
+def check_optimizer(optimizer: Any) -> None:
+    """Every rank must have one to train; ``optimizer``: this rank's, or None."""
     if not all(told_by_all(optimizer is not None)):
         raise ConfigError(
             'train_batch: expected an optimizer, found none; add an "optimizer" block to the config, or pass '
             "optimizer= to deepspeed.initialize"
         )
+
+
+def check_something_trains(module: Any) -> None:
+    """Some rank of the world must have a trainable parameter, of each backbone; ``module``: this rank's."""
     if module.has_several:
         _check_each_trains(module)
         return

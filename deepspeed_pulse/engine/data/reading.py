@@ -11,7 +11,12 @@ import torch
 
 from deepspeed_pulse.engine.backbones import Head
 from deepspeed_pulse.engine.collectives import decided_in_pipeline, raise_everywhere
-from deepspeed_pulse.engine.data.agreement import check_something_trains, difference_in_data, who_has_data
+from deepspeed_pulse.engine.data.agreement import (
+    check_optimizer,
+    check_something_trains,
+    difference_in_data,
+    who_has_data,
+)
 from deepspeed_pulse.engine.data.batches import (
     ShapeKeeper,
     StepBatches,
@@ -83,28 +88,38 @@ class Reading:
         self._is_encoded = dict.fromkeys(MODES, False)
         self._told_difference = False
 
-    def problem_with_next(self, micro_batches: int, mode: str, ahead: StepBatches | None) -> Exception | None:
-        """Draw the first microbatch of a step that is about to begin: a StopIteration where the data is over.
+    def problem_with_first(self, micro_batches: int, mode: str, ahead: StepBatches | None) -> Exception | None:
+        """Draw the first microbatch of a step that is about to begin; what keeps this rank from it, if anything does.
 
-        The ranks that read nothing can only be told so. Of the first step of a kind, ranks tell each other more.
-        ``ahead``: its data, where that was read during the one before.
+        Ranks that read nothing can only be told. It is a StopIteration where data is over that was there before.
+        ``ahead``: the step's data, where that was read during the one before.
         """
-        iterator = self._engine.data_iterator
-        if ahead is not None or mode not in self._readers or iterator is None:
+        iterator, is_new = self._engine.data_iterator, mode not in self._readers
+        if ahead is not None or iterator is None:
             return None
         self._mode = mode
         wanted = (micro_batches, mode, iterator)
         if self._drawn is None or self._drawn[0] != wanted:
             self._drawn = wanted, self._batches_of(micro_batches, self._steps[mode])
         try:
-            self._drawn[1].first()
+            check_iterator(iterator)
+            first = self._drawn[1].first()
+            is_first = self._seat.rank == self._first and self._seat.index == 0
+            reads_all = self._module.job.conditioning is not None  # whatever an estimate is made of
+            if is_new and first is not None and mode == "train" and is_first and not reads_all:
+                warn_of_unread(first)
         except Exception as found:  # whatever a loader raises
             self._drawn = None
-            return found
+            if not is_new or not isinstance(found, StopIteration):
+                return found
+            return BatchError(
+                f"rank {self._engine.global_rank}: the data iterator is empty: expected the batches of at least one "
+                "step"
+            )
         return None
 
     def begin(self, micro_batches: int, mode: str, ahead: StepBatches | None) -> None:
-        """Start a step. ``ahead``: as for :meth:`problem_with_next`."""
+        """Start a step. ``ahead``: as for :meth:`problem_with_first`."""
         self._mode = mode
         self._checking = self._is_checked(self._steps[mode])
         drawn = None if self._drawn is None else self._drawn[1]
@@ -159,7 +174,7 @@ class Reading:
             return self._engine._next_batch()
 
     def agreed_readers(self) -> tuple[bool, ...]:
-        """Which ranks read data. The first time of each mode, all ranks look at their first batch."""
+        """Which ranks read data. The first time of each mode, all ranks tell each other."""
         has_data = self._engine.data_iterator is not None
         if self._mode in self._readers:
             readers = self._readers[self._mode]
@@ -170,11 +185,9 @@ class Reading:
                     "now; give each rank the same kind of argument in every step"
                 )
             return readers
-        problem = self._problem_with_first()
-        self._watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
-        raise_everywhere(problem, "the first batch cannot be drawn")
         if self._mode == "train":
-            check_something_trains(self._module, self._engine.optimizer)
+            check_optimizer(self._engine.optimizer)
+            check_something_trains(self._module)
         readers = who_has_data(has_data, self._first, self._seat.pipelines)
         if len(self._heads) > 1 and not all(readers):
             raise BatchError(
@@ -191,23 +204,6 @@ class Reading:
         self._check_routed(readers)
         self._readers[self._mode] = readers
         return readers
-
-    def _problem_with_first(self) -> Exception | None:
-        try:
-            check_iterator(self._engine.data_iterator)
-            first = self.batches.first()
-            is_first = self._seat.rank == self._first and self._seat.index == 0
-            reads_all = self._module.job.conditioning is not None  # whatever an estimate is made of
-            if first is not None and self._mode == "train" and is_first and not reads_all:
-                warn_of_unread(first)
-        except StopIteration:
-            return BatchError(
-                f"rank {self._engine.global_rank}: the data iterator is empty: expected the batches of at least one "
-                "step"
-            )
-        except Exception as found:  # whatever a loader raises
-            return found
-        return None
 
     def _agree_on_encoding(self, readers: tuple[bool, ...]) -> None:
         if self._mode != "train":

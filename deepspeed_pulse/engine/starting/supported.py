@@ -48,9 +48,8 @@ def check_supported(config: Any, module: Any) -> None:
         )
     check_precision(config)
     _check_parallel(config)
-    device = torch.device(get_accelerator().device_name())
     if config.comms_config.comms_logger_enabled and config.comms_config.comms_logger.enabled:
-        check_logger(device, module.num_stages)
+        check_logger(torch.device(get_accelerator().device_name()), module.num_stages)
     interval, planned = config.pipeline["activation_checkpoint_interval"], module.job.recomputing.interval
     if interval and interval != planned:
         raise ConfigError(
@@ -63,10 +62,10 @@ def _check_parallel(config: Any) -> None:
     """Layers cut once more, and samples cut short, are nobody's plan."""
     sizes = {
         "tensor_parallel.autotp_size": config.tensor_parallel_config.autotp_size,
-        "sequence_parallel_size": getattr(config, "sequence_parallel_size", 1),
+        "sequence_parallel_size": config._param_dict.get("sequence_parallel_size"),
     }
     for key, size in sizes.items():
-        if size > 1:
+        if size not in (None, 0, 1):
             raise ConfigError(
                 f"{key}: expected none, found {size}: ranks are stages of a pipeline and its replicas; leave it out",
                 more="unsupported",

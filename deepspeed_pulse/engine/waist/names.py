@@ -47,8 +47,8 @@ NAMES = {
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",
     "deepspeed.runtime.config": "DtypeEnum",
     "deepspeed.runtime.config.DeepSpeedConfig": """
-        bfloat16_config buffer_dtype comms_config data_efficiency_config flops_profiler_config float16_config
-        grad_accum_dtype gradient_accumulation_steps pipeline steps_per_print tensor_parallel_config
+        _param_dict bfloat16_config buffer_dtype comms_config data_efficiency_config flops_profiler_config
+        float16_config grad_accum_dtype gradient_accumulation_steps pipeline steps_per_print tensor_parallel_config
         torch_autocast_enabled train_micro_batch_size_per_gpu wall_clock_breakdown zero_config zero_optimization_stage
     """,
     "deepspeed.runtime.config_utils": "dict_raise_error_on_duplicate_keys",
@@ -78,20 +78,19 @@ NAMES = {
         _exec_backward_pass _exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule
         _exec_send_activations _exec_send_grads _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name
         _get_zero_ckpt_name _get_zero_param_shapes _global_grad_norm _inference_schedule _loss_stage_global_rank
-        _next_batch _reduce_outputs _running_engine_backward _save_checkpoint _save_zero_checkpoint
-        _take_model_step _train_schedule allreduce_gradients basic_optimizer bfloat16_enabled
-        buffered_allreduce_fallback checkpoint_engine client_lr_scheduler clip_fp32_gradients
-        communication_data_type config data_iterator destroy device dp_group_loss dp_world_size engine_timers
-        eval_batch eval_return_logits fp16_enabled fwd_outputs global_rank global_samples global_steps
-        gradient_average gradient_clipping gradient_predivide_factor grid has_moe_layers is_data_parallel
-        is_first_stage is_last_stage load_checkpoint load_module_state_dict load_universal_checkpoint local_rank
-        loss losses lr_scheduler micro_batches module_state_dict monitor mp_world_size mpu num_stages
-        optimizer optimizer_name optimizer_params
-        outputs param_names pipe_buffers pipeline_enable_backward_allreduce postscale_gradients
-        reset_activation_shape save_16bit_model save_checkpoint save_zero_checkpoint set_dataiterator set_dataloader
-        set_train_batch_size stage_id steps_per_print timers total_additional_losses total_loss train_batch
-        train_micro_batch_size_per_gpu training_dataloader use_node_local_storage using_bf16_optimizer
-        wall_clock_breakdown zero_grad zero_optimization zero_optimization_stage zero_use_cpu_optimizer
+        _next_batch _reduce_outputs _running_engine_backward _save_checkpoint _save_zero_checkpoint _take_model_step
+        _train_schedule allreduce_gradients basic_optimizer bfloat16_enabled buffered_allreduce_fallback
+        checkpoint_engine client_lr_scheduler clip_fp32_gradients communication_data_type config data_iterator destroy
+        device dp_group_loss dp_world_size engine_timers eval_batch eval_return_logits fp16_enabled fwd_outputs
+        global_rank global_samples global_steps gradient_average gradient_clipping gradient_predivide_factor grid
+        has_moe_layers is_data_parallel is_first_stage is_last_stage load_checkpoint load_module_state_dict
+        load_universal_checkpoint local_rank loss losses lr_scheduler micro_batches module_state_dict monitor
+        mp_world_size mpu num_stages optimizer optimizer_name optimizer_params outputs param_names pipe_buffers
+        pipeline_enable_backward_allreduce postscale_gradients reset_activation_shape save_16bit_model save_checkpoint
+        save_zero_checkpoint set_dataiterator set_dataloader set_train_batch_size stage_id steps_per_print timers
+        total_additional_losses total_loss train_batch train_micro_batch_size_per_gpu training_dataloader
+        use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_grad zero_optimization
+        zero_optimization_stage zero_use_cpu_optimizer
     """,
     "deepspeed.runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
     "deepspeed.runtime.pipe.module.LayerSpec": "build typename",
