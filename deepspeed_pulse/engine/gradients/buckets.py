@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-BUCKET_BYTES = 2**22
+BUCKET_BYTES = 2**24
 """Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count, and
-are views of what was gathered from then on."""
+are views of what was gathered from then on. Each sum wakes threads on every rank: a quarter of this size costs two
+ranks with a core each 2 % of a step of 0.3 s."""
 
 
 def buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
