@@ -141,15 +141,20 @@ def walk(
     rows = rows_of(program, fill)
     given: set[Key | Result] = set()
     position = [0] * len(rows)
+    waits: list[Sequence[Key | Result] | None] = [None] * len(rows)
+    """What each rank's next item needs, once it is known."""
     order: list[tuple[int, Item]] = []
     progress = True
     while progress:
         progress = False
         for rank, row in enumerate(rows):
             while position[rank] < len(row):
-                item = row[position[rank]]
-                if any(key not in given for key in wanted(rank, item)):
+                item, needed = row[position[rank]], waits[rank]
+                if needed is None:
+                    needed = waits[rank] = wanted(rank, item)
+                if not given.issuperset(needed):
                     break
+                waits[rank] = None
                 given.add(key_of(item.action) if isinstance(item, Step) else result_of(rank, item))
                 order.append((rank, item))
                 position[rank] += 1

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from deepspeed_pulse.ir.conditioning import SelfConditioned
 from deepspeed_pulse.ir.plan import Plan
@@ -37,8 +38,7 @@ class Channel:
     frozen: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One tensor group on its way: from the end of ``source_stage``'s action to ``target_stage``'s.
 
     ``name`` is :data:`HIDDEN` or a named value's; a backward message carries its gradient. An extra forward sends to

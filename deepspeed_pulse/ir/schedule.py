@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepspeed_pulse.errors import FileError
 
@@ -73,9 +74,8 @@ ACTION = re.compile(rf"(0|[1-9][0-9]{{0,8}})([{_LETTERS.replace(' ', '')}])(0|[1
 """Stage, operation, microbatch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One op of one stage on one microbatch."""
+class Action(NamedTuple):
+    """One op of one stage on one microbatch; a tuple, as planning makes and hashes millions of them."""
 
     stage: int
     op: Op

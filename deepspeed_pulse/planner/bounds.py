@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from dataclasses import replace
 from itertools import count, pairwise
 
 from deepspeed_pulse.ir.dependencies import key_of, needs
@@ -95,11 +94,11 @@ class CriticalPaths:
         stage = action.stage
         # of a microbatch that has all there can be
         m = next((row[0] for row in [self.problem.plan.extra_forwards(stage)] if row), 0)
-        step = self.problem.step(replace(action, microbatch=m))
+        step = self.problem.step(action._replace(microbatch=m))
         delay: dict[Column, float] = {(s, k): 0.0 for s, k, _ in needs(step, self.problem.placement)}
         for message in step.receives:
             key = (message.source_stage, GIVEN_BY[message.direction])
-            sent = replace(message, microbatch=self._number_of(*key))
+            sent = message._replace(microbatch=self._number_of(*key))
             delay[key] = max(delay[key], self.delays[sent])
         return list(delay.items())
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.carried import carried_actions, rolling
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.communicators import communicator_bytes
-from deepspeed_pulse.ir.dependencies import Key, needs
+from deepspeed_pulse.ir.dependencies import Key, key_of, local_dependents, needs
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import Held, Profile, Skip
 from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
@@ -18,6 +19,25 @@ from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
 from deepspeed_pulse.planner.links import Links, Port
 from deepspeed_pulse.planner.recompute import held_in_actions, with_recompute
+
+
+class Given(NamedTuple):
+    """What an action hands to one that reads it.
+
+    Attributes:
+        reader: by its own key; ``reader_needs``: what it needs in all.
+        rank: of the reader.
+        port: that a message leaves through, for ``transfer_ms``; it is there ``latency_ms`` later. None: it stays.
+        completes: nothing more for this reader follows.
+    """
+
+    reader: Key
+    reader_needs: int
+    rank: int
+    port: Port | None
+    transfer_ms: float
+    latency_ms: float
+    completes: bool
 
 
 class Problem:
@@ -36,6 +56,8 @@ class Problem:
         self._values = {skip.name: skip for skip in reversed(profile.skips)}
         self._lowering = Lowering(plan)
         self._steps: dict[Action, Step] = {}
+        self._gives: dict[tuple[Action, bool], tuple[Given, ...]] = {}
+        self._num_needs: dict[Action, int] = {}
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
         self._passed_on: dict[tuple[str, int], bool] = {}
         self._communicator_bytes: dict[int, int] = {}
@@ -140,6 +162,36 @@ class Problem:
     def needs(self, action: Action) -> tuple[Key, ...]:
         """Keys of the actions that must have run before this one."""
         return needs(self.step(action), self.placement)
+
+    def num_needs(self, action: Action) -> int:
+        """How many those are."""
+        found = self._num_needs.get(action)
+        if found is None:
+            found = self._num_needs[action] = len(self.needs(action))
+        return found
+
+    def gives(self, action: Action, *, split: bool) -> tuple[Given, ...]:
+        """What an action hands over when it ends, messages in the order in which they leave."""
+        found = self._gives.get((action, split))
+        if found is None:
+            found = self._gives[action, split] = tuple(self._handed_over(action, split))
+        return found
+
+    def _handed_over(self, action: Action, split: bool) -> Iterator[Given]:
+        step = self.step(action)
+        local = dict.fromkeys([*local_dependents(action, self.placement, split=split), *step.feeds])
+        readers = [*local, *(self.reader_of(message, action.op) for message in step.sends)]
+        for at, (reader, message) in enumerate(zip(readers, [*(None for _ in local), *step.sends], strict=True)):
+            transfer_ms, latency_ms = (0.0, 0.0) if message is None else self.delay(message)
+            yield Given(
+                reader=key_of(reader),
+                reader_needs=self.num_needs(reader),
+                rank=self.placement[reader.stage],
+                port=None if message is None else self.port_of(message),
+                transfer_ms=transfer_ms,
+                latency_ms=latency_ms,
+                completes=reader not in readers[at + 1 :],
+            )
 
     def held_in_actions(self, stage: int, *, split: bool = False) -> Held:
         """What a stage's actions hold while they run."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.dependencies import Key, key_of, local_dependents
+from deepspeed_pulse.ir.dependencies import Key, key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Op, Schedule
 from deepspeed_pulse.planner.links import Ports
@@ -79,7 +80,7 @@ def list_schedule(
     best = [board.candidate(rank) for rank in range(problem.num_ranks)]
     rows: list[list[Action]] = [[] for _ in best]
     while True:
-        start, rank, action = min(best, key=lambda choice: choice[:2])
+        start, rank, action = min(best)  # no two have one rank, so actions are never compared
         if action is None:
             break
         rows[rank].append(action)
@@ -89,6 +90,17 @@ def list_schedule(
         assert order is not None
         raise InfeasibleError("the given order does not fit the cap")
     return tuple(tuple(row) for row in rows)
+
+
+class _Head(NamedTuple):
+    """What could run next, and what it gives."""
+
+    action: Action
+    key: Key
+
+    @classmethod
+    def of(cls, action: Action) -> _Head:
+        return cls(action, key_of(action))
 
 
 class _Board:
@@ -107,9 +119,14 @@ class _Board:
         self._problem, self._microbatches = problem, microbatches
         self._rank_by = None if isinstance(prefer, Prefer) else prefer
         self._prefer, self._cap, self._order = prefer, cap, order
-        self._ops = SPLIT if split else WHOLE
+        self._split, self._ops = split, SPLIT if split else WHOLE
         self._next: dict[tuple[int, Op], int] = defaultdict(int)
         self._stages = [problem.plan.stages_of(rank) for rank in range(problem.num_ranks)]
+        free = self._ops if order is None else self._ops[2:]
+        self._heads = [
+            {(stage, op): _Head.of(Action(stage, op, 0)) for stage in stages for op in free} for stages in self._stages
+        ]
+        """Per rank, the next action of every stage and op; with a given order the next ``W`` of each stage."""
         self._outer = _first_stages(problem.placement)
         self._position = [0] * problem.num_ranks
         self._rank_free = [0.0] * problem.num_ranks
@@ -120,39 +137,40 @@ class _Board:
         reserve = _reserves(problem.placement, cap) if cap else ()
         self._reserve = cap.weights if cap and order else reserve
         self._extra = [problem.plan.extra_forwards(stage) for stage in range(problem.num_stages)]
+        self._has_extra = any(self._extra)
         self._extra_preference = extra.value
         self._parts = _held_by_backbone(problem.placement) if cap and order is None else []
 
     def candidate(self, rank: int) -> tuple[float, int, Action | None]:
         """Earliest start, rank and the rank's best next action; never and None when nothing can run yet."""
-        free = self._rank_free[rank]
-        able = ((max(free, self._ready[key_of(a)]), a) for a in self._open(rank) if self._can_run(rank, a))
-        best = min(able, key=lambda c: (c[0], self._order_of(c[1]), -c[1].stage), default=None)
-        return (best[0], rank, best[1]) if best else (float("inf"), rank, None)
+        free, ready = self._rank_free[rank], self._ready
+        best: tuple[tuple[float, tuple[float, ...], int], Action] | None = None
+        for action, key in self._open(rank):
+            if self._can_run(rank, action, key):
+                choice = (max(free, ready[key]), self._order_of(action), -action.stage)
+                if best is None or choice < best[0]:
+                    best = choice, action
+        return (best[0][0], rank, best[1]) if best else (float("inf"), rank, None)
 
-    def _open(self, rank: int) -> list[Action]:
-        """The next action of every stage and op; with a given order its next one, and the next ``W`` of each stage."""
-        if self._order is None:
-            return [
-                *(Action(stage, op, self._next[stage, op]) for stage in self._stages[rank] for op in self._ops),
-                *self._open_extra(rank),
-            ]
-        found = [Action(s, op, self._next[s, op]) for s in self._stages[rank] for op in self._ops[2:]]
-        found += self._open_extra(rank)
-        at = self._position[rank]
-        if at < len(self._order[rank]):
-            given = self._order[rank][at]
+    def _open(self, rank: int) -> Iterable[_Head]:
+        """What the rank may run next."""
+        heads = self._heads[rank].values()
+        if self._order is None and not self._has_extra:
+            return heads
+        return [*heads, *self._open_extra(rank), *self._open_given(rank)]
+
+    def _open_given(self, rank: int) -> Iterator[_Head]:
+        """The next action of a given order."""
+        row = () if self._order is None else self._order[rank]
+        for given in row[self._position[rank] : self._position[rank] + 1]:
             op = given.op if given.op is Op.FORWARD else self._ops[1]
-            found.append(Action(given.stage, op, given.microbatch))
-        return found
+            yield _Head.of(Action(given.stage, op, given.microbatch))
 
-    def _open_extra(self, rank: int) -> list[Action]:
+    def _open_extra(self, rank: int) -> Iterator[_Head]:
         """The next extra forward of every stage."""
-        found = []
-        for stage in self._stages[rank]:
-            left = self._extra[stage][self._next[stage, Op.EXTRA_FORWARD] :]
-            found += [Action(stage, Op.EXTRA_FORWARD, m) for m in left[:1]]
-        return found
+        for stage in self._stages[rank] if self._has_extra else ():
+            at = self._next[stage, Op.EXTRA_FORWARD]
+            yield from (_Head.of(Action(stage, Op.EXTRA_FORWARD, m)) for m in self._extra[stage][at : at + 1])
 
     def _order_of(self, action: Action) -> tuple[float, ...]:
         return (self._preference(action),) if self._rank_by is None else self._rank_by(action)
@@ -166,8 +184,8 @@ class _Board:
             return -1
         return int((action.op is Op.FORWARD) == (self._prefer is Prefer.BACKWARD))
 
-    def _can_run(self, rank: int, action: Action) -> bool:
-        if action.microbatch >= self._microbatches or self._waits(action):
+    def _can_run(self, rank: int, action: Action, key: Key) -> bool:
+        if self._waits(action, key):
             return False
         if action.op is Op.EXTRA_FORWARD:
             return True
@@ -199,16 +217,16 @@ class _Board:
         freed = sum(w * (first - self._next[s, self._ops[-1]]) for s, w in zip(stages, weights, strict=True))
         return max(0.0, rest - freed)
 
-    def _waits(self, action: Action) -> bool:
-        key = key_of(action)
-        if key not in self._missing:
-            self._missing[key] = len(self._problem.needs(action))
-        return self._missing[key] > 0
+    def _waits(self, action: Action, key: Key) -> bool:
+        missing = self._missing.get(key)
+        if missing is None:
+            missing = self._missing[key] = self._problem.num_needs(action)
+        return missing > 0
 
     def commit(self, rank: int, action: Action, start: float) -> set[int]:
         """Run the action; returns the ranks whose choices may have changed."""
         end = self._rank_free[rank] = start + self._problem.duration_ms(action)
-        self._next[action.stage, action.op] += 1
+        self._go_on(rank, action.stage, action.op)
         if action.op not in (Op.WEIGHT_GRAD, Op.EXTRA_FORWARD):
             self._position[rank] += 1
         if self._cap and action.op in (Op.FORWARD, self._ops[-1]):
@@ -216,20 +234,30 @@ class _Board:
             self._live[rank] += weight if action.op is Op.FORWARD else -weight
         return {rank} | self._hand_over(action, end)
 
+    def _go_on(self, rank: int, stage: int, op: Op) -> None:
+        """To the next action of an op of a stage."""
+        self._next[stage, op] += 1
+        heads = self._heads[rank]
+        if (stage, op) in heads:
+            if self._next[stage, op] < self._microbatches:
+                heads[stage, op] = _Head.of(Action(stage, op, self._next[stage, op]))
+            else:
+                del heads[stage, op]
+
     def _hand_over(self, action: Action, end: float) -> set[int]:
-        """Arrival times at every action that waits for this one."""
-        problem = self._problem
-        dependents = local_dependents(action, problem.placement, split=len(self._ops) > 2)
-        arrivals = dict.fromkeys([*dependents, *problem.step(action).feeds], end)
-        for message in problem.step(action).sends:
-            target = problem.reader_of(message, action.op)
-            _, arrivals[target] = self._ports.send(*problem.link_of(message), problem.num_bytes(message), end)
-        for target, time in arrivals.items():
-            key = key_of(target)
-            self._waits(target)
-            self._missing[key] -= 1
-            self._ready[key] = max(self._ready[key], time)
-        return {problem.placement[target.stage] for target in arrivals}
+        """When what it gives is there; the ranks of those that wait for nothing more."""
+        able = set()
+        for given in self._problem.gives(action, split=self._split):
+            time = end
+            if given.port is not None:
+                time = self._ports.occupy(given.port, end, given.transfer_ms)[1] + given.latency_ms
+            if given.completes:
+                key = given.reader
+                left = self._missing[key] = self._missing.get(key, given.reader_needs) - 1
+                self._ready[key] = max(self._ready[key], time)
+                if not left:
+                    able.add(given.rank)
+        return able
 
 
 def _first_stages(placement: Placement) -> set[int]:

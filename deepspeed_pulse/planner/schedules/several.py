@@ -97,7 +97,7 @@ def _listed_alone(
     if cap is not None:
         cap = replace(cap, weights=cap.weights[first : first + problem.num_stages])
     rows = list_schedule(problem, problem.plan.microbatches, prefer=prefer, cap=cap, split=split)
-    return tuple(tuple(replace(action, stage=action.stage + first) for action in row) for row in rows)
+    return tuple(tuple(action._replace(stage=action.stage + first) for action in row) for row in rows)
 
 
 def _one_by_one(listed: Callable[[int], Schedule], turn: Sequence[int]) -> Schedule:
