@@ -16,6 +16,9 @@ from diffusers import UNet2DModel
 from deepspeed_pulse.cli import main
 from deepspeed_pulse.ir.profile import Profile
 
+PROGRESS = r"\d of 3, \d+ s: layer \d: .+"
+"""Told where a machine is so busy that a short command takes ten seconds."""
+
 LAYERS = """
 import torch
 from deepspeed_pulse import LayerSpec, spec
@@ -187,5 +190,6 @@ def test_frameworks_leave_the_output_alone(monkeypatch: pytest.MonkeyPatch) -> N
         timeout=120,
         check=False,
     )
-    assert (result.returncode, result.stderr) == (0, "")
+    others = [line for line in result.stderr.splitlines() if not re.fullmatch(PROGRESS, line)]
+    assert (result.returncode, others) == (0, [])
     assert result.stdout.startswith("listed:model (estimate): 3 layers")
