@@ -19,11 +19,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.fill import Fill, FrozenRun
+from deepspeed_pulse.ir.keys import key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.program import Message, Program, Step, lower
+from deepspeed_pulse.ir.program import Message, Program, Step, lower, senders
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 
 
@@ -99,15 +99,16 @@ def rolling(program: Program, carried: Collection[Action], placement: Placement,
     def step_of(step: Step) -> Step:
         if step.action not in carried:
             return step
-        before = tuple(key for key in needs(step, placement) if key not in late)
-        return replace(step, receives=tuple(m for m in step.receives if m not in crossing), before=before)
+        needs = tuple(key for key in step.needs if key in late)
+        return replace(step, receives=tuple(m for m in step.receives if m not in crossing), needs=needs)
 
     rows = []
     for rank, row in enumerate(program):
         wanted = [step_of(s) for s in row if _runs(s.action in carried, part)]
         landing = tuple(message for message in crossing if placement[message.target_stage] == rank)
         if landing and part is not Part.LAST:
-            wanted.append(Step(Action(placement.stages_of(rank)[0], Op.LANDING, 0), landing, ()))
+            action = Action(placement.stages_of(rank)[0], Op.LANDING, 0)
+            wanted.append(Step(action, landing, (), needs=senders(landing)))
         rows.append(tuple(wanted))
     return tuple(rows)
 
@@ -134,14 +135,14 @@ def updates_at(plan: Plan) -> dict[int, tuple[int, ...]]:
     for index, part in enumerate(plan.backbones):
         if part.carried:
             mine = [a for a in carried if plan.placement.backbone_of(a.stage) == index]
-            found[index] = _reach(program, plan.placement, mine)
+            found[index] = _reach(program, mine)
     nested, before = {}, (0,) * len(program)
     for index in sorted(found, key=lambda index: sum(found[index])):
         nested[index] = before = tuple(map(max, before, found[index]))
     return nested
 
 
-def _reach(program: Program, placement: Placement, wanted: Collection[Action]) -> tuple[int, ...]:
+def _reach(program: Program, wanted: Collection[Action]) -> tuple[int, ...]:
     """Per rank, how many of its steps come before some actions, those included."""
     place = {step.action: (rank, at) for rank, row in enumerate(program) for at, step in enumerate(row)}
     givers = {key_of(action): where for action, where in place.items()}
@@ -150,7 +151,7 @@ def _reach(program: Program, placement: Placement, wanted: Collection[Action]) -
     while waiting:
         rank, at = waiting.pop()
         for step in program[rank][reached[rank] : at + 1]:
-            waiting += [givers[key] for key in needs(step, placement) if key in givers]
+            waiting += [givers[key] for key in step.needs if key in givers]
         reached[rank] = max(reached[rank], at + 1)
     return tuple(reached)
 
@@ -162,7 +163,7 @@ def problems(plan: Plan) -> Iterator[str]:
     late = {key_of(action): action for action in carried}
     for row in whole:
         for step in row:
-            needed = [late[key] for key in needs(step, plan.placement) if key in late]
+            needed = [late[key] for key in step.needs if key in late]
             if step.action not in carried and needed:
                 yield f"carried: {step.action} is this step's, but needs {needed[0]}, which the next step runs"
     if all(part.carried for part in plan.backbones):

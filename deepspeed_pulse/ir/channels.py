@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.carried import Part, program_of
-from deepspeed_pulse.ir.dependencies import Key, key_of, needs, ordered
+from deepspeed_pulse.ir.dependencies import ordered
+from deepspeed_pulse.ir.keys import Key, key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel, Message, Program, Step, channel_of
@@ -108,7 +109,7 @@ def unit_clock(program: Program, placement: Placement) -> list[list[int]]:
     ends: dict[Key, int] = {}
     for rank, step in ordered(program, placement):
         assert isinstance(step, Step)
-        start = max([free[rank], *(ends[key] for key in needs(step, placement))])
+        start = max([free[rank], *(ends[key] for key in step.needs)])
         free[rank] = ends[key_of(step.action)] = start + OP_RULES[step.action.op].units
         starts[rank].append(start)
     return starts

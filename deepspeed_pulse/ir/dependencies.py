@@ -12,12 +12,9 @@ from dataclasses import dataclass
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.fill import Fill, FrozenWork, HandOver
+from deepspeed_pulse.ir.keys import Key, key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.program import Program, Step
-from deepspeed_pulse.ir.schedule import GIVEN_BY, OP_RULES, SPLIT, WHOLE, Action, Direction
-
-Key = tuple[int, str, int]
-"""(stage, what the op gives, microbatch): what an action gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,47 +32,6 @@ class Result:
 
 Item = Step | FrozenWork
 Rows = tuple[tuple[Item, ...], ...]
-
-
-def key_of(action: Action) -> Key:
-    return (action.stage, OP_RULES[action.op].gives, action.microbatch)
-
-
-def local_needs(action: Action, placement: Placement) -> list[Key]:
-    """What an action takes over from others of its own rank, estimates apart (:attr:`Step.takes`)."""
-    rule = OP_RULES[action.op]
-    found = [] if rule.after is None else [(action.stage, OP_RULES[rule.after].gives, action.microbatch)]
-    before = _neighbour(action.stage, rule.way, placement, giving=True)
-    if before is not None and placement[before] == placement[action.stage]:
-        found.append((before, rule.gives, action.microbatch))
-    return found
-
-
-def local_dependents(action: Action, placement: Placement, *, split: bool) -> list[Action]:
-    """The actions whose :func:`local_needs` name this one. ``split``: backward runs as ``I`` and ``W``."""
-    ops = SPLIT if split else WHOLE
-    found = [Action(action.stage, op, action.microbatch) for op in ops if OP_RULES[op].after is action.op]
-    following = _neighbour(action.stage, OP_RULES[action.op].way, placement, giving=False)
-    if following is not None and placement[following] == placement[action.stage]:
-        found.append(Action(following, action.op, action.microbatch))
-    return found
-
-
-def _neighbour(stage: int, way: Direction | None, placement: Placement, *, giving: bool) -> int | None:
-    """The stage that gives an action of this one what comes that way, or the one that takes what it gives.
-
-    A stage that the placement does not have, as a file may name it, has none.
-    """
-    if way is None or stage >= len(placement):
-        return None
-    return placement.after(stage) if giving == (way is Direction.BACKWARD) else placement.before(stage)
-
-
-def needs(step: Step, placement: Placement) -> tuple[Key, ...]:
-    """Keys that must be given before a step: its messages' producers, and what its own rank hands over."""
-    found = [(msg.source_stage, GIVEN_BY[msg.direction], msg.microbatch) for msg in step.receives]
-    every = dict.fromkeys([*found, *local_needs(step.action, placement), *map(key_of, step.takes)])
-    return tuple(key for key in every if key not in step.before) if step.before else tuple(every)
 
 
 def results_needed(rank: int, work: FrozenWork, fill: Fill) -> tuple[Result, ...]:
@@ -134,7 +90,7 @@ def walk(
 
     def wanted(rank: int, item: Item) -> Sequence[Key | Result]:
         if isinstance(item, Step):
-            return needs(item, placement)
+            return item.needs
         assert fill is not None
         return results_needed(rank, item, fill)
 

@@ -17,13 +17,14 @@ produces them, at both ends (NCCL and HCCL ignore tags). The other way round the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from deepspeed_pulse.ir.conditioning import SelfConditioned
+from deepspeed_pulse.ir.keys import Key, key_of, local_needs
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.schedule import OP_RULES, Action, Direction, Op
+from deepspeed_pulse.ir.schedule import GIVEN_BY, OP_RULES, Action, Direction, Op
 
 HIDDEN = ""
 """Name of the hidden state in messages; named values have a name of their own."""
@@ -74,16 +75,16 @@ class Message(NamedTuple):
 class Step:
     """One action of a rank, the messages it waits for and the messages that leave when it ends.
 
-    ``takes``: extra forwards of its own rank whose estimate it reads; ``feeds``: forwards there that read its own.
-    ``before``: of what it needs (by :mod:`~deepspeed_pulse.ir.dependencies`), what the step before has given.
+    ``needs``: what must be given before it, by its messages' producers and by its own rank. ``takes``: extra forwards
+    of its own rank whose estimate it reads; ``feeds``: forwards there that read its own.
     """
 
     action: Action
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
+    needs: tuple[Key, ...] = ()
     takes: tuple[Action, ...] = ()
     feeds: tuple[Action, ...] = ()
-    before: tuple[tuple[int, str, int], ...] = ()
 
 
 Program = tuple[tuple[Step, ...], ...]
@@ -95,10 +96,19 @@ def channel_of(message: Message, placement: Sequence[int]) -> Channel:
     return Channel(placement[message.source_stage], placement[message.target_stage])
 
 
-class Lowering:
-    """Messages of a plan's stages; :meth:`step` gives an action those that it waits for and sends."""
+def senders(messages: Sequence[Message]) -> tuple[Key, ...]:
+    """What must be given before messages leave."""
+    return tuple((m.source_stage, GIVEN_BY[m.direction], m.microbatch) for m in messages)
 
-    def __init__(self, plan: Plan) -> None:
+
+class Lowering:
+    """Messages of a plan's stages; :meth:`step` gives an action those that it waits for and sends.
+
+    ``without_gradient``: named values for which nothing is sent back.
+    """
+
+    def __init__(self, plan: Plan, without_gradient: Collection[str] = ()) -> None:
+        self._placement, self._without_gradient = plan.placement, without_gradient
         self._in: dict[int, list[tuple[str, int]]] = defaultdict(list)
         self._out: dict[int, list[tuple[str, int]]] = defaultdict(list)
         hidden = [(HIDDEN, stage, following) for stage, following in plan.placement.hidden_edges]
@@ -113,7 +123,8 @@ class Lowering:
         found = self._plain(action)
         for estimate in self._estimates:
             found = estimate.added_to(found)
-        return found
+        own = (*local_needs(action, self._placement), *map(key_of, found.takes))
+        return replace(found, needs=tuple(dict.fromkeys((*senders(found.receives), *own))))
 
     def _plain(self, action: Action) -> Step:
         stage, m = action.stage, action.microbatch
@@ -122,7 +133,10 @@ class Lowering:
             return Step(action, (), ())
         before, after = self._in[stage], self._out[stage]
         if way is Direction.BACKWARD:
-            before, after = after, before
+            after, before = (
+                [(name, other) for name, other in edges if name not in self._without_gradient]
+                for edges in (before, after)
+            )
         receives = tuple(Message(name, way, other, stage, m) for name, other in before)
         return Step(action, receives, tuple(Message(name, way, stage, other, m) for name, other in after))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from deepspeed_pulse.ir.fill import FrozenRun, HandOver
@@ -15,7 +16,10 @@ Work = TypeVar("Work", bound=Action | FrozenRun)
 Sent = TypeVar("Sent", bound=Message | HandOver)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# spans and transfers are not frozen: planning makes millions of them, and a frozen one takes thrice as long
+
+
+@dataclass(slots=True, kw_only=True)
 class Span(Generic[Work]):
     """An action, or layers of a frozen part, while it runs on a pipeline rank; ms since the first action of the step.
 
@@ -32,7 +36,7 @@ class Span(Generic[Work]):
 AnySpan = Span[Action] | Span[FrozenRun]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Transfer(Generic[Sent]):
     """A message, or a frozen part's result, on its way between pipeline ranks; ms since the step's first action."""
 
@@ -93,7 +97,7 @@ class Timeline:
         """Messages and frozen results."""
         return (*self.transfers, *self.carried)
 
-    @property
+    @cached_property
     def start_ms(self) -> float:
         """Of the first action, frozen work included."""
         return min(start for start, _ in self.intervals())
@@ -102,7 +106,7 @@ class Timeline:
         """From when until when ranks (or one of them) work, frozen work included."""
         return [(s.start_ms, s.end_ms) for s in self.every_span if rank in (None, s.rank)]
 
-    @property
+    @cached_property
     def makespan_ms(self) -> float:
         """First action to last; frozen work and its last message included."""
         ends = [end for _, end in self.intervals()]

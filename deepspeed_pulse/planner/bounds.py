@@ -15,7 +15,7 @@ import heapq
 from collections import defaultdict
 from itertools import count, pairwise
 
-from deepspeed_pulse.ir.dependencies import key_of, needs
+from deepspeed_pulse.ir.keys import key_of
 from deepspeed_pulse.ir.program import Message
 from deepspeed_pulse.ir.schedule import GIVEN_BY, Action, Op
 from deepspeed_pulse.planner.links import Port
@@ -95,7 +95,7 @@ class CriticalPaths:
         # of a microbatch that has all there can be
         m = next((row[0] for row in [self.problem.plan.extra_forwards(stage)] if row), 0)
         step = self.problem.step(action._replace(microbatch=m))
-        delay: dict[Column, float] = {(s, k): 0.0 for s, k, _ in needs(step, self.problem.placement)}
+        delay: dict[Column, float] = {(s, k): 0.0 for s, k, _ in step.needs}
         for message in step.receives:
             key = (message.source_stage, GIVEN_BY[message.direction])
             sent = message._replace(microbatch=self._number_of(*key))
@@ -120,9 +120,9 @@ def _message_delays(problem: Problem, actions: list[Action]) -> dict[Message, fl
     for action in actions:
         queued: dict[Port, float] = defaultdict(float)
         for message in problem.step(action).sends:
-            port, (transfer_ms, latency_ms) = problem.port_of(message), problem.delay(message)
-            queued[port] += transfer_ms
-            delays[message] = queued[port] + latency_ms
+            way = problem.way(message)
+            queued[way.port] += way.transfer_ms
+            delays[message] = queued[way.port] + way.latency_ms
     return delays
 
 
@@ -181,10 +181,10 @@ def _port_bounds(paths: CriticalPaths, microbatches: int) -> list[float]:
         key = _column(action)
         end = paths.head_ms[key] + problem.least_ms(action)
         for message in problem.step(action).sends:
-            port, (transfer_ms, latency_ms) = problem.port_of(message), problem.delay(message)
+            way = problem.way(message)
             reader = problem.reader_of(message, action.op)
-            after = latency_ms + problem.least_ms(reader) + paths.tail_ms[_column(reader)]
-            work[port] += paths.count(key, microbatches) * transfer_ms
-            first[port] = min(first.get(port, end), end)
-            last[port] = min(last.get(port, after), after)
+            after = way.latency_ms + problem.least_ms(reader) + paths.tail_ms[_column(reader)]
+            work[way.port] += paths.count(key, microbatches) * way.transfer_ms
+            first[way.port] = min(first.get(way.port, end), end)
+            last[way.port] = min(last.get(way.port, after), after)
     return [first[port] + work[port] + last[port] for port in work]

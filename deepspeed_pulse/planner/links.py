@@ -7,12 +7,25 @@ arrives a latency later.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Grid
 
 Port = tuple[int, int]
 """A pipeline rank, and the rank its messages are for; or below 0 the card through which all of its messages leave."""
+
+
+class Way(NamedTuple):
+    """How something goes from one pipeline rank to another: ``port`` is taken for ``transfer_ms``, then it is there
+    ``latency_ms`` later."""
+
+    source: int
+    target: int
+    num_bytes: int
+    port: Port
+    transfer_ms: float
+    latency_ms: float
 
 
 class Links:
@@ -38,6 +51,12 @@ class Links:
             found = self._cluster.intra_node if local else self._cluster.inter_node
             self._ways[source, target] = found
         return found
+
+    def way(self, source: int, target: int, num_bytes: int) -> Way:
+        """How so many bytes go from one pipeline rank to another."""
+        link = self.between(source, target)
+        port = self.port(source, target)
+        return Way(source, target, num_bytes, port, link.transfer_ms(num_bytes), link.latency_ms)
 
     def of_peers(self, rank: int) -> Link:
         """Of the ring of a pipeline rank's data-parallel peers, in the order of their global ranks: first to last.
@@ -81,14 +100,12 @@ class Links:
 class Ports:
     """When each port is free; what leaves through one goes one after the other."""
 
-    def __init__(self, links: Links) -> None:
-        self._links = links
+    def __init__(self) -> None:
         self._free_ms: dict[Port, float] = defaultdict(float)
 
-    def send(self, source: int, target: int, num_bytes: int, ready_ms: float) -> tuple[float, float]:
-        """When a message leaves and when it arrives."""
-        way = self._links.between(source, target)
-        leave, over = self.occupy(self._links.port(source, target), ready_ms, way.transfer_ms(num_bytes))
+    def send(self, way: Way, ready_ms: float) -> tuple[float, float]:
+        """When what is ready leaves and when it arrives."""
+        leave, over = self.occupy(way.port, ready_ms, way.transfer_ms)
         return leave, over + way.latency_ms
 
     def occupy(self, port: Port, ready_ms: float, ms: float) -> tuple[float, float]:

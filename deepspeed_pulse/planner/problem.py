@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
 from deepspeed_pulse.ir.carried import carried_actions, rolling
-from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.communicators import communicator_bytes
-from deepspeed_pulse.ir.dependencies import Key, key_of, local_dependents, needs
+from deepspeed_pulse.ir.keys import Key, key_of, local_dependents
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import Held, Profile, Skip
 from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
-from deepspeed_pulse.planner.links import Links, Port
+from deepspeed_pulse.planner.links import Links, Way
 from deepspeed_pulse.planner.recompute import held_in_actions, with_recompute
 
 
@@ -27,16 +27,14 @@ class Given(NamedTuple):
     Attributes:
         reader: by its own key; ``reader_needs``: what it needs in all.
         rank: of the reader.
-        port: that a message leaves through, for ``transfer_ms``; it is there ``latency_ms`` later. None: it stays.
+        way: of a message; None: it stays.
         completes: nothing more for this reader follows.
     """
 
     reader: Key
     reader_needs: int
     rank: int
-    port: Port | None
-    transfer_ms: float
-    latency_ms: float
+    way: Way | None
     completes: bool
 
 
@@ -54,10 +52,10 @@ class Problem:
         fresh = profile.dtype == "bfloat16" and not plan.rules.shards_optimizer
         self._held = {split: held_in_actions(profile, plan, split=split, fresh=fresh) for split in (False, True)}
         self._values = {skip.name: skip for skip in reversed(profile.skips)}
-        self._lowering = Lowering(plan)
+        self._lowering = Lowering(plan, {name for name, value in self._values.items() if not value.gradient})
+        self._ways: dict[tuple[str, Direction, int, int], Way] = {}
         self._steps: dict[Action, Step] = {}
         self._gives: dict[tuple[Action, bool], tuple[Given, ...]] = {}
-        self._num_needs: dict[Action, int] = {}
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
         self._passed_on: dict[tuple[str, int], bool] = {}
         self._communicator_bytes: dict[int, int] = {}
@@ -85,7 +83,7 @@ class Problem:
     def overhead_ms(self, action: Action) -> float:
         """What the messages of an action keep its rank from other work, both that it sends and that it takes."""
         step = self.step(action)
-        return sum(self._link(message).overhead_ms for message in (*step.receives, *step.sends))
+        return sum(self.links.between(*self._ranks(message)).overhead_ms for message in (*step.receives, *step.sends))
 
     def duration_ms(self, action: Action) -> float:
         """Time that an action keeps its rank."""
@@ -112,35 +110,23 @@ class Problem:
         """The action that reads what an action of that op sends."""
         return Action(message.target_stage, Op.FORWARD if self.is_estimate(message) else op, message.microbatch)
 
-    def link_of(self, message: Message) -> tuple[int, int]:
-        """Directed pair of pipeline ranks that a message crosses."""
+    def _ranks(self, message: Message) -> tuple[int, int]:
         return self.placement[message.source_stage], self.placement[message.target_stage]
 
-    def delay(self, message: Message) -> tuple[float, float]:
-        """ms that a message occupies its directed link, and the latency after that."""
-        found = self._link(message)
-        return found.transfer_ms(self.num_bytes(message)), found.latency_ms
-
-    def port_of(self, message: Message) -> Port:
-        return self.links.port(*self.link_of(message))
-
-    def _link(self, message: Message) -> Link:
-        return self.links.between(*self.link_of(message))
+    def way(self, message: Message) -> Way:
+        """How a message goes; those of all microbatches go alike."""
+        edge = message[:4]
+        found = self._ways.get(edge)
+        if found is None:
+            found = self._ways[edge] = self.links.way(*self._ranks(message), self.num_bytes(message))
+        return found
 
     def step(self, action: Action) -> Step:
         """The action with its messages; values without gradient send nothing back."""
         found = self._steps.get(action)
         if found is None:
-            raw = self._lowering.step(action)
-            found = self._steps[action] = replace(raw, receives=self._sent(raw.receives), sends=self._sent(raw.sends))
+            found = self._steps[action] = self._lowering.step(action)
         return found
-
-    def _sent(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        return tuple(
-            m
-            for m in messages
-            if m.direction is not Direction.BACKWARD or m.name == HIDDEN or self._values[m.name].gradient
-        )
 
     def lower(self, schedule: Schedule) -> Program:
         """Steps of every rank."""
@@ -159,17 +145,6 @@ class Problem:
         """All extra forwards, stage by stage."""
         return [Action(s, Op.EXTRA_FORWARD, m) for s in range(self.num_stages) for m in self.plan.extra_forwards(s)]
 
-    def needs(self, action: Action) -> tuple[Key, ...]:
-        """Keys of the actions that must have run before this one."""
-        return needs(self.step(action), self.placement)
-
-    def num_needs(self, action: Action) -> int:
-        """How many those are."""
-        found = self._num_needs.get(action)
-        if found is None:
-            found = self._num_needs[action] = len(self.needs(action))
-        return found
-
     def gives(self, action: Action, *, split: bool) -> tuple[Given, ...]:
         """What an action hands over when it ends, messages in the order in which they leave."""
         found = self._gives.get((action, split))
@@ -182,14 +157,11 @@ class Problem:
         local = dict.fromkeys([*local_dependents(action, self.placement, split=split), *step.feeds])
         readers = [*local, *(self.reader_of(message, action.op) for message in step.sends)]
         for at, (reader, message) in enumerate(zip(readers, [*(None for _ in local), *step.sends], strict=True)):
-            transfer_ms, latency_ms = (0.0, 0.0) if message is None else self.delay(message)
             yield Given(
                 reader=key_of(reader),
-                reader_needs=self.num_needs(reader),
+                reader_needs=len(self.step(reader).needs),
                 rank=self.placement[reader.stage],
-                port=None if message is None else self.port_of(message),
-                transfer_ms=transfer_ms,
-                latency_ms=latency_ms,
+                way=None if message is None else self.way(message),
                 completes=reader not in readers[at + 1 :],
             )
 

@@ -23,7 +23,7 @@ from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Reduction, Sent, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cost import optimizer_shards, state_bytes, step_bytes
-from deepspeed_pulse.planner.links import Ports
+from deepspeed_pulse.planner.links import Ports, Way
 from deepspeed_pulse.planner.memory import memory_over_time
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.reduction import behind_ms, pieces, reduction_ms
@@ -99,7 +99,7 @@ class _Clock:
         self.carried: list[Transfer[HandOver]] = []
         self.reductions: list[Reduction] = []
         self.rank_free = [0.0] * problem.num_ranks
-        self._ports = Ports(problem.links)
+        self._ports = Ports()
         self._arrived: dict[Message, float] = {}
         self._ready: dict[Result, float] = {}
         """When frozen results are on a rank."""
@@ -124,13 +124,12 @@ class _Clock:
         start = max([self.rank_free[rank], *(self._arrived[message] for message in step.receives)])
         end = self.rank_free[rank] = start + self._duration_ms(step.action)
         self.spans.append(Span(rank=rank, work=step.action, start_ms=start, end_ms=end))
-        port, leaving = self.problem.links.sums_port(rank), self._leaving(rank, step.action, start, end)
-        sums = [self._ports.occupy(port, *piece) for piece in leaving[:-1]]
+        leaving = self._leaving(rank, step.action, start, end)
+        sums = [self._sum(rank, *piece) for piece in leaving[:-1]]
         for message in step.sends:
-            size = self.problem.num_bytes(message)
-            self.transfers.append(self._sent(message, *self.problem.link_of(message), size, end))
+            self.transfers.append(self._sent(message, self.problem.way(message), end))
             self._arrived[message] = self.transfers[-1].arrive_ms
-        sums += [self._ports.occupy(port, *piece) for piece in leaving[-1:]]
+        sums += [self._sum(rank, *piece) for piece in leaving[-1:]]
         if sums:
             (begin, _), (_, over) = sums[0], sums[-1]
             self.reductions.append(Reduction(rank=rank, stage=step.action.stage, start_ms=begin, end_ms=over))
@@ -141,18 +140,28 @@ class _Clock:
         assert fill is not None
         start = max([self.rank_free[rank], *(self._ready[result] for result in results_needed(rank, work, fill))])
         if isinstance(work, HandOver):
-            self.carried.append(self._sent(work, rank, work.target_rank, fill.num_bytes(work), start))
+            way = self.problem.links.way(rank, work.target_rank, fill.num_bytes(work))
+            self.carried.append(self._sent(work, way, start))
             end = self.carried[-1].arrive_ms
         else:
             end = self.rank_free[rank] = start + fill.duration_ms(work)
             self.frozen.append(Span(rank=rank, work=work, start_ms=start, end_ms=end))
         self._ready[result_of(rank, work)] = end
 
-    def _sent(self, message: Sent, source: int, target: int, size: int, ready: float) -> Transfer[Sent]:
-        leave, arrive = self._ports.send(source, target, size, ready)
+    def _sent(self, message: Sent, way: Way, ready: float) -> Transfer[Sent]:
+        leave, arrive = self._ports.send(way, ready)
         return Transfer(
-            message=message, source_rank=source, target_rank=target, leave_ms=leave, arrive_ms=arrive, num_bytes=size
+            message=message,
+            source_rank=way.source,
+            target_rank=way.target,
+            leave_ms=leave,
+            arrive_ms=arrive,
+            num_bytes=way.num_bytes,
         )
+
+    def _sum(self, rank: int, ready: float, ms: float) -> tuple[float, float]:
+        """From when until when a rank sums over its peers."""
+        return self._ports.occupy(self.problem.links.sums_port(rank), ready, ms)
 
     def _leaving(self, rank: int, action: Action, start: float, end: float) -> Sequence[tuple[float, float]]:
         """Gradients that leave with an action: those of a stage with its last backward, unless all leave at the end."""
@@ -167,7 +176,7 @@ class _Clock:
         """After the rank's last action; a sharded optimizer only scatters gradients: half of an all-reduce."""
         problem = self.problem
         share = 0.5 if problem.rules.shards_optimizer else 1.0
-        start, end = self._ports.occupy(problem.links.sums_port(rank), ready, share * reduction_ms(problem, stage))
+        start, end = self._sum(rank, ready, share * reduction_ms(problem, stage))
         self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
 
 

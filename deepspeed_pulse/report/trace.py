@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_pulse.ir.dependencies import key_of
 from deepspeed_pulse.ir.fill import FrozenRun
+from deepspeed_pulse.ir.keys import key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import GIVEN_BY, Action, Direction
 from deepspeed_pulse.ir.timeline import AnySpan, Span, Timeline

@@ -12,11 +12,12 @@ from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, program_o
 from deepspeed_pulse.ir.choice import Constraints
 from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.conditioning import SelfConditioned
-from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.joined import joined_profile
+from deepspeed_pulse.ir.keys import key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.program import lower
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, estimate, make_plan, tune, violations
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.making.maker import Maker
@@ -226,7 +227,7 @@ def simulated_chain(plan, steps):
     late, free, given = carried_actions(plan), [0.0] * plan.pipeline_ranks, {}
     costs = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     ends = []
-    program = program_of(plan)
+    program, whole = program_of(plan), {step.action: step for row in lower(plan) for step in row}
     for step in range(steps):
         rows = [list(row) for row in program]
         while any(rows):
@@ -239,15 +240,14 @@ def simulated_chain(plan, steps):
                         moved = True
                         continue
                     mine = step - (action in late)
-                    keys = [(mine, key) for key in needs(replace(row[0], before=()), plan.placement)]
-                    crossing = {(mine, key) for key in row[0].before}
+                    keys = [(mine, key) for key in whole[action].needs]
                     if mine < 0:
                         row.pop(0)
                         moved = True
                         continue
-                    if any(key not in given for key in [*keys, *crossing]):
+                    if any(key not in given for key in keys):
                         break
-                    start = max([free[rank], *(given[key] for key in [*keys, *crossing])])
+                    start = max([free[rank], *(given[key] for key in keys)])
                     free[rank] = given[mine, key_of(action)] = start + costs[action.op.value]
                     row.pop(0)
                     moved = True

@@ -15,7 +15,8 @@ from support.toy import loss_fn, toy_batch, toy_layers
 from deepspeed_pulse.engine.backbones import Backbone, heads_of, joint_graph, own_ties
 from deepspeed_pulse.ir.backbones import BackboneStages
 from deepspeed_pulse.ir.carried import carried_actions, with_carried
-from deepspeed_pulse.ir.dependencies import key_of, needs, walk
+from deepspeed_pulse.ir.dependencies import walk
+from deepspeed_pulse.ir.keys import key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Step, lower
@@ -147,11 +148,7 @@ def rolled(plan: Plan, seed: int) -> Plan:
         own = [action for action in steps if owner[action] == k]
         late |= set(own[source.randrange(len(own) // 3, len(own)) :])
     needed = {
-        action: [
-            other
-            for other in steps
-            if key_of(other) in needs(step, plan.placement) and (other in late) == (action in late)
-        ]
+        action: [other for other in steps if key_of(other) in step.needs and (other in late) == (action in late)]
         for action, step in steps.items()
     }
     for action in steps:

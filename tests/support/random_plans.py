@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deepspeed_pulse.ir.dependencies import key_of, needs
 from deepspeed_pulse.ir.graph import Graph
+from deepspeed_pulse.ir.keys import key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Message, lower
@@ -75,7 +75,7 @@ def random_order(plan: Plan, source: random.Random, greedy_forward: bool, halves
         return (
             not any(other in todo[plan.placement[action.stage]] for other in earlier)
             and all(message in arrived for message in steps[action].receives)
-            and all(need in given for need in needs(steps[action], full.placement))
+            and all(need in given for need in steps[action].needs)
         )
 
     while any(todo.values()):

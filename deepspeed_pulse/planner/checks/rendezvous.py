@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.channels import Traffic
-from deepspeed_pulse.ir.dependencies import Key, key_of, local_needs
+from deepspeed_pulse.ir.keys import Key, key_of, local_needs
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel, Message
 
@@ -114,7 +114,7 @@ class _Model:
         at = self.ranks[rank]
         step = self.traffic.program[rank][at.position]
         own = [*local_needs(step.action, self.plan.placement), *map(key_of, step.takes)]
-        return bool(self._held(rank)) or any(n not in at.done for n in own if n not in step.before)
+        return bool(self._held(rank)) or any(n not in at.done for n in own if n in step.needs)
 
     def _held(self, rank: int) -> list[Place]:
         """Sends of the rank that must have moved before its action, and have not."""

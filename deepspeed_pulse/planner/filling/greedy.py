@@ -47,8 +47,8 @@ def latest_starts(problem: Problem, end_ms: float) -> dict[Action, float]:
         if action in following:
             ends.append(latest[following[action]])
         for message in step.sends:
-            transfer_ms, latency_ms = problem.delay(message)
-            ends.append(latest[_taker(problem.reader_of(message, action.op), latest)] - transfer_ms - latency_ms)
+            way, taker = problem.way(message), _taker(problem.reader_of(message, action.op), latest)
+            ends.append(latest[taker] - way.transfer_ms - way.latency_ms)
         latest[action] = min(ends) - problem.duration_ms(action)
     return latest
 
@@ -125,7 +125,7 @@ class Filler:
         ]
         self._of = {(chain.part.name, chain.microbatch): chain for chain in self._chains}
         self._arrived: dict[Message, float] = {}
-        self._ports = Ports(self.problem.links)
+        self._ports = Ports()
         self._position = [0] * plan.pipeline_ranks
         self._free_ms = list(self.begin_ms) or [0.0] * plan.pipeline_ranks
         self._runs: list[list[Filling]] = [[] for _ in range(plan.pipeline_ranks)]
@@ -165,9 +165,9 @@ class Filler:
         end = self._free_ms[rank] = now + self.problem.duration_ms(step.action)
         self._wake(end, rank)
         for message in step.sends:
-            source, target = self.problem.link_of(message)
-            _, self._arrived[message] = self._ports.send(source, target, self.problem.num_bytes(message), end)
-            self._wake(self._arrived[message], target)
+            way = self.problem.way(message)
+            _, self._arrived[message] = self._ports.send(way, end)
+            self._wake(self._arrived[message], way.target)
 
     def _choose(self, rank: int, now: float, room_ms: float) -> Chain | None:
         """Of the microbatches that are ready and of which a layer fits, the one this rank likes best."""

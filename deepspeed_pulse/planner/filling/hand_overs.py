@@ -58,15 +58,15 @@ def _while_links_idle(problem: Problem, fill: Fill, later: Sequence[tuple[int, H
     made = {(s.work.part, s.work.end, s.work.microbatch): s.end_ms for s in timeline.frozen}
     free = [_free_times(problem, timeline, rank, fill) for rank in range(timeline.num_ranks)]
     for rank, work in sorted(later, key=lambda item: made[item[1].part, item[1].done, item[1].microbatch]):
-        transfer_ms = problem.links.between(rank, work.target_rank).transfer_ms(fill.num_bytes(work))
-        port, ready = problem.links.port(rank, work.target_rank), made[work.part, work.done, work.microbatch]
+        way = problem.links.way(rank, work.target_rank, fill.num_bytes(work))
+        ready = made[work.part, work.done, work.microbatch]
         last = len(free[rank]) - 1
         for position, time in enumerate(free[rank]):
             if time < ready - 1e-9:
                 continue
-            if position == last or all(end <= time or start >= time + transfer_ms for start, end in busy[port]):
+            if position == last or all(end <= time or start >= time + way.transfer_ms for start, end in busy[way.port]):
                 rows[rank].append(Filling(position, work))
-                busy[port].append((time, time + transfer_ms))
+                busy[way.port].append((time, time + way.transfer_ms))
                 break
     ordered = (tuple(sorted(row, key=lambda filling: filling.position)) for row in rows)
     return replace(fill, rows=tuple(ordered))
@@ -76,14 +76,13 @@ def _busy(problem: Problem, timeline: Timeline, fill: Fill) -> Mapping[Port, lis
     """Per port, from when until when messages leave through it."""
     found: dict[Port, list[tuple[float, float]]] = defaultdict(list)
     for t in timeline.transfers:
-        port = problem.port_of(t.message)
-        found[port].append((t.leave_ms, t.leave_ms + problem.delay(t.message)[0]))
+        way = problem.way(t.message)
+        found[way.port].append((t.leave_ms, t.leave_ms + way.transfer_ms))
     for r in timeline.reductions:
         found[problem.links.sums_port(r.rank)].append((r.start_ms, r.end_ms))
     for c in timeline.carried:
-        way = problem.links.between(c.source_rank, c.target_rank)
-        port = problem.links.port(c.source_rank, c.target_rank)
-        found[port].append((c.leave_ms, c.leave_ms + way.transfer_ms(c.num_bytes)))
+        way = problem.links.way(c.source_rank, c.target_rank, c.num_bytes)
+        found[way.port].append((c.leave_ms, c.leave_ms + way.transfer_ms))
     return found
 
 

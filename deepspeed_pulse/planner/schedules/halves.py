@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from deepspeed_pulse.ir.dependencies import local_dependents
+from deepspeed_pulse.ir.keys import local_dependents
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.problem import Problem
 

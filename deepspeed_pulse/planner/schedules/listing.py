@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.dependencies import Key, key_of
+from deepspeed_pulse.ir.keys import Key, key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.schedule import SPLIT, WHOLE, Action, Op, Schedule
 from deepspeed_pulse.planner.links import Ports
@@ -130,7 +130,7 @@ class _Board:
         self._outer = _first_stages(problem.placement)
         self._position = [0] * problem.num_ranks
         self._rank_free = [0.0] * problem.num_ranks
-        self._ports = Ports(problem.links)
+        self._ports = Ports()
         self._live = [0.0] * problem.num_ranks
         self._ready: dict[Key, float] = defaultdict(float)
         self._missing: dict[Key, int] = {}
@@ -220,7 +220,7 @@ class _Board:
     def _waits(self, action: Action, key: Key) -> bool:
         missing = self._missing.get(key)
         if missing is None:
-            missing = self._missing[key] = self._problem.num_needs(action)
+            missing = self._missing[key] = len(self._problem.step(action).needs)
         return missing > 0
 
     def commit(self, rank: int, action: Action, start: float) -> set[int]:
@@ -249,8 +249,8 @@ class _Board:
         able = set()
         for given in self._problem.gives(action, split=self._split):
             time = end
-            if given.port is not None:
-                time = self._ports.occupy(given.port, end, given.transfer_ms)[1] + given.latency_ms
+            if given.way is not None:
+                _, time = self._ports.send(given.way, end)
             if given.completes:
                 key = given.reader
                 left = self._missing[key] = self._missing.get(key, given.reader_needs) - 1

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from deepspeed_pulse.ir.dependencies import Key, key_of
+from deepspeed_pulse.ir.keys import Key, key_of
 from deepspeed_pulse.ir.schedule import FORWARDS, SPLIT, WHOLE, Action, Op, Schedule
 from deepspeed_pulse.planner.bounds import CriticalPaths
 from deepspeed_pulse.planner.links import Ports
@@ -115,7 +115,7 @@ class _Board:
         self.actions = [Action(stage, op, m) for stage in stages for op in self.ops for m in microbatches]
         self.actions += problem.extra_actions
         by_key = {key_of(action): action for action in self.actions}
-        self.needs = {a: [by_key[key] for key in problem.needs(a)] for a in self.actions}
+        self.needs = {a: [by_key[key] for key in problem.step(a).needs] for a in self.actions}
         self.following: dict[Action, list[Action]] = {a: [] for a in self.actions}
         for action, needed in self.needs.items():
             for other in needed:
@@ -202,7 +202,7 @@ class _Run:
         self.placement, self.left = problem.placement, len(actions)
         self.rows: list[list[Action]] = [[] for _ in range(problem.num_ranks)]
         self._ranks = [_RankState() for _ in range(problem.num_ranks)]
-        self._ports = Ports(problem.links)
+        self._ports = Ports()
         self._landed_ms = 0.0
         self._ready: dict[Key, float] = {}
         self._missing: dict[Action, int] = {}
@@ -276,8 +276,7 @@ class _Run:
             state.live -= board.cap.weights[action.stage]
         arrived: dict[int, float] = {}
         for message in board.problem.step(action).sends:
-            source, target = board.problem.link_of(message)
-            arrived[message.target_stage] = self._ports.send(source, target, board.problem.num_bytes(message), end)[1]
+            _, arrived[message.target_stage] = self._ports.send(board.problem.way(message), end)
         self._landed_ms = max([self._landed_ms, *arrived.values()])
         for following in board.following[action]:
             if (following in self.late and action not in self.late) or following not in self._missing:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from deepspeed_pulse.ir.dependencies import key_of
+from deepspeed_pulse.ir.keys import key_of
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.bounds import Column, CriticalPaths
 from deepspeed_pulse.planner.problem import Problem

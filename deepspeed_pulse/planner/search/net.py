@@ -66,7 +66,7 @@ class Net:
         delay = {} if self.queues else _delays(self.problem, self.split)
         ops = {"F": Op.FORWARD, "B": self.ops[1], "E": Op.EXTRA_FORWARD}
         for node, action in enumerate(self.actions):
-            for stage, kind, m in self.problem.needs(action):
+            for stage, kind, m in self.problem.step(action).needs:
                 source = Action(stage, ops[kind], m)
                 if not self.queues or self.problem.placement[stage] == self.problem.placement[action.stage]:
                     self._arc(self.index[source], node, delay.get((stage, source.op, action.stage), 0.0))
@@ -81,16 +81,15 @@ class Net:
     def _messages(self, node: int, machines: dict[Port, int]) -> None:
         action = self.actions[node]
         for message in self.problem.step(action).sends:
-            port, (transfer_ms, latency_ms) = self.problem.port_of(message), self.problem.delay(message)
-            sent = len(self.duration)
-            self.duration.append(transfer_ms)
-            self.machine.append(machines.setdefault(port, self.problem.num_ranks + len(machines)))
+            way, sent = self.problem.way(message), len(self.duration)
+            self.duration.append(way.transfer_ms)
+            self.machine.append(machines.setdefault(way.port, self.problem.num_ranks + len(machines)))
             self.column.append(-1)
             self.finish.append(0.0)
             self.before.append([])
             self.after.append([])
             self._arc(node, sent, 0.0)
-            self._arc(sent, self.index[self.problem.reader_of(message, action.op)], latency_ms)
+            self._arc(sent, self.index[self.problem.reader_of(message, action.op)], way.latency_ms)
             self.message_nodes.setdefault(node, []).append(sent)
 
     def rows(self, schedule: Schedule) -> Rows:
@@ -162,7 +161,8 @@ def _may_queue(problem: Problem, actions: list[Action]) -> bool:
     for action in (a for a in actions if a.microbatch == 0):
         used: dict[Port, float] = defaultdict(float)
         for message in problem.step(action).sends:
-            used[problem.port_of(message)] += problem.delay(message)[0]
+            way = problem.way(message)
+            used[way.port] += way.transfer_ms
         for port, transfer in used.items():
             sent[port].append((transfer, problem.duration_ms(action)))
     return any(max(t for t, _ in row) > min(d for _, d in row) for row in sent.values())
