@@ -15,6 +15,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import file_of, kept
+from deepspeed_pulse.planner.garbage import rare_collections
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.making.best import MOST_SEARCHED, best_plan
 from deepspeed_pulse.planner.making.maker import Maker, are_few
@@ -34,6 +35,7 @@ MOST_FORWARDS = 500_000
 """Stages times microbatches of an order that is made in minutes and a few GB."""
 
 
+@rare_collections()
 def make_plan(
     job: Job,
     options: SearchOptions = DEFAULTS,
@@ -91,6 +93,7 @@ def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple
     return maker, places
 
 
+@rare_collections()
 def reorder(plan: Plan, job: Job, options: SearchOptions = DEFAULTS) -> Plan:
     """The same cuts, placement, routes, rules and frozen parts in another order, for the job's microbatches."""
     _check_counts(microbatches=job.microbatches)

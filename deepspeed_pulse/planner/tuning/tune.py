@@ -15,6 +15,7 @@ from deepspeed_pulse.errors import ConfigError, InfeasibleError
 from deepspeed_pulse.ir.choice import Choice, Trial, Tuning, Verdict
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.units import gigabytes
+from deepspeed_pulse.planner.garbage import rare_collections
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
 from deepspeed_pulse.planner.tuning.tuner import Progress, Tuner, fewest_layers
 
@@ -25,6 +26,7 @@ _TIMES = (2, 4, 8, 16, 32, 64)
 """So many times the world size are tried."""
 
 
+@rare_collections()
 def tune(
     job: OpenJob, *, solver_seconds: float = 10.0, exhaustive: bool = False, progress: Progress | None = None
 ) -> Tuning:
