@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -56,8 +56,10 @@ def main() -> int:
     rows: dict[str, dict[str, Any]] = json.loads(known.read_text()) if known.exists() else {}
     wanted = [point for point in points if _key(point) not in rows]
     with ProcessPoolExecutor(arguments.processes) as pool:
-        until = itertools.repeat(time.time() + 60 * arguments.minutes)
-        for point, row in zip(wanted, pool.map(simulated_row, wanted, until), strict=True):
+        until = time.time() + 60 * arguments.minutes
+        begun = {pool.submit(simulated_row, point, until): point for point in wanted}
+        for done in as_completed(begun):
+            point, row = begun[done], done.result()
             if row is not None:
                 rows[_key(point)] = row
                 write_whole(known, json.dumps(rows))
