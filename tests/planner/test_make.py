@@ -17,7 +17,7 @@ from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.making import maker
 from deepspeed_pulse.planner.making.maker import TooSlow
-from deepspeed_pulse.planner.partition.cuts import partition
+from deepspeed_pulse.planner.partition.cuts import every_cuts, partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.halves import joined
@@ -88,6 +88,25 @@ def test_coarse_layers_are_cut_without_regard_to_skips_where_links_are_fast():
         assert all(not route.hops for route in found.routes) is stays
         asked_for = made(costs, 2, 8, cluster=links, placement="wave")
         assert not any(route.hops for route in asked_for.routes)
+
+
+def test_cuts_are_moved_where_ranks_wait_for_their_first_backward():
+    """The partitioner's own cuts take 52 ms: the middle rank has less to do, but waits longer."""
+    costs = profile([layer(ms, 2 * ms, output_bytes=10**6) for ms in (1, 3, 1, 1, 1, 1, 1, 1)])
+    links = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=0))
+    steps = {
+        cuts: made(costs, 3, 3, cluster=links, placement="linear", boundaries=cuts).estimate.step_ms
+        for cuts in every_cuts(8, 3)
+    }
+    found = made(costs, 3, 3, cluster=links, placement="linear")
+    assert found.estimate.step_ms == min(steps.values()) == 50 < steps[0, 2, 5, 8] == 52
+
+
+def test_a_wave_that_was_asked_for_keeps_its_skips_where_cuts_are_moved():
+    costs = profile([layer(output_bytes=3)] * 8, [skip(f"s{i}", i, 7 - i, 1000) for i in range(4)])
+    named, any_cuts = (made(costs, 2, 2, placement="wave", part_skips=part) for part in (None, True))
+    assert not any(route.hops for route in named.routes)
+    assert any_cuts.estimate.step_ms < named.estimate.step_ms
 
 
 def test_cuts_weigh_what_ranks_have_to_reduce_where_nothing_hides_it():

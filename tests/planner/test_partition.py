@@ -16,6 +16,7 @@ from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import estimate, simulate
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
+from deepspeed_pulse.planner.partition.descent import between, descent, mirrored, nearby
 from deepspeed_pulse.planner.problem import Problem
 
 
@@ -324,3 +325,18 @@ def test_two_waves_of_46_layers_come_close_to_an_even_split():
     assert not found.exact and not weights.parts(found.cuts)
     assert found.bound_ms <= found.score.load_ms < 1.02 * weights.ideal_ms
     assert best_partition(weights, microbatches=8) == found
+
+
+@pytest.mark.parametrize("moves", [mirrored, nearby, between])
+def test_moves_leave_no_stage_empty_and_are_made_until_none_helps(moves):
+    cuts = (0, 1, 2, 9, 12)
+
+    def uneven(cuts):
+        return sum((b - a) ** 2 for a, b in itertools.pairwise(cuts))
+
+    for moved in moves(cuts):
+        assert (moved[0], moved[-1], len(moved)) == (0, 12, 5) and moved != cuts
+        assert all(a < b for a, b in itertools.pairwise(moved))
+    value, found, looked_at = descent(uneven, cuts, moves)
+    assert value == uneven(found) <= min(map(uneven, moves(found)))
+    assert value < uneven(cuts) and looked_at >= len(list(moves(found)))

@@ -30,7 +30,7 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     """
     free = _free(maker, places) if maker.job.recompute == "auto" else ()
     if maker.job.recompute != "auto" or (free and _fits(_first(free), maker.job)):
-        known = free if all(_fits(plan, maker.job) for plan in free) else ()
+        known = [maker.quick().moved(plan) for plan in free] if all(_fits(plan, maker.job) for plan in free) else ()
         if rivals or len(places) > MOST_SEARCHED:
             return _with_rivals(maker, places, rivals, known)
         return _searched(maker, known) if known else _fastest(maker, places)
@@ -39,7 +39,7 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     problems: list[InfeasibleError] = []
     for count in sorted({round(share * len(layers)) for share in _SHARES}):
         try:
-            plan = _fastest(replace(maker.quick(), recompute=tuple(sorted(layers[:count]))), places)
+            plan = _fastest(replace(maker.quick(), recompute=tuple(sorted(layers[:count])), moves=False), places)
         except InfeasibleError as reason:
             problems.append(reason)
         else:
@@ -49,6 +49,7 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     if not found:
         raise _joined(problems, f"{problems[0].text}; recomputing layers in backward does not help enough")
     lean = min(found, key=lambda plan: (step_ms(plan), len(plan.recompute)))
+    lean = replace(maker.quick(), recompute=lean.recompute).moved(lean)
     try:
         return min(lean, maker.order(lean), key=step_ms) if lean.recompute else _fastest(maker, places)
     except InfeasibleError:  # the order fits by what other layers freed: keep it
@@ -58,7 +59,7 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
 def _free(maker: Maker, places: Sequence[Placement]) -> list[Plan]:
     """The plans of known orders, were there no limit of memory; none where they are too slow."""
     try:
-        return _each(replace(maker.quick(), job=replace(maker.job, memory_bytes=UNLIMITED_BYTES)), places)
+        return _each(replace(maker.quick(), job=replace(maker.job, memory_bytes=UNLIMITED_BYTES), moves=False), places)
     except TooSlow:
         return []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
@@ -14,6 +15,7 @@ from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.making.ordered import ordered, step_ms
 from deepspeed_pulse.planner.partition.cuts import partition
+from deepspeed_pulse.planner.partition.descent import Moves, between, descent, nearby
 from deepspeed_pulse.planner.partition.joint import joint_partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
@@ -28,6 +30,9 @@ messages, and a simulation does not count all that those cost."""
 
 _WORTH_MOVING = 0.999
 """Of the step with the partitioner's own cuts, what others may take at most: among equals, what keeps skips local."""
+
+_MAY_MOVE = 1.02
+"""Times as long as it may, a rival's step with cuts that were not moved yet."""
 
 _WORTH_PARTING = 0.95
 """The same for cuts that send skips which a wave that was asked for by name could keep."""
@@ -50,6 +55,9 @@ _SEVERAL_FILLINGS = (1, 2, 10)
 _MANY_FORWARDS = 300
 """Above, one of the cuts that count fill and drain is ordered; else so many as there are fillings."""
 
+_MOVES: dict[Moves, int] = {nearby: 64, between: 16}
+"""Ways to move cuts, and up to how many stages: that many bounds take a second or two."""
+
 _HIDDEN = 1.02
 """Step over makespan up to which gradients count as reduced behind other work."""
 
@@ -67,11 +75,15 @@ class TooSlow(InfeasibleError):
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """Makes a job's plan for one placement. ``recompute``: the layers that run again in backward, ascending."""
+    """Makes a job's plan for one placement.
+
+    ``recompute``: the layers that run again in backward, ascending. ``moves``: whether its cuts are :meth:`moved`.
+    """
 
     job: Job
     options: SearchOptions
     recompute: tuple[int, ...] = ()
+    moves: bool = True
     progress: Progress | None = None
 
     def plan(self, placement: Placement) -> Plan:
@@ -100,6 +112,8 @@ class Maker:
                 found = self.quick().order(plan)
             except InfeasibleError:
                 continue
+            if step_ms(found) <= _MAY_MOVE * within_ms:
+                found = self.quick().moved(found)
             if step_ms(found) <= within_ms:
                 best, within_ms = found, step_ms(found)
         return best
@@ -126,7 +140,43 @@ class Maker:
                     best, most = found, step_ms(found)
         if best is None:
             raise min(too_slow, key=lambda reason: reason.bound_ms)
+        return self.moved(best, first) if self.moves else best
+
+    def moved(self, best: Plan, first: Plan | None = None) -> Plan:
+        """With cuts moved to where the bound is smaller, again and again while known orders of them are faster.
+
+        The partitioner's cuts know of fill and drain, but not of a rank that waits for its first backward. A wave that
+        was asked for by name sends no more skips than in ``first`` (None: than now).
+        """
+        if self.options.boundaries or not self._fills:
+            return best
+        first = first or best
+        tried = {best.boundaries}
+        ways = [moves for moves, most in _MOVES.items() if best.num_stages <= most]
+        while ways:
+            moves = ways.pop(0)
+            cuts = self._lowered(best, moves, first)
+            if cuts in tried:
+                continue
+            tried.add(cuts)
+            most = min(self.options.within_ms, _WORTH_MOVING * step_ms(best))
+            try:
+                found = self.order(self._promising(self._of(cuts, best.placement), most))
+            except InfeasibleError:
+                continue
+            if step_ms(found) <= most:
+                best, ways = found, [moves for moves, most in _MOVES.items() if best.num_stages <= most]
         return best
+
+    def _lowered(self, plan: Plan, moves: Moves, first: Plan) -> tuple[int, ...]:
+        """The plan's cuts moved until no move makes the bound smaller."""
+
+        @cache
+        def bound_ms(cuts: tuple[int, ...]) -> float:
+            moved = self._of(cuts, plan.placement)
+            return math.inf if self._parts_more(moved, first) else round(self._bound_ms(moved), 9)
+
+        return descent(bound_ms, plan.boundaries, moves)[1]
 
     @property
     def _fills(self) -> bool:
@@ -162,10 +212,14 @@ class Maker:
 
     def _most_ms(self, rival: Plan, own: Plan | None) -> float:
         """How long a rival's step may be: a wave that was asked for by name sends more where that is well worth it."""
-        if own is None or own.waves == 0 or self.options.parts_skips:
-            return math.inf
+        return _WORTH_PARTING * step_ms(own) if own is not None and self._parts_more(rival, own) else math.inf
+
+    def _parts_more(self, rival: Plan, own: Plan) -> bool:
+        """Whether it sends skips that a wave that was asked for by name keeps."""
+        if own.waves == 0 or self.options.parts_skips:
+            return False
         sent, others = ({route.name for route in plan.routes if route.hops} for plan in (own, rival))
-        return math.inf if others <= sent else _WORTH_PARTING * step_ms(own)
+        return not others <= sent
 
     @property
     def _halves(self) -> bool:
@@ -212,6 +266,10 @@ class Maker:
             cuts = joint_partition(viewed, placement, tolerance=tolerance)
         else:
             cuts = partition(viewed, placement, tolerance=tolerance, filling=filling)
+        return self._of(cuts, placement)
+
+    def _of(self, cuts: tuple[int, ...], placement: Placement) -> Plan:
+        """Cuts of the job, without an order."""
         return Plan(
             pipeline_ranks=self.job.pipeline_ranks,
             data_parallel=self.job.data_parallel,
@@ -219,7 +277,7 @@ class Maker:
             microbatch_size=self.job.profile.microbatch_size,
             boundaries=cuts,
             placement=placement,
-            backbones=backbone_stages(view.backbones, placement),
+            backbones=backbone_stages(self.job.profile.backbones, placement),
             schedule=((),) * self.job.pipeline_ranks,
             routes=make_routes(cuts, placement, named_values(self.job.profile)),
             recompute=self.recompute,

@@ -23,6 +23,7 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.partition.contiguous import ConsecutiveCuts
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Score, Value, in_flight
+from deepspeed_pulse.planner.partition.descent import SHIFTS, descent, mirrored, shifted
 from deepspeed_pulse.planner.partition.lexicographic import Cuts, MakeSpace, Solution, TooLarge, relaxed, solve
 from deepspeed_pulse.planner.partition.nested import NestedCuts
 
@@ -41,7 +42,6 @@ _EVALUATIONS = 10_000
 _FEWER_EVALUATIONS = 1_000
 """The same for cuts that count fill and drain, of which several are made."""
 
-_SHIFTS = (-3, -2, -1, 1, 2, 3)
 _MOST_LAYERS = 100
 """Of models whose cuts are all looked at: for the smallest fullest rank, and for the best load when some values cannot
 be kept together. Beyond, the ideal load stands for the best one."""
@@ -238,40 +238,16 @@ def _least_memory(weights: CutCosts) -> Solution:
     return Solution(cuts=cuts, score=weights.score(cuts, depth), bound_ms=weights.ideal_ms, exact=False)
 
 
-def _descent(key: Key, cuts: Cuts) -> tuple[tuple[bool, Score], Cuts, int]:
-    """Moves single cuts and mirrored pairs of cuts while the key falls; counts the cuts it looks at."""
-    best, evaluations, moves = key(cuts), 0, _moves(cuts)
-    while moved := next(moves, None):
-        evaluations += 1
-        if (value := key(moved)) < best:
-            cuts, best, moves = moved, value, _moves(moved)
-    return best, cuts, evaluations
-
-
 def _kicked(key: Key, cuts: Cuts, most: int) -> Cuts:
     """Descents from the best cuts so far with a few of them moved, the same every time."""
     rng = random.Random(0)
-    best, cuts, evaluations = _descent(key, cuts)
+    best, cuts, evaluations = descent(key, cuts, mirrored)
     while evaluations < most:
         at = rng.sample(range(1, len(cuts) - 1), min(3, len(cuts) - 2))
-        for start in _shifted(cuts, {i: rng.choice(_SHIFTS) for i in at}):
-            value, found, more = _descent(key, start)
+        for start in shifted(cuts, {i: rng.choice(SHIFTS) for i in at}):
+            value, found, more = descent(key, start, mirrored)
             evaluations += more
             if value < best:
                 best, cuts = value, found
         evaluations += 1
     return cuts
-
-
-def _moves(cuts: Cuts) -> Iterator[Cuts]:
-    last = len(cuts) - 1
-    for at, shift in itertools.product(range(1, last), _SHIFTS):
-        yield from _shifted(cuts, {at: shift})
-    for at, shift, other in itertools.product(range(1, (last + 1) // 2), _SHIFTS, _SHIFTS):
-        yield from _shifted(cuts, {at: shift, last - at: other})
-
-
-def _shifted(cuts: Cuts, shifts: dict[int, int]) -> Iterator[Cuts]:
-    moved = tuple(cut + shifts.get(at, 0) for at, cut in enumerate(cuts))
-    if all(a < b for a, b in itertools.pairwise(moved)):
-        yield moved
