@@ -305,6 +305,7 @@ def test_cuts_are_compared_with_those_of_deepspeed(monkeypatch: pytest.MonkeyPat
         "parameters": (1.8, 0.003),
         "linear": (1.2, 0.003),
         "wave": (1.0, 0.004),
+        "auto": (1.0, 0.004),
     }
 
 

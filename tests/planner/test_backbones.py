@@ -265,6 +265,16 @@ def test_auto_takes_own_steps_only_where_they_are_faster():
     assert not carried_actions(make_plan(alone, replace(QUICK, backbone_steps="auto")))
 
 
+@pytest.mark.parametrize("recompute", ["auto", "none", "all"])
+def test_no_cut_is_moved_across_the_end_of_a_backbone(recompute):
+    """Uneven ones: a layer more or less for one of them would balance the ranks."""
+    parts = [random_profile(random.Random(count), count) for count in (6, 9)]
+    costs = joined_profile(parts, ["base", "upper"])
+    job = Job(profile=costs, cluster=cluster(ranks=2), pipeline_ranks=2, microbatches=3, recompute=recompute)
+    for placement in ("wave", "linear"):
+        assert 6 in make_plan(job, replace(QUICK, placement=placement)).boundaries
+
+
 def test_own_steps_that_cannot_be_are_refused():
     job = Job(profile=uniform(8), cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4)
     with pytest.raises(ConfigError, match="expected several backbones, found one"):

@@ -148,7 +148,7 @@ class Maker:
         The partitioner's cuts know of fill and drain, but not of a rank that waits for its first backward. A wave that
         was asked for by name sends no more skips than in ``first`` (None: than now).
         """
-        if self.options.boundaries or not self._fills:
+        if self.options.boundaries or self.job.profile.backbones or not self._fills:
             return best
         first = first or best
         tried = {best.boundaries}
