@@ -75,13 +75,14 @@ def test_recompute_by_name_and_as_the_memory_needs(capsys: pytest.CaptureFixture
 
 @pytest.mark.usefixtures("folder")
 def test_tolerance_gives_load_for_bytes() -> None:
-    """The fifth layer sends little: cutting behind it takes 5 layers instead of 4."""
+    """The fifth layer sends little: cutting behind it takes 5 layers instead of 4. Of few microbatches it is faster."""
     profile = json.loads(Path("profile.json").read_text())
     profile["layers"][4]["output_bytes"] = 1
     Path("profile.json").write_text(json.dumps({**profile, "skips": []}))
     cuts = []
     for tolerance in ("0", "0.25"):
-        assert run(f"{PLAN} --placement linear --tolerance {tolerance}") == 0
+        many = PLAN.replace("--microbatches 4", "--microbatches 16")
+        assert run(f"{many} --placement linear --tolerance {tolerance}") == 0
         cuts.append(Plan.load("plan.json").boundaries)
     assert cuts == [(0, 4, 8), (0, 5, 8)]
 
