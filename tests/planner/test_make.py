@@ -100,6 +100,8 @@ def test_cuts_are_moved_where_ranks_wait_for_their_first_backward():
     }
     found = made(costs, 3, 3, cluster=links, placement="linear")
     assert found.estimate.step_ms == min(steps.values()) == 50 < steps[0, 2, 5, 8] == 52
+    tolerant = made(costs, 3, 3, cluster=links, placement="linear", tolerance=1e-6)
+    assert tolerant.boundaries == (0, 2, 5, 8)
 
 
 def test_a_wave_that_was_asked_for_keeps_its_skips_where_cuts_are_moved():

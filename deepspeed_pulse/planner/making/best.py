@@ -49,9 +49,11 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     if not found:
         raise _joined(problems, f"{problems[0].text}; recomputing layers in backward does not help enough")
     lean = min(found, key=lambda plan: (step_ms(plan), len(plan.recompute)))
-    lean = replace(maker.quick(), recompute=lean.recompute).moved(lean)
     try:
-        return min(lean, maker.order(lean), key=step_ms) if lean.recompute else _fastest(maker, places)
+        if not lean.recompute:
+            return _fastest(maker, places)
+        lean = replace(maker.quick(), recompute=lean.recompute).moved(lean)
+        return min(lean, maker.order(lean), key=step_ms)
     except InfeasibleError:  # the order fits by what other layers freed: keep it
         return lean
 

@@ -146,15 +146,17 @@ class Maker:
         """With cuts moved to where the bound is smaller, again and again while known orders of them are faster.
 
         The partitioner's cuts know of fill and drain, but not of a rank that waits for its first backward. A wave that
-        was asked for by name sends no more skips than in ``first`` (None: than now).
+        was asked for by name sends no more skips than in ``first`` (None: than now). Cuts with a tolerance stay as they
+        are: they give time for bytes.
         """
-        if self.options.boundaries or self.job.profile.backbones or not self._fills:
+        settled = self.options.boundaries or self.options.tolerance or self.job.profile.backbones
+        if settled or not self._fills:
             return best
         first = first or best
         tried = {best.boundaries}
-        ways = [moves for moves, most in _MOVES.items() if best.num_stages <= most]
+        ways = every = [moves for moves, most in _MOVES.items() if best.num_stages <= most]
         while ways:
-            moves = ways.pop(0)
+            moves, *ways = ways
             cuts = self._lowered(best, moves, first)
             if cuts in tried:
                 continue
@@ -165,7 +167,7 @@ class Maker:
             except InfeasibleError:
                 continue
             if step_ms(found) <= most:
-                best, ways = found, [moves for moves, most in _MOVES.items() if best.num_stages <= most]
+                best, ways = found, every
         return best
 
     def _lowered(self, plan: Plan, moves: Moves, first: Plan) -> tuple[int, ...]:
