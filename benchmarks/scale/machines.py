@@ -9,6 +9,10 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 NODE = 8
 """Ranks of a node."""
 
+STEPPED = 30 / 2
+"""Bytes that pass through memory for a byte of 16-bit parameters that Adam steps: fp32 gradients are read, fp32 weights
+and two moments are read and written, 16-bit weights are written."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
@@ -27,15 +31,21 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """Nodes of eight; GB/s inside and between. ``published``: by model and ranks."""
+    """Nodes of eight; GB/s of a rank's memory, of links inside and between. ``published``: by model and ranks."""
 
     name: str
     tflops: float
     memory_gb: int
+    memory_gb_per_s: float
     inside: float
     between: float
     sizes: tuple[int, ...]
     published: dict[tuple[str, int], Published] = field(default_factory=dict)
+
+    @property
+    def optimizer_ms_per_gb(self) -> float:
+        """By what passes through memory."""
+        return 1e3 * STEPPED / self.memory_gb_per_s
 
     def cluster(self, ranks: int) -> Cluster:
         return Cluster(
@@ -52,6 +62,7 @@ V100 = Machines(
     name="V100, NVLink",
     tflops=37.0,
     memory_gb=32,
+    memory_gb_per_s=900.0,
     inside=300.0,
     between=10.0,
     sizes=(8, 16, 64, 512),
@@ -65,6 +76,7 @@ ASCEND = Machines(
     name="Ascend 910A",
     tflops=16.0,
     memory_gb=32,
+    memory_gb_per_s=1200.0,
     inside=30.0,
     between=19.0,
     sizes=(8, 64, 512),
@@ -74,5 +86,13 @@ ASCEND = Machines(
         ("hunyuan", 64): Published(pulse=5.4, hanayo=4.0, one_f_one_b=4.0, zero_2=3.5),
     },
 )
-H200 = Machines(name="H200", tflops=400.0, memory_gb=141, inside=450.0, between=50.0, sizes=(8, 64, 512))
+H200 = Machines(
+    name="H200",
+    tflops=400.0,
+    memory_gb=141,
+    memory_gb_per_s=4800.0,
+    inside=450.0,
+    between=50.0,
+    sizes=(8, 64, 512),
+)
 """Operations a second of the first two: of U-ViT 2.7 B as published, 4.2 TFLOP a sample, over all ranks."""

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ def all_points(folder: Path, ranks: list[int]) -> Iterator[Point]:
     for machines, model in itertools.product(CLUSTERS, MODELS_AT_SCALE):
         costs = Profile.from_json(json.dumps(profile(model, folder)))
         costs = halved(slower(costs, ESTIMATED_TFLOPS / machines.tflops))
+        costs = replace(costs, optimizer_ms_per_gb=machines.optimizer_ms_per_gb)
         for size in (size for size in machines.sizes if size in ranks):
             for batch, scaling in {STRONG_SAMPLES: "strong", WEAK_SAMPLES * size: "weak"}.items():
                 yield Point(machines=machines, model=model, ranks=size, batch=batch, scaling=scaling, profile=costs)

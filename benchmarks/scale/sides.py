@@ -199,7 +199,8 @@ def _cuts(work: tuple[tuple[float, float], ...], placement: tuple[int, ...]) -> 
 def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
     """Where it fits: sums once a step, which favours ZeRO-2, hidden behind backward as far as that lasts.
 
-    ZeRO-2 scatters its sums, half of what DDP sends, and gathers the weights when it has stepped them, the other half.
+    DDP steps all parameters on every rank. ZeRO-2 scatters its sums, half of what DDP sends, and gathers the weights
+    when it has stepped them, the other half.
     """
     cluster = point.machines.cluster(point.ranks)
     for samples in MICROBATCHES:
@@ -214,7 +215,8 @@ def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
                 continue
             plan, sent = _summed(costs, 1 if shards == 1 else 2, cluster, passes)
             assert plan.estimate is not None
-            step_ms = plan.estimate.step_ms + (0.0 if shards == 1 else reduction_ms(Problem(plan, sent, cluster), 0))
+            step_ms = plan.estimate.step_ms + costs.optimizer_ms_per_gb * costs.param_bytes / 1e9 / shards
+            step_ms += 0.0 if shards == 1 else reduction_ms(Problem(plan, sent, cluster), 0)
             rate = 1e3 * samples * passes * point.ranks / step_ms
             yield name, Best(samples_per_second=rate, way=f"{passes} passes of {samples}")
 
@@ -222,7 +224,8 @@ def _data_parallel(point: Point) -> Iterator[tuple[str, Best]]:
 def _summed(costs: Profile, parts: int, cluster: Cluster, passes: int) -> tuple[Plan, Profile]:
     """A whole model on every rank, of whose gradients one of so many parts is sent; and costs with so many bytes."""
     layers = tuple(replace(layer, param_bytes=layer.param_bytes // parts) for layer in costs.layers)
-    sent = replace(costs, layers=layers, dtype="float16")  # bfloat16's optimizer would share the state by itself
+    # bfloat16's optimizer would share the state by itself
+    sent = replace(costs, layers=layers, dtype="float16", optimizer_ms_per_gb=0.0)
     job = Job(
         profile=sent,
         cluster=cluster,

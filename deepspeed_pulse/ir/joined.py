@@ -41,7 +41,14 @@ def joined_profile(profiles: Sequence[Profile], names: Sequence[str] | None = No
             BackboneLayers(name=name, layers=(a, b))
             for name, (a, b) in zip(names, itertools.pairwise(starts), strict=True)
         ),
+        optimizer_ms_per_gb=_mean_of_bytes(profiles),
     )
+
+
+def _mean_of_bytes(profiles: Sequence[Profile]) -> float:
+    """The optimizer's time for a byte of any of them."""
+    num_bytes = sum(profile.param_bytes for profile in profiles)
+    return sum(p.optimizer_ms_per_gb * p.param_bytes for p in profiles) / num_bytes if num_bytes else 0.0
 
 
 def joined_by_size(profiles: Sequence[Profile]) -> list[Profile]:

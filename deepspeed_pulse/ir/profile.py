@@ -129,7 +129,8 @@ class Profile(File):
     """Costs of a model's layers and its skips, for one microbatch size on one device.
 
     ``backbones``: where there are several, the layers of each; no skip passes between two. ``microbatch_size`` is the
-    first one's.
+    first one's. ``optimizer_ms_per_gb``: how long the optimizer's step of 10^9 bytes of trained parameters takes, if it
+    was measured.
     """
 
     FORMATS = ("pulse-profile/1",)
@@ -142,6 +143,7 @@ class Profile(File):
     layers: Annotated[tuple[LayerCost, ...], Form(some="layer")]
     skips: Annotated[tuple[Skip, ...], Form(required=True)] = ()
     backbones: Annotated[tuple[BackboneLayers, ...], Form(left_out=True)] = ()
+    optimizer_ms_per_gb: Annotated[float, Form(left_out=True)] = 0.0
 
     @property
     def num_layers(self) -> int:

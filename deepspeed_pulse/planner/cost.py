@@ -151,6 +151,11 @@ class WeightCosts:
         return np.asarray(np.maximum(bucket, self._step * params - bucket))
 
 
+def optimizer_ms(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> float:
+    """How long a rank's step of the optimizer takes, whose work is divided as its state is."""
+    return profile.optimizer_ms_per_gb * param_bytes / 1e9 / optimizer_shards(profile, rules, replicas)
+
+
 def state_bytes(profile: Profile, param_bytes: int, rules: Rules, replicas: int) -> int:
     """:meth:`WeightCosts.state` of one rank."""
     return math.ceil(WeightCosts(profile, rules, replicas).state(param_bytes) - _ROUNDING)

@@ -22,7 +22,7 @@ from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Reduction, Sent, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
-from deepspeed_pulse.planner.cost import optimizer_shards, state_bytes, step_bytes
+from deepspeed_pulse.planner.cost import optimizer_ms, optimizer_shards, state_bytes, step_bytes
 from deepspeed_pulse.planner.links import Ports, Way
 from deepspeed_pulse.planner.memory import memory_over_time
 from deepspeed_pulse.planner.problem import Problem
@@ -39,7 +39,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
 
 
 def estimate(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
-    """All figures of a plan. The optimizer step counts as 0 ms; gradient reduction is what is not hidden.
+    """All figures of a plan. The optimizer's step comes after the last reduction; of that, what is not hidden counts.
 
     ``peak_bytes`` includes weights, gradients and optimizer state, of which the optimizer's part is divided by the
     data-parallel degree where the plan's rules say so (ZeRO-1).
@@ -207,15 +207,27 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
         peak_bytes=peak_bytes(problem, timeline),
         p2p_bytes_per_microbatch=per_microbatch,
         samples_per_second=1e3 * samples / step_ms if step_ms > 0 else 0.0,
+        optimizer_ms=slowest_optimizer_ms(problem),
     )
 
 
 def step_and_makespan_ms(problem: Problem, timeline: Timeline) -> tuple[float, float]:
-    """How long a step takes with what is reduced at its end, and without."""
+    """How long a step takes with what is reduced at its end and the optimizer's, and without."""
     makespan = timeline.makespan_ms
     if problem.plan.carries:  # what the next step reads lands before this one ends
         makespan = max([makespan, *(t.arrive_ms for t in timeline.transfers)])
-    return max(makespan, _reduction_end_ms(problem, timeline)), makespan
+    return max(makespan, _reduction_end_ms(problem, timeline)) + slowest_optimizer_ms(problem), makespan
+
+
+def slowest_optimizer_ms(problem: Problem) -> float:
+    """How long all ranks step their parameters: as long as the one that has most.
+
+    They begin together, as the norm of all gradients is known to none before the last sum.
+    """
+    plan, params = problem.plan, [0] * problem.num_ranks
+    for stage, rank in enumerate(problem.placement):
+        params[rank] += problem.costs.param_bytes[stage]
+    return optimizer_ms(problem.profile, max(params), problem.rules, plan.data_parallel)
 
 
 def busiest_ms(problem: Problem) -> float:
@@ -278,7 +290,7 @@ def still_optimal(plan: Plan) -> Plan:
 
 
 def _reduction_end_ms(problem: Problem, timeline: Timeline) -> float:
-    """When the last rank holds its new weights, the optimizer's own time not counted; 0 without peers.
+    """When the last rank would hold its new weights if the optimizer took no time; 0 without peers.
 
     Where peers share optimizer state, the rank's weights are gathered after its step, half of an all-reduce.
     """
@@ -295,7 +307,7 @@ def least_step_ms(problem: Problem, *, split: bool = False) -> float:
 
     The last backward of a stage comes after all its rank's forwards of earlier stages and after all work of its own
     and later ones, weights' halves of later ones apart; gradients of the earlier stages are reduced after that, and of
-    its own what does not leave while it runs. All of them are stages of its backbone.
+    its own what does not leave while it runs. All of them are stages of its backbone. Then the optimizer steps.
     """
     costs, microbatches = problem.costs, problem.plan.microbatches
     found = lower_bound_ms(problem, microbatches, split=split)
@@ -311,4 +323,4 @@ def least_step_ms(problem: Problem, *, split: bool = False) -> float:
                 own = behind_ms(problem, stage, costs.backward_ms[stage])
             reduced = own + sum(reduction_ms(problem, s) for s in before)
             found = max(found, microbatches * work + reduced)
-    return found
+    return found + slowest_optimizer_ms(problem)

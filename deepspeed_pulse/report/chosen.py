@@ -45,27 +45,28 @@ def _ahead(best: Trial, others: Sequence[Trial]) -> str:
 
 
 def _behind(trial: Trial, best: Trial) -> str:
-    """How much slower, and what adds most to it: work of the ranks, waiting, or reducing gradients."""
+    """How much slower, and what adds most to it: work of the ranks, waiting, reducing gradients, or the optimizer."""
     mine, its = trial.figures, best.figures
     more = mine.step_ms / its.step_ms - 1
     if more < -_SAME:
         return f"its step is planned {words.percent(-more)} shorter, but sends more, which takes cores from the work"
     if more < _SAME:
         return "as fast, with more ranks in a pipeline or more memory"
-    work, idle, after = (a - b for a, b in zip(_times(mine), _times(its), strict=True))
+    work, idle, summing, stepping = (a - b for a, b in zip(_times(mine), _times(its), strict=True))
     parts = {
         "ranks work longer": work,
         f"ranks wait longer (bubble {words.percent(mine.bubble_ratio)} instead of "
         f"{words.percent(its.bubble_ratio)})": idle,
-        f"reducing gradients adds {words.milliseconds(mine.step_ms - mine.makespan_ms)}": after,
+        f"reducing gradients adds {words.milliseconds(mine.summed_ms - mine.makespan_ms)}": summing,
+        f"the optimizer's step adds {words.milliseconds(mine.optimizer_ms)}": stepping,
     }
     return f"its step takes {words.percent(more)} longer: {max(parts, key=lambda part: parts[part])}"
 
 
-def _times(figures: Estimate) -> tuple[float, float, float]:
-    """A step's ms in which ranks work, in which they wait, and after the last action."""
+def _times(figures: Estimate) -> tuple[float, float, float, float]:
+    """A step's ms in which ranks work, in which they wait, then sum gradients, and then step the optimizer."""
     whole, bubble = figures.makespan_ms, figures.bubble_ratio
-    return whole * (1 - bubble), whole * bubble, figures.step_ms - whole
+    return whole * (1 - bubble), whole * bubble, figures.summed_ms - whole, figures.optimizer_ms
 
 
 def rejected(tuning: Tuning) -> tuple[str, ...]:

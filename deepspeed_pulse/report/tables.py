@@ -87,8 +87,9 @@ def _step(plan: Plan, estimate: Estimate) -> Iterator[Text]:
         f"makespan {ms(estimate.makespan_ms)}, {words.percent(estimate.gap)} above the lower bound "
         f"{ms(estimate.lower_bound_ms)} of these cuts{' (proven optimal)' if proven else ''}"
     )
+    stepping = f" ({ms(estimate.optimizer_ms)} of it the optimizer's)" if estimate.optimizer_ms else ""
     yield Text(
-        f"step {ms(estimate.step_ms)}, bubble {words.percent(estimate.bubble_ratio)}, "
+        f"step {ms(estimate.step_ms)}{stepping}, bubble {words.percent(estimate.bubble_ratio)}, "
         f"{estimate.samples_per_second:.4g} samples/s"
     )
     yield Text(f"{words.megabytes(estimate.p2p_bytes_per_microbatch)} sent per microbatch, forward and backward")

@@ -20,6 +20,7 @@ from deepspeed_pulse.engine.data.resizing import resized
 from deepspeed_pulse.engine.measure.fitting import fit_link
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.links import rounds, shape_of, uneven
+from deepspeed_pulse.engine.measure.optimizer import optimizer_ms_per_gb
 from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.measure.sums import rings
 from deepspeed_pulse.engine.plans.measuring import _built, shares
@@ -186,3 +187,39 @@ def test_hosts_of_unequal_numbers_of_ranks_are_told() -> None:
     hosts = ["a", "a", "b"]
     assert shape_of(hosts) == (3, 1)
     assert "one host after the other (2 on a, 1 on b): planned as a rank a node" in uneven(hosts)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "stepped"),
+    [
+        ("float32", [5, 7], [(5, torch.float32), (7, torch.float32)]),
+        ("bfloat16", [5, 7], [(12, torch.float32)]),
+        ("float64", [2**24, 5, 7], [(2**24, torch.float64), (7, torch.float64)]),
+        ("float32", [2**26], [(2**24, torch.float32)]),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_optimizer_that_is_measured(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, sizes: list[int], stepped: list[tuple[int, torch.dtype]], fused: bool
+) -> None:
+    """Of many parameters, some; of those in 16 bit, fp32 ones in one piece. It takes 1 ms here."""
+    made: list[dict[str, Any]] = []
+
+    class OneMs:
+        def __init__(self, parameters: list[torch.Tensor], **options: Any) -> None:
+            made.append({"parameters": [(p.numel(), p.dtype) for p in parameters], **options})
+
+        def step(self) -> None:
+            now[0] += 1.0
+
+    now = [0.0]
+    monkeypatch.setattr(torch.optim, "AdamW", OneMs)
+    monkeypatch.setattr(device_module, "_host_ms", lambda: now[0])
+    found = optimizer_ms_per_gb(sizes, dtype, torch.device("cpu"), fused=fused)
+    assert made == [{"parameters": stepped, "fused": fused or None}]
+    num_bytes = sum(elements for elements, _ in stepped) * getattr(torch, dtype).itemsize
+    assert found == pytest.approx(1e9 / num_bytes)
+
+
+def test_without_parameters_there_is_no_step() -> None:
+    assert optimizer_ms_per_gb([], "float32", torch.device("cpu"), fused=True) == 0.0

@@ -32,6 +32,10 @@ def tuning(*trials: Trial) -> Tuning:
             "its step takes 50.0 % longer: ranks wait longer (bubble 40.0 % instead of 0.0 %)",
         ),
         ({"step_ms": 150.0, "makespan_ms": 90.0}, "its step takes 50.0 % longer: reducing gradients adds 60 ms"),
+        (
+            {"step_ms": 150.0, "makespan_ms": 100.0, "optimizer_ms": 50.0},
+            "its step takes 50.0 % longer: the optimizer's step adds 50 ms",
+        ),
         ({"step_ms": 98.0}, "its step is planned 2.0 % shorter, but sends more, which takes cores from the work"),
         ({"step_ms": 100.0}, "as fast, with more ranks in a pipeline or more memory"),
     ],

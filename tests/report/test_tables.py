@@ -11,7 +11,7 @@ from rich.table import Table
 
 from deepspeed_pulse.ir.plan import Solver
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, RankMemory
-from deepspeed_pulse.report.tables import measured_table, plan_table
+from deepspeed_pulse.report.tables import estimate_table, measured_table, plan_table
 
 
 def text_of(content: RenderableType) -> str:
@@ -45,6 +45,12 @@ def test_start_up_table_names_the_skips_that_travel(sample: Any) -> None:
     ]
     sent = dataclasses.replace(sample.plan, routes=tuple(routes))
     assert "sent between ranks: 2 of 4 named values (skip0, skip1)" in text_of(plan_table(sent))
+
+
+@pytest.mark.parametrize(("optimizer_ms", "said"), [(0.0, "step 60 ms, bubble"), (8.0, "(8 ms of it the optimizer's)")])
+def test_a_step_says_what_of_it_is_the_optimizer_s(sample: Any, optimizer_ms: float, said: str) -> None:
+    figures = dataclasses.replace(sample.plan.estimate, step_ms=60.0, optimizer_ms=optimizer_ms)
+    assert said in text_of(estimate_table(sample.plan, sample.timeline, figures))
 
 
 def test_plan_alone(sample: Any) -> None:

@@ -78,6 +78,8 @@ def measures(_: Any) -> None:
         prints = [profile.fingerprint for profile in profiles]
         assert all(told == prints for told in told_by_all(prints))
         assert [profile.microbatch_size for profile in profiles] == [1, 2, 5]
+        (stepping,) = {profile.optimizer_ms_per_gb for profile in profiles}
+        assert stepping > 0
         assert all(layer.forward_ms > 0 for profile in profiles for layer in profile.layers)
         inputs, entries = asked.example
         from deepspeed_pulse.engine.plans.costs import built as make

@@ -27,12 +27,14 @@ _FEWEST_REPEATS, _ENOUGH_MS = 3, 500.0
 class Measured:
     """Costs of the layers visited; ``value_bytes``: per named value its bytes and whether it has a gradient.
 
-    ``dtype``: of the last layer with a floating parameter; None without one.
+    ``dtype``: of the last layer with a floating parameter; None without one. ``trained``: elements of each trained
+    parameter.
     """
 
     layers: tuple[LayerCost, ...]
     value_bytes: dict[str, tuple[int, bool]]
     dtype: str | None
+    trained: tuple[int, ...]
 
 
 def measure_layers(
@@ -48,11 +50,15 @@ def measure_layers(
     ``build``, ``start`` and ``layers`` as of :class:`Visits`. ``clock`` takes the times; None: the device's.
     """
     visits = Visits(graph, build, start, device, layers)
+    costs: list[LayerCost] = []
+    trained: list[int] = []
     # The random state is put back: measuring must not change the run that follows.
     with torch.random.fork_rng(devices=[]):
         memory = DeviceMemory(device)
-        costs = tuple(_measure(probe, clock or DeviceClock(device), memory) for probe in visits)
-    return Measured(layers=costs, value_bytes=visits.value_bytes, dtype=visits.dtype)
+        for probe in visits:
+            costs.append(_measure(probe, clock or DeviceClock(device), memory))
+            trained += [p.numel() for p in probe.parameters if p.requires_grad]
+    return Measured(layers=tuple(costs), value_bytes=visits.value_bytes, dtype=visits.dtype, trained=tuple(trained))
 
 
 def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCost:

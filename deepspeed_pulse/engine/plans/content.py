@@ -18,7 +18,7 @@ from deepspeed_pulse.engine.sharing.closures import is_full
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 from deepspeed_pulse.ir.profile import Profile
 
-MEASURING_VERSION = 5
+MEASURING_VERSION = 6
 """Raised when layers are measured in another way, so that kept profiles are not used any more."""
 
 LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "peft")
@@ -40,6 +40,7 @@ def job_content(request: PlanRequest) -> dict[str, Any]:
         "cast": [str(request.dtype), str(request.buffer_dtype)],
         "microbatch size of the batch": request.microbatch_size,
         "device": [request.device.type, device_name(request.device)],
+        "optimizer": request.rules.fused_optimizer,
         # ranks of a host share its cores, and measure at the same time
         "sharing": [torch.get_num_threads(), _world_size()] if on_cpu else None,
     }

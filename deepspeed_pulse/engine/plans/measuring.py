@@ -1,14 +1,17 @@
 """Measuring what layers cost, every rank a share of them, so that none ever holds the whole model.
 
 Ranks hand on what the layers so far have given, each after one forward of its share; then all measure at the same time,
-as they will compute at the same time: what they share (cores, memory bandwidth, power) counts.
+as they will compute at the same time: what they share (cores, memory bandwidth, power) counts. Then all of them step
+an optimizer.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,10 +20,18 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.backbones import INPUT
-from deepspeed_pulse.engine.collectives import agree, as_pulse_error, raise_everywhere, told_as, told_by_all
+from deepspeed_pulse.engine.collectives import (
+    agree,
+    as_pulse_error,
+    everywhere,
+    raise_everywhere,
+    told_as,
+    told_by_all,
+)
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware, device_name
 from deepspeed_pulse.engine.measure.layers import Measured, measure_layers
+from deepspeed_pulse.engine.measure.optimizer import optimizer_ms_per_gb
 from deepspeed_pulse.engine.measure.probe import LayerInputs, reach
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
@@ -59,10 +70,12 @@ def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]
     except Exception as met:
         problem = as_pulse_error(met, f"measuring on rank {dist.get_rank()}")
     raise_everywhere(problem, "measuring layer costs")
-    profiles = []
+    profiles: list[Profile] = []
+    trained: list[int] = []
     for size, *parts in zip(sizes, *(row for row in told_by_all(mine) if row), strict=True):
         if None not in parts:
             profiles.append(_joined(request, size, parts))
+            trained = [elements for part in parts for elements in part.trained]
         elif dist.get_rank() == 0:
             print(f"pulse: microbatches of {size} do not fit the device's memory: not measured", flush=True)
     if not profiles:
@@ -70,7 +83,17 @@ def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]
             f"example_batch: expected a microbatch size at which every layer fits the device's memory, found none of "
             f"{', '.join(map(str, sizes))}; give a smaller train_micro_batch_size_per_gpu"
         )
-    return tuple(profiles)
+    stepping = _measured_optimizer(request, profiles[0].dtype, trained)
+    return tuple(replace(profile, optimizer_ms_per_gb=stepping) for profile in profiles)
+
+
+def _measured_optimizer(request: PlanRequest, dtype: str, trained: Sequence[int]) -> float:
+    """The mean of all ranks, which step at the same time, as they will."""
+    fused = request.rules.fused_optimizer
+    mine = everywhere(
+        lambda: optimizer_ms_per_gb(trained, dtype, request.device, fused=fused), "measuring the optimizer", RunError
+    )
+    return float(statistics.mean(told_by_all(mine)))
 
 
 def shares(num_layers: int, world: int) -> list[range]:

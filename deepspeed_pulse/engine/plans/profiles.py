@@ -17,6 +17,7 @@ from deepspeed_pulse.engine.data.batches import SplitBatch
 from deepspeed_pulse.engine.measure.counter import LayerCount, count_layers
 from deepspeed_pulse.engine.measure.hardware import device_name
 from deepspeed_pulse.engine.measure.layers import measure_layers
+from deepspeed_pulse.engine.measure.optimizer import optimizer_ms_per_gb
 from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.plans.costs import built, skips_of
 from deepspeed_pulse.engine.rules import rules_of
@@ -89,13 +90,16 @@ def measure_profile(workload: Workload, *, watch: Watch | None = None) -> Profil
     with told_as(RunError):
         entries = {name: fill(value) for name, value in split.entries.items()}
         measured = measure_layers(graph, build, LayerInputs(hidden=fill(split.inputs), values=entries), device)
+        dtype = measured.dtype or "float32"
+        stepping = optimizer_ms_per_gb(measured.trained, dtype, device, fused=False)
     return Profile(
         name=workload.name,
         device=device_name(device),
-        dtype=measured.dtype or "float32",
+        dtype=dtype,
         microbatch_size=_microbatch_size(workload, split),
         layers=measured.layers,
         skips=skips_of(graph, measured.value_bytes),
+        optimizer_ms_per_gb=stepping,
     )
 
 

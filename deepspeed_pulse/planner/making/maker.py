@@ -10,6 +10,7 @@ from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, backbone_stages, make_routes
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.cost import optimizer_ms
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
 from deepspeed_pulse.planner.links import Links
@@ -59,10 +60,11 @@ _MOVES: dict[Moves, int] = {nearby: 64, between: 16}
 """Ways to move cuts, and up to how many stages: that many bounds take a second or two."""
 
 _HIDDEN = 1.02
-"""Step over makespan up to which gradients count as reduced behind other work."""
+"""Step over makespan up to which what comes after the last action does not count."""
 
 _SHARES = (0.5, 1.0)
-"""Of the time to reduce a layer's gradients, what counts as work of its backward where cuts weigh that."""
+"""Of the time to reduce a layer's gradients and to step its parameters, what counts as work of its backward where cuts
+weigh that."""
 
 
 class TooSlow(InfeasibleError):
@@ -89,7 +91,8 @@ class Maker:
     def plan(self, placement: Placement) -> Plan:
         """With the partitioner's cuts, or with others where known orders of those are faster."""
         own = self.cut(placement, self.job.profile)
-        others = self.job.data_parallel > 1 or self._may_part(own) or self._fills
+        after = self.job.data_parallel > 1 or self.job.profile.optimizer_ms_per_gb > 0
+        others = after or self._may_part(own) or self._fills
         # cuts of several waves or backbones take seconds to find
         settled = self.options.boundaries or self.options.waves > 1 or self.job.profile.backbones
         if settled or not others:
@@ -99,8 +102,8 @@ class Maker:
 
     def rival(self, placement: Placement, within_ms: float) -> Plan | None:
         """A plan of known orders for several waves or a loop, if one is so fast; few of their cuts are looked at."""
-        profile, within_ms = with_recompute(self.job.profile, self.recompute), min(within_ms, self.options.within_ms)
-        if ideal_ms(profile, placement, self.job.microbatches, split=self._halves) > within_ms:
+        within_ms = min(within_ms, self.options.within_ms)
+        if self._ideal_ms(placement) > within_ms:
             return None
         fillings = [times * self.job.microbatches for times in _SEVERAL_FILLINGS]
         cut = [self.cut(placement, self.job.profile, filling=filling) for filling in fillings]
@@ -196,21 +199,24 @@ class Maker:
         return plan
 
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
-        """Cuts by other views of the profile, if any could be as fast as that; gradients are weighed where the order of
-        ``own`` does not hide their reduction. Then those that count fill and drain, the most promising of them."""
+        """Cuts by other views of the profile, if any could be as fast as that; parameters are weighed where their
+        reduction and step add to the order of ``own``. Then those that count fill and drain, the most promising."""
         problem = Problem(own, self.job.profile, self.job.cluster)
         reduced = sum(reduction_ms(problem, stage) for stage in range(own.num_stages))
-        profile = with_recompute(self.job.profile, self.recompute)
-        placement, count = own.placement, self.job.microbatches
-        if ideal_ms(profile, placement, count, reduction_ms=reduced, split=self._halves) > within_ms:
+        if self._ideal_ms(own.placement, reduction_ms=reduced) > within_ms:
             return []
         estimated = own.estimate
         hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
-        weighed = self.job.data_parallel > 1 and not hidden
-        views = _other_views(self.job, skipless=self._may_part(own), weighed=weighed)
+        views = _other_views(self.job, skipless=self._may_part(own), weighed=not hidden)
         plans = {plan.boundaries: plan for plan in (self.cut(own.placement, view) for view in views)}
         plans |= {plan.boundaries: plan for plan in self._filling(own) if plan.boundaries not in plans}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
+
+    def _ideal_ms(self, placement: Placement, *, reduction_ms: float = 0.0) -> float:
+        """No cuts have a shorter step."""
+        job, profile = self.job, with_recompute(self.job.profile, self.recompute)
+        found = ideal_ms(profile, placement, job.microbatches, reduction_ms=reduction_ms, split=self._halves)
+        return found + optimizer_ms(profile, profile.param_bytes // job.pipeline_ranks, job.rules, job.data_parallel)
 
     def _most_ms(self, rival: Plan, own: Plan | None) -> float:
         """How long a rival's step may be: a wave that was asked for by name sends more where that is well worth it."""
@@ -299,13 +305,14 @@ def _other_views(job: Job, *, skipless: bool, weighed: bool) -> list[Profile]:
     """Views of a job's profile that bring other cuts than the profile itself.
 
     ``skipless``: also a balance of time and hidden states alone, which fast links want; skips go where that sends them.
-    ``weighed``: also, of all views, cuts that weigh what each rank has to reduce over its data-parallel peers.
+    ``weighed``: also, of all views, cuts that weigh what each rank has to reduce over its data-parallel peers, and to
+    step.
     """
     views = [job.profile]
     if skipless:
         views.append(replace(job.profile, skips=()))
     if weighed:
-        views += [_with_reduction(view, job, share) for view in views for share in _SHARES]
+        views += [_with_parameters(view, job, share) for view in views for share in _SHARES]
     return views[1:]
 
 
@@ -319,9 +326,10 @@ def _with_extra(profile: Profile, job: Job) -> Profile:
     return replace(profile, layers=tuple(layers)) if job.conditioning else profile
 
 
-def _with_reduction(profile: Profile, job: Job, share: float) -> Profile:
+def _with_parameters(profile: Profile, job: Job, share: float) -> Profile:
     links = Links(job.cluster, job.grid)
     slowest = max(links.least_reduction_ms(rank, 10**9) for rank in range(job.pipeline_ranks))
-    ms_per_byte = share * slowest / 1e9 / job.microbatches
+    stepped = optimizer_ms(profile, 10**9, job.rules, job.data_parallel)
+    ms_per_byte = share * (slowest + stepped) / 1e9 / job.microbatches
     layers = (replace(x, backward_ms=x.backward_ms + ms_per_byte * x.param_bytes) for x in profile.layers)
     return replace(profile, layers=tuple(layers))

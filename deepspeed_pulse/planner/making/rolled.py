@@ -104,4 +104,4 @@ def _judged(plan: Plan, job: Job) -> Plan | None:
 def _is_optimal(plan: Plan) -> bool:
     """No steady state is shorter."""
     assert plan.estimate is not None
-    return plan.estimate.step_ms <= plan.estimate.lower_bound_ms * (1 + _PROVEN)
+    return plan.estimate.summed_ms <= plan.estimate.lower_bound_ms * (1 + _PROVEN)

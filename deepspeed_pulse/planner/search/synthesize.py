@@ -87,7 +87,7 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     problems: list[InfeasibleError] = []
     for split in kinds:
         pool = _Pool(problem, job.limit_bytes, split, progress)
-        if found and found[0].best.estimate.step_ms <= pool.bound_ms * (1 + _PROVEN):
+        if found and found[0].best.estimate.summed_ms <= pool.bound_ms * (1 + _PROVEN):
             break
         try:
             found.append(_searched(pool, options, options.solver_seconds / len(kinds)))
@@ -154,7 +154,7 @@ class _Pool:
     def proven(self) -> bool:
         """No order has a shorter step."""
         estimate = self.best.estimate
-        return self.optimal and estimate.step_ms <= estimate.makespan_ms
+        return self.optimal and estimate.hides_sums
 
     @property
     def optimal(self) -> bool:

@@ -16,7 +16,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.units import gigabytes
-from deepspeed_pulse.planner.cost import state_bytes, step_bytes
+from deepspeed_pulse.planner.cost import optimizer_ms, state_bytes, step_bytes
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, SearchOptions
 from deepspeed_pulse.planner.links import Links
@@ -198,7 +198,7 @@ class Tuner:
         profile = self.sizes.at(choice.microbatch_size)
         if fewest_layers(profile) < len(choice.placement):
             return math.inf
-        return ideal_ms(
+        ideal = ideal_ms(
             profile,
             choice.placement,
             choice.microbatches,
@@ -206,6 +206,16 @@ class Tuner:
             split=halves_tried(self._order_options(), profile)[-1],
             apart=self._backbone_steps != "together",
         )
+        return ideal + min(self._optimizer_ms(choice, stage) for stage in self.zero_stages(choice))
+
+    def _optimizer_ms(self, choice: Choice, zero_stage: int) -> float:
+        """Of a rank's part of all parameters."""
+        profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(zero_stage)
+        return optimizer_ms(profile, profile.param_bytes // choice.pipeline_ranks, rules, choice.data_parallel)
+
+    def _saved_ms(self, family: Choice) -> float:
+        """What a shared optimizer takes less, where one may be."""
+        return self._optimizer_ms(family, 0) - min(self._optimizer_ms(family, n) for n in self.zero_stages(family))
 
     def _reduction_ms(self, choice: Choice) -> float:
         """Of all gradients, at least."""
@@ -234,15 +244,15 @@ class Tuner:
         try:
             free = self._free(family)
         except TooSlow as slow:  # less memory makes nothing faster
-            yield from (self._too_slow(choice, slow.bound_ms) for choice in stages)
+            yield from (self._too_slow(choice, slow.bound_ms - self._saved_ms(family)) for choice in stages)
             return
-        unbound = False
+        unbound: Trial | None = None
         for choice in stages:
-            trial = None if unbound else self._unbound(choice, free)
-            if unbound:
+            trial = self._unbound(choice, free) if unbound is None or self._saved_ms(family) else None
+            if unbound is None:
+                unbound, trial = trial, trial or self._within_memory(choice, free)
+            elif trial is None or _figures(trial.planned).step_ms >= _figures(unbound.planned).step_ms:
                 trial = Trial(choice=choice, verdict=Verdict.NO_GAIN, reason=_NO_GAIN)
-            unbound = trial is not None
-            trial = trial or self._within_memory(choice, free)
             if trial.plan is not None:
                 self._steps.append(_figures(trial.plan).step_ms)
             yield trial
@@ -286,7 +296,8 @@ class Tuner:
         if one and key not in self._cuts:
             self._cuts[key] = cuts(job, self._options(family))
         known = self._cuts.get(key) if one or self.sizes.in_proportion else None
-        plan = make_plan(job, self._options(family, known))
+        within_ms = self._within_ms + self._saved_ms(family)
+        plan = make_plan(job, replace(self._options(family, known), within_ms=within_ms))
         self._free_ms = min(self._free_ms, _figures(plan).step_ms)
         self._cuts[key] = plan.boundaries
         return plan
@@ -335,7 +346,7 @@ class Tuner:
             reason = f"{state} alone need {gigabytes(least, enough=True)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
         speed = _figures(free).samples_per_second
-        if _figures(free).step_ms > self._within_ms:  # less memory makes it no faster
+        if _figures(free).step_ms - self._saved_ms(choice) > self._within_ms:  # less memory makes it no faster
             reason = f"{speed:.4g} samples/s without regard to memory"
             return Trial(choice=choice, verdict=Verdict.SLOW, samples_per_second=speed, reason=reason)
         cuts = free.boundaries if _several(choice) else None
@@ -376,7 +387,7 @@ class Tuner:
         """With better orders of those that may be the best, in order again; most of the time is for the one that is."""
         trials = self.in_order(trials)
         within = min(_figures(trial.plan).step_ms for trial in trials if trial.plan)
-        contenders = [t for t in trials[:_CONTENDERS] if t.plan and _figures(t.plan).lower_bound_ms < within]
+        contenders = [t for t in trials[:_CONTENDERS] if t.plan and _least_ms(t.plan) < within]
         if not contenders or seconds <= 0:
             return trials
         shared = 0.0
@@ -446,6 +457,11 @@ def _success(choice: Choice, plan: Plan) -> Trial:
     figures = _figures(plan)
     speed, needed = figures.samples_per_second, max(figures.peak_bytes)
     return Trial(choice=choice, verdict=Verdict.PLANNED, plan=plan, samples_per_second=speed, needed_bytes=needed)
+
+
+def _least_ms(plan: Plan) -> float:
+    """No order of its cuts has a shorter step."""
+    return _figures(plan).lower_bound_ms + _figures(plan).optimizer_ms
 
 
 def _figures(plan: Plan) -> Estimate:
