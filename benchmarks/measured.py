@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def measured_profiles(
     *,
     microbatch_size: int = 1,
     device: torch.device = CPU,
+    adam: bool = False,
 ) -> tuple[Profile, ...]:
     """A profile for each microbatch size; every rank of the default group calls it.
 
@@ -31,6 +33,7 @@ def measured_profiles(
         inputs: of a microbatch, the first layer's or a dict whose first entry is that; dotted names for inner dicts.
         microbatch_size: samples in it.
         device: what layers are measured on.
+        adam: what trains is torch's AdamW. Without, the optimizer takes no time: SGD that changes nothing.
     """
     first, entries = inputs, {}
     if isinstance(inputs, dict):
@@ -48,4 +51,5 @@ def measured_profiles(
         example=(first, entries),
         device=device,
     )
-    return measure_profiles(request, sizes)
+    found = measure_profiles(request, sizes)
+    return found if adam else tuple(replace(profile, optimizer_ms_per_gb=0.0) for profile in found)

@@ -151,6 +151,7 @@ ERRORS = {
     "pipeline --out missing/p.json": "cannot write missing/p.json",
     "pipeline": "required: --out",
     "pipeline --tflops 3 --out p.json": "--tflops goes with --estimate",
+    "pipeline --estimate --fused-optimizer --out p.json": "--fused-optimizer goes with measured times",
     "pipeline --estimate --tflops 0 --out p.json": "--tflops: expected a number > 0",
     "pipeline --dtype int8 --out p.json": "--dtype: invalid choice",
     "pipeline --microbatch-size 0 --out p.json": "--microbatch-size: expected an integer >= 1",

@@ -64,7 +64,7 @@ def prepare(case: Case, reference: str) -> dict[str, Any]:
     inputs, _ = next(case.batches())
     entries = dict(_dotted(inputs))
     (profile,) = measured_profiles(
-        case.name, case.layers(), entries, [case.samples], microbatch_size=case.samples, device=device()
+        case.name, case.layers(), entries, [case.samples], microbatch_size=case.samples, device=device(), adam=True
     )
     ranks = torch.distributed.get_world_size()
     cluster = default_cluster(1, hardware_of(device()).memory_bytes) if ranks == 1 else machines(device())

@@ -110,13 +110,12 @@ def figures(
     from deepspeed_pulse.planner import estimate
 
     planned = engine.module.planned
+    profile = replace(planned.profile, optimizer_ms_per_gb=0.0)  # SGD that changes nothing
 
     def under(plan: Any, *, early: bool) -> Any:
         return replace(plan, rules=Rules(reduce_early=early))
 
-    simulated = {
-        way: estimate(under(planned.plan, early=way == "early"), planned.profile, planned.cluster) for way in steps
-    }
+    simulated = {way: estimate(under(planned.plan, early=way == "early"), profile, planned.cluster) for way in steps}
     return {
         "mbit": arguments.mbit,
         "stage_mb": arguments.stage_mb,

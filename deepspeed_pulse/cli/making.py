@@ -30,6 +30,8 @@ def profile(arguments: argparse.Namespace) -> None:
 
     if arguments.tflops is not None and not arguments.estimate:
         raise ConfigError("--tflops goes with --estimate: measured times need no rate")
+    if arguments.fused_optimizer and arguments.estimate:
+        raise ConfigError("--fused-optimizer goes with measured times: an estimate has none of the optimizer")
     with replacing(arguments.out) as out, visiting(sys.stderr) as watch, quiet():
         from deepspeed_pulse.engine.plans.profiles import estimate_profile, measure_profile
         from deepspeed_pulse.models.catalogue.sources import find_workload
@@ -51,7 +53,7 @@ def profile(arguments: argparse.Namespace) -> None:
             }
             note = f"estimated: operations at {tflops:g} TFLOP/s; a multiplication and its addition are two operations"
         else:
-            profile = measure_profile(workload, watch=watch)
+            profile = measure_profile(workload, fused=arguments.fused_optimizer, watch=watch)
             figures = layer_times(profile)
             note = f"measured on {profile.device}: medians; spread is (largest - smallest) / median"
         out.write_text(profile.to_json(), encoding="utf-8")

@@ -222,7 +222,8 @@ def step_and_makespan_ms(problem: Problem, timeline: Timeline) -> tuple[float, f
 def slowest_optimizer_ms(problem: Problem) -> float:
     """How long all ranks step their parameters: as long as the one that has most.
 
-    They begin together, as the norm of all gradients is known to none before the last sum.
+    They begin together, as gradients are clipped by their norm (DeepSpeed's default, and always so with bf16), which no
+    rank knows before the last sum.
     """
     plan, params = problem.plan, [0] * problem.num_ranks
     for stage, rank in enumerate(problem.placement):

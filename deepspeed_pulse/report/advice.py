@@ -64,8 +64,8 @@ def _parts(difference: Difference, crowded: str | None) -> Iterator[tuple[float,
     )
     yield (
         difference.outside_ms,
-        "outside the actions: drawing the first batch, gradient reduction, optimizer",
-        "plans count no optimizer; look for a slow data loader, and use more microbatches a step",
+        "outside the actions: drawing the first batch, gradient reduction and optimizer beyond their planned time",
+        "look for a slow data loader, profile with the optimizer that trains, and use more microbatches a step",
     )
 
 

@@ -20,7 +20,7 @@ from deepspeed_pulse.engine.data.resizing import resized
 from deepspeed_pulse.engine.measure.fitting import fit_link
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.links import rounds, shape_of, uneven
-from deepspeed_pulse.engine.measure.optimizer import optimizer_ms_per_gb
+from deepspeed_pulse.engine.measure.optimizer import _some_of, optimizer_ms_per_gb
 from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.measure.sums import rings
 from deepspeed_pulse.engine.plans.measuring import _built, shares
@@ -189,24 +189,36 @@ def test_hosts_of_unequal_numbers_of_ranks_are_told() -> None:
     assert "one host after the other (2 on a, 1 on b): planned as a rank a node" in uneven(hosts)
 
 
+FP32, FP64 = torch.float32, torch.float64
+
+
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "stepped"),
+    ("trained", "options", "stepped", "num_bytes"),
     [
-        ("float32", [5, 7], [(5, torch.float32), (7, torch.float32)]),
-        ("bfloat16", [5, 7], [(12, torch.float32)]),
-        ("float64", [2**24, 5, 7], [(2**24, torch.float64), (7, torch.float64)]),
-        ("float32", [2**26], [(2**24, torch.float32)]),
+        ([(5, "float32"), (7, "float32")], {}, [(7, FP32), (5, FP32)], 48),
+        ([(5, "float32"), (7, "float32")], {"shared": True}, [(12, FP32)], 48),
+        ([(5, "bfloat16"), (7, "bfloat16")], {}, [(12, FP32)], 24),
+        ([(5, "float16"), (7, "float16")], {}, [(7, FP32), (5, FP32)], 24),
+        ([(5, "float16"), (7, "float16")], {"fused": True}, [(12, FP32)], 24),
+        ([(5, "float32"), (7, "bfloat16")], {}, [(7, FP32), (5, FP32)], 34),
+        ([(2**25, "float64"), (0, "float64"), (5, "float64"), (7, "float64")], {}, [(2**25, FP64), (5, FP64)], None),
+        ([(2**26, "float32")], {}, [(2**25, FP32)], None),
+        ([(3, "float8_e4m3fn"), (5, "float32")], {}, [(5, FP32)], 20),
     ],
 )
-@pytest.mark.parametrize("fused", [False, True])
 def test_the_optimizer_that_is_measured(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, sizes: list[int], stepped: list[tuple[int, torch.dtype]], fused: bool
+    monkeypatch: pytest.MonkeyPatch,
+    trained: list[tuple[int, str]],
+    options: dict[str, bool],
+    stepped: list[tuple[int, torch.dtype]],
+    num_bytes: int | None,
 ) -> None:
-    """Of many parameters, some; of those in 16 bit, fp32 ones in one piece. It takes 1 ms here."""
+    """As DeepSpeed's would be; of many parameters, some. It takes 1 ms here."""
     made: list[dict[str, Any]] = []
 
     class OneMs:
         def __init__(self, parameters: list[torch.Tensor], **options: Any) -> None:
+            assert all(p.grad is not None for p in parameters)
             made.append({"parameters": [(p.numel(), p.dtype) for p in parameters], **options})
 
         def step(self) -> None:
@@ -215,11 +227,26 @@ def test_the_optimizer_that_is_measured(
     now = [0.0]
     monkeypatch.setattr(torch.optim, "AdamW", OneMs)
     monkeypatch.setattr(device_module, "_host_ms", lambda: now[0])
-    found = optimizer_ms_per_gb(sizes, dtype, torch.device("cpu"), fused=fused)
-    assert made == [{"parameters": stepped, "fused": fused or None}]
-    num_bytes = sum(elements for elements, _ in stepped) * getattr(torch, dtype).itemsize
-    assert found == pytest.approx(1e9 / num_bytes)
+    found = optimizer_ms_per_gb(trained, torch.device("cpu"), **options)
+    assert made == [{"parameters": stepped, "fused": options.get("fused")}]
+    assert num_bytes is None or found == pytest.approx(1e9 / num_bytes)
 
 
-def test_without_parameters_there_is_no_step() -> None:
-    assert optimizer_ms_per_gb([], "float32", torch.device("cpu"), fused=True) == 0.0
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_torch_steps_what_is_measured(dtype: str, fused: bool, shared: bool) -> None:
+    assert optimizer_ms_per_gb([(9, dtype)] * 3, torch.device("cpu"), fused=fused, shared=shared) > 0
+
+
+def test_layers_that_repeat_themselves_are_all_among_what_is_stepped() -> None:
+    """Weights and biases in turn, behind one more of them."""
+    trained = [(64, "float32"), *[(2**20, "float32"), (1024, "float32")] * 96]
+    found = _some_of(trained)
+    assert sum(size for size, _ in found) == pytest.approx(2**25, rel=0.3)
+    assert {size for size, _ in found} >= {2**20, 1024}
+
+
+@pytest.mark.parametrize("trained", [[], [(0, "float32")], [(4, "float8_e4m3fn")]])
+def test_without_parameters_there_is_no_step(trained: list[tuple[int, str]]) -> None:
+    assert optimizer_ms_per_gb(trained, torch.device("cpu")) == 0.0

@@ -25,7 +25,7 @@ KNOBS = {
     "layers_ms": "ds_pulse profile",
     "messages_ms": 'key "cluster"',
     "pauses_ms": "larger microbatches",
-    "outside_ms": "plans count no optimizer",
+    "outside_ms": "slow data loader",
 }
 
 

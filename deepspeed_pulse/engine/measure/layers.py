@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.engine.device import DeviceClock, DeviceMemory
+from deepspeed_pulse.engine.measure.optimizer import Trained
 from deepspeed_pulse.engine.measure.probe import LayerInputs, Probe, Visits
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import LayerCost
@@ -27,14 +28,14 @@ _FEWEST_REPEATS, _ENOUGH_MS = 3, 500.0
 class Measured:
     """Costs of the layers visited; ``value_bytes``: per named value its bytes and whether it has a gradient.
 
-    ``dtype``: of the last layer with a floating parameter; None without one. ``trained``: elements of each trained
+    ``dtype``: of the last layer with a floating parameter; None without one. ``trained``: every trained
     parameter.
     """
 
     layers: tuple[LayerCost, ...]
     value_bytes: dict[str, tuple[int, bool]]
     dtype: str | None
-    trained: tuple[int, ...]
+    trained: tuple[Trained, ...]
 
 
 def measure_layers(
@@ -51,13 +52,13 @@ def measure_layers(
     """
     visits = Visits(graph, build, start, device, layers)
     costs: list[LayerCost] = []
-    trained: list[int] = []
+    trained: list[Trained] = []
     # The random state is put back: measuring must not change the run that follows.
     with torch.random.fork_rng(devices=[]):
         memory = DeviceMemory(device)
         for probe in visits:
             costs.append(_measure(probe, clock or DeviceClock(device), memory))
-            trained += [p.numel() for p in probe.parameters if p.requires_grad]
+            trained += [(p.numel(), str(p.dtype).removeprefix("torch.")) for p in probe.parameters if p.requires_grad]
     return Measured(layers=tuple(costs), value_bytes=visits.value_bytes, dtype=visits.dtype, trained=tuple(trained))
 
 

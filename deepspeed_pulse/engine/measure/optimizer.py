@@ -3,51 +3,59 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from deepspeed_pulse.engine.device import DeviceClock
-from deepspeed_pulse.ir.profile import is_16_bit
+from deepspeed_pulse.ir.profile import DTYPES, is_16_bit
 
-_MOST_ELEMENTS = 2**24
-"""Of parameters that are stepped: so many need 256 MB, and take a GPU longer than it takes to start its kernels."""
+_MOST_ELEMENTS = 2**25
+"""Of parameters that are stepped: so many need 512 MB, and take a GPU longer than it takes to start its kernels."""
 
 _REPEATS = 3
 
 _FUSING = ("cpu", "cuda")
 """Devices for which torch has a fused Adam."""
 
+Trained = tuple[int, str]
+"""Elements and dtype of a parameter."""
 
-def optimizer_ms_per_gb(sizes: Sequence[int], dtype: str, device: torch.device, *, fused: bool) -> float:
+
+def optimizer_ms_per_gb(
+    trained: Sequence[Trained], device: torch.device, *, fused: bool = False, shared: bool = False
+) -> float:
     """How long torch's AdamW takes to step 10^9 bytes of trained parameters, in ms; 0 where there are none.
 
-    Other optimizers count as this one does, as they do in memory.
+    Other optimizers count as this one does, as they do in memory. As DeepSpeed's optimizers do, it steps fp32 copies
+    of what is in 16 bit, and one piece instead of parameters under ZeRO, in bf16, and where a fused one steps fp16.
 
     Args:
-        sizes: elements of each parameter. Of very many, every n-th one is stepped.
-        dtype: of the parameters. Of those in 16 bit, DeepSpeed steps fp32 master weights in one piece and copies them.
+        trained: every parameter. Of very many, some of each size are stepped.
         fused: the job's optimizer is.
+        shared: ZeRO-1 is on.
     """
-    stride = max(1, -(-sum(sizes) // _MOST_ELEMENTS))
-    stepped = [min(size, _MOST_ELEMENTS) for size in sizes[::stride]]
-    if not stepped:
+    chosen = _some_of([(size, dtype) for size, dtype in trained if size and dtype in DTYPES])
+    if not chosen:
         return 0.0
-    wide = is_16_bit(dtype)
-    kind: torch.dtype = getattr(torch, dtype)
-    parameters = [
-        torch.zeros(size, dtype=torch.float32 if wide else kind, device=device, requires_grad=True)
-        for size in ([sum(stepped)] if wide else stepped)
+    weights = [torch.zeros(size, dtype=_torch(dtype), device=device) for size, dtype in _pieces(chosen, fused, shared)]
+    copied = [shared or is_16_bit(str(weight.dtype).removeprefix("torch.")) for weight in weights]
+    stepped = [
+        torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if copies else weight
+        for weight, copies in zip(weights, copied, strict=True)
     ]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    copies = [(torch.empty_like(p, dtype=kind), p.detach()) for p in parameters if wide]
-    optimizer = torch.optim.AdamW(parameters, fused=(fused and device.type in _FUSING) or None)
+    for master in stepped:
+        master.requires_grad_(True).grad = torch.zeros_like(master)
+    optimizer = torch.optim.AdamW(stepped, fused=(fused and device.type in _FUSING) or None)
+    copies = [pair for pair, is_copied in zip(zip(weights, stepped, strict=True), copied, strict=True) if is_copied]
 
     def step() -> None:
+        for gradient, master in copies:
+            assert master.grad is not None
+            master.grad.copy_(gradient)  # as large as the weight, and of its dtype
         optimizer.step()
-        for copy, master in copies:
-            copy.copy_(master)
+        for weight, master in copies:
+            weight.copy_(master.detach())
 
     step()  # makes its state
     clock, times = DeviceClock(device), []
@@ -55,4 +63,23 @@ def optimizer_ms_per_gb(sizes: Sequence[int], dtype: str, device: torch.device, 
         start = clock.mark()
         step()
         times.append(clock.mean_ms([(start, clock.mark())]))
-    return statistics.median(times) * 1e9 / (sum(stepped) * kind.itemsize)
+    return statistics.median(times) * 1e9 / sum(size * _torch(dtype).itemsize for size, dtype in chosen)
+
+
+def _some_of(trained: Sequence[Trained]) -> list[Trained]:
+    """Every n-th by size, as layers repeat themselves; a part of a very large one."""
+    every = max(1, -(-sum(size for size, _ in trained) // _MOST_ELEMENTS))
+    return [(min(size, _MOST_ELEMENTS), dtype) for size, dtype in sorted(trained, reverse=True)[::every]]
+
+
+def _pieces(chosen: Sequence[Trained], fused: bool, shared: bool) -> Iterator[Trained]:
+    """What the optimizer steps."""
+    for dtype in dict.fromkeys(dtype for _, dtype in chosen):
+        sizes = [size for size, kind in chosen if kind == dtype]
+        one = shared or dtype == "bfloat16" or (dtype == "float16" and fused)
+        yield from ((size, dtype) for size in ([sum(sizes)] if one else sizes))
+
+
+def _torch(dtype: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype)
+    return found

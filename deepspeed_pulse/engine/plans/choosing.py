@@ -65,7 +65,7 @@ def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:
         if len(found) < at or _sample_ms(found[-1]) > _WORTH_MEASURING * _sample_ms(found[-2]):
             break
         try:
-            found += measure_profiles(request, sizes[at : at + 2])
+            found += measure_profiles(request, sizes[at : at + 2], found)
         except BatchError:
             break
     return found

@@ -40,7 +40,7 @@ def job_content(request: PlanRequest) -> dict[str, Any]:
         "cast": [str(request.dtype), str(request.buffer_dtype)],
         "microbatch size of the batch": request.microbatch_size,
         "device": [request.device.type, device_name(request.device)],
-        "optimizer": request.rules.fused_optimizer,
+        "optimizer": [request.rules.fused_optimizer, request.rules.shards_optimizer],
         # ranks of a host share its cores, and measure at the same time
         "sharing": [torch.get_num_threads(), _world_size()] if on_cpu else None,
     }

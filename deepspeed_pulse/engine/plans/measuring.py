@@ -31,7 +31,7 @@ from deepspeed_pulse.engine.collectives import (
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware, device_name
 from deepspeed_pulse.engine.measure.layers import Measured, measure_layers
-from deepspeed_pulse.engine.measure.optimizer import optimizer_ms_per_gb
+from deepspeed_pulse.engine.measure.optimizer import Trained, optimizer_ms_per_gb
 from deepspeed_pulse.engine.measure.probe import LayerInputs, reach
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
@@ -43,24 +43,27 @@ from deepspeed_pulse.runtime.stage import module_of
 T = TypeVar("T")
 
 
-def measure_profiles(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]:
+def measure_profiles(request: PlanRequest, sizes: Sequence[int], known: Sequence[Profile] = ()) -> tuple[Profile, ...]:
     """Layer costs on the example batch, a profile for each microbatch size, in their order.
 
     All ranks of the world call it; the first error that any met is raised by all. Kept profiles are used where
     ``plan_cache`` has them. Other sizes than the example's (the request's) repeat its samples or take the first ones;
     none stands there twice. A size at which a layer does not fit the device's memory is left out where there are
-    others, and said.
+    others, and said. All sizes have one time of the optimizer: that of ``known`` profiles of the job, or of a kept one,
+    if there are any.
     """
     found: dict[int, Profile] = agree(lambda: kept.profiles(request, sizes), "reading kept profiles")
     missing = [size for size in sizes if size not in found]
     if missing:
-        measured = _measured(request, missing)
+        before = next(iter([*known, *found.values()]), None)
+        measured = _measured(request, missing, None if before is None else before.optimizer_ms_per_gb)
         agree(lambda: kept.keep_profiles(request, measured), "keeping profiles")
         found.update({profile.microbatch_size: profile for profile in measured})
     return tuple(found[size] for size in sizes if size in found)
 
 
-def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]:
+def _measured(request: PlanRequest, sizes: Sequence[int], stepping: float | None) -> tuple[Profile, ...]:
+    """``stepping``: the optimizer's time; None: it is measured, too."""
     agreed_hardware(request.device, compared="threads")
     mine: list[Measured | None] = []
     problem: PulseError | None = None
@@ -71,11 +74,11 @@ def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]
         problem = as_pulse_error(met, f"measuring on rank {dist.get_rank()}")
     raise_everywhere(problem, "measuring layer costs")
     profiles: list[Profile] = []
-    trained: list[int] = []
+    trained: list[Trained] = []
     for size, *parts in zip(sizes, *(row for row in told_by_all(mine) if row), strict=True):
         if None not in parts:
             profiles.append(_joined(request, size, parts))
-            trained = [elements for part in parts for elements in part.trained]
+            trained = [parameter for part in parts for parameter in part.trained]
         elif dist.get_rank() == 0:
             print(f"pulse: microbatches of {size} do not fit the device's memory: not measured", flush=True)
     if not profiles:
@@ -83,15 +86,18 @@ def _measured(request: PlanRequest, sizes: Sequence[int]) -> tuple[Profile, ...]
             f"example_batch: expected a microbatch size at which every layer fits the device's memory, found none of "
             f"{', '.join(map(str, sizes))}; give a smaller train_micro_batch_size_per_gpu"
         )
-    stepping = _measured_optimizer(request, profiles[0].dtype, trained)
+    if stepping is None:
+        stepping = _measured_optimizer(request, trained)
     return tuple(replace(profile, optimizer_ms_per_gb=stepping) for profile in profiles)
 
 
-def _measured_optimizer(request: PlanRequest, dtype: str, trained: Sequence[int]) -> float:
+def _measured_optimizer(request: PlanRequest, trained: Sequence[Trained]) -> float:
     """The mean of all ranks, which step at the same time, as they will."""
-    fused = request.rules.fused_optimizer
+    fused, shared = request.rules.fused_optimizer, request.rules.shards_optimizer
     mine = everywhere(
-        lambda: optimizer_ms_per_gb(trained, dtype, request.device, fused=fused), "measuring the optimizer", RunError
+        lambda: optimizer_ms_per_gb(trained, request.device, fused=fused, shared=shared),
+        "measuring the optimizer",
+        RunError,
     )
     return float(statistics.mean(told_by_all(mine)))
 

@@ -76,12 +76,12 @@ def estimate_profile(workload: Workload, *, tflops: float, watch: Watch | None =
     return Estimated(profile=profile, counts=counted.layers)
 
 
-def measure_profile(workload: Workload, *, watch: Watch | None = None) -> Profile:
+def measure_profile(workload: Workload, *, fused: bool = False, watch: Watch | None = None) -> Profile:
     """Run each layer on the accelerator at hand.
 
     A batch on the meta device is replaced by random data of its shapes. Layers on the meta device are
     made on the accelerator with random weights when their turn comes, and dropped after it, so the
-    model need not fit.
+    model need not fit. At last an optimizer steps, ``fused`` if the job's is.
     """
     graph, device = workload.graph, torch.device(get_accelerator().current_device_name())
     split = _split(workload, graph)
@@ -90,12 +90,11 @@ def measure_profile(workload: Workload, *, watch: Watch | None = None) -> Profil
     with told_as(RunError):
         entries = {name: fill(value) for name, value in split.entries.items()}
         measured = measure_layers(graph, build, LayerInputs(hidden=fill(split.inputs), values=entries), device)
-        dtype = measured.dtype or "float32"
-        stepping = optimizer_ms_per_gb(measured.trained, dtype, device, fused=False)
+        stepping = optimizer_ms_per_gb(measured.trained, device, fused=fused)
     return Profile(
         name=workload.name,
         device=device_name(device),
-        dtype=dtype,
+        dtype=measured.dtype or "float32",
         microbatch_size=_microbatch_size(workload, split),
         layers=measured.layers,
         skips=skips_of(graph, measured.value_bytes),

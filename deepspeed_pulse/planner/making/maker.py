@@ -23,7 +23,7 @@ from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.reduction import reduction_ms
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
-from deepspeed_pulse.planner.simulator import busiest_ms, least_step_ms
+from deepspeed_pulse.planner.simulator import busiest_ms, least_step_ms, slowest_optimizer_ms
 
 WORTH_CHANGING = 0.99
 """Of the step of a wave or a linear placement, what other placements may take at most: they have more actions and
@@ -91,8 +91,7 @@ class Maker:
     def plan(self, placement: Placement) -> Plan:
         """With the partitioner's cuts, or with others where known orders of those are faster."""
         own = self.cut(placement, self.job.profile)
-        after = self.job.data_parallel > 1 or self.job.profile.optimizer_ms_per_gb > 0
-        others = after or self._may_part(own) or self._fills
+        others = self._weighs or self._may_part(own) or self._fills
         # cuts of several waves or backbones take seconds to find
         settled = self.options.boundaries or self.options.waves > 1 or self.job.profile.backbones
         if settled or not others:
@@ -188,6 +187,11 @@ class Maker:
         """Fill and drain are a share of the step that other cuts may lower."""
         return are_few(self.job.microbatches, self.job.pipeline_ranks)
 
+    @property
+    def _weighs(self) -> bool:
+        """What a rank's parameters take after its last action depends on the cuts."""
+        return self.job.data_parallel > 1 or self.job.profile.optimizer_ms_per_gb > 0
+
     def _may_part(self, own: Plan) -> bool:
         return self.options.parts_skips and bool(self.job.profile.skips) and own.waves > 0
 
@@ -207,7 +211,7 @@ class Maker:
             return []
         estimated = own.estimate
         hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
-        views = _other_views(self.job, skipless=self._may_part(own), weighed=not hidden)
+        views = _other_views(self.job, skipless=self._may_part(own), weighed=self._weighs and not hidden)
         plans = {plan.boundaries: plan for plan in (self.cut(own.placement, view) for view in views)}
         plans |= {plan.boundaries: plan for plan in self._filling(own) if plan.boundaries not in plans}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
@@ -253,7 +257,9 @@ class Maker:
     def _bound_ms(self, plan: Plan) -> float:
         problem = Problem(plan, self.job.profile, self.job.cluster)
         if plan.backbones and self.options.backbone_steps != "together":
-            return busiest_ms(problem)  # steps that run into one another need not fill and drain
+            return busiest_ms(problem) + slowest_optimizer_ms(
+                problem
+            )  # steps that run into one another need not fill and drain
         return least_step_ms(problem, split=self._halves)
 
     def quick(self) -> Maker:

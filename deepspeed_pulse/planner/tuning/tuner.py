@@ -86,10 +86,11 @@ class Tuner:
 
     def _try(self, families: Iterable[Choice], trials: list[Trial], progress: Progress | None) -> None:
         """Add what comes of more families."""
-        by_bound = sorted(families, key=lambda family: (self._ideal_ms(family), family.pipeline_ranks))
+        apart = (found for family in families for found in self._apart(family))
+        by_bound = sorted(apart, key=lambda found: (self._ideal_ms(found[0]), found[0].pipeline_ranks))
         count = self._decided + len(by_bound)
-        for family in by_bound:
-            trials += self._family(family)
+        for family, stages in by_bound:
+            trials += self._family(family, stages)
             self._decided += 1
             if progress is not None:
                 best = max((t.samples_per_second or 0.0 for t in trials if t.plan), default=0.0)
@@ -206,16 +207,12 @@ class Tuner:
             split=halves_tried(self._order_options(), profile)[-1],
             apart=self._backbone_steps != "together",
         )
-        return ideal + min(self._optimizer_ms(choice, stage) for stage in self.zero_stages(choice))
+        return ideal + self._optimizer_ms(choice)
 
-    def _optimizer_ms(self, choice: Choice, zero_stage: int) -> float:
+    def _optimizer_ms(self, choice: Choice) -> float:
         """Of a rank's part of all parameters."""
-        profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(zero_stage)
+        profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(choice.zero_stage)
         return optimizer_ms(profile, profile.param_bytes // choice.pipeline_ranks, rules, choice.data_parallel)
-
-    def _saved_ms(self, family: Choice) -> float:
-        """What a shared optimizer takes less, where one may be."""
-        return self._optimizer_ms(family, 0) - min(self._optimizer_ms(family, n) for n in self.zero_stages(family))
 
     def _reduction_ms(self, choice: Choice) -> float:
         """Of all gradients, at least."""
@@ -235,8 +232,16 @@ class Tuner:
 
     # -- one family --------------------------------------------------------------------------
 
-    def _family(self, family: Choice) -> Iterator[Trial]:
+    def _apart(self, family: Choice) -> list[tuple[Choice, list[Choice]]]:
+        """What is planned without regard to memory, and choices of ZeRO stages that differ from it in memory only.
+
+        Where a shared optimizer is quicker, each stage has a plan of its own.
+        """
         stages = [replace(family, zero_stage=stage) for stage in self.zero_stages(family)]
+        alike = {self._optimizer_ms(replace(family, zero_stage=stage)) for stage in (0, 1)}
+        return [(family, stages)] if len(alike) == 1 else [(choice, [choice]) for choice in stages]
+
+    def _family(self, family: Choice, stages: list[Choice]) -> Iterator[Trial]:
         verdict = self._excluded(family)
         if verdict is not None:
             yield from (replace(verdict, choice=choice) for choice in stages)
@@ -244,15 +249,15 @@ class Tuner:
         try:
             free = self._free(family)
         except TooSlow as slow:  # less memory makes nothing faster
-            yield from (self._too_slow(choice, slow.bound_ms - self._saved_ms(family)) for choice in stages)
+            yield from (self._too_slow(choice, slow.bound_ms) for choice in stages)
             return
-        unbound: Trial | None = None
+        unbound = False
         for choice in stages:
-            trial = self._unbound(choice, free) if unbound is None or self._saved_ms(family) else None
-            if unbound is None:
-                unbound, trial = trial, trial or self._within_memory(choice, free)
-            elif trial is None or _figures(trial.planned).step_ms >= _figures(unbound.planned).step_ms:
+            trial = None if unbound else self._unbound(choice, free)
+            if unbound:
                 trial = Trial(choice=choice, verdict=Verdict.NO_GAIN, reason=_NO_GAIN)
+            unbound = trial is not None
+            trial = trial or self._within_memory(choice, free)
             if trial.plan is not None:
                 self._steps.append(_figures(trial.plan).step_ms)
             yield trial
@@ -289,15 +294,14 @@ class Tuner:
         to find and are no proven best: they are found once for P and G.
         """
         one = _several(family)
-        key = (family.pipeline_ranks, family.waves, family.loop, None if one else family.layout)
+        key = (family.pipeline_ranks, family.waves, family.loop, family.zero_stage, None if one else family.layout)
         job = replace(self.job.chosen(family), memory_bytes=UNLIMITED_BYTES)
         if job.recompute == "auto":
             job = replace(job, recompute="none")
         if one and key not in self._cuts:
             self._cuts[key] = cuts(job, self._options(family))
         known = self._cuts.get(key) if one or self.sizes.in_proportion else None
-        within_ms = self._within_ms + self._saved_ms(family)
-        plan = make_plan(job, replace(self._options(family, known), within_ms=within_ms))
+        plan = make_plan(job, self._options(family, known))
         self._free_ms = min(self._free_ms, _figures(plan).step_ms)
         self._cuts[key] = plan.boundaries
         return plan
@@ -346,7 +350,7 @@ class Tuner:
             reason = f"{state} alone need {gigabytes(least, enough=True)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
         speed = _figures(free).samples_per_second
-        if _figures(free).step_ms - self._saved_ms(choice) > self._within_ms:  # less memory makes it no faster
+        if _figures(free).step_ms > self._within_ms:  # less memory makes it no faster
             reason = f"{speed:.4g} samples/s without regard to memory"
             return Trial(choice=choice, verdict=Verdict.SLOW, samples_per_second=speed, reason=reason)
         cuts = free.boundaries if _several(choice) else None
