@@ -106,6 +106,16 @@ def in_words(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}{notes}"
 
 
+def first_of(names: Iterable[object], shown: int) -> str:
+    """A list in a message, cut short.
+
+    >>> first_of("abcde", 3)
+    'a, b, c and 2 more'
+    """
+    found = list(map(str, names))
+    return ", ".join(found[:shown]) + (f" and {len(found) - shown} more" if len(found) > shown else "")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean "x"?)`` when ``word`` is close to one of ``known``, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -119,7 +120,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             timeout_seconds=timeout,
         )
         self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)
-        self._reduction = EarlyReduction(self, timeout, self._runtime.holdings.count_copies)
+        self._reduction = EarlyReduction(self, timeout, partial(self._runtime.holdings.count, "gradients"))
         share_monitor(self)
         self._observer = Observer(self, self._device)
         watchdog.device = None if self._device.runs_at_once else DeviceProgress()

@@ -162,8 +162,7 @@ class Trial:
     @property
     def figures(self) -> Estimate:
         """The plan's."""
-        assert self.planned.estimate is not None
-        return self.planned.estimate
+        return self.planned.figures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,6 +139,12 @@ class Plan(File):
         return self.placement.waves
 
     @property
+    def figures(self) -> Estimate:
+        """The estimate of a plan that has one."""
+        assert self.estimate is not None
+        return self.estimate
+
+    @property
     def num_stages(self) -> int:
         return len(self.placement)
 

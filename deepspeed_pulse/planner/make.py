@@ -79,8 +79,8 @@ def cuts(job: Job, options: SearchOptions) -> tuple[int, ...]:
 def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple[Maker, list[Placement]]:
     """What makes the plan, and the placements that it tries."""
     ranks, waves = job.pipeline_ranks, options.waves
-    _check_counts(pipeline_ranks=ranks, microbatches=job.microbatches, data_parallel=job.data_parallel, waves=waves)
-    _check_cluster(job.cluster, ranks * job.data_parallel)
+    check_counts(pipeline_ranks=ranks, microbatches=job.microbatches, data_parallel=job.data_parallel, waves=waves)
+    check_cluster(job.cluster, ranks * job.data_parallel, "pipeline ranks x data-parallel =")
     _check_stages(job.profile, ranks, waves)
     places = _placements(job, options)
     _check_forwards(max(map(len, places)), job.microbatches)
@@ -96,7 +96,7 @@ def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple
 @rare_collections()
 def reorder(plan: Plan, job: Job, options: SearchOptions = DEFAULTS) -> Plan:
     """The same cuts, placement, routes, rules and frozen parts in another order, for the job's microbatches."""
-    _check_counts(microbatches=job.microbatches)
+    check_counts(microbatches=job.microbatches)
     _check_forwards(plan.num_stages, job.microbatches)
     frozen = () if plan.fill is None else plan.fill.parts
     bare = tuple(replace(one, microbatches=()) for one in plan.conditioning)
@@ -106,12 +106,13 @@ def reorder(plan: Plan, job: Job, options: SearchOptions = DEFAULTS) -> Plan:
 
 def forward_schedule(plan: Plan, microbatches: int) -> Schedule:
     """Forwards only, for evaluation, extra ones as in the plan; deadlock-free on any placement."""
-    _check_counts(microbatches=microbatches)
+    check_counts(microbatches=microbatches)
     extra = [plan.extra_forwards(stages[0]) for stages in plan.placement.backbones]
     return forward_only(plan.placement, microbatches, extra)
 
 
-def _check_counts(**counts: int) -> None:
+def check_counts(**counts: int) -> None:
+    """Raise a :class:`ConfigError` for one that is no whole number above 0."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"{name}: expected an integer >= 1, found {count!r}")
@@ -135,10 +136,11 @@ def _check_forwards(stages: int, microbatches: int) -> None:
         )
 
 
-def _check_cluster(cluster: Cluster, num_ranks: int) -> None:
+def check_cluster(cluster: Cluster, num_ranks: int, what: str) -> None:
+    """Raise a :class:`ConfigError` where the cluster has fewer ranks."""
     if num_ranks > cluster.num_ranks:
         raise ConfigError(
-            f"pipeline ranks x data-parallel = {num_ranks} ranks, the cluster {cluster.name!r} has {cluster.num_ranks} "
+            f"{what} {num_ranks} ranks, the cluster {cluster.name!r} has {cluster.num_ranks} "
             f"({cluster.nodes} nodes of {cluster.ranks_per_node}); use fewer ranks or another cluster file"
         )
 

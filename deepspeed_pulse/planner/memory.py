@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -113,14 +114,14 @@ def _intervals(
         yield span.rank, "workspace", (start, span.end_ms, working)
         if span.work.op is Op.FORWARD:
             cut = problem.held_in_actions(stage, split=True).cut if (stage, m) in in_halves else 0
-            yield span.rank, "activations", (start, life.end(stage, m), problem.costs.activation_bytes[stage] + cut)
+            yield span.rank, "activations", (start, life.end_ms[stage, m], problem.costs.activation_bytes[stage] + cut)
         elif span.work.op is Op.EXTRA_FORWARD:
             for size, until in life.extra(stage, m):
                 yield span.rank, "received", (start, until, size)
         elif span.work.op is not Op.WEIGHT_GRAD:
-            yield span.rank, "recomputed", (start, life.end(stage, m), held.recomputed)
+            yield span.rank, "recomputed", (start, life.end_ms[stage, m], held.recomputed)
             if held.late:
-                yield span.rank, "gradients", (start, life.end(stage, m), held.late)
+                yield span.rank, "gradients", (start, life.end_ms[stage, m], held.late)
     rows: list[list[Span[Action]]] = [[] for _ in range(problem.num_ranks)]
     for span in timeline.spans:
         rows[span.rank].append(span)
@@ -132,7 +133,7 @@ def _intervals(
         yield transfer.target_rank, "received", (posted[message], life.received_until(transfer), size)
         value = message.direction is Direction.FORWARD and message.name != HIDDEN  # of an extra forward it counts
         if not value or problem.passed_on(message.name, message.source_stage):
-            yield transfer.source_rank, "sent", (life.sent_ms(message), released.get(message, end), size)
+            yield transfer.source_rank, "sent", (life.sent_ms[message], released.get(message, end), size)
     for rank, interval in _waiting_gradients(problem, life):
         yield rank, "gradients", interval
     for rank, interval in _frozen_intervals(problem, timeline, life, row_ms):
@@ -154,8 +155,8 @@ def _posted_ms(traffic: Traffic, timeline: Timeline, life: _Life) -> dict[Messag
     found: dict[Message, float] = {}
     start = timeline.start_ms
     for channel, messages in traffic.channels.items():
-        freed = [start] * traffic.slots[channel] + sorted(map(life.read_ms, messages))
-        found.update((m, min(free, life.read_ms(m))) for m, free in zip(messages, freed, strict=False))
+        freed = [start] * traffic.slots[channel] + sorted(life.read_ms[m] for m in messages)
+        found.update((m, min(free, life.read_ms[m])) for m, free in zip(messages, freed, strict=False))
     return found
 
 
@@ -168,15 +169,15 @@ def _waiting_gradients(problem: Problem, life: _Life) -> Iterator[tuple[int, Int
         if before is not None and placement[stage] == placement[before]
     }
     for (stage, before), size in taken.items():
-        for m, (_, end) in life.backwards(stage):
-            yield placement[stage], (end, life.backward(before, m)[0], size)
+        for m, (_, end) in life.backwards[stage].items():
+            yield placement[stage], (end, life.backwards[before][m][0], size)
     for value in problem.values_with_gradient():
         source = problem.plan.stage_of(value.source)
         for rank in range(problem.num_ranks):
             readers = [stage for stage in problem.consumer_stages(value.name, rank) if stage != source]
-            for m, _ in life.backwards(readers[0]) if readers else ():
-                ends = [life.backward(stage, m)[1] for stage in readers]
-                until = life.backward(source, m)[1] if placement[source] == rank else max(ends)
+            for m in life.backwards[readers[0]] if readers else ():
+                ends = [life.backwards[stage][m][1] for stage in readers]
+                until = life.backwards[source][m][1] if placement[source] == rank else max(ends)
                 yield rank, (min(ends), until, value.bytes)
 
 
@@ -207,7 +208,7 @@ def _frozen_intervals(
     for part in fill.parts:
         for rank, stages in readers[part.name].items():
             for m in range(problem.plan.microbatches):
-                until = max(life.read_on_ms(rank, m), *(life.end(stage, m) for stage in stages))
+                until = max(life.read_on_ms[rank, m], *(life.end_ms[stage, m] for stage in stages))
                 yield rank, (row_ms[0], until, part.output_bytes)
 
 
@@ -216,46 +217,28 @@ class _Life:
 
     def __init__(self, problem: Problem, spans: Sequence[Span[Action]]) -> None:
         self._problem = problem
-        self._read = {m: span.start_ms for span in spans for m in problem.step(span.work).receives}
-        self._sent = {m: span.end_ms for span in spans for m in problem.step(span.work).sends}
+        self.read_ms = {m: span.start_ms for span in spans for m in problem.step(span.work).receives}
+        self.sent_ms = {m: span.end_ms for span in spans for m in problem.step(span.work).sends}
         self._forward_ms = {
             (span.work.stage, span.work.microbatch): span.end_ms for span in spans if span.work.op is Op.FORWARD
         }
         self._extra_ms = {
             (span.work.stage, span.work.microbatch): span.end_ms for span in spans if span.work.op is Op.EXTRA_FORWARD
         }
-        self._read_on: dict[tuple[int, int], float] = {}
+        self.read_on_ms: dict[tuple[int, int], float] = {}
+        """By rank and microbatch, when the last of its data was read."""
         for (stage, m), end_ms in self._forward_ms.items():
             place = problem.placement[stage], m
-            self._read_on[place] = max(self._read_on.get(place, 0.0), end_ms)
-        self._end: dict[tuple[int, int], float] = {}
-        self._backwards: dict[int, dict[int, tuple[float, float]]] = {}
+            self.read_on_ms[place] = max(self.read_on_ms.get(place, 0.0), end_ms)
+        self.end_ms: dict[tuple[int, int], float] = {}
+        self.backwards: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+        """By stage and microbatch, when one starts and ends; of a split one, the half that gives gradients of what the
+        stage read."""
         for span in spans:
             stage, m = span.work.stage, span.work.microbatch
-            self._end[stage, m] = max(self._end.get((stage, m), 0.0), span.end_ms)
+            self.end_ms[stage, m] = max(self.end_ms.get((stage, m), 0.0), span.end_ms)
             if span.work.op in (Op.BACKWARD, Op.INPUT_GRAD):
-                self._backwards.setdefault(stage, {})[m] = span.start_ms, span.end_ms
-
-    def end(self, stage: int, microbatch: int) -> float:
-        return self._end[stage, microbatch]
-
-    def read_on_ms(self, rank: int, microbatch: int) -> float:
-        """When a rank has read the last of a microbatch's data."""
-        return self._read_on[rank, microbatch]
-
-    def backward(self, stage: int, microbatch: int) -> tuple[float, float]:
-        """When it starts and ends; of a split one, the half that gives gradients of what the stage read."""
-        return self._backwards[stage][microbatch]
-
-    def backwards(self, stage: int) -> Iterable[tuple[int, tuple[float, float]]]:
-        """By microbatch; none where nothing is trained."""
-        return self._backwards.get(stage, {}).items()
-
-    def read_ms(self, message: Message) -> float:
-        return self._read[message]
-
-    def sent_ms(self, message: Message) -> float:
-        return self._sent[message]
+                self.backwards[stage][m] = span.start_ms, span.end_ms
 
     def extra(self, stage: int, m: int) -> Iterator[tuple[int, float]]:
         """Bytes that a stage's extra forward leaves on its rank, and until when they are there."""
@@ -280,12 +263,12 @@ class _Life:
         if message.direction is Direction.EXTRA and message.name != HIDDEN:
             return self._extra_until(transfer)
         if message.direction is Direction.BACKWARD or message.name == HIDDEN:
-            return self.read_ms(message)
+            return self.read_ms[message]
         rank, m = transfer.target_rank, message.microbatch
         readers = self._problem.consumer_stages(message.name, rank)
         if not readers:
             return self._forward_ms[self._problem.last_sender(message.name, rank), m]
-        return max(self.end(stage, m) for stage in readers)
+        return max(self.end_ms[stage, m] for stage in readers)
 
     def _extra_until(self, transfer: Transfer[Message]) -> float:
         message, rank, m = transfer.message, transfer.target_rank, transfer.message.microbatch

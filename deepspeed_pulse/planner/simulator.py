@@ -211,6 +211,11 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
     )
 
 
+def step_ms(plan: Plan) -> float:
+    """What plans are compared by."""
+    return plan.figures.step_ms
+
+
 def step_and_makespan_ms(problem: Problem, timeline: Timeline) -> tuple[float, float]:
     """How long a step takes with what is reduced at its end and the optimizer's, and without."""
     makespan = timeline.makespan_ms

@@ -17,7 +17,7 @@ import torch
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.effects import Argument, Effects, Version
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.owning import released
+from deepspeed_pulse.runtime.owning import cut_off, released
 from deepspeed_pulse.runtime.payload import as_payload, map_tensors, tensors_in
 from deepspeed_pulse.runtime.stage import BoundLayer, module_of, naming, put_buffers, unstash, versions_of
 
@@ -155,7 +155,7 @@ def discover(
         if layer.seed is not None:
             layer.seed(number)
         # the same memory in graphs of their own, free to be changed
-        arguments = [released(map_tensors(value, _cut)) for value in (hidden, *(values[name] for name in names))]
+        arguments = [released(map_tensors(value, cut_off)) for value in (hidden, *(values[name] for name in names))]
         extents = [reach.hidden, *(reach.values[name] for name in names)]
         places = [(p, Argument(index=a, tensor=t)) for a, one in enumerate(extents) for t, p in enumerate(one)]
         result, changes, buffers = _tried(layer, arguments, places, memory)
@@ -175,8 +175,8 @@ def discover(
         reach.hidden = memory.extents(output)
         reach.values = {**later, **renewed, **{name: memory.extents(value) for name, value in stashed.items()}}
         reach.tuples |= {name for name, value in stashed.items() if isinstance(value, (tuple, list))}
-        hidden = map_tensors(output, _cut)
-        values.update({name: map_tensors(value, _cut) for name, value in stashed.items()})
+        hidden = map_tensors(output, cut_off)
+        values.update({name: map_tensors(value, cut_off) for name, value in stashed.items()})
     return hidden, found
 
 
@@ -240,10 +240,6 @@ def _versions(
                 )
             tensors.append(found)
         yield Version(name=name, is_tuple=name in tuples, tensors=tuple(tensors))
-
-
-def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

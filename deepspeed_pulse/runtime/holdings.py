@@ -110,10 +110,6 @@ class Holdings:
         """The same while one runs."""
         self.count("received", 0, workspace + held - self._extra)
 
-    def count_copies(self, change: int) -> None:
-        """Copies of gradients, which are summed over replicas, that come or go."""
-        self.count("gradients", change)
-
     def count_step(self, held: int) -> None:
         """What a step of the optimizer makes and drops."""
         for change in (held, -held):

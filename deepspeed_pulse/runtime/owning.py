@@ -30,6 +30,11 @@ def released(value: Any) -> Any:
     return map_tensors(value, lambda t: _alias(t) if t.requires_grad else t.detach())
 
 
+def cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf with the same memory, for whoever reads it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def copied(value: Any) -> Any:
     """Copies to be changed; gradients pass through. What is no tensor stays."""
     return map_tensors(value, torch.clone)

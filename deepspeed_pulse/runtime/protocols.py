@@ -1,6 +1,6 @@
 """What the runtime is given: a communicator, a device, the data of a step, and sometimes timers.
 
-The engine brings DeepSpeed's; :mod:`deepspeed_pulse.runtime.local` brings mailboxes in one process.
+The engine brings DeepSpeed's; tests bring mailboxes in one process.
 """
 
 from __future__ import annotations

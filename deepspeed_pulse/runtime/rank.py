@@ -1,7 +1,7 @@
 """Everything one pipeline rank does in a step: its stages, its values, its messages.
 
 A step is driven from outside, action by action (:meth:`RankRuntime.run`). The engine does it through DeepSpeed's
-instructions, :mod:`deepspeed_pulse.runtime.local` for all ranks in one process.
+instructions, tests for all ranks in one process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepspeed_pulse.ir.program import HIDDEN, Message, Step
 from deepspeed_pulse.ir.schedule import FORWARDS, Action, Direction, Op
 from deepspeed_pulse.runtime.extra import Estimate, ExtraForwards, OrderedBatches
 from deepspeed_pulse.runtime.holdings import Holdings, Stats
-from deepspeed_pulse.runtime.owning import copied, released
+from deepspeed_pulse.runtime.owning import copied, cut_off, released
 from deepspeed_pulse.runtime.payload import Payload, as_payload, num_bytes, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
 from deepspeed_pulse.runtime.roots import Root, roots_of
@@ -159,7 +159,8 @@ class RankRuntime:
             Op.EXTRA_FORWARD: self._extra_forward,
         }
         self._late: dict[tuple[int, int], Tape] = {}
-        self._runs_on = False
+        self.runs_on = False
+        """The last step has left something, which the next one runs or :meth:`end_last` begins."""
         """The last step has left something."""
         self._data: _Data
         self._earlier: _Data | None = None
@@ -197,7 +198,7 @@ class RankRuntime:
         batches = part.data(batches, order)
         keys = [0] * plan.microbatches if shape_keys is None else [shape_keys[data] for data in order]
         shapes = self._book.of("train" if training else "eval", keys)
-        self._earlier = self._data if self._runs_on else None
+        self._earlier = self._data if self.runs_on else None
         extra = None
         if plan.conditioning:
             estimate = None if self._estimates is None else self._estimates()
@@ -225,10 +226,10 @@ class RankRuntime:
         self.stats = Stats()
         self.stopwatch.begin()
         self.holdings.begin(
-            self.stats, training=self._training, communicators=part.communicator_bytes, goes_on=self._runs_on
+            self.stats, training=self._training, communicators=part.communicator_bytes, goes_on=self.runs_on
         )
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
-        self._runs_on = part.runs_on
+        self.runs_on = part.runs_on
         earlier = self._earlier.shapes if self._earlier is not None else ()
         self._transport.begin(mine, traffic.slots, self._data.shapes, part.due, (part.earlier, earlier))
 
@@ -236,11 +237,6 @@ class RankRuntime:
     def number(self) -> int:
         """Of the step whose data the action works on that runs, or ran last."""
         return self._now.number
-
-    @property
-    def runs_on(self) -> bool:
-        """The last step has left something, which the next one runs or :meth:`end_last` begins."""
-        return self._runs_on
 
     def run(self, step: Step, timers: Timers | None = None) -> None:
         """Wait for the messages that a step needs, run its action, and start the messages that leave then."""
@@ -302,8 +298,8 @@ class RankRuntime:
         """End the step: all sends are over and every buffer is empty."""
         self._transport.drain()
         live = [] if self._data.extra is None else self._data.extra.live
-        assert self._runs_on or not live, live
-        assert self._runs_on or not (
+        assert self.runs_on or not live, live
+        assert self.runs_on or not (
             self._forwards or self._late or self._hidden or self._hidden_grads or self._values.live
         ), (
             self._forwards.keys(),
@@ -380,7 +376,7 @@ class RankRuntime:
         tensors = tensors_of(hidden) if isinstance(hidden, (torch.Tensor, tuple)) else ()
         if not self._training:
             return tensors
-        return tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        return tuple(map(cut_off, tensors))
 
     def _keep(
         self,

@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_pulse.runtime.halves import WeightHalf, input_half
+from deepspeed_pulse.runtime.owning import cut_off
 from deepspeed_pulse.runtime.payload import Payload, map_tensors, tensors_of
 from deepspeed_pulse.runtime.recomputing import RunLater
 from deepspeed_pulse.runtime.roots import Root, roots_of
@@ -86,7 +87,7 @@ class Tape:
         piece = self._pieces[-1]
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
-            found = tensor.detach().requires_grad_(tensor.requires_grad)
+            found = cut_off(tensor)
             (root,) = roots_of([tensor])
             if root is not None:
                 piece.given.append((root, found))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.runtime.owning import cut_off
 from deepspeed_pulse.runtime.payload import Payload, num_bytes, tensors_of
 
 
@@ -41,7 +42,7 @@ class ValueBuffer:
     def put(self, name: str, microbatch: int, value: Payload) -> None:
         """Keep a value; its consumers get a leaf that shares its memory, not its graph."""
         tensors = tensors_of(value)
-        leaves = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        leaves = tuple(map(cut_off, tensors))
         entry = _Entry(leaves, not isinstance(value, torch.Tensor), num_bytes(tensors))
         self._entries.setdefault(microbatch, {})[name] = entry
 

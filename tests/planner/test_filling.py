@@ -109,7 +109,7 @@ def test_small_instances_are_solved_exactly():
         )
         frozen = part("latents", rng.uniform(0.3, 2), rng.uniform(0.3, 2))
         problem = Problem(made, costs, cluster())
-        gaps = gaps_of(problem, simulate(made, costs, cluster()), 0.25)
+        gaps = gaps_of(simulate(made, costs, cluster()), 0.25)
         program = Assignment(problem, [frozen], {"latents": (0, 1)}, gaps, 1e3)
         runs = program.solve(10.0)
         assert runs is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.local_world import LocalWorld
 from support.random_plans import random_order
 from support.reference import Unpartitioned, error
 from support.toy import loss_fn, toy_batch, toy_layers
@@ -22,7 +23,6 @@ from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Step, lower
 from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner import forward_schedule, violations
-from deepspeed_pulse.runtime.local import LocalWorld
 
 NAMES = ("base", "middle", "upscaler")
 

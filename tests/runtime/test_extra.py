@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.local_world import LocalWorld
 from support.random_plans import random_order, random_plan
 from support.reference import Unpartitioned, error
 from support.selfcond import ENTRY, batch_of, conditioned_layers, estimate, loss_of
@@ -18,7 +19,6 @@ from deepspeed_pulse.ir.conditioning import SelfConditioned, data_order, drawn, 
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner import forward_schedule, violations
-from deepspeed_pulse.runtime.local import LocalWorld
 
 PLACES = {
     "wave": Placement.wave,

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.local_world import LocalDevice
 
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, FrozenRun, HandOver
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.runtime.frozen import FrozenLayers, FrozenRuntime
-from deepspeed_pulse.runtime.local import LocalDevice
 
 
 def runtime(*functions):

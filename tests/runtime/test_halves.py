@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.irregular import data, draw_sketch, gradient, graph_of, reference, sketch_layers
+from support.local_world import LocalWorld
 from support.random_plans import random_plan
 from support.reference import Unpartitioned, error
 from torch import nn
@@ -23,7 +24,6 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import SPLIT, Action, Op
 from deepspeed_pulse.runtime.halves import input_half
-from deepspeed_pulse.runtime.local import LocalWorld
 from deepspeed_pulse.runtime.roots import roots_of, takes_edges
 from deepspeed_pulse.runtime.tape import Tape
 

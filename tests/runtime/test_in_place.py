@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.local_world import LocalWorld
 from support.random_plans import random_plan
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,7 +16,6 @@ from deepspeed_pulse.errors import GraphError, RunError
 from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, changed_from_outside, with_versions
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.runtime.discovery import Extent, _renewed, begin, discover
-from deepspeed_pulse.runtime.local import LocalWorld
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.stage import BoundLayer
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.irregular import Kind, Reference, Sketch, data, draw_sketch, gradient, graph_of, reference, sketch_layers
+from support.local_world import LocalWorld, Mailboxes
 from support.random_plans import random_plan
 from support.reference import Unpartitioned, error
 from torch.nn.functional import mse_loss
@@ -22,7 +23,6 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, violations
-from deepspeed_pulse.runtime.local import LocalWorld, Mailboxes
 from deepspeed_pulse.runtime.payload import METADATA_INTS
 
 LINK = Link(bandwidth_gb_per_s=1e-3, latency_us=100.0)

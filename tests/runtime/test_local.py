@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.local_world import ListedBatches, LocalDevice, LocalWorld
 from support.random_plans import random_plan
 from support.reference import Unpartitioned, error
 from support.toy import loss_fn, toy_batch, toy_layers
@@ -19,7 +20,6 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.schedule import WHOLE, Action
 from deepspeed_pulse.planner import forward_schedule
-from deepspeed_pulse.runtime.local import ListedBatches, LocalDevice, LocalWorld
 from deepspeed_pulse.runtime.roots import takes_edges
 
 GRAPH = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(toy_layers())))

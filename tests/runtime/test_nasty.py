@@ -12,6 +12,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint as deepspeed_reentrant
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from support.local_world import LocalWorld
 from support.nasty import Network, draw_network, network_batch, network_layers
 from support.random_plans import random_plan
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -21,7 +22,6 @@ from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner import forward_schedule
-from deepspeed_pulse.runtime.local import LocalWorld
 from deepspeed_pulse.runtime.payload import tensors_in
 from deepspeed_pulse.runtime.recomputing import non_reentrant
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint as deepspeed_reentrant
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from support.local_world import LocalWorld
 from support.random_plans import random_plan
 from support.reference import Unpartitioned, error
 from support.toy import loss_fn, toy_batch, toy_layers
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.runtime.local import LocalWorld
 from deepspeed_pulse.runtime.recomputing import non_reentrant
 from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage
 

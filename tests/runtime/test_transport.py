@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
+from support.local_world import LocalDevice, Mailboxes
 
 from deepspeed_pulse.errors import BatchError, PeerError, RunError
 from deepspeed_pulse.ir.program import Channel, Message
 from deepspeed_pulse.ir.schedule import Direction
-from deepspeed_pulse.runtime.local import LocalDevice, Mailboxes
 from deepspeed_pulse.runtime.payload import METADATA_INTS, Signature
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.transport import Transport

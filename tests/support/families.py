@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from support.dataflow import ListFlow, exported, flow_of_list, parts_of, reads_of_export
+from support.local_world import LocalWorld
 from support.reference import error
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -30,7 +31,6 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.models import to_layers
 from deepspeed_pulse.planner import Job, SearchOptions, make_plan
-from deepspeed_pulse.runtime.local import LocalWorld
 
 Batch = dict[str, Any]
 Forward = Callable[[Any, Batch], Tensor]

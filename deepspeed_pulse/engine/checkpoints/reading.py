@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.errors import ConfigError, FileError, first_of
 
 SAFE_GLOBALS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """Classes of upstream's that its optimizer files hold; nothing else but tensors and plain data is unpickled."""
@@ -130,4 +130,4 @@ def _loads_its_own_way(module: nn.Module) -> bool:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
+    return first_of(names, 3) or "nothing"

@@ -170,7 +170,7 @@ class Reading:
     def _next_batch(self) -> Any:
         """A generator that yields inside ``torch.no_grad()`` leaves it on for whoever draws: layers must not see it."""
         gradients = torch.set_grad_enabled(torch.is_grad_enabled())
-        with self._watchdog.aside("the data loader"), self._drawing(), gradients:
+        with self._watchdog.aside(), self._drawing(), gradients:
             return self._engine._next_batch()
 
     def agreed_readers(self) -> tuple[bool, ...]:

@@ -14,7 +14,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.errors import ConfigError, first_of
 
 PLACEHOLDER = "pulse_placeholder"
 _SHOWN = 3
@@ -111,10 +111,9 @@ def check_covers(groups: Iterable[Any], module: torch.nn.Module) -> None:
     left_out = [name for key, name in trained.items() if key not in given]
     everywhere = list(dict.fromkeys(name for names in told_by_all(left_out) for name in names))
     if everywhere and dist.get_rank() == 0:
-        more = f" and {len(everywhere) - _SHOWN} more" if len(everywhere) > _SHOWN else ""
         print(
             f"pulse: the optimizer was not given {len(everywhere)} trainable parameters, which stay as they are: "
-            f"{', '.join(everywhere[:_SHOWN])}{more}; requires_grad_(False) saves their gradients",
+            f"{first_of(everywhere, _SHOWN)}; requires_grad_(False) saves their gradients",
             flush=True,
         )
 

@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.collectives import told_by_all
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.errors import ConfigError, first_of
 
 NO_LIMIT_BYTES = 2**50
 """Memory of a rank whose device does not say how much it has: the host's is shared and paged."""
@@ -115,7 +115,6 @@ def _who_has(found: Sequence[Hardware], what: str) -> str:
     for value in dict.fromkeys(getattr(rank, what) for rank in found):
         ranks = [index for index, rank in enumerate(found) if getattr(rank, what) == value]
         hosts = list(dict.fromkeys(found[index].host for index in ranks))
-        shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         where = f"host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''}"
-        parts.append(f"{value} on rank{'s' if len(ranks) > 1 else ''} {shown} ({where})")
+        parts.append(f"{value} on rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)} ({where})")
     return ", ".join(parts)

@@ -7,6 +7,8 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -20,7 +22,6 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.ir.timeline import Timeline
-from deepspeed_pulse.runtime.local import ListedBatches
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
 from deepspeed_pulse.runtime.stage import BoundLayer, Stage
 from deepspeed_pulse.runtime.usage import Usage
@@ -62,13 +63,13 @@ def message_pauses_ms(device: torch.device) -> list[float]:
     stages = {s: Stage([layer], ()) for s, layer in layers.items()}
     hidden = torch.zeros(_HIDDEN, device=device)
     alone = _alone(_Idle().to(device), hidden)
-    batches = ListedBatches([(hidden, {})] * _MICROBATCHES)
+    batches = _Same(hidden)
     part = RankPart(plan=plan, traffic=traffic, usage=Usage(plan, (), runtime.rank), stages=stages)
     rows = [[*_step(runtime, part, batches, alone)] for _ in range(_STEPS)]
     return [ms for row in rows[1:] for ms in row]  # shapes are agreed on in the first one
 
 
-def _step(runtime: RankRuntime, part: RankPart, batches: ListedBatches, alone: Mapping[Op, float]) -> Iterator[float]:
+def _step(runtime: RankRuntime, part: RankPart, batches: _Same, alone: Mapping[Op, float]) -> Iterator[float]:
     row = part.traffic.program[runtime.rank]
     runtime.begin(part, batches, training=True)
     for step in row:
@@ -95,6 +96,25 @@ def _alone(layer: torch.nn.Module, hidden: torch.Tensor) -> dict[Op, float]:
         for op, (start, end) in zip(times, itertools.pairwise(marks), strict=True):
             times[op].append(1e3 * (end - start))
     return {op: statistics.median(found) for op, found in times.items()}
+
+
+@dataclass(frozen=True)
+class _Same:
+    """Of a step, each microbatch's input; there are no entries beside it."""
+
+    hidden: torch.Tensor
+
+    def inputs(self, microbatch: int, backbone: int) -> torch.Tensor:
+        return self.hidden
+
+    def entry(self, name: str, microbatch: int) -> Any:
+        raise KeyError(name)
+
+    def has_entry(self, name: str) -> bool:
+        return False
+
+    def release(self, microbatch: int) -> None:
+        """It stays."""
 
 
 class _Idle(torch.nn.Module):

@@ -12,7 +12,7 @@ import torch
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.owning import copied
+from deepspeed_pulse.runtime.owning import copied, cut_off
 from deepspeed_pulse.runtime.payload import as_payload, map_tensors, num_bytes, tensors_in
 from deepspeed_pulse.runtime.roots import roots_of
 from deepspeed_pulse.runtime.stage import BoundLayer, SavedBytes, Stage, module_of, naming, put_buffers, versions_of
@@ -70,8 +70,8 @@ class Probe:
 
     def run(self, *, in_halves: bool = False) -> Pass:
         """One forward, on leaves of its own."""
-        hidden = map_tensors(self._hidden, _cut)
-        popped = {name: map_tensors(self._values[name], _cut) for name in self._declared.pop}
+        hidden = map_tensors(self._hidden, cut_off)
+        popped = {name: map_tensors(self._values[name], cut_off) for name in self._declared.pop}
         given = {
             name: copied(value) if name in self._changes else value for name, value in {**popped, INPUT: hidden}.items()
         }
@@ -142,8 +142,8 @@ class Probe:
         assert self._last is not None
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        stashed = {name: map_tensors(value, _cut) for name, value in self._last.stashed.items()}
-        output = map_tensors(self._last.output, _cut)
+        stashed = {name: map_tensors(value, cut_off) for name, value in self._last.stashed.items()}
+        output = map_tensors(self._last.output, cut_off)
         del self._stage, self._last, self.parameters, self._gradients
         return output, stashed
 
@@ -263,7 +263,3 @@ def _on(module: torch.nn.Module | None, device: torch.device) -> Iterator[None]:
         for buffer, saved in before.values():
             buffer.data = saved
         put_buffers(module, {name: buffer for name, (buffer, _) in before.items()})
-
-
-def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -135,10 +135,10 @@ class Watchdog:
             self.device.gave(Activity(OUTSIDE, inside=False))
 
     @contextmanager
-    def aside(self, doing: str) -> Iterator[None]:
-        """A call into the program; how long it lasts counts for the whole."""
+    def aside(self) -> Iterator[None]:
+        """A call into the program's data loader; how long it lasts counts for the whole."""
         before = self._place
-        self._place = replace(before, doing=f"{doing} ({before.doing})", meets=False)
+        self._place = replace(before, doing=f"the data loader ({before.doing})", meets=False)
         try:
             yield
         finally:

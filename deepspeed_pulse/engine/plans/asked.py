@@ -88,7 +88,7 @@ def asked_of(
         return None
     if config is None:
         raise ConfigError(f'{names[0]}: "auto" needs the global batch: pass config= to PipelineModule, with {BATCH}')
-    _refuse(names, num_stages, topology, config, pulse)
+    _refuse(names, num_stages, topology, config)
     waves = (1, 2) if pulse.waves == AUTO else (int(pulse.waves),)
     stage = _within(config, "zero_optimization", "stage")
     given = Constraints(
@@ -145,7 +145,7 @@ def _batch_text(settings: tuple[Any, ...]) -> str:
     return ", ".join(f"{key} {value!r}" for key, value in zip(BATCH_KEYS, settings, strict=True) if value is not None)
 
 
-def _refuse(names: tuple[str, ...], num_stages: Any, topology: Any, config: Config, pulse: PulseConfig) -> None:
+def _refuse(names: tuple[str, ...], num_stages: Any, topology: Any, config: Config) -> None:
     what = f'{names[0]}: "auto"'
     if num_stages == AUTO and topology is not None:
         raise ConfigError(f"{what} beside topology=, which says the number of ranks; leave one of them out")

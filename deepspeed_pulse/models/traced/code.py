@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import BatchError, GraphError
 from deepspeed_pulse.models.traced.batch import Entry
-from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, Piece
+from deepspeed_pulse.models.traced.cutting import Dependencies, Piece
 from deepspeed_pulse.models.traced.names import pytree
 from deepspeed_pulse.models.traced.recording import (
     BUFFER,
@@ -95,10 +95,8 @@ class LayerCode:
     Raises :class:`GraphError` where a number that a call needs is not to be had in this layer.
     """
 
-    def __init__(
-        self, cuts: Cuts, depends: Dependencies, piece: Piece, *, first: bool, with_sizes: tuple[Any, ...] | None
-    ) -> None:
-        self._trace, self.piece, self._first, self._sizes = cuts.trace, piece, first, with_sizes
+    def __init__(self, depends: Dependencies, piece: Piece, *, first: bool, with_sizes: tuple[Any, ...] | None) -> None:
+        self._trace, self.piece, self._first, self._sizes = depends.trace, piece, first, with_sizes
         self._anywhere = depends.anywhere
         self._given = self._trace.given
         self._used = self._read(depends)
@@ -283,25 +281,18 @@ class LayerCode:
     ) -> Any:
         def make() -> Any:
             own = dict(env)
-            for index in self._order(value):
+            for index in self._trace.calls_behind([value]):
                 self._call(self._makes[index], unit, own, device)
             return own[value]
 
         tensors = [env[source] for source in sources]
         if not tensors or torch.is_inference_mode_enabled() or any(one.is_inference() for one in tensors):
             return make()
-        places = {place for index in self._order(value) for place in self._places(self._makes[index].arguments)}
+        places = {
+            place for index in self._trace.calls_behind([value]) for place in self._places(self._makes[index].arguments)
+        }
         sizes = tuple(int(env[v].shape[dim]) for v, dim in sorted(places))
         return kept.get((id(self._trace), value), make, tensors, (device, sizes))
-
-    def _order(self, value: int) -> list[int]:
-        found, waiting = set[int](), [self._trace.values[value].call]
-        while waiting:
-            call = waiting.pop()
-            if call is not None and call not in found:
-                found.add(call)
-                waiting += [self._trace.values[v].call for v in self._trace.calls[call].reads]
-        return sorted(found)
 
     @staticmethod
     def _places(arguments: Iterable[Any]) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ import itertools
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from deepspeed_pulse.models.traced.outline import Outline
@@ -34,15 +34,6 @@ class Piece:
     gives: tuple[int, ...]
     pops: Mapping[str, int]
     stashes: Mapping[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cuts:
-    """A trace in pieces. ``owners``: weights that calls between leaves read, to the piece that holds them."""
-
-    trace: Trace = field(repr=False)
-    pieces: tuple[Piece, ...]
-    owners: Mapping[int, int]
 
 
 class Dependencies:
@@ -120,7 +111,7 @@ class Dependencies:
         return frozenset(found)
 
 
-def cut(depends: Dependencies, outline: Outline) -> Cuts:
+def cut(depends: Dependencies, outline: Outline) -> tuple[Piece, ...]:
     """Cut a trace after each of its blocks."""
     anchors = _anchors(depends, outline)
     bounds = _bounds(depends, anchors)
@@ -262,7 +253,7 @@ class _Interface:
         self._makes = [self._makes_of(layer) for layer in range(count)]
         self._uses = self._used_by()
 
-    def cuts(self) -> Cuts:
+    def cuts(self) -> tuple[Piece, ...]:
         trace = self._trace
         born = {value: self._layer_born(value) for value in self._uses}
         owners = {v: layer for v, layer in born.items() if trace.values[v].kind in (PARAMETER, BUFFER)}
@@ -299,20 +290,13 @@ class _Interface:
                     stashes={name_of[value]: value for value in stashed[layer]},
                 )
             )
-        return Cuts(trace=trace, pieces=tuple(pieces), owners=owners)
+        return tuple(pieces)
 
     def _makes_of(self, layer: int) -> tuple[int, ...]:
         """Calls of values made anywhere that the calls of a layer need."""
         wanted = {v for call in self._calls(layer) for v in self._depends.reads(call)}
         wanted |= set(self._trace.outputs) if layer == self._count - 1 else set()
-        found = set[int]()
-        waiting = [self._trace.values[v].call for v in wanted if v in self._depends.anywhere]
-        while waiting:
-            call = waiting.pop()
-            if call is not None and call not in found:
-                found.add(call)
-                waiting += [self._trace.values[v].call for v in self._trace.calls[call].reads]
-        return tuple(sorted(found))
+        return self._trace.calls_behind(v for v in wanted if v in self._depends.anywhere)
 
     def _calls(self, layer: int) -> list[Call]:
         return [call for call in self._depends.main if self._layer_of[call.index] == layer]

@@ -31,7 +31,7 @@ from deepspeed_pulse.models.traced.code import (
     from_numbers,
     from_shapes,
 )
-from deepspeed_pulse.models.traced.cutting import Cuts, Dependencies, cut
+from deepspeed_pulse.models.traced.cutting import Dependencies, cut
 from deepspeed_pulse.models.traced.glue import functions
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
 from deepspeed_pulse.models.traced.standins import NO_CAST, Bare, Cast
@@ -103,7 +103,7 @@ class Traced:
     ) -> None:
         self.trace = found
         depends = Dependencies(found, shared.persistent, shared.weights)
-        self.cuts: Cuts = cut(depends, shared.outline)
+        self.pieces = cut(depends, shared.outline)
         sizes = tuple(found.shape_env.replace(symbol) for symbol in found.symbols)
         if with_sizes is None:
             try:
@@ -122,13 +122,12 @@ class Traced:
 
     def _codes(self, depends: Dependencies, sizes: tuple[Any, ...] | None) -> list[LayerCode]:
         return [
-            LayerCode(self.cuts, depends, piece, first=number == 0, with_sizes=sizes)
-            for number, piece in enumerate(self.cuts.pieces)
+            LayerCode(depends, piece, first=number == 0, with_sizes=sizes) for number, piece in enumerate(self.pieces)
         ]
 
     def routing(self) -> frozenset[str]:
         """Modules that hand on values whose sizes follow from numbers in tensors, as a choice of experts does."""
-        handed_on = {v for piece in self.cuts.pieces for v in (*piece.gives, *piece.stashes.values())}
+        handed_on = {v for piece in self.pieces for v in (*piece.gives, *piece.stashes.values())}
         found = set[str]()
         for value in handed_on:
             free = {one for size in self.trace.shape(value) for one in getattr(size, "free_symbols", ())}

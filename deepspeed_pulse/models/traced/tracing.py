@@ -69,6 +69,16 @@ class Trace:
     reads: frozenset[str]
     shape_env: Any = field(repr=False)
 
+    def calls_behind(self, values: Iterable[int]) -> tuple[int, ...]:
+        """The calls that make some values, and those that make what these read, in order."""
+        found, waiting = set[int](), [self.values[value].call for value in values]
+        while waiting:
+            call = waiting.pop()
+            if call is not None and call not in found:
+                found.add(call)
+                waiting += [self.values[value].call for value in self.calls[call].reads]
+        return tuple(sorted(found))
+
     def expr(self, size: Any) -> Any:
         """A size as an expression of symbols, or the number that it is fixed to."""
         return self.shape_env.replace(size.node.expr) if isinstance(size, torch.SymInt) else size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deepspeed_pulse.errors import FileError
+from deepspeed_pulse.errors import FileError, first_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CONFIG = "config.json"
@@ -106,7 +106,7 @@ class WeightFiles:
             "in the weights but not in the model": extra,
             "of another shape": [f"{key} is {list(a)}, expected {list(b)}" for key, a, b in shared if a != tuple(b)],
         }
-        if found := [f"{len(names)} {kind}: {_few(names)}" for kind, names in problems.items() if names]:
+        if found := [f"{len(names)} {kind}: {first_of(names, SHOWN)}" for kind, names in problems.items() if names]:
             raise FileError(
                 f"{self.folder}: expected the {len(expected)} tensors of the {what} that {CONFIG} describes, found "
                 "others:\n  " + "\n  ".join(found)
@@ -127,12 +127,12 @@ def _sharded(folder: Path, index: str) -> dict[str, TensorEntry]:
     files = _weight_map(folder / index)
     shards = sorted(set(files.values()))
     if missing := [name for name in shards if not (folder / name).is_file()]:
-        raise FileError(f"{folder / index}: names {len(missing)} files that are not there: {_few(missing)}")
+        raise FileError(f"{folder / index}: names {len(missing)} files that are not there: {first_of(missing, SHOWN)}")
     found = {name: _header(folder / name) for name in shards}
     problems = [f"{key} is not in {name}" for key, name in files.items() if key not in found[name]]
     problems += [f"{key} of {name} is not in the index" for name in shards for key in found[name] if key not in files]
     if problems:
-        raise FileError(f"{folder / index}: does not fit its shards: {_few(problems)}")
+        raise FileError(f"{folder / index}: does not fit its shards: {first_of(problems, SHOWN)}")
     return {key: found[name][key] for key, name in files.items()}
 
 
@@ -190,13 +190,8 @@ def _nothing_found(folder: Path, name: str) -> str:
         return message + f"the variants {', '.join(variants)}; pass variant="
     if pickles:
         return (
-            message + f"pickle files ({_few(pickles)}). Pickle can run code, so it is not read. If you trust the file, "
-            "convert it once: let diffusers load the model with from_pretrained(folder, use_safetensors=False) and "
-            "write it with save_pretrained(folder)"
+            message + f"pickle files ({first_of(pickles, SHOWN)}). Pickle can run code, so it is not read. If you "
+            "trust the file, convert it once: let diffusers load the model with from_pretrained(folder, "
+            "use_safetensors=False) and write it with save_pretrained(folder)"
         )
-    return message + (f"only {_few(names)}" if names else "an empty folder")
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return message + (f"only {first_of(names, SHOWN)}" if names else "an empty folder")

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from deepspeed_pulse.errors import did_you_mean
+from deepspeed_pulse.errors import did_you_mean, first_of
 from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, program_of
 from deepspeed_pulse.ir.dependencies import Result, result_of, walk
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, is_read
@@ -80,8 +80,7 @@ def _cover(plan: Plan, fill: Fill) -> Iterator[str]:
         twice = [place for place, count in times if count > 1]
         for kind, found in (("never runs", never), ("runs more than once", twice)):
             if found:
-                more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-                yield f"fill: part {part.name!r}: {kind}: layer {', '.join(found[:_SHOWN])}{more}"
+                yield f"fill: part {part.name!r}: {kind}: layer {first_of(found, _SHOWN)}"
 
 
 def _results(plan: Plan, fill: Fill) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from deepspeed_pulse.errors import PlanError, did_you_mean
+from deepspeed_pulse.errors import PlanError, did_you_mean, first_of
 from deepspeed_pulse.ir import carried
 from deepspeed_pulse.ir.channels import make_traffic
 from deepspeed_pulse.ir.dependencies import walk
@@ -128,8 +128,7 @@ class _Row:
         for found in map(list, (self._strange(), self._twice(), self._missing(), self._too_early(), self._unordered())):
             for kind in dict.fromkeys(kind for kind, _, _ in found):
                 texts = [text for this, text, _ in found if this == kind]
-                more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-                lines.append(f"schedule of rank {self.rank}: {kind} {', '.join(texts[:_SHOWN])}{more}")
+                lines.append(f"schedule of rank {self.rank}: {kind} {first_of(texts, _SHOWN)}")
             marked += [position for _, _, position in found if position is not None]
         return lines, marked
 

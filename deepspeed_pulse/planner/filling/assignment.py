@@ -34,7 +34,7 @@ class Gap:
     is_last: bool
 
 
-def gaps_of(problem: Problem, timeline: Timeline, shortest_ms: float) -> list[Gap]:
+def gaps_of(timeline: Timeline, shortest_ms: float) -> list[Gap]:
     """Where no action runs for at least ``shortest_ms``, in the order of starts; frozen work counts as idle."""
     found = []
     for rank in range(timeline.num_ranks):

@@ -114,7 +114,7 @@ class _Ways:
     def best(self, seconds: float) -> FillResult:
         """The fill with the shortest step that keeps to the memory."""
         self._tastes, targets = (_PREFERENCES, _TARGETS) if seconds > 0 else (_PREFERENCES[:_QUICK], _QUICK)
-        first = self._scored(self._up_front(), "up front")
+        first = self._scored(self._in_one_piece(()), "up front")  # what filling has to beat
         shortest = self._pipeline.makespan_ms
         found = [first, *self._greedy(self._starts)]
         longest = min(filled.estimate.makespan_ms for filled in found)
@@ -137,7 +137,7 @@ class _Ways:
         least = min(layer.forward_ms for part in self._parts for layer in part.layers)
         upper_ms = greedy.estimate.makespan_ms
         for plan in (self._problem.plan, replace(self._problem.plan, fill=greedy.fill)):
-            gaps = gaps_of(self._problem, simulate(plan, self._problem.profile, self._problem.cluster), least)
+            gaps = gaps_of(simulate(plan, self._problem.profile, self._problem.cluster), least)
             program = Assignment(self._problem, self._parts, self._allowed, gaps, upper_ms)
             if seconds <= 0 or program.num_columns > MOST_COLUMNS:
                 continue
@@ -160,10 +160,6 @@ class _Ways:
         for preference in self._tastes:
             runs = Filler(self._problem, self._parts, self._allowed, latest, preference).fill()
             yield self._scored(runs, "greedy")
-
-    def _up_front(self) -> Runs:
-        """All of it before the first action: what filling has to beat."""
-        return self._in_one_piece(())
 
     def _in_one_piece(self, begin_ms: Sequence[float]) -> Runs:
         """Without actions between, from when each rank has time."""

@@ -53,7 +53,7 @@ def _needed(
 def _while_links_idle(problem: Problem, fill: Fill, later: Sequence[tuple[int, HandOver]]) -> Fill:
     """Each goes out at the first place in its rank's row at which no later message has to wait for it."""
     timeline = run(problem.with_plan(replace(problem.plan, fill=fill)), problem.plan.schedule)
-    busy = _busy(problem, timeline, fill)
+    busy = _busy(problem, timeline)
     rows = [list(row) for row in fill.rows]
     made = {(s.work.part, s.work.end, s.work.microbatch): s.end_ms for s in timeline.frozen}
     free = [_free_times(problem, timeline, rank, fill) for rank in range(timeline.num_ranks)]
@@ -72,7 +72,7 @@ def _while_links_idle(problem: Problem, fill: Fill, later: Sequence[tuple[int, H
     return replace(fill, rows=tuple(ordered))
 
 
-def _busy(problem: Problem, timeline: Timeline, fill: Fill) -> Mapping[Port, list[tuple[float, float]]]:
+def _busy(problem: Problem, timeline: Timeline) -> Mapping[Port, list[tuple[float, float]]]:
     """Per port, from when until when messages leave through it."""
     found: dict[Port, list[tuple[float, float]]] = defaultdict(list)
     for t in timeline.transfers:

@@ -10,9 +10,8 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, Job
 from deepspeed_pulse.planner.making.maker import WORTH_CHANGING, Maker, TooSlow
-from deepspeed_pulse.planner.making.ordered import step_ms
 from deepspeed_pulse.planner.recompute import cheapest_first
-from deepspeed_pulse.planner.simulator import estimate, still_optimal
+from deepspeed_pulse.planner.simulator import estimate, step_ms, still_optimal
 
 MOST_SEARCHED = 2
 """Of the placements of several backbones (which of them run the other way round, and how), how many are searched for
@@ -67,8 +66,7 @@ def _free(maker: Maker, places: Sequence[Placement]) -> list[Plan]:
 
 
 def _fits(plan: Plan, job: Job) -> bool:
-    assert plan.estimate is not None
-    return max(plan.estimate.peak_bytes) <= job.limit_bytes
+    return max(plan.figures.peak_bytes) <= job.limit_bytes
 
 
 def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:

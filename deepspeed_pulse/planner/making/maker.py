@@ -14,7 +14,7 @@ from deepspeed_pulse.planner.cost import optimizer_ms
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
 from deepspeed_pulse.planner.links import Links
-from deepspeed_pulse.planner.making.ordered import ordered, step_ms
+from deepspeed_pulse.planner.making.ordered import ordered
 from deepspeed_pulse.planner.partition.cuts import partition
 from deepspeed_pulse.planner.partition.descent import Moves, between, descent, nearby
 from deepspeed_pulse.planner.partition.joint import joint_partition
@@ -23,7 +23,7 @@ from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.reduction import reduction_ms
 from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
-from deepspeed_pulse.planner.simulator import busiest_ms, least_step_ms, slowest_optimizer_ms
+from deepspeed_pulse.planner.simulator import busiest_ms, least_step_ms, slowest_optimizer_ms, step_ms
 
 WORTH_CHANGING = 0.99
 """Of the step of a wave or a linear placement, what other placements may take at most: they have more actions and

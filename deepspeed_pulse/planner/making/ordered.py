@@ -14,6 +14,7 @@ from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.making.rolled import with_own_steps
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
 from deepspeed_pulse.planner.search.synthesize import synthesize
+from deepspeed_pulse.planner.simulator import step_ms
 
 _SEARCHED = 2
 """Choices of microbatches that run an extra forward, how many are searched for better orders."""
@@ -86,11 +87,6 @@ def _is_proven(plan: Plan) -> bool:
     """No order of its cuts has a shorter step; sums of gradients that end behind the order are not in its proof."""
     solver, figures = plan.solver, plan.estimate
     return solver is not None and solver.optimal and figures is not None and figures.hides_sums
-
-
-def step_ms(plan: Plan) -> float:
-    assert plan.estimate is not None
-    return plan.estimate.step_ms
 
 
 def _filled(plan: Plan, job: Job, memory_bytes: int, options: SearchOptions, progress: Progress | None) -> Plan:

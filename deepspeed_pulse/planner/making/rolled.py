@@ -17,7 +17,7 @@ from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
 from deepspeed_pulse.planner.schedules.rolling import TRIALS, rolling_orders
 from deepspeed_pulse.planner.search.synthesize import caps_within
-from deepspeed_pulse.planner.simulator import busiest_ms, run, summarize
+from deepspeed_pulse.planner.simulator import busiest_ms, run, step_ms, summarize
 
 _QUICK_TRIALS = 60
 """Where nothing is searched for."""
@@ -44,21 +44,16 @@ def with_own_steps(plan: Plan, job: Job, options: SearchOptions) -> Plan:
                 'use "together"'
             )
         return plan
-    found = min(_rolled(plan, job, options), key=_step_ms, default=None)
+    found = min(_rolled(plan, job, options), key=step_ms, default=None)
     if found is None and job.frozen:
         spare = job.limit_bytes - most_bytes(job.frozen, job.microbatches)
-        found = min(_rolled(plan, job, options, max(0, spare)), key=_step_ms, default=None)
+        found = min(_rolled(plan, job, options, max(0, spare)), key=step_ms, default=None)
     if found is None and asked:
         raise InfeasibleError(
             '"backbone_steps": "each": no such order fits the memory; use "together", a smaller microbatch or '
             "activation checkpointing"
         )
-    return plan if found is None or not (asked or _step_ms(found) < _step_ms(plan) * (1 - _PROVEN)) else found
-
-
-def _step_ms(plan: Plan) -> float:
-    assert plan.estimate is not None
-    return plan.estimate.step_ms
+    return plan if found is None or not (asked or step_ms(found) < step_ms(plan) * (1 - _PROVEN)) else found
 
 
 def _rolled(plan: Plan, job: Job, options: SearchOptions, memory_bytes: int | None = None) -> Iterator[Plan]:
@@ -103,5 +98,4 @@ def _judged(plan: Plan, job: Job) -> Plan | None:
 
 def _is_optimal(plan: Plan) -> bool:
     """No steady state is shorter."""
-    assert plan.estimate is not None
-    return plan.estimate.summed_ms <= plan.estimate.lower_bound_ms * (1 + _PROVEN)
+    return plan.figures.summed_ms <= plan.figures.lower_bound_ms * (1 + _PROVEN)

@@ -134,7 +134,7 @@ class _Board:
         self._live = [0.0] * problem.num_ranks
         self._ready: dict[Key, float] = defaultdict(float)
         self._missing: dict[Key, int] = {}
-        reserve = _reserves(problem.placement, cap) if cap else ()
+        reserve = _fitting_reserves(problem.placement, cap) if cap else ()
         self._reserve = cap.weights if cap and order else reserve
         self._extra = [problem.plan.extra_forwards(stage) for stage in range(problem.num_stages)]
         self._has_extra = any(self._extra)
@@ -276,15 +276,22 @@ def _held_by_backbone(placement: Placement) -> list[list[tuple[int, ...]]]:
     ]
 
 
-def _reserves(placement: Placement, cap: Cap) -> tuple[float, ...]:
-    """Per stage: its weight and those of its rank's later stages of its backbone. All backbones' must fit its limit."""
-    reserve, needs = [0.0] * len(placement), [0.0] * placement.num_ranks
+def reserves(placement: Placement, cap: Cap) -> list[float]:
+    """Per stage: its weight and those of its rank's later stages of its backbone, so that a microbatch can go on."""
+    found = [0.0] * len(placement)
     for stages in placement.backbones:
         after = [0.0] * placement.num_ranks
         for stage in reversed(stages):
             after[placement[stage]] += cap.weights[stage]
-            reserve[stage] = after[placement[stage]]
-        needs = [need + more for need, more in zip(needs, after, strict=True)]
+            found[stage] = after[placement[stage]]
+    return found
+
+
+def _fitting_reserves(placement: Placement, cap: Cap) -> tuple[float, ...]:
+    """The same; a microbatch of all backbones must fit each rank's limit."""
+    reserve, needs = reserves(placement, cap), [0.0] * placement.num_ranks
+    for stage in sorted(_first_stages(placement)):
+        needs[placement[stage]] += reserve[stage]
     lacking = [r for r, need in enumerate(needs) if need > cap.limits[r] * (1 + _SLACK) + _SLACK]
     if lacking:
         lines = [f"rank {r} needs {needs[r]:,.0f} {cap.unit}, its limit is {cap.limits[r]:,.0f}" for r in lacking]

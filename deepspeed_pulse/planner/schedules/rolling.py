@@ -17,7 +17,7 @@ from deepspeed_pulse.ir.schedule import FORWARDS, SPLIT, WHOLE, Action, Op, Sche
 from deepspeed_pulse.planner.bounds import CriticalPaths
 from deepspeed_pulse.planner.links import Ports
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.listing import Cap
+from deepspeed_pulse.planner.schedules.listing import Cap, reserves
 
 TRIALS = 600
 """Orders that are tried where there are few actions; fewer, by their number, where there are many."""
@@ -120,7 +120,7 @@ class _Board:
         for action, needed in self.needs.items():
             for other in needed:
                 self.following[other].append(action)
-        self.reserve = _reserve(problem, cap)
+        self.reserve = [0.0] * problem.num_stages if cap is None else reserves(problem.placement, cap)
         self.unit_ms = sum(problem.costs.forward_ms) / problem.num_stages or 1.0
         paths = CriticalPaths(problem, split=split)
         columns = {(a.stage, a.op): a for a in self.actions}
@@ -289,15 +289,3 @@ class _Run:
     def ends_ms(self) -> list[float]:
         """When each rank is free, and all messages have arrived."""
         return [self._landed_ms, *(state.free_ms for state in self._ranks)]
-
-
-def _reserve(problem: Problem, cap: Cap | None) -> list[float]:
-    """Per stage: its weight and those of its rank's later stages of its backbone, so that a microbatch can go on."""
-    found = [0.0] * problem.num_stages
-    for stages in problem.placement.backbones if cap is not None else ():
-        after = [0.0] * problem.num_ranks
-        for stage in reversed(stages):
-            assert cap is not None
-            after[problem.placement[stage]] += cap.weights[stage]
-            found[stage] = after[problem.placement[stage]]
-    return found

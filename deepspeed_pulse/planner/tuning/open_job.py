@@ -12,6 +12,7 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.job import Job
+from deepspeed_pulse.planner.make import check_cluster, check_counts
 from deepspeed_pulse.planner.tuning.sizes import Sizes
 
 
@@ -65,15 +66,8 @@ class OpenJob:
 
     def check(self) -> None:
         """Raise a :class:`ConfigError` for what no choice can run with."""
-        for name, count in (("world size", self.world), ("global batch", self.global_batch)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{name}: expected an integer >= 1, found {count!r}")
-        if self.world > self.cluster.num_ranks:
-            raise ConfigError(
-                f"world size: {self.world} ranks, the cluster {self.cluster.name!r} has {self.cluster.num_ranks} "
-                f"({self.cluster.nodes} nodes of {self.cluster.ranks_per_node}); use fewer ranks or another cluster "
-                "file"
-            )
+        check_counts(**{"world size": self.world, "global batch": self.global_batch})
+        check_cluster(self.cluster, self.world, "world size:")
         dtype = self.sizes.smallest.dtype
         if self.given.backbone_steps == "each" and not may_step_apart(dtype):
             raise ConfigError(

@@ -259,7 +259,7 @@ class Tuner:
             unbound = trial is not None
             trial = trial or self._within_memory(choice, free)
             if trial.plan is not None:
-                self._steps.append(_figures(trial.plan).step_ms)
+                self._steps.append(trial.plan.figures.step_ms)
             yield trial
 
     def zero_stages(self, family: Choice) -> tuple[int, ...]:
@@ -302,7 +302,7 @@ class Tuner:
             self._cuts[key] = cuts(job, self._options(family))
         known = self._cuts.get(key) if one or self.sizes.in_proportion else None
         plan = make_plan(job, self._options(family, known))
-        self._free_ms = min(self._free_ms, _figures(plan).step_ms)
+        self._free_ms = min(self._free_ms, plan.figures.step_ms)
         self._cuts[key] = plan.boundaries
         return plan
 
@@ -349,8 +349,8 @@ class Tuner:
             state = f"weights, gradients, optimizer state and its step{buffers}"
             reason = f"{state} alone need {gigabytes(least, enough=True)} GB a rank"
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=least)
-        speed = _figures(free).samples_per_second
-        if _figures(free).step_ms > self._within_ms:  # less memory makes it no faster
+        speed = free.figures.samples_per_second
+        if free.figures.step_ms > self._within_ms:  # less memory makes it no faster
             reason = f"{speed:.4g} samples/s without regard to memory"
             return Trial(choice=choice, verdict=Verdict.SLOW, samples_per_second=speed, reason=reason)
         cuts = free.boundaries if _several(choice) else None
@@ -390,7 +390,7 @@ class Tuner:
     def searched(self, trials: list[Trial], seconds: float) -> list[Trial]:
         """With better orders of those that may be the best, in order again; most of the time is for the one that is."""
         trials = self.in_order(trials)
-        within = min(_figures(trial.plan).step_ms for trial in trials if trial.plan)
+        within = min(trial.plan.figures.step_ms for trial in trials if trial.plan)
         contenders = [t for t in trials[:_CONTENDERS] if t.plan and _least_ms(t.plan) < within]
         if not contenders or seconds <= 0:
             return trials
@@ -409,14 +409,14 @@ class Tuner:
         ranked = sorted(trials, key=rank_of)
         if not (self.job.cluster.intra_node.overhead_us or self.job.cluster.inter_node.overhead_us):
             return ranked
-        most_ms = (1 + _ALIKE) * _figures(ranked[0].planned).step_ms
-        alike = [trial for trial in ranked if trial.plan and _figures(trial.plan).step_ms <= most_ms]
+        most_ms = (1 + _ALIKE) * ranked[0].planned.figures.step_ms
+        alike = [trial for trial in ranked if trial.plan and trial.plan.figures.step_ms <= most_ms]
         lightest = min(alike, key=self._sent_bytes)
         return [lightest, *(trial for trial in ranked if trial is not lightest)]
 
     def _sent_bytes(self, trial: Trial) -> int:
         """Of all ranks in a step: messages of every pipeline, and sums over pipelines as rings make them."""
-        choice, figures = trial.choice, _figures(trial.planned)
+        choice, figures = trial.choice, trial.planned.figures
         messages = choice.data_parallel * choice.microbatches * figures.p2p_bytes_per_microbatch
         return messages + 2 * (choice.data_parallel - 1) * self.sizes.at(choice.microbatch_size).param_bytes
 
@@ -458,16 +458,11 @@ def rank_of(trial: Trial) -> tuple[bool, float, int, int, int]:
 
 
 def _success(choice: Choice, plan: Plan) -> Trial:
-    figures = _figures(plan)
+    figures = plan.figures
     speed, needed = figures.samples_per_second, max(figures.peak_bytes)
     return Trial(choice=choice, verdict=Verdict.PLANNED, plan=plan, samples_per_second=speed, needed_bytes=needed)
 
 
 def _least_ms(plan: Plan) -> float:
     """No order of its cuts has a shorter step."""
-    return _figures(plan).lower_bound_ms + _figures(plan).optimizer_ms
-
-
-def _figures(plan: Plan) -> Estimate:
-    assert plan.estimate is not None
-    return plan.estimate
+    return plan.figures.lower_bound_ms + plan.figures.optimizer_ms
