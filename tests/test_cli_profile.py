@@ -85,6 +85,14 @@ def run(line: str) -> int:
     return main(line.split())
 
 
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 7), ("bfloat16", 15)])
+@pytest.mark.usefixtures("folder")
+def test_an_estimate_may_count_the_optimizer(dtype: str, num_bytes: int) -> None:
+    """By what passes through the memory of a device that is told of, for each byte of parameters."""
+    assert run(f"profile pipeline --estimate --memory-gb-per-s 2000 --dtype {dtype} --out p.json") == 0
+    assert Profile.load("p.json").optimizer_ms_per_gb == num_bytes / 2
+
+
 @pytest.mark.parametrize("model", ["pipeline", "pipeline/unet", "pipeline/unet/config.json"])
 @pytest.mark.usefixtures("folder")
 def test_estimate_of_a_folder(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +160,7 @@ ERRORS = {
     "pipeline": "required: --out",
     "pipeline --tflops 3 --out p.json": "--tflops goes with --estimate",
     "pipeline --estimate --fused-optimizer --out p.json": "--fused-optimizer goes with measured times",
+    "pipeline --memory-gb-per-s 3 --out p.json": "--memory-gb-per-s goes with --estimate",
     "pipeline --estimate --tflops 0 --out p.json": "--tflops: expected a number > 0",
     "pipeline --dtype int8 --out p.json": "--dtype: invalid choice",
     "pipeline --microbatch-size 0 --out p.json": "--microbatch-size: expected an integer >= 1",

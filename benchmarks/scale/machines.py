@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.profile import stepped_bytes
 
 NODE = 8
 """Ranks of a node."""
-
-STEPPED = 30 / 2
-"""Bytes that pass through memory for a byte of 16-bit parameters that Adam steps: fp32 gradients are read, fp32 weights
-and two moments are read and written, 16-bit weights are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,7 @@ class Machines:
     @property
     def optimizer_ms_per_gb(self) -> float:
         """By what passes through memory."""
-        return 1e3 * STEPPED / self.memory_gb_per_s
+        return 1e3 * stepped_bytes("bfloat16") / self.memory_gb_per_s
 
     def cluster(self, ranks: int) -> Cluster:
         return Cluster(

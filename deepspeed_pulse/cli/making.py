@@ -30,8 +30,10 @@ def profile(arguments: argparse.Namespace) -> None:
 
     if arguments.tflops is not None and not arguments.estimate:
         raise ConfigError("--tflops goes with --estimate: measured times need no rate")
+    if arguments.memory_gb_per_s is not None and not arguments.estimate:
+        raise ConfigError("--memory-gb-per-s goes with --estimate: the optimizer's step is measured, too")
     if arguments.fused_optimizer and arguments.estimate:
-        raise ConfigError("--fused-optimizer goes with measured times: an estimate has none of the optimizer")
+        raise ConfigError("--fused-optimizer goes with measured times; an estimate takes --memory-gb-per-s")
     with replacing(arguments.out) as out, visiting(sys.stderr) as watch, quiet():
         from deepspeed_pulse.engine.plans.profiles import estimate_profile, measure_profile
         from deepspeed_pulse.models.catalogue.sources import find_workload
@@ -44,7 +46,9 @@ def profile(arguments: argparse.Namespace) -> None:
         )
         if arguments.estimate:
             tflops = arguments.tflops or TFLOPS
-            estimated = estimate_profile(workload, tflops=tflops, watch=watch)
+            estimated = estimate_profile(
+                workload, tflops=tflops, memory_gb_per_s=arguments.memory_gb_per_s, watch=watch
+            )
             profile, counts = estimated.profile, estimated.counts
             figures = {
                 "forward GFLOP": [count.forward_flop / 1e9 for count in counts],

@@ -83,6 +83,8 @@ def _profile(add: Add) -> None:
     add("--estimate", action="store_true", help="count operations instead of measuring; needs no device")
     rate = f"what --estimate divides operations by; default: {making.TFLOPS:g}"
     add("--tflops", type=_positive, metavar="T", help=rate)
+    stepped = "of the device's memory, by which --estimate counts the optimizer's step; default: it counts nothing"
+    add("--memory-gb-per-s", type=_positive, metavar="X", help=stepped)
     add("--fused-optimizer", action="store_true", help="measure the step of a fused optimizer (DeepSpeed's Adam)")
     add("--out", required=True, metavar="PROFILE", help="the profile that is written")
 

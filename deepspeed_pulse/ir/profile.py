@@ -32,6 +32,12 @@ def optimizer_factor(dtype: str, *, zero: bool) -> int:
     return factor - (1 if zero and not is_16_bit(dtype) else 2)
 
 
+def stepped_bytes(dtype: str) -> int:
+    """What passes through memory for a byte of parameters that Adam steps: of gradients, weights and two moments, all
+    but the first read and written; in 16 bit they are in fp32, and weights are written once more."""
+    return 15 if is_16_bit(dtype) else 7
+
+
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's ``reduce_bucket_size`` where a config names none: ZeRO sums gradients by as many, or by all there are."""
 

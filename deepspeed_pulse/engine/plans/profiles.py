@@ -24,7 +24,7 @@ from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import TiedCall, Workload
 from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.ir.profile import LayerCost, Profile, stepped_bytes
 from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
 
 Watch = Callable[[str, int, int], None]
@@ -41,11 +41,14 @@ class Estimated:
     counts: tuple[LayerCount, ...]
 
 
-def estimate_profile(workload: Workload, *, tflops: float, watch: Watch | None = None) -> Estimated:
+def estimate_profile(
+    workload: Workload, *, tflops: float, memory_gb_per_s: float | None = None, watch: Watch | None = None
+) -> Estimated:
     """Operation counts on the meta device as times of a device that does ``tflops`` * 1e12 of them a second.
 
-    Memory-bound work counts nothing, so times are too short in all, and most of all for layers without
-    matrix products; ratios between layers are what a partition needs.
+    Memory-bound work of layers counts nothing, so times are too short in all, and most of all for layers without
+    matrix products; ratios between layers are what a partition needs. ``memory_gb_per_s``: of the device, for which the
+    optimizer's step is memory-bound; None: that counts nothing either.
     """
     graph = workload.graph
     split = _split(workload, graph)
@@ -72,6 +75,7 @@ def estimate_profile(workload: Workload, *, tflops: float, watch: Watch | None =
         microbatch_size=_microbatch_size(workload, split),
         layers=layers,
         skips=skips_of(graph, counted.value_bytes),
+        optimizer_ms_per_gb=1e3 * stepped_bytes(counted.dtype) / memory_gb_per_s if memory_gb_per_s else 0.0,
     )
     return Estimated(profile=profile, counts=counted.layers)
 
