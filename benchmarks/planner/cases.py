@@ -257,7 +257,7 @@ def by(plan: Plan) -> str:
     solver, estimate = plan.solver, plan.estimate
     assert solver is not None and estimate is not None
     if solver.generator is None or solver.generator_step_ms is None:
-        return f"{solver.name}, at the bound"
+        return f"{solver.name}, {'at the bound' if solver.optimal else 'not searched'}"
     share = 1 - estimate.step_ms / solver.generator_step_ms
     if share > 1e-9:
         return f"{solver.name}, {100 * share:.2g} % below {solver.generator}"

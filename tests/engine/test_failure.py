@@ -25,7 +25,7 @@ def assert_none_alive(output: str) -> None:
     pids = {int(pid) for pid in re.findall(r"PID (\d+)$", output, re.MULTILINE)}
     assert len(pids) == WORLD, output[-4000:]
     alive = pids
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while alive and time.monotonic() < end:
         alive = {pid for pid in alive if is_alive(pid)}
         time.sleep(0.05)
@@ -128,7 +128,7 @@ def places_are_told(output: str, frozen: int) -> bool:
 
 @pytest.mark.timeout(300)
 def test_peers_of_a_frozen_rank_end_after_the_timeout_naming_what_they_waited_for() -> None:
-    frozen, found = fail_without_launcher("stop", SHORT, grace=2.5 * SHORT)
+    frozen, found = fail_without_launcher("stop", SHORT, grace=4 * SHORT)
     for rank, (status, output) in enumerate(found):
         if rank == frozen:
             assert status == -signal.SIGKILL, "ended by the test, as a launcher would"
@@ -141,7 +141,7 @@ def test_peers_of_a_frozen_rank_end_after_the_timeout_naming_what_they_waited_fo
 
 @pytest.mark.timeout(300)
 def test_data_that_ends_in_a_step_ends_every_rank() -> None:
-    _, found = fail_without_launcher("data", SHORT, grace=4 * SHORT)
+    _, found = fail_without_launcher("data", SHORT, grace=12 * SHORT)
     for status, output in found:
         assert status == 1, output[-4000:]
         assert any(text in output for text in ("BatchError: ", "PeerError: ", "watchdog: rank")), output[-4000:]
@@ -150,7 +150,7 @@ def test_data_that_ends_in_a_step_ends_every_rank() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_loader_that_fails_in_a_step_on_one_rank_ends_every_rank() -> None:
-    _, found = fail_without_launcher("loader", SHORT, grace=4 * SHORT)
+    _, found = fail_without_launcher("loader", SHORT, grace=12 * SHORT)
     for status, output in found:
         assert status == 1, output[-4000:]
     assert "OSError: shard 3 cannot be read" in found[2][1] and "pipeline rank 2, stage" in found[2][1]

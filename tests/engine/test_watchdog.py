@@ -401,7 +401,7 @@ def test_a_look_names_what_the_program_is_in() -> None:
     program, seen, lock = Program(), list[Any](), threading.Lock()
 
     def look() -> None:
-        time.sleep(0.2)
+        soon(lambda: program.communication() is not None)
         seen.extend([program.communication(), Program().communication()])
         lock.release()
 
