@@ -33,7 +33,7 @@ _WORTH_MOVING = 0.999
 """Of the step with the partitioner's own cuts, what others may take at most: among equals, what keeps skips local."""
 
 _MAY_MOVE = 1.02
-"""Times as long as it may, a rival's step with cuts that were not moved yet."""
+"""Times as long as it may, a step with cuts that were not moved yet."""
 
 _WORTH_PARTING = 0.95
 """The same for cuts that send skips which a wave that was asked for by name could keep."""
@@ -68,11 +68,14 @@ weigh that."""
 
 
 class TooSlow(InfeasibleError):
-    """No order of the cuts keeps to ``within_ms``. ``bound_ms``: none is shorter."""
+    """No order of the cuts keeps to ``within_ms``.
 
-    def __init__(self, bound_ms: float) -> None:
+    ``bound_ms``: none of these cuts is shorter; ``any_cuts``: none of any others either.
+    """
+
+    def __init__(self, bound_ms: float, *, any_cuts: bool = False) -> None:
         super().__init__(f"a step takes at least {bound_ms:.6g} ms")
-        self.bound_ms = bound_ms
+        self.bound_ms, self.any_cuts = bound_ms, any_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,15 @@ class Maker:
     def plan(self, placement: Placement) -> Plan:
         """With the partitioner's cuts, or with others where known orders of those are faster."""
         own = self.cut(placement, self.job.profile)
+        try:
+            return self._made(own)
+        except TooSlow as reason:
+            ideal_ms = self._ideal_ms(placement, reduction_ms=self._reduction_ms(own))
+            if ideal_ms > self.options.within_ms:
+                raise TooSlow(ideal_ms, any_cuts=True) from reason
+            raise
+
+    def _made(self, own: Plan) -> Plan:
         others = self._weighs or self._may_part(own) or self._fills
         # cuts of several waves or backbones take seconds to find
         settled = self.options.boundaries or self.options.waves > 1 or self.job.profile.backbones
@@ -123,26 +135,35 @@ class Maker:
     def _fastest_cuts(self, own: Plan) -> Plan:
         """Ordered; of the partitioner's cuts and their rivals."""
         best: Plan | None = None
-        most, too_slow = self.options.within_ms, []
+        most, too_slow = self.options.within_ms, list[tuple[float, Plan]]()
         try:
             best = self.order(self._promising(own, most))
             most = min(most, _WORTH_MOVING * step_ms(best))
         except TooSlow as reason:
-            too_slow.append(reason)
+            too_slow.append((reason.bound_ms, own))
         first = best
         for rival in self._rivals(best or own, most):
             try:
                 found = self.order(self._promising(rival, most))
             except TooSlow as reason:
-                too_slow.append(reason)
+                too_slow.append((reason.bound_ms, rival))
             except InfeasibleError:  # its memory; the partitioner's cuts fit, or are too slow
                 continue
             else:
                 if step_ms(found) <= min(most, self._most_ms(found, first)):
                     best, most = found, step_ms(found)
         if best is None:
-            raise min(too_slow, key=lambda reason: reason.bound_ms)
+            best = self.order(self._just_too_slow(*min(too_slow, key=lambda found: found[0])))
         return self.moved(best, first) if self.moves else best
+
+    def _just_too_slow(self, bound_ms: float, plan: Plan) -> Plan:
+        """The plan with its cuts moved to where its bound is within what a step may take, if that is near."""
+        if not self.moves or not self._may_move or bound_ms > _MAY_MOVE * self.options.within_ms:
+            raise TooSlow(bound_ms)
+        for moves, most in _MOVES.items():
+            if plan.num_stages <= most:
+                plan = self._of(self._lowered(plan, moves, plan), plan.placement)
+        return self._promising(plan, self.options.within_ms)
 
     def moved(self, best: Plan, first: Plan | None = None) -> Plan:
         """With cuts moved to where the bound is smaller, again and again while known orders of them are faster.
@@ -151,8 +172,7 @@ class Maker:
         was asked for by name sends no more skips than in ``first`` (None: than now). Cuts with a tolerance stay as they
         are: they give time for bytes.
         """
-        settled = self.options.boundaries or self.options.tolerance or self.job.profile.backbones
-        if settled or not self._fills:
+        if not self._may_move:
             return best
         first = first or best
         tried = {best.boundaries}
@@ -183,6 +203,10 @@ class Maker:
         return descent(bound_ms, plan.boundaries, moves)[1]
 
     @property
+    def _may_move(self) -> bool:
+        return self._fills and not (self.options.boundaries or self.options.tolerance or self.job.profile.backbones)
+
+    @property
     def _fills(self) -> bool:
         """Fill and drain are a share of the step that other cuts may lower."""
         return are_few(self.job.microbatches, self.job.pipeline_ranks)
@@ -205,9 +229,7 @@ class Maker:
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
         """Cuts by other views of the profile, if any could be as fast as that; parameters are weighed where their
         reduction and step add to the order of ``own``. Then those that count fill and drain, the most promising."""
-        problem = Problem(own, self.job.profile, self.job.cluster)
-        reduced = sum(reduction_ms(problem, stage) for stage in range(own.num_stages))
-        if self._ideal_ms(own.placement, reduction_ms=reduced) > within_ms:
+        if self._ideal_ms(own.placement, reduction_ms=self._reduction_ms(own)) > within_ms:
             return []
         estimated = own.estimate
         hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
@@ -216,10 +238,22 @@ class Maker:
         plans |= {plan.boundaries: plan for plan in self._filling(own) if plan.boundaries not in plans}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
 
+    def _reduction_ms(self, plan: Plan) -> float:
+        """Of all gradients, one stage after the other."""
+        problem = Problem(plan, self.job.profile, self.job.cluster)
+        return sum(reduction_ms(problem, stage) for stage in range(plan.num_stages))
+
     def _ideal_ms(self, placement: Placement, *, reduction_ms: float = 0.0) -> float:
         """No cuts have a shorter step."""
         job, profile = self.job, with_recompute(self.job.profile, self.recompute)
-        found = ideal_ms(profile, placement, job.microbatches, reduction_ms=reduction_ms, split=self._halves)
+        found = ideal_ms(
+            profile,
+            placement,
+            job.microbatches,
+            reduction_ms=reduction_ms,
+            split=self._halves,
+            apart=self.options.backbone_steps != "together",
+        )
         return found + optimizer_ms(profile, profile.param_bytes // job.pipeline_ranks, job.rules, job.data_parallel)
 
     def _most_ms(self, rival: Plan, own: Plan | None) -> float:

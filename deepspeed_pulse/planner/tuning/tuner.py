@@ -249,7 +249,7 @@ class Tuner:
         try:
             free = self._free(family)
         except TooSlow as slow:  # less memory makes nothing faster
-            yield from (self._too_slow(choice, slow.bound_ms) for choice in stages)
+            yield from (self._too_slow(choice, slow.bound_ms, any_cuts=slow.any_cuts) for choice in stages)
             return
         unbound = False
         for choice in stages:
@@ -281,11 +281,11 @@ class Tuner:
         bound_ms = self._ideal_ms(family)
         return self._too_slow(family, bound_ms) if bound_ms > self._within_ms else None
 
-    def _too_slow(self, choice: Choice, bound_ms: float) -> Trial:
+    def _too_slow(self, choice: Choice, bound_ms: float, *, any_cuts: bool = True) -> Trial:
         most = 1e3 * self.job.global_batch / bound_ms
-        return Trial(
-            choice=choice, verdict=Verdict.SLOW, samples_per_second=most, reason=f"at most {most:.4g} samples/s"
-        )
+        whose = "" if any_cuts else " with the cuts that were found"
+        reason = f"at most {most:.4g} samples/s{whose}"
+        return Trial(choice=choice, verdict=Verdict.SLOW, samples_per_second=most, reason=reason)
 
     def _free(self, family: Choice) -> Plan:
         """The plan without regard to memory.
@@ -357,7 +357,7 @@ class Tuner:
         try:
             return _success(choice, make_plan(self.job.chosen(choice), self._options(choice, cuts)))
         except TooSlow as slow:
-            return self._too_slow(choice, slow.bound_ms)
+            return self._too_slow(choice, slow.bound_ms, any_cuts=slow.any_cuts)
         except InfeasibleError as problem:
             needed = problem.needed_bytes
             reason = f"needs {gigabytes(needed, enough=True)} GB a rank" if needed else str(problem)
