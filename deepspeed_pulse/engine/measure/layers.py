@@ -28,8 +28,7 @@ _FEWEST_REPEATS, _ENOUGH_MS = 3, 500.0
 class Measured:
     """Costs of the layers visited; ``value_bytes``: per named value its bytes and whether it has a gradient.
 
-    ``dtype``: of the last layer with a floating parameter; None without one. ``trained``: every trained
-    parameter.
+    ``dtype``: of the last layer with a floating parameter; None without one. ``trained``: every trained parameter.
     """
 
     layers: tuple[LayerCost, ...]

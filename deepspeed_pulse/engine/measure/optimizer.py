@@ -38,23 +38,24 @@ def optimizer_ms_per_gb(
     chosen = _some_of([(size, dtype) for size, dtype in trained if size and dtype in DTYPES])
     if not chosen:
         return 0.0
-    weights = [torch.zeros(size, dtype=_torch(dtype), device=device) for size, dtype in _pieces(chosen, fused, shared)]
-    copied = [shared or is_16_bit(str(weight.dtype).removeprefix("torch.")) for weight in weights]
-    stepped = [
-        torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if copies else weight
-        for weight, copies in zip(weights, copied, strict=True)
-    ]
-    for master in stepped:
-        master.requires_grad_(True).grad = torch.zeros_like(master)
+    stepped: list[torch.Tensor] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for size, dtype in _pieces(chosen, fused, shared):
+        weight = master = torch.zeros(size, dtype=_torch(dtype), device=device)
+        if shared or is_16_bit(dtype):
+            master = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        gradient = torch.zeros_like(master)
+        master.requires_grad_(True).grad = gradient
+        stepped.append(master)
+        if master is not weight:
+            copies.append((weight, gradient, master))
     optimizer = torch.optim.AdamW(stepped, fused=(fused and device.type in _FUSING) or None)
-    copies = [pair for pair, is_copied in zip(zip(weights, stepped, strict=True), copied, strict=True) if is_copied]
 
     def step() -> None:
-        for gradient, master in copies:
-            assert master.grad is not None
-            master.grad.copy_(gradient)  # as large as the weight, and of its dtype
+        for weight, gradient, _ in copies:
+            gradient.copy_(weight)  # as if it were a gradient, of the same size and dtype
         optimizer.step()
-        for weight, master in copies:
+        for weight, _, master in copies:
             weight.copy_(master.detach())
 
     step()  # makes its state
