@@ -1,4 +1,4 @@
-"""Is any plan better than the tuner's? Usage: python benchmarks/tuner/brute.py [--profiles FOLDER] [CASE ...]
+"""Is any plan better than the tuner's? Usage: python benchmarks/tuner/brute.py [--write] [CASE ...]
 
 Every choice of a case is planned with every way to cut, with every order of these cuts, and as one that recomputes; the
 cuts of the best are then moved by a layer. Each plan goes through :func:`make_plan`, so it is simulated. What bounds
@@ -15,11 +15,14 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import readme
 from estimated import FINE, Profiles
 from narrowing import require_known
 from simulated import halved
@@ -38,6 +41,11 @@ from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
 from deepspeed_pulse.report.tuning import describe
 
+BEGIN = "<!-- written by brute.py --write -->"
+HEAD = (
+    "| case | cluster | samples | tuner | plans tried | faster | tuner / fastest | untrue reasons | s |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
 WITHIN = 0.01
 ROUNDS = (1, 2, 3)
 """Waves, and half of a loop's rounds."""
@@ -236,9 +244,9 @@ def _beats(trial: Trial, search: Search) -> bool:
     return best and 1e3 * search.job.global_batch / search.step_ms > trial.samples_per_second * (1 + 1e-9)
 
 
-def row(case: Case, profiles: Profiles) -> tuple[str, bool]:
-    """A line of the table, and whether all is well."""
-    spent, job = time.process_time(), case.job(profiles)
+def row(case: Case, profiles: Path) -> tuple[str, bool]:
+    """A line of the table, and whether all is well. ``profiles``: folder of estimated ones."""
+    spent, job = time.process_time(), case.job(Profiles(profiles))
     tuning = tune(job, solver_seconds=0)
     picked = tuning.best.figures.step_ms
     search = Search(job, picked)
@@ -267,17 +275,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", help="their names, or parts of them")
     parser.add_argument("--profiles", type=Path, default=Path("out/profiles"), help="folder of estimated profiles")
-    arguments = parser.parse_args()
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = readme.keep_option(parser, "cases")
     require_known(parser, "cases", arguments.cases, [case.name for case in CASES])
-    logging.disable(logging.WARNING)
-    print("| case | cluster | samples | tuner | plans tried | faster | tuner / fastest | untrue reasons | s |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    well = True
-    for case in CASES:
-        if not arguments.cases or any(_meant(case, part) for part in arguments.cases):
-            line, good = row(case, Profiles(arguments.profiles))
+    cases = [case for case in CASES if not arguments.cases or any(_meant(case, part) for part in arguments.cases)]
+    lines, well = [*HEAD], True
+    print("\n".join(HEAD), flush=True)
+    with ProcessPoolExecutor(arguments.processes, initializer=logging.disable, initargs=(logging.WARNING,)) as pool:
+        for line, good in pool.map(partial(row, profiles=arguments.profiles), cases):
             print(line, flush=True)
+            lines.append(line)
             well &= good
+    if arguments.write:
+        readme.write(Path(__file__).with_name("README.md"), "\n".join(lines), BEGIN)
     return 0 if well else 1
 
 
