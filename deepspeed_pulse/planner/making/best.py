@@ -144,7 +144,7 @@ def _joined(problems: Sequence[InfeasibleError], text: str) -> InfeasibleError:
     """One error for several: too slow, if any of them is."""
     slow = [problem for problem in problems if isinstance(problem, TooSlow)]
     if slow:
-        return min(slow, key=lambda problem: problem.bound_ms)
+        return TooSlow(min(problem.bound_ms for problem in slow), any_cuts=all(problem.any_cuts for problem in slow))
     needed = [problem.needed_bytes for problem in problems if problem.needed_bytes is not None]
     more = next((problem.more for problem in problems if problem.more), None)
     return InfeasibleError(text, needed_bytes=min(needed, default=None), more=more)

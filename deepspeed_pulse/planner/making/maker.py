@@ -97,7 +97,8 @@ class Maker:
         try:
             return self._made(own)
         except TooSlow as reason:
-            ideal_ms = self._ideal_ms(placement, reduction_ms=self._reduction_ms(own))
+            free = replace(self, recompute=()) if self.job.recompute == "auto" else self
+            ideal_ms = free._ideal_ms(placement, reduction_ms=self._reduction_ms(own))
             if ideal_ms > self.options.within_ms:
                 raise TooSlow(ideal_ms, any_cuts=True) from reason
             raise
