@@ -17,10 +17,11 @@ from torch import nn
 
 from deepspeed_pulse.engine import device as device_module
 from deepspeed_pulse.engine.data.resizing import resized
+from deepspeed_pulse.engine.measure import optimizer as optimizer_module
 from deepspeed_pulse.engine.measure.fitting import fit_link
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.links import rounds, shape_of, uneven
-from deepspeed_pulse.engine.measure.optimizer import _some_of, optimizer_ms_per_gb
+from deepspeed_pulse.engine.measure.optimizer import optimizer_ms_per_gb
 from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.measure.sums import rings
 from deepspeed_pulse.engine.plans.measuring import _built, shares
@@ -195,14 +196,13 @@ FP32, FP64 = torch.float32, torch.float64
 @pytest.mark.parametrize(
     ("trained", "options", "stepped", "num_bytes"),
     [
-        ([(5, "float32"), (7, "float32")], {}, [(7, FP32), (5, FP32)], 48),
+        ([(7, "float32"), (5, "float32")], {}, [(7, FP32), (5, FP32)], 48),
         ([(5, "float32"), (7, "float32")], {"shared": True}, [(12, FP32)], 48),
         ([(5, "bfloat16"), (7, "bfloat16")], {}, [(12, FP32)], 24),
-        ([(5, "float16"), (7, "float16")], {}, [(7, FP32), (5, FP32)], 24),
+        ([(7, "float16"), (5, "float16")], {}, [(7, FP32), (5, FP32)], 24),
         ([(5, "float16"), (7, "float16")], {"fused": True}, [(12, FP32)], 24),
-        ([(5, "float32"), (7, "bfloat16")], {}, [(7, FP32), (5, FP32)], 34),
-        ([(2**25, "float64"), (0, "float64"), (5, "float64"), (7, "float64")], {}, [(2**25, FP64), (5, FP64)], None),
-        ([(2**26, "float32")], {}, [(2**25, FP32)], None),
+        ([(5, "float32"), (7, "bfloat16")], {}, [(5, FP32), (7, FP32)], 34),
+        ([(0, "float64"), (5, "float64")], {"shared": True}, [(5, FP64)], 40),
         ([(3, "float8_e4m3fn"), (5, "float32")], {}, [(5, FP32)], 20),
     ],
 )
@@ -211,9 +211,9 @@ def test_the_optimizer_that_is_measured(
     trained: list[tuple[int, str]],
     options: dict[str, bool],
     stepped: list[tuple[int, torch.dtype]],
-    num_bytes: int | None,
+    num_bytes: int,
 ) -> None:
-    """As DeepSpeed's would be; of many parameters, some. It takes 1 ms here."""
+    """As DeepSpeed's would be. It takes 1 ms here."""
     made: list[dict[str, Any]] = []
 
     class OneMs:
@@ -225,11 +225,12 @@ def test_the_optimizer_that_is_measured(
             now[0] += 1.0
 
     now = [0.0]
+    monkeypatch.setattr(optimizer_module, "_some_of", lambda trained, ranks: trained)
     monkeypatch.setattr(torch.optim, "AdamW", OneMs)
     monkeypatch.setattr(device_module, "_host_ms", lambda: now[0])
     found = optimizer_ms_per_gb(trained, torch.device("cpu"), **options)
     assert made == [{"parameters": stepped, "fused": options.get("fused")}]
-    assert num_bytes is None or found == pytest.approx(1e9 / num_bytes)
+    assert found == pytest.approx(1e9 / num_bytes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
@@ -239,12 +240,29 @@ def test_torch_steps_what_is_measured(dtype: str, fused: bool, shared: bool) -> 
     assert optimizer_ms_per_gb([(9, dtype)] * 3, torch.device("cpu"), fused=fused, shared=shared) > 0
 
 
-def test_layers_that_repeat_themselves_are_all_among_what_is_stepped() -> None:
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("dtype", "held"), [("float32", 16), ("bfloat16", 18)])
+def test_some_of_each_kind_are_stepped_and_no_more_than_a_share_is_held(ranks: int, dtype: str, held: int) -> None:
     """Weights and biases in turn, behind one more of them."""
-    trained = [(64, "float32"), *[(2**20, "float32"), (1024, "float32")] * 96]
-    found = _some_of(trained)
-    assert sum(size for size, _ in found) == pytest.approx(2**25, rel=0.3)
+    trained = [(64, dtype), *[(2**20, dtype), (1024, dtype)] * 96]
+    found = optimizer_module._some_of(trained, ranks)
     assert {size for size, _ in found} >= {2**20, 1024}
+    weights = sum(size for size, _ in trained) * getattr(torch, dtype).itemsize
+    assert 0.5 * weights / ranks < held * sum(size for size, _ in found) < 1.2 * weights / ranks
+
+
+@pytest.mark.parametrize(
+    ("trained", "ranks", "found"),
+    [
+        ([(2**28, "float32")], 1, [(2**25, "float32")]),
+        ([(800, "float32")], 2, [(100, "float32")]),
+        ([(8, "float32")], 64, [(1, "float32")]),
+    ],
+)
+def test_of_a_large_parameter_a_part_is_stepped(
+    trained: list[tuple[int, str]], ranks: int, found: list[tuple[int, str]]
+) -> None:
+    assert optimizer_module._some_of(trained, ranks) == found
 
 
 @pytest.mark.parametrize("trained", [[], [(0, "float32")], [(4, "float8_e4m3fn")]])

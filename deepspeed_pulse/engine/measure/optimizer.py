@@ -23,7 +23,7 @@ Trained = tuple[int, str]
 
 
 def optimizer_ms_per_gb(
-    trained: Sequence[Trained], device: torch.device, *, fused: bool = False, shared: bool = False
+    trained: Sequence[Trained], device: torch.device, *, ranks: int = 1, fused: bool = False, shared: bool = False
 ) -> float:
     """How long torch's AdamW takes to step 10^9 bytes of trained parameters, in ms; 0 where there are none.
 
@@ -31,11 +31,12 @@ def optimizer_ms_per_gb(
     of what is in 16 bit, and one piece instead of parameters under ZeRO, in bf16, and where a fused one steps fp16.
 
     Args:
-        trained: every parameter. Of very many, some of each size are stepped.
+        trained: every parameter, some of which are stepped.
+        ranks: that measure together. What each holds for it is no more than its share of the weights.
         fused: the job's optimizer is.
         shared: ZeRO-1 is on.
     """
-    chosen = _some_of([(size, dtype) for size, dtype in trained if size and dtype in DTYPES])
+    chosen = _some_of([(size, dtype) for size, dtype in trained if size and dtype in DTYPES], ranks)
     if not chosen:
         return 0.0
     stepped: list[torch.Tensor] = []
@@ -67,10 +68,15 @@ def optimizer_ms_per_gb(
     return statistics.median(times) * 1e9 / sum(size * _torch(dtype).itemsize for size, dtype in chosen)
 
 
-def _some_of(trained: Sequence[Trained]) -> list[Trained]:
+def _some_of(trained: Sequence[Trained], ranks: int) -> list[Trained]:
     """Every n-th by size, as layers repeat themselves; a part of a very large one."""
-    every = max(1, -(-sum(size for size, _ in trained) // _MOST_ELEMENTS))
-    return [(min(size, _MOST_ELEMENTS), dtype) for size, dtype in sorted(trained, reverse=True)[::every]]
+    total = sum(size for size, _ in trained)
+    held = 9 if any(is_16_bit(dtype) for _, dtype in trained) else 4
+    """Times an element's bytes: gradient, moments and weight, in 16 bit that and all of these in fp32."""
+    most = max(1, min(_MOST_ELEMENTS, total // (held * ranks)))
+    every, ordered = max(1, total // most), sorted(trained, reverse=True)
+    chosen = ordered[every // 2 :: every] or ordered[len(ordered) // 2 :][:1]
+    return [(min(size, most), dtype) for size, dtype in chosen]
 
 
 def _pieces(chosen: Sequence[Trained], fused: bool, shared: bool) -> Iterator[Trained]:

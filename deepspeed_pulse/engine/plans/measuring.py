@@ -95,7 +95,7 @@ def _measured_optimizer(request: PlanRequest, trained: Sequence[Trained]) -> flo
     """The mean of all ranks, which step at the same time, as they will."""
     fused, shared = request.rules.fused_optimizer, request.rules.shards_optimizer
     mine = everywhere(
-        lambda: optimizer_ms_per_gb(trained, request.device, fused=fused, shared=shared),
+        lambda: optimizer_ms_per_gb(trained, request.device, ranks=dist.get_world_size(), fused=fused, shared=shared),
         "measuring the optimizer",
         RunError,
     )
