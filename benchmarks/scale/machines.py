@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
-from deepspeed_pulse.ir.profile import stepped_bytes
+from deepspeed_pulse.ir.profile import adam_ms_per_gb
 
 NODE = 8
 """Ranks of a node."""
@@ -42,7 +42,7 @@ class Machines:
     @property
     def optimizer_ms_per_gb(self) -> float:
         """By what passes through memory."""
-        return 1e3 * stepped_bytes("bfloat16") / self.memory_gb_per_s
+        return adam_ms_per_gb("bfloat16", self.memory_gb_per_s)
 
     def cluster(self, ranks: int) -> Cluster:
         return Cluster(

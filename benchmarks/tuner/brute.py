@@ -33,7 +33,7 @@ from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import stepped_bytes
+from deepspeed_pulse.ir.profile import adam_ms_per_gb
 from deepspeed_pulse.planner import OpenJob, SearchOptions, make_plan, tune
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES
 from deepspeed_pulse.planner.make import cuts
@@ -77,7 +77,7 @@ class Case:
         if self.halves:
             profile = halved(profile)
         if self.memory_gb_per_s is not None:
-            stepping = 1e3 * stepped_bytes("float16") / self.memory_gb_per_s
+            stepping = adam_ms_per_gb("float16", self.memory_gb_per_s)
             profile = replace(profile, dtype="float16", optimizer_ms_per_gb=stepping)
         return OpenJob(profiles=[profile], cluster=cluster, global_batch=self.samples)
 
@@ -273,7 +273,7 @@ def _meant(case: Case, part: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="their names, or parts of them")
+    parser.add_argument("cases", nargs="*", default=[], help="their names, or parts of them")
     parser.add_argument("--profiles", type=Path, default=Path("out/profiles"), help="folder of estimated profiles")
     parser.add_argument("--processes", type=int, default=2)
     arguments = readme.keep_option(parser, "cases")

@@ -32,10 +32,13 @@ def optimizer_factor(dtype: str, *, zero: bool) -> int:
     return factor - (1 if zero and not is_16_bit(dtype) else 2)
 
 
-def stepped_bytes(dtype: str) -> int:
-    """What passes through memory for a byte of parameters that Adam steps: of gradients, weights and two moments, all
-    but the first read and written; in 16 bit they are in fp32, and weights are written once more."""
-    return 15 if is_16_bit(dtype) else 7
+def adam_ms_per_gb(dtype: str, memory_gb_per_s: float) -> float:
+    """How long Adam takes to step 10^9 bytes of parameters, by what passes through memory.
+
+    Gradients are read, weights and two moments read and written; in 16 bit these are in fp32, and weights are written
+    once more. So for a byte of parameters it is 7 bytes, or 15.
+    """
+    return 1e3 * (15 if is_16_bit(dtype) else 7) / memory_gb_per_s
 
 
 BUCKET_ELEMENTS = 500_000_000

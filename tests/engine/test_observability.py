@@ -58,13 +58,10 @@ def test_upstreams_breakdown_is_fed(observed: tuple[Path, str]) -> None:
     _, output = observed
     names = "batch_input", "fwd_microstep", "bwd_microstep", "bwd_inner_microstep", "step_microstep"
     pipes = "pipe_send_output", "pipe_send_grad", "pipe_recv_input", "pipe_recv_grad"
-    fed = set[str]()
     for name in (*names, "fwd", "bwd", *pipes):
         printed = re.findall(rf"\| {name}: ([0-9.]+)", output)
         assert len(printed) == STEPS // 2, (name, output[-3000:])
-        if any(map(float, printed)):
-            fed.add(name)
-    assert len(fed) > len(pipes), fed  # the quick ones may be rounded to 0
+        assert any(map(float, printed)), (name, printed)  # of a quick one, some may be rounded to 0
 
 
 def test_the_chosen_steps_are_traced_below_the_planned_one(observed: tuple[Path, str]) -> None:

@@ -71,8 +71,8 @@ def optimizer_ms_per_gb(
 def _some_of(trained: Sequence[Trained], ranks: int) -> list[Trained]:
     """Every n-th by size, as layers repeat themselves; a part of a very large one."""
     total = sum(size for size, _ in trained)
+    # times an element's bytes: gradient, moments and weight, in 16 bit that and all of these in fp32
     held = 9 if any(is_16_bit(dtype) for _, dtype in trained) else 4
-    """Times an element's bytes: gradient, moments and weight, in 16 bit that and all of these in fp32."""
     most = max(1, min(_MOST_ELEMENTS, total // (held * ranks)))
     every, ordered = max(1, total // most), sorted(trained, reverse=True)
     chosen = ordered[every // 2 :: every] or ordered[len(ordered) // 2 :][:1]

@@ -24,7 +24,7 @@ from deepspeed_pulse.engine.rules import rules_of
 from deepspeed_pulse.engine.specs import TiedCall, Workload
 from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.ir.profile import LayerCost, Profile, stepped_bytes
+from deepspeed_pulse.ir.profile import LayerCost, Profile, adam_ms_per_gb
 from deepspeed_pulse.runtime.payload import map_tensors, tensors_in
 
 Watch = Callable[[str, int, int], None]
@@ -75,7 +75,7 @@ def estimate_profile(
         microbatch_size=_microbatch_size(workload, split),
         layers=layers,
         skips=skips_of(graph, counted.value_bytes),
-        optimizer_ms_per_gb=1e3 * stepped_bytes(counted.dtype) / memory_gb_per_s if memory_gb_per_s else 0.0,
+        optimizer_ms_per_gb=adam_ms_per_gb(counted.dtype, memory_gb_per_s) if memory_gb_per_s else 0.0,
     )
     return Estimated(profile=profile, counts=counted.layers)
 
