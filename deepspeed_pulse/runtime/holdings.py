@@ -79,6 +79,10 @@ class Holdings:
             received = self.live["received"] + buffers
             self._stats.peak_parts = {**self.live, "received": received, "sent": leaving, "workspace": workspace}
 
+    def drop(self, part: str, num_bytes: int) -> None:
+        """Bytes that go, or that a message has taken over; the next count looks how much is there."""
+        self.live[part] -= num_bytes
+
     def count_bucket(self) -> None:
         """A backward begins that adds to gradients."""
         if self._no_bucket:

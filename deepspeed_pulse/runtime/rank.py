@@ -530,10 +530,10 @@ class RankRuntime:
         for name in self._usage.sent_away(step.action) if self._training else ():
             released = self._values.release_data(name, m)
             if self._usage.arrived(name):
-                self.holdings.count("received", -released)
+                self.holdings.drop("received", released)
         for name in self._usage.dropped(step.action, training=self._training):
             if self._usage.arrived(name) and self._values.has_data(name, m):
-                self.holdings.count("received", -self._values.bytes_of(name, m))
+                self.holdings.drop("received", self._values.bytes_of(name, m))
             self._values.drop(name, m)
 
     # -- bookkeeping -------------------------------------------------------------------------
