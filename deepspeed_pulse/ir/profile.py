@@ -56,8 +56,9 @@ class LayerCost:
 
     ``param_bytes``: of trained parameters, which have gradients and optimizer state. ``frozen_bytes``: of others.
     ``activation_bytes``: kept from forward to backward, stashed values included.
-    ``rerun_bytes``: of these, what a forward that runs again in backward makes anew, if it was measured: neither what
-    the layer reads nor what it only stashes.
+    ``unkept_output_bytes``: of its output, what is not among these; where it is left out, all of it.
+    ``rerun_bytes``: of ``activation_bytes``, what a forward that runs again in backward makes anew, if it was measured:
+    neither what the layer reads nor what it only stashes.
     ``rerun_workspace_bytes``: what its first forward, which keeps nothing, holds at most beyond what it stashes; where
     it is left out, what a forward works with.
     ``workspace_bytes``: what a backward holds at most beyond ``activation_bytes`` while it runs, if it was measured.
@@ -81,6 +82,7 @@ class LayerCost:
     frozen_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
     activation_bytes: int
     output_bytes: int
+    unkept_output_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None
     workspace_bytes: Annotated[int, Form(left_out=True, place=1)] = 0
     forward_workspace_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None
     rerun_bytes: Annotated[int | None, Form(left_out=True, place=1)] = None

@@ -33,7 +33,7 @@ class StageCosts:
 
     ``weight_grad_ms`` is the part of ``backward_ms`` that a ``W`` action does (half of it where the profile
     does not say), ``input_grad_ms`` what an ``I`` takes; ``output_bytes`` is the hidden state that leaves the stage's
-    last layer.
+    last layer, ``unkept_bytes`` what of it is not among the stage's activations.
     """
 
     forward_ms: tuple[float, ...]
@@ -44,6 +44,7 @@ class StageCosts:
     frozen_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
+    unkept_bytes: tuple[int, ...]
     first_whole: tuple[float, ...]
     last_whole: tuple[float, ...]
 
@@ -60,6 +61,7 @@ class StageCosts:
             frozen_bytes=tuple(sum(x.frozen_bytes for x in stage) for stage in stages),
             activation_bytes=tuple(sum(x.activation_bytes for x in stage) for stage in stages),
             output_bytes=tuple(stage[-1].output_bytes if stage else 0 for stage in stages),
+            unkept_bytes=tuple(_unkept_bytes(stage[-1]) if stage else 0 for stage in stages),
             first_whole=tuple(map(_first_whole, stages)),
             last_whole=tuple(map(_last_whole, stages)),
         )
@@ -87,6 +89,10 @@ def _first_whole(stage: Sequence[LayerCost]) -> float:
 def _last_whole(stage: Sequence[LayerCost]) -> float:
     sizes = [layer.param_bytes for layer in stage if layer.param_bytes]
     return sizes[0] / sum(sizes) if sizes else 1.0
+
+
+def _unkept_bytes(layer: LayerCost) -> int:
+    return layer.output_bytes if layer.unkept_output_bytes is None else layer.unkept_output_bytes
 
 
 def weight_grad_ms(layer: LayerCost) -> float:

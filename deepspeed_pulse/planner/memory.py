@@ -34,8 +34,9 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     * A message's receive buffer lives from when the receive is posted, ahead of its arrival
       (:class:`~deepspeed_pulse.ir.channels.Traffic`), until the action that reads it starts; a named value until the
       end of its last consumer's backward on the rank, or until it was sent on where none reads it.
-    * A stage's output that was sent, a gradient, and a named value that was sent on live until the rank knows that its
-      peer has them. A named value of the rank itself counts among the activations of its stage.
+    * A stage's output that was sent, as far as its activations do not keep it, a gradient, and a named value that was
+      sent on live until the rank knows that its peer has them. A named value of the rank itself counts among the
+      activations of its stage.
 
     * Of an extra forward: a hidden state and a named value that stay on the rank until the last extra forward that
       reads them ends; an estimate until the last forward that reads it does.
@@ -131,13 +132,22 @@ def _intervals(
     for transfer in timeline.transfers:
         message, size = transfer.message, transfer.num_bytes
         yield transfer.target_rank, "received", (posted[message], life.received_until(transfer), size)
-        value = message.direction is Direction.FORWARD and message.name != HIDDEN  # of an extra forward it counts
-        if not value or problem.passed_on(message.name, message.source_stage):
-            yield transfer.source_rank, "sent", (life.sent_ms[message], released.get(message, end), size)
+        if unkept := _unkept_bytes(problem, transfer):
+            yield transfer.source_rank, "sent", (life.sent_ms[message], released.get(message, end), unkept)
     for rank, interval in _waiting_gradients(problem, life):
         yield rank, "gradients", interval
     for rank, interval in _frozen_intervals(problem, timeline, life, row_ms):
         yield rank, "frozen", interval
+
+
+def _unkept_bytes(problem: Problem, transfer: Transfer[Message]) -> int:
+    """What nothing but the message keeps: of an extra forward, and of a gradient, all."""
+    message = transfer.message
+    if message.direction is not Direction.FORWARD:
+        return transfer.num_bytes
+    if message.name == HIDDEN:
+        return problem.costs.unkept_bytes[message.source_stage]
+    return transfer.num_bytes if problem.passed_on(message.name, message.source_stage) else 0
 
 
 def _released_ms(traffic: Traffic, rows: Sequence[Sequence[Span[Action]]]) -> dict[Message, float]:

@@ -51,15 +51,23 @@ def with_recompute(profile: Profile, layers: Collection[int]) -> Profile:
     """The profile as it is when ``layers`` are recomputed."""
     if not layers:
         return profile
-    kept = _kept_bytes(profile)
-    changed = (_recomputed(x, kept[index]) if index in layers else x for index, x in enumerate(profile.layers))
+    kept, stash = _kept_bytes(profile), {skip.source for skip in profile.skips}
+    changed = (
+        _recomputed(x, kept[index], index in stash) if index in layers else x for index, x in enumerate(profile.layers)
+    )
     return replace(profile, layers=tuple(changed))
 
 
-def _recomputed(layer: LayerCost, kept: int) -> LayerCost:
-    weight = weight_grad_ms(layer)  # of the backward alone, not of the forward in it
+def _recomputed(layer: LayerCost, kept: int, stashes: bool) -> LayerCost:
     backward, inputs = layer.backward_ms + layer.forward_ms, input_grad_ms(layer) + layer.forward_ms
-    return replace(layer, backward_ms=backward, weight_grad_ms=weight, input_grad_ms=inputs, activation_bytes=kept)
+    return replace(
+        layer,
+        backward_ms=backward,
+        weight_grad_ms=weight_grad_ms(layer),  # of the backward alone, not of the forward in it
+        input_grad_ms=inputs,
+        activation_bytes=kept,
+        unkept_output_bytes=layer.unkept_output_bytes if stashes else None,
+    )
 
 
 def _kept_bytes(profile: Profile) -> list[int]:

@@ -214,3 +214,9 @@ def test_absent_empty_and_null_mean_none():
 def test_the_validator_names_layers_that_are_not_there():
     found = violations(replace(alone(), recompute=(1, 7)), num_layers=3, values=named_values(SIZES))
     assert found == ["recompute: the model has layers 0..2, found 7"]
+
+
+def test_of_a_layer_that_runs_again_only_what_it_stashes_keeps_its_output():
+    layers = [layer(output_bytes=8, unkept_output_bytes=0) for _ in range(3)]
+    found = with_recompute(profile(layers, [skip("kept", 0, 2, size=8)]), [0, 1])
+    assert [one.unkept_output_bytes for one in found.layers] == [0, None, 0]

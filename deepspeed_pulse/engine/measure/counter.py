@@ -35,6 +35,7 @@ class LayerCount:
     frozen_bytes: int
     activation_bytes: int
     output_bytes: int
+    unkept_output_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ def _count(probe: Probe) -> LayerCount:
         frozen_bytes=frozen_bytes(probe.parameters),
         activation_bytes=kept.activation_bytes,
         output_bytes=kept.output_bytes,
+        unkept_output_bytes=kept.unkept_output_bytes,
     )
 
 

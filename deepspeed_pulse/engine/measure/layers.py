@@ -82,6 +82,7 @@ def _measure(probe: Probe, clock: DeviceClock, memory: DeviceMemory) -> LayerCos
         frozen_bytes=frozen_bytes(probe.parameters),
         activation_bytes=kept.activation_bytes,
         output_bytes=kept.output_bytes,
+        unkept_output_bytes=kept.unkept_output_bytes,
         workspace_bytes=workspace_bytes,
         forward_workspace_bytes=forward_workspace_bytes,
         rerun_bytes=kept.rerun_bytes,

@@ -35,11 +35,15 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Bytes that a layer keeps for backward, what it stashes included; without what it read and stashes; its output."""
+    """Bytes that a layer keeps for backward, what it stashes included; without what it read and stashes; its output.
+
+    ``unkept_output_bytes``: of its output, what is not among what it keeps.
+    """
 
     activation_bytes: int
     rerun_bytes: int
     output_bytes: int
+    unkept_output_bytes: int
 
 
 class Probe:
@@ -91,8 +95,14 @@ class Probe:
         rerun_bytes = saved.bytes - saved.of(run.given)
         for value in run.stashed.values():
             saved.add(tensors_in(value))
-        output_bytes = num_bytes(tensors_in(run.output))
-        return Kept(activation_bytes=saved.bytes, rerun_bytes=rerun_bytes, output_bytes=output_bytes)
+        activation_bytes = saved.bytes
+        saved.add(tensors_in(run.output))
+        return Kept(
+            activation_bytes=activation_bytes,
+            rerun_bytes=rerun_bytes,
+            output_bytes=num_bytes(tensors_in(run.output)),
+            unkept_output_bytes=saved.bytes - activation_bytes,
+        )
 
     def backward(self, *, inputs_only: bool = False) -> None:
         """Backward of the last run, from everything the layer gave.

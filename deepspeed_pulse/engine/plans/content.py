@@ -18,7 +18,7 @@ from deepspeed_pulse.engine.sharing.closures import is_full
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 from deepspeed_pulse.ir.profile import Profile
 
-MEASURING_VERSION = 6
+MEASURING_VERSION = 7
 """Raised when layers are measured in another way, so that kept profiles are not used any more."""
 
 LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "peft")

@@ -65,6 +65,7 @@ def estimate_profile(
             frozen_bytes=count.frozen_bytes,
             activation_bytes=count.activation_bytes,
             output_bytes=count.output_bytes,
+            unkept_output_bytes=count.unkept_output_bytes,
         )
         for count in counted.layers
     )

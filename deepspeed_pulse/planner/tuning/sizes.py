@@ -89,6 +89,7 @@ def _scaled(layer: LayerCost, times: int) -> LayerCost:
         halves_workspace_bytes=layer.halves_workspace_bytes * times,
         weight_workspace_bytes=_times(layer.weight_workspace_bytes, times),
         output_bytes=layer.output_bytes * times,
+        unkept_output_bytes=_times(layer.unkept_output_bytes, times),
     )
 
 
