@@ -28,7 +28,6 @@ from deepspeed_pulse.planner import Job
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition
-from deepspeed_pulse.planner.routes import named_values
 
 CASES = 500
 LARGEST = (500, 200, 0, Placement.wave(32))
@@ -113,7 +112,7 @@ def large() -> tuple[list[str], Bound]:
         start = time.perf_counter()
         found = best_partition(weights, microbatches=64)
         seconds = time.perf_counter() - start
-        parted = len({route.name for route in make_routes(found.cuts, placement, named_values(profile)) if route.hops})
+        parted = len({route.name for route in make_routes(found.cuts, placement, profile.values) if route.hops})
         kind = f"{placement.name} {placement.num_ranks}"
         lines.append(
             f"{num_layers:>6} {num_skips:>5} {2 * crossing:>8}  {kind:<12} "

@@ -146,8 +146,7 @@ def _check_origin(path: str, plan: Plan, profile_path: str, profile: Profile) ->
 def _check_plan(path: str, plan: Plan, profile: Profile) -> None:
     """A :class:`PlanError` that lists what is wrong with a plan that cannot run."""
     from deepspeed_pulse.planner import violations
-    from deepspeed_pulse.planner.routes import named_values
 
-    found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))
+    found = violations(plan, num_layers=profile.num_layers, values=profile.values)
     if found:
         raise PlanError(f"{path}: the plan cannot run: {'; '.join(found)}")

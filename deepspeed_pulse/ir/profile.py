@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated
 
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.backbones import BackboneLayers, check_parts
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.fields import Fields
+from deepspeed_pulse.ir.graph import NamedValue
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Of trained weights; a frozen base may be in 8 bit."""
@@ -136,6 +138,20 @@ class Skip:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Value(NamedValue):
+    """A named value of a profile with all its consumers; ``bytes`` one way. Its gradient goes back the same hops."""
+
+    source: int
+    bytes: int
+    gradient: bool
+
+    @property
+    def both_ways(self) -> float:
+        """Bytes of one hop, forward and backward."""
+        return self.bytes * (2.0 if self.gradient else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile(File):
     """Costs of a model's layers and its skips, for one microbatch size on one device.
 
@@ -169,6 +185,24 @@ class Profile(File):
     def frozen_bytes(self) -> int:
         """Of the frozen parameters of all layers."""
         return sum(layer.frozen_bytes for layer in self.layers)
+
+    @cached_property
+    def values(self) -> tuple[Value, ...]:
+        """The skips, those of one name joined, in order of first appearance."""
+        targets: dict[str, list[int]] = {}
+        for skip in self.skips:
+            targets.setdefault(skip.name, []).append(skip.target)
+        first = {skip.name: skip for skip in reversed(self.skips)}
+        return tuple(
+            Value(
+                name=name,
+                source=first[name].source,
+                targets=tuple(sorted(found)),
+                bytes=first[name].bytes,
+                gradient=first[name].gradient,
+            )
+            for name, found in targets.items()
+        )
 
     @property
     def knows_halves(self) -> bool:

@@ -13,7 +13,7 @@ from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.communicators import communicator_bytes
 from deepspeed_pulse.ir.keys import Key, key_of, local_dependents
 from deepspeed_pulse.ir.plan import Plan, Route
-from deepspeed_pulse.ir.profile import Held, Profile, Skip
+from deepspeed_pulse.ir.profile import Held, Profile, Value
 from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
 from deepspeed_pulse.planner.cost import StageCosts
@@ -51,7 +51,7 @@ class Problem:
         # DeepSpeed's optimizer for bf16 has sums of its own, and a backward makes what is added to them
         fresh = profile.dtype == "bfloat16" and not plan.rules.shards_optimizer
         self._held = {split: held_in_actions(profile, plan, split=split, fresh=fresh) for split in (False, True)}
-        self._values = {skip.name: skip for skip in reversed(profile.skips)}
+        self._values = {value.name: value for value in profile.values}
         self._lowering = Lowering(plan, {name for name, value in self._values.items() if not value.gradient})
         self._ways: dict[tuple[str, Direction, int, int], Way] = {}
         self._steps: dict[Action, Step] = {}
@@ -183,7 +183,7 @@ class Problem:
         """Stages of a rank that read a named value, ascending."""
         found = self._readers.get((name, rank))
         if found is None:
-            stages = {self.plan.stage_of(skip.target) for skip in self.profile.skips if skip.name == name}
+            stages = set(map(self.plan.stage_of, self._values[name].targets))
             found = tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
             self._readers[name, rank] = found
         return found
@@ -201,8 +201,8 @@ class Problem:
         stages = {self.plan.stage_of(layer) for layers in found for layer in layers}
         return tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
 
-    def values_with_gradient(self) -> list[Skip]:
-        """One of each named value that has one."""
+    def values_with_gradient(self) -> list[Value]:
+        """Named values that have one."""
         return [value for value in self._values.values() if value.gradient]
 
     def last_sender(self, name: str, rank: int) -> int:
@@ -245,7 +245,7 @@ def _check_fit(plan: Plan, profile: Profile) -> None:
     other = other_backbones(plan, profile)
     if other is not None:
         raise PlanError(other)
-    known = {skip.name for skip in profile.skips}
+    known = {value.name for value in profile.values}
     for route in plan.routes:
         if route.name not in known:
             raise PlanError(

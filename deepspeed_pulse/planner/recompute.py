@@ -51,7 +51,7 @@ def with_recompute(profile: Profile, layers: Collection[int]) -> Profile:
     """The profile as it is when ``layers`` are recomputed."""
     if not layers:
         return profile
-    kept, stash = _kept_bytes(profile), {skip.source for skip in profile.skips}
+    kept, stash = _kept_bytes(profile), {value.source for value in profile.values}
     changed = (
         _recomputed(x, kept[index], index in stash) if index in layers else x for index, x in enumerate(profile.layers)
     )
@@ -73,8 +73,8 @@ def _recomputed(layer: LayerCost, kept: int, stashes: bool) -> LayerCost:
 def _kept_bytes(profile: Profile) -> list[int]:
     """Per layer, its input (unknown and left out for the first of a backbone) and what it stashes."""
     kept = [_read_bytes(profile, index) for index in range(profile.num_layers)]
-    for skip in {skip.name: skip for skip in profile.skips}.values():
-        kept[skip.source] += skip.bytes
+    for value in profile.values:
+        kept[value.source] += value.bytes
     return kept
 
 

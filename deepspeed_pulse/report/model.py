@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.profile import Profile, Value
 from deepspeed_pulse.report import words
 from deepspeed_pulse.report.spans import STYLE
 
@@ -39,13 +39,10 @@ _SHADE = 0.16
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Value:
-    name: str
-    source: int
-    targets: tuple[int, ...]
-    bytes: int
+class _Value(Value):
+    """``away``: readers that a plan has on another rank than the producer."""
+
     away: frozenset[int]
-    """Readers that a plan has on another rank than the producer."""
 
 
 def draw_model(profile: Profile, path: str | Path, *, plan: Plan | None = None) -> None:
@@ -59,7 +56,7 @@ def draw_model(profile: Profile, path: str | Path, *, plan: Plan | None = None) 
 
 def model_figure(profile: Profile, *, plan: Plan | None = None) -> Figure:
     """The picture of :func:`draw_model`, not yet written."""
-    values = _values(profile, plan)
+    values = [_Value(**vars(value), away=_away(value, plan)) for value in profile.values]
     arcs = [value for value in values if len(value.targets) == 1]
     several = sorted((v for v in values if len(v.targets) > 1), key=lambda v: -v.bytes * len(v.targets))
     rails, rest = several[:_RAILS], several[_RAILS:]
@@ -87,15 +84,10 @@ def model_figure(profile: Profile, *, plan: Plan | None = None) -> Figure:
     return figure
 
 
-def _values(profile: Profile, plan: Plan | None) -> list[_Value]:
-    """The profile's skips, entries of one name joined."""
-    skips = {skip.name: skip for skip in profile.skips}
-    found = []
-    for name, skip in skips.items():
-        targets = tuple(sorted(reader.target for reader in profile.skips if reader.name == name))
-        away = () if plan is None else (t for t in targets if plan.rank_of_layer(t) != plan.rank_of_layer(skip.source))
-        found.append(_Value(name=name, source=skip.source, targets=targets, bytes=skip.bytes, away=frozenset(away)))
-    return found
+def _away(value: Value, plan: Plan | None) -> frozenset[int]:
+    if plan is None:
+        return frozenset()
+    return frozenset(t for t in value.targets if plan.rank_of_layer(t) != plan.rank_of_layer(value.source))
 
 
 def _title(profile: Profile, plan: Plan | None) -> str:

@@ -122,7 +122,7 @@ def profile_table(profile: Profile, figures: Mapping[str, Sequence[float]], *, n
     sums = ("" if heading.endswith("%") else _figure(sum(column)) for heading, column in columns.items())
     table.add_section()
     table.add_row("all", *sums, "", style="bold")
-    sizes = {skip.name: skip.bytes for skip in profile.skips}
+    sizes = {value.name: value.bytes for value in profile.values}
     several = f"{', '.join(sizes)}; {words.megabytes(sum(sizes.values()))} in all" if sizes else "none"
     below = (words.profile_times(profile), f"named values: {several}", _UNITS, note)
     return Group(Text(words.profile_title(profile), style="bold"), table, *map(Text, below))

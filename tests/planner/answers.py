@@ -117,6 +117,8 @@ def model(rng: random.Random, num_layers: int, *, crossing: bool = False, severa
         skips.append(skip(f"x{number}", source, rng.randrange(source + 1, num_layers), rng.randint(1, 8) * BYTES))
     if several:
         skips += [skip("t", 0, target, BYTES) for target in range(1, num_layers, 2)]
+    first_of = {one.name: one for one in reversed(skips)}  # entries of one name share bytes and gradient
+    skips = [replace(first_of[one.name], target=one.target) for one in skips]
     return replace(profile(layers, skips), dtype=rng.choice(["float32", "bfloat16"]))
 
 

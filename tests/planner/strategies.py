@@ -12,7 +12,6 @@ from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner import violations
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulator import run, summarize
 
 
@@ -39,7 +38,7 @@ def problems(draw, max_ranks=4, max_microbatches=6):
 def assert_sound(problem, schedule):
     """Valid, free of deadlock and not below the bound; returns the figures."""
     found = replace(problem.plan, schedule=schedule)
-    values = named_values(problem.profile)
+    values = problem.profile.values
     assert violations(found, num_layers=problem.profile.num_layers, values=values) == []
     figures = summarize(problem, run(problem, schedule))
     assert figures.makespan_ms >= figures.lower_bound_ms * (1 - 1e-9)

@@ -23,7 +23,6 @@ from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.making.maker import Maker
 from deepspeed_pulse.planner.making.rolled import with_own_steps
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import count_cap
 from deepspeed_pulse.planner.schedules.listing import Prefer, list_schedule
 from deepspeed_pulse.planner.schedules.templates import peak_in_flight
@@ -63,7 +62,7 @@ def planned(
     )
     options = SearchOptions(placement="wave", split_backward=split, solver_seconds=seconds, backbone_steps=steps)
     found = Maker(job=job, options=options).plan(directed(ranks, reversed_ones))
-    assert violations(found, num_layers=costs.num_layers, values=named_values(costs)) == []
+    assert violations(found, num_layers=costs.num_layers, values=costs.values) == []
     return found
 
 
@@ -295,7 +294,7 @@ def test_extra_forwards_run_within_steps_of_their_own(ways):
     job = Job(profile=costs, cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4, conditioning=(one,))
     options = replace(QUICK, placement="wave", split_backward=True, backbone_steps="each")
     found = Maker(job=job, options=options).plan(directed(4, ways))
-    assert carried_actions(found) and violations(found, num_layers=costs.num_layers, values=named_values(costs)) == []
+    assert carried_actions(found) and violations(found, num_layers=costs.num_layers, values=costs.values) == []
     assert found.estimate.lower_bound_ms == 48 + 4
     assert found.estimate.makespan_ms <= 1.1 * found.estimate.lower_bound_ms
     assert found.estimate == estimate(found, costs, job.cluster)
@@ -373,7 +372,7 @@ def test_encoders_run_at_the_ends_of_rows_that_run_into_one_another(ways):
     job = Job(profile=costs, cluster=cluster(ranks=4), pipeline_ranks=4, microbatches=4, memory_bytes=60, frozen=parts)
     options = SearchOptions(placement="wave", split_backward=True, solver_seconds=1e-9, backbone_steps="each")
     found = Maker(job=job, options=options).plan(directed(4, ways))
-    values = named_values(costs)
+    values = costs.values
     assert carried_actions(found) and violations(found, num_layers=costs.num_layers, values=values) == []
     assert found.estimate.makespan_ms == found.estimate.lower_bound_ms == 48 + 2 and found.solver.optimal
     assert max(found.estimate.peak_bytes) <= 60 and found.estimate == estimate(found, costs, job.cluster)
@@ -391,7 +390,7 @@ def test_encoders_run_at_the_ends_of_rows_that_run_into_one_another(ways):
 def test_what_is_carried_must_leave_nothing_behind():
     """A step that needs what the next one runs, or a backbone that begins before it has ended elsewhere."""
     plan = each_planned(4, 4, (1, 1), (0, 1))
-    values, layers = named_values(several(4, 1, 1)), plan.num_layers
+    values, layers = several(4, 1, 1).values, plan.num_layers
     moved = next(at for at, part in enumerate(plan.backbones) if part.carried)
     fewer = tuple(max(0, count - 5 * (rank == 0)) for rank, count in enumerate(plan.backbones[moved].carried))
     parts = list(plan.backbones)

@@ -16,7 +16,6 @@ from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner import Job, SearchOptions, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulator import run
 
 HALF = SelfConditioned(entry="estimate", layers=(0,), probability=0.5)
@@ -57,7 +56,7 @@ def test_plans_are_sound(placement: str, split: bool, readers: tuple[int, ...]) 
     costs = profile([layer() for _ in range(8)], skips=[skip("a", 0, 7), skip("b", 2, 5)])
     one = job(2, 5, costs=costs, conditioning=(replace(HALF, layers=readers, probability=0.6),), cluster=cluster())
     plan = planned(one, placement, split_backward=split)
-    assert violations(plan, num_layers=8, values=named_values(costs)) == []
+    assert violations(plan, num_layers=8, values=costs.values) == []
     problem = Problem(plan, costs, one.cluster)
     assert makespan(plan) >= lower_bound_ms(problem, 5, split=split) - 1e-9
     extra = [a for row in plan.schedule for a in row if a.op is Op.EXTRA_FORWARD]

@@ -21,7 +21,6 @@ from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, reo
 from deepspeed_pulse.planner.filling.assignment import Assignment, gaps_of
 from deepspeed_pulse.planner.filling.fill import allowed_ranks, fill_plan
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 
 
 def part(name, *ms, needs=(), targets=(0,), size=1, params=1, ranks=None):
@@ -71,7 +70,7 @@ def test_neither_memory_nor_order_is_broken(seed):
             assert problem.needed_bytes > cap
             continue
         found[seconds] = filled.estimate.step_ms
-        assert violations(filled, num_layers=costs.num_layers, values=named_values(costs)) == []
+        assert violations(filled, num_layers=costs.num_layers, values=costs.values) == []
         assert max(filled.estimate.peak_bytes) <= cap
         assert filled.estimate == estimate(filled, costs, machines)
         assert Plan.from_json(filled.to_json()) == filled
@@ -168,7 +167,7 @@ def test_whole_backwards_beside_halves(order):
     frozen = part("text", *[0.5] * 8)
     filled = fill_plan(made, Job.of(made, costs, cluster(), frozen=[frozen]), solver_seconds=0.0)
     assert filled.schedule == made.schedule
-    assert not violations(filled, num_layers=2, values=named_values(costs))
+    assert not violations(filled, num_layers=2, values=costs.values)
 
 
 def test_frozen_work_takes_time_and_its_results_travel():

@@ -16,7 +16,6 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, make_plan
 from deepspeed_pulse.planner.partition.cuts import every_cuts
 from deepspeed_pulse.planner.partition.joint import joint_partition
-from deepspeed_pulse.planner.routes import named_values
 
 NAMES = ("base", "middle", "last")
 
@@ -70,7 +69,7 @@ def test_plans_of_several_backbones_are_sound(kind, count):
     costs = replace(costs, skips=tuple(skips))
     job = Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2)
     found = make_plan(job, SearchOptions(placement=kind, solver_seconds=0))
-    check(found, num_layers=costs.num_layers, values=named_values(costs))
+    check(found, num_layers=costs.num_layers, values=costs.values)
     assert estimate(found, costs, cluster()) == found.estimate
     assert [part.name for part in found.backbones] == list(NAMES[:count])
     kept = make_plan(job, SearchOptions(placement=kind, solver_seconds=0, boundaries=found.boundaries))

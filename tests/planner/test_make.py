@@ -19,7 +19,6 @@ from deepspeed_pulse.planner.making import maker
 from deepspeed_pulse.planner.making.maker import TooSlow
 from deepspeed_pulse.planner.partition.cuts import every_cuts, partition
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.halves import joined
 from deepspeed_pulse.planner.simulator import run
 
@@ -28,7 +27,7 @@ def made(costs, ranks, microbatches, **options):
     options.setdefault("cluster", cluster())
     options.setdefault("solver_seconds", 0)
     found = make_plan(*asked(costs, pipeline_ranks=ranks, microbatches=microbatches, **options))
-    check(found, num_layers=costs.num_layers, values=named_values(costs))
+    check(found, num_layers=costs.num_layers, values=costs.values)
     return found
 
 
@@ -253,7 +252,7 @@ def test_reorder_keeps_the_cuts():
     costs = random_profile(random.Random(0), 9, temb=True)
     first = made(costs, 2, 4, placement="wave")
     again = reorder(first, Job.of(first, costs, cluster(), microbatches=7), SearchOptions(solver_seconds=0))
-    check(again, num_layers=9, values=named_values(costs))
+    check(again, num_layers=9, values=costs.values)
     assert (again.boundaries, again.routes, again.microbatches) == (first.boundaries, first.routes, 7)
     assert again.estimate.samples_per_second == pytest.approx(7e3 / again.estimate.step_ms)
 

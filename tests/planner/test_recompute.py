@@ -15,7 +15,6 @@ from deepspeed_pulse.ir.schedule import Action, Op
 from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import cheapest_first, held_in_actions, with_recompute
-from deepspeed_pulse.planner.routes import named_values
 
 SIZES = profile(
     [
@@ -179,7 +178,7 @@ def test_auto_fits_where_nothing_else_does(seed):
     with pytest.raises(InfeasibleError):
         make_plan(*asked(costs, memory_bytes=cap, **options))
     found = make_plan(*asked(costs, memory_bytes=cap, recompute="auto", **options))
-    check(found, num_layers=costs.num_layers, values=named_values(costs))
+    check(found, num_layers=costs.num_layers, values=costs.values)
     assert max(found.estimate.peak_bytes) <= cap
     assert found.recompute
     more = reorder(found, Job.of(found, costs, cluster(), microbatches=2), SearchOptions(solver_seconds=0))
@@ -212,7 +211,7 @@ def test_absent_empty_and_null_mean_none():
 
 
 def test_the_validator_names_layers_that_are_not_there():
-    found = violations(replace(alone(), recompute=(1, 7)), num_layers=3, values=named_values(SIZES))
+    found = violations(replace(alone(), recompute=(1, 7)), num_layers=3, values=SIZES.values)
     assert found == ["recompute: the model has layers 0..2, found 7"]
 
 

@@ -5,7 +5,7 @@ from toys import layer, profile, skip
 from deepspeed_pulse.ir.graph import NamedValue
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import make_routes
-from deepspeed_pulse.planner.routes import named_values
+from deepspeed_pulse.ir.profile import Value
 
 
 def hops(boundaries, placement, source, *targets):
@@ -45,8 +45,8 @@ def test_any_rank_list_works():
 
 def test_values_of_a_profile_are_grouped_by_name_and_batch_entries_have_no_route():
     costs = profile([layer()] * 4, [skip("temb", 0, 3), skip("odd", 1, 2), skip("temb", 0, 1)])
-    assert named_values(costs) == (
-        NamedValue(name="temb", source=0, targets=(1, 3)),
-        NamedValue(name="odd", source=1, targets=(2,)),
+    assert costs.values == (
+        Value(name="temb", source=0, targets=(1, 3), bytes=1, gradient=True),
+        Value(name="odd", source=1, targets=(2,), bytes=1, gradient=True),
     )
     assert make_routes((0, 4), (0,), [NamedValue(name="mask", source=None, targets=(1,))]) == ()

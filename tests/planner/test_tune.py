@@ -19,7 +19,6 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate, make_plan, tune
 from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulator import least_step_ms
 from deepspeed_pulse.planner.tuning.sizes import Sizes, scaled
 
@@ -41,7 +40,7 @@ def tuned(costs, cluster, batch, **options):
     searched = {name: options.pop(name) for name in ("solver_seconds", "exhaustive", "progress") if name in options}
     found = tune(OpenJob(profiles=costs, cluster=cluster, global_batch=batch, **options), **searched)
     best = found.best
-    check(best.planned, num_layers=costs[0].num_layers, values=named_values(costs[0]))
+    check(best.planned, num_layers=costs[0].num_layers, values=costs[0].values)
     again = estimate(best.planned, found.profiles[best.choice.microbatch_size], cluster)
     assert again == best.planned.estimate
     assert max(again.peak_bytes) <= found.memory_bytes

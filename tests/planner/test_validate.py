@@ -13,7 +13,6 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Route
 from deepspeed_pulse.planner import check, simulate, violations
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import count_cap
 
 VALUES = profile([layer() for _ in range(4)], [skip("temb", 0, 1), skip("temb", 0, 3), skip("odd", 1, 3)])
@@ -25,12 +24,12 @@ def sound(microbatches=2):
 
 
 def found(broken, num_layers=4):
-    return violations(broken, num_layers=num_layers, values=named_values(VALUES))
+    return violations(broken, num_layers=num_layers, values=VALUES.values)
 
 
 def test_a_sound_plan_has_none():
     assert found(sound()) == []
-    check(sound(), num_layers=4, values=named_values(VALUES))
+    check(sound(), num_layers=4, values=VALUES.values)
 
 
 def test_halves_of_a_backward_are_as_good_as_the_whole():
@@ -84,7 +83,7 @@ def test_a_dead_end_is_a_violation():
     costs = profile([layer() for _ in range(3)], [skip("v", 0, 1)])
     order = rows("0F0 0B0", "1F0 1B0", "2F0 2B0")
     broken = replace(plan((0, 1, 2), 1, schedule=order), routes=(route("v", 0, (0, 1), (1, 2)),))
-    assert violations(broken, num_layers=3, values=named_values(costs)) == [
+    assert violations(broken, num_layers=3, values=costs.values) == [
         "route 'v': goes to rank 2, which neither reads it nor passes it on"
     ]
 
@@ -198,7 +197,7 @@ def test_a_damaged_schedule_is_named_or_runs(seed):
     for _ in range(rng.randrange(1, 3)):
         damage(rng, order)
     damaged = replace(blank, schedule=tuple(map(tuple, order)))
-    lines = violations(damaged, num_layers=6, values=named_values(costs))
+    lines = violations(damaged, num_layers=6, values=costs.values)
     if lines:
         assert all(line.startswith(("schedule of rank ", "deadlock: rank ")) for line in lines), lines
     else:

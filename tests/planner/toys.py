@@ -11,7 +11,6 @@ from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.schedule import Action, Schedule
 from deepspeed_pulse.planner import Job
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.listing import Cap, Prefer, list_schedule
 
 INSTANT = Link(bandwidth_gb_per_s=1e9, latency_us=0.0)
@@ -80,7 +79,7 @@ def plan(
         boundaries=bounds,
         placement=placement,
         schedule=schedule if schedule is not None else ((),) * ranks,
-        routes=make_routes(bounds, placement, named_values(of)) if of else (),
+        routes=make_routes(bounds, placement, of.values) if of else (),
     )
 
 

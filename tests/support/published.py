@@ -16,7 +16,6 @@ from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.planner import Job, SearchOptions, check, estimate, make_plan
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import one_f_one_b
 
 MIB = 2**20
@@ -100,7 +99,7 @@ def relayed_mib(blocks: int, ranks: int, size: int) -> float:
         routes.append(Route(name=skip.name, source_stage=first, hops=hops))
     plan = replace(plan, routes=tuple(routes))
     plan = replace(plan, schedule=one_f_one_b(Problem(plan, costs, _CLUSTER), microbatches))
-    check(plan, num_layers=blocks, values=named_values(costs))
+    check(plan, num_layers=blocks, values=costs.values)
     return estimate(plan, costs, _CLUSTER).p2p_bytes_per_microbatch / MIB
 
 

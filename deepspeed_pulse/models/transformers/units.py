@@ -1,7 +1,7 @@
 """Pictures and videos as tokens: what the layers of transformers have in common.
 
 The hidden state is ``(batch, tokens, channels)``. The last layer, which makes a picture of it again, has
-to know how the patches lay; the first layer stashes that as the *shape* of :func:`patches_value`, so
+to know how the patches lay; the first layer stashes that as the *shape* of a value without content, so
 that it is known without reading memory, on every device. In a wave both layers share a rank.
 """
 

@@ -11,7 +11,6 @@ from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner.checks.validate import marked_rows, violations
 from deepspeed_pulse.planner.problem import Problem, other_backbones
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.simulator import at_peak, run, summarize
 
 _GB = 1e9
@@ -38,7 +37,7 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
     Memory is simulated, so it is looked at only when the plan can run.
     """
     about_files = tuple(_files(plan, profile, cluster))
-    found = violations(plan, num_layers=profile.num_layers, values=named_values(profile))
+    found = violations(plan, num_layers=profile.num_layers, values=profile.values)
     other = None if found else other_backbones(plan, profile)
     found += [] if other is None else [f"backbones: {other}"]
     if found or plan.grid.num_ranks > cluster.num_ranks:

@@ -21,7 +21,6 @@ from deepspeed_pulse.planner.partition.joint import joint_partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
 from deepspeed_pulse.planner.reduction import reduction_ms
-from deepspeed_pulse.planner.routes import named_values
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
 from deepspeed_pulse.planner.simulator import busiest_ms, least_step_ms, slowest_optimizer_ms, step_ms
 
@@ -328,7 +327,7 @@ class Maker:
             placement=placement,
             backbones=backbone_stages(self.job.profile.backbones, placement),
             schedule=((),) * self.job.pipeline_ranks,
-            routes=make_routes(cuts, placement, named_values(self.job.profile)),
+            routes=make_routes(cuts, placement, self.job.profile.values),
             recompute=self.recompute,
             layout=self.job.layout,
             rules=self.job.rules,

@@ -13,12 +13,11 @@ import numpy as np
 from deepspeed_pulse.ir.communicators import fewest_bytes
 from deepspeed_pulse.ir.placement import Kind, Placement
 from deepspeed_pulse.ir.plan import stage_of
-from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.profile import Value
 from deepspeed_pulse.planner.cost import Floats, WeightCosts
 from deepspeed_pulse.planner.ideal import least_makespan
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.links import Links
-from deepspeed_pulse.planner.routes import named_values
 
 _DIGITS = 9
 """Sums of the same times in another order are equal: ms are compared to 1e-9."""
@@ -43,22 +42,6 @@ class Score:
     bytes: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Value:
-    """A named value; ``bytes`` one way. Its gradient travels back the same hops, when it has one."""
-
-    name: str
-    source: int
-    targets: tuple[int, ...]
-    bytes: float
-    gradient: bool = True
-
-    @property
-    def both_ways(self) -> float:
-        """Bytes of one hop, forward and backward."""
-        return self.bytes * (2.0 if self.gradient else 1.0)
-
-
 class CutCosts:
     """A job's layers and values, for partitioning onto a placement of its ranks.
 
@@ -78,7 +61,7 @@ class CutCosts:
         self.activations = _prefix([x.activation_bytes for x in profile.layers])
         self.cut_bytes = np.array([0.0] + [float(x.output_bytes) for x in profile.layers])
         """Hidden state that crosses a cut before a layer, one way."""
-        self.values = _values(profile)
+        self.values = profile.values
         lone = [value for value in self.values if len(value.targets) == 1]
         self.paired = _nested(_over_the_turn(lone, self.work_ms))
         """Values whose ends belong on one rank; all others are sent wherever the cuts part them."""
@@ -233,20 +216,6 @@ class CutCosts:
 
 def _prefix(numbers: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.array(numbers, dtype=np.float64))])
-
-
-def _values(profile: Profile) -> tuple[Value, ...]:
-    first = {skip.name: skip for skip in reversed(profile.skips)}
-    return tuple(
-        Value(
-            name=value.name,
-            source=first[value.name].source,
-            targets=value.targets,
-            bytes=float(first[value.name].bytes),
-            gradient=first[value.name].gradient,
-        )
-        for value in named_values(profile)
-    )
 
 
 def _over_the_turn(pairs: Sequence[Value], work_ms: Floats) -> tuple[Value, ...]:

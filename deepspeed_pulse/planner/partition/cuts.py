@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import Kind, Placement
-from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.profile import Profile, Value
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.partition.contiguous import ConsecutiveCuts
-from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Score, Value, in_flight
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Score, in_flight
 from deepspeed_pulse.planner.partition.descent import SHIFTS, descent, mirrored, shifted
 from deepspeed_pulse.planner.partition.lexicographic import Cuts, MakeSpace, Solution, TooLarge, relaxed, solve
 from deepspeed_pulse.planner.partition.nested import NestedCuts

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from deepspeed_pulse.ir.profile import Value
 from deepspeed_pulse.planner.cost import Floats
-from deepspeed_pulse.planner.partition.cut_costs import CutCosts, Value
+from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.space import CutSpace, Stage
 
 State = tuple[int, int]
