@@ -24,9 +24,10 @@ from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.gradients.clipping import OwnNorms
 from deepspeed_pulse.engine.gradients.completion import (
     bucket_holds_no_more_than_there_is,
-    complete_tied,
+    complete,
     mark_replicated,
     norm_of_nothing_is_zero,
+    sum_tied,
 )
 from deepspeed_pulse.engine.gradients.memory import held_always, held_in_bucket, held_in_step
 from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
@@ -127,6 +128,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         watchdog.hint = hint(module.plan.placement, seat.ranks)
         watchdog.stop_request.ignore()  # from now on a step ends first
         self._preemption = Preemption(timeout)
+        self._reading = reading
         self._steps = Steps(
             engine=self,
             watchdog=watchdog,
@@ -331,7 +333,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         for timer in self.timers.get_timers().values():  # upstream leaves them running
             if timer.started_:
                 timer.reset()
-        if not self.module.has_several:
+        if self._own_steps is None:
             self.zero_grad()
             if self.optimizer is not None:
                 self.optimizer.zero_grad()  # bf16's has sums of its own
@@ -372,6 +374,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self.finish_backbones()
         with self._watchdog.watching_patiently("load_checkpoint"):
             found = super().load_checkpoint(*args, **kwargs)
+            self._reading.forget()
             if self._ahead is not None:
                 self._ahead.take()
             return found
@@ -453,14 +456,14 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def _exec_count_step(self) -> None:
         self._exec_optimizer_step()
 
-    def _exec_complete_tied_grads(self) -> None:
+    def _exec_complete_grads(self) -> None:
         check_buffers(self.module.shared)
-        complete_tied(self.module, self.optimizer)
+        complete(self.optimizer)
         mark_replicated(self.module, self.optimizer)
 
     def _exec_reduce_tied_grads(self) -> None:
         with self._breakdown.reducing():
-            super()._exec_reduce_tied_grads()
+            sum_tied(self.module.get_tied_weights_and_groups(), self.optimizer)
 
     def _exec_reduce_grads(self) -> None:
         with self._breakdown.reducing():
@@ -481,7 +484,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         schedule.FinishStep: _exec_finish_step,
         schedule.EndBackbone: _exec_end_backbone,
         schedule.CountStep: _exec_count_step,
-        schedule.CompleteTiedGrads: _exec_complete_tied_grads,
+        schedule.CompleteGrads: _exec_complete_grads,
         ReduceTiedGrads: _exec_reduce_tied_grads,
         ReduceGrads: _exec_reduce_grads,
     }

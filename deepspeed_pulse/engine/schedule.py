@@ -26,8 +26,8 @@ class FinishStep(upstream.PipeInstruction):
     """Wait for all sends, check that every buffer is empty and that all ranks saw the same data."""
 
 
-class CompleteTiedGrads(upstream.PipeInstruction):
-    """Give tied weights without a gradient a zero one, so that all their ranks take part in the reduction."""
+class CompleteGrads(upstream.PipeInstruction):
+    """What no microbatch has used here takes part in the sums all the same."""
 
 
 class ExpectStageGrads(upstream.PipeInstruction):
@@ -103,7 +103,7 @@ class PulseSchedule(upstream.TrainSchedule):
         if self._ends is not None:
             yield [*(EndBackbone(backbone=index, earlier=False) for index in self._ends.after), CountStep()]
         elif self._training:
-            yield [CompleteTiedGrads(), *(instruction() for instruction in FROM_UPSTREAM)]
+            yield [CompleteGrads(), *(instruction() for instruction in FROM_UPSTREAM)]
 
     def _ended(self, count: int) -> Iterator[list[upstream.PipeInstruction]]:
         """Backbones whose steps end when so many steps of the row have run."""

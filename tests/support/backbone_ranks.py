@@ -111,6 +111,9 @@ def engine_of(case: dict[str, Any], **layers: Any) -> Any:
         activation_checkpoint_interval=case.get("interval", 0),
         **layers,
     )
+    if "untrained" in case and module.stage_id == 0:
+        for parameter in module.backbone_parameters(case["untrained"]):
+            parameter.requires_grad_(False)
     if case.get("adam"):
         optimizer: Any = torch.optim.AdamW(grouped(module, case), lr=0.01)
     else:
@@ -123,7 +126,7 @@ def engine_of(case: dict[str, Any], **layers: Any) -> Any:
 def grouped(module: Any, case: dict[str, Any]) -> Any:
     """Of several backbones a group each, with a learning rate of its own, if the case asks for that."""
     if "rates" not in case:
-        return list(module.parameters())
+        return [p for p in module.parameters() if p.requires_grad]
     if not module.has_several:
         return [{"params": list(module.parameters()), "lr": case["rate"]}]
     names = [str(head.name) for head in module.job.heads]

@@ -118,6 +118,10 @@ class Reading:
             )
         return None
 
+    def forget(self) -> None:
+        """What was read for a step that did not come is not for the next one: the data may have been set back."""
+        self._drawn = None
+
     def begin(self, micro_batches: int, mode: str, ahead: StepBatches | None) -> None:
         """Start a step. ``ahead``: as for :meth:`problem_with_first`."""
         self._mode = mode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,29 +11,52 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+Tied = Sequence[tuple[torch.Tensor, Any]]
+"""Weights, each with the group of the ranks that hold copies of it."""
 
-def complete_tied(module: Any, optimizer: Any) -> None:
-    """Tied weights that no microbatch has reached here take part in the sum over their ranks."""
-    tied = [weight for weight, _ in module.get_tied_weights_and_groups()]
+
+def complete(optimizer: Any) -> None:
+    """What no microbatch has used here takes part in the sum over replicas: the data of others may have used it.
+
+    Upstream's ZeRO fills its buckets with what has a gradient, so replicas would add up different parameters. Its
+    optimizer for bf16 clips, and counts in the norm, what it was told has one.
+    """
     if isinstance(optimizer, BF16_Optimizer):
-        _complete_in_full_precision(tied, optimizer)
-        return
-    for weight in tied:
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
+        for has in optimizer.fp32_groups_has_gradients:
+            has[:] = [True] * len(has)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for parameter in (p for group in optimizer.bit16_groups for p in group if p.requires_grad):
+            _complete(parameter, optimizer)
 
 
-def _complete_in_full_precision(tied: list[torch.Tensor], optimizer: Any) -> None:
-    """This optimizer clips, and counts in the norm, what it was told has a gradient."""
-    for weight in tied:
-        weight._hp_grad = getattr(weight, "_hp_grad", None)  # type: ignore[attr-defined]
+def sum_tied(tied: Tied, optimizer: Any) -> None:
+    """Add up gradients of tied weights over the ranks that hold copies, where a microbatch has reached them or not."""
+    in_full_precision = isinstance(optimizer, BF16_Optimizer)
+    if in_full_precision:
+        _find_in_full_precision([weight for weight, _ in tied], optimizer)
+    for weight, group in tied:
+        gradient = weight._hp_grad if in_full_precision else _complete(weight, optimizer)  # type: ignore[attr-defined]
+        dist.all_reduce(gradient, group=group)
+
+
+def _complete(weight: torch.Tensor, optimizer: Any) -> torch.Tensor:
+    """A weight's gradient, zeros where it has none; ZeRO may keep the sum of microbatches apart, in another dtype."""
+    apart = getattr(optimizer, "use_grad_accum_attribute", False)
+    name = "grad_accum" if apart else "grad"
+    if getattr(weight, name, None) is None:
+        dtype = optimizer.gradient_accumulation_dtype if apart else weight.dtype
+        setattr(weight, name, torch.zeros_like(weight, dtype=dtype))
+    found: torch.Tensor = getattr(weight, name)
+    return found
+
+
+def _find_in_full_precision(tied: Sequence[torch.Tensor], optimizer: Any) -> None:
+    """Where this optimizer adds up gradients of weights that no backward may have reached yet."""
     wanted = {id(weight) for weight in tied}
-    for group, gradients, has in zip(
-        optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
-    ):
-        for index, weight in enumerate(group):
+    for group, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+        for weight, gradient in zip(group, gradients, strict=True):
             if id(weight) in wanted:
-                weight._hp_grad, has[index] = gradients[index], True
+                weight._hp_grad = gradient
 
 
 def mark_replicated(module: torch.nn.Module, optimizer: Any) -> None:
@@ -48,13 +71,13 @@ def norm_of_nothing_is_zero(optimizer: Any) -> None:
     """A rank without a gradient that counts (none at all, or copies only) has nothing to add to the others' norm."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
-    counted = optimizer.get_grads_for_norm
+    counted, device = optimizer.get_grads_for_norm, optimizer.fp32_groups_flat_partition[0].device
 
     def counted_or_zero(for_clipping: bool = False) -> Any:
         found = counted(for_clipping)
         if for_clipping or found[0]:
             return found
-        return [torch.zeros((), device=optimizer.fp32_groups_flat_partition[0].device)], found[1]
+        return [torch.zeros((), device=device)], found[1]
 
     optimizer.get_grads_for_norm = counted_or_zero
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads, ReduceTiedGrads
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_pulse.engine.gradients.clipping import OwnNorms
-from deepspeed_pulse.engine.gradients.completion import complete_tied
+from deepspeed_pulse.engine.gradients.completion import sum_tied
 from deepspeed_pulse.engine.gradients.memory import held_in_step
 from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
@@ -247,10 +245,7 @@ class OwnSteps:
         engine, module = self._engine, self._engine.module
         check_buffers(module.shared)
         tied = [(w, g) for w, g in module.get_tied_weights_and_groups() if module.backbone_of(w) == backbone]
-        complete_tied(SimpleNamespace(get_tied_weights_and_groups=lambda: tied), engine.optimizer)
-        for weight, group in tied:
-            gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
-            dist.all_reduce(gradient, group=group)
+        sum_tied(tied, engine.optimizer)
         gradients = list(self._gradients(backbone))
         if self._flat is _ZERO_1:
             with self._only(backbone), _changed(engine, "_force_grad_boundary", True):

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_pulse.engine.common import CommonEngine
 from deepspeed_pulse.engine.data.batches import SplitBatch, warn_of_unread
 from deepspeed_pulse.engine.device import DeviceClock
-from deepspeed_pulse.engine.gradients.completion import complete_tied, mark_replicated, norm_of_nothing_is_zero
+from deepspeed_pulse.engine.gradients.completion import complete, mark_replicated, norm_of_nothing_is_zero, sum_tied
 from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
 from deepspeed_pulse.engine.observation import events, notes
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
@@ -106,8 +106,8 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
     def _exec_reduce_tied_grads(self) -> None:
         if self.module.pulse is not None:
             check_buffers(self.module.shared)
-        complete_tied(self.module, self.optimizer)
-        super()._exec_reduce_tied_grads()
+        complete(self.optimizer)
+        sum_tied(self.module.get_tied_weights_and_groups(), self.optimizer)
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         if self.module.pulse is not None:
