@@ -296,6 +296,7 @@ class Loading:
         self._module.unusable = f"loading {where} broke off, so weights and optimizer state are half of that checkpoint"
         self._layers_loaded, self._weights, problem = None, found.weights, None
         options = {**wanted.options(), "load_optimizer_states": wanted.load_optimizer_states and found.state is None}
+        clip = getattr(self._engine.optimizer, "clip_grad", None)
         try:
             if found.match is None:
                 path, client_state = self._load(str(load_dir), tag, **options)
@@ -309,6 +310,8 @@ class Loading:
             if self._layers_loaded is False:  # told by all already
                 raise
             problem = one
+        if clip is not None:
+            self._engine.optimizer.clip_grad = clip  # upstream's state has the norm of the run that saved it
         # where this rank failed before its layers, the others meet it there
         raise_everywhere(problem, f"{where} cannot be loaded", FileError)
         if found.match is not None:

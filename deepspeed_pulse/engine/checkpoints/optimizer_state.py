@@ -42,7 +42,7 @@ class SavedState:
 
     Attributes:
         tensors: per parameter, flat tensors by key (``exp_avg``, ..., and :data:`MASTER`).
-        scalars: per parameter, everything else (``step``).
+        scalars: per parameter that was read, everything else (``step``); nothing of one that has made no step.
         options: per parameter, learning rate and the like of its group.
         scale: where dynamic loss scaling stands; empty without it.
     """
@@ -230,6 +230,8 @@ def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState, ke
         scalars = {key: _copy(value) for key, value in saved.scalars.get(name, {}).items()}
         if tensors or scalars:
             state[index] = {**scalars, **tensors}
+        elif name in saved.scalars:
+            state.pop(index, None)
     # torch's own loading casts the state to each parameter's dtype and device
     base.load_state_dict({"state": state, "param_groups": before["param_groups"]})
 
@@ -238,9 +240,14 @@ def _write_flat(
     optimizer: Any, partitions: list[torch.Tensor], names: Mapping[Any, str], saved: SavedState, keeps: bool
 ) -> None:
     for group, partition in zip(parameter_groups(optimizer), partitions, strict=True):
-        state: dict[str, Any] = dict(optimizer.optimizer.state.get(partition, {})) if keeps else {}
-        for parameter, low, high, count in _fragments(group):
+        fragments = list(_fragments(group))
+        state: dict[str, Any] = dict(optimizer.optimizer.state.pop(partition, {}))
+        if not keeps or all(names[parameter] in saved.scalars for parameter, *_ in fragments):
+            state = {}
+        for parameter, low, high, count in fragments:
             name = names[parameter]
+            for old in filter(_is_flat, state.values() if name in saved.scalars else ()):
+                old[high : high + count] = 0  # saved before its first step, it had none
             state.update({key: _copy(value) for key, value in saved.scalars.get(name, {}).items()})
             for key, value in saved.tensors.get(name, {}).items():
                 target = partition.data if key == MASTER else state.setdefault(key, torch.zeros_like(partition.data))
