@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.launch import launch
 from support.shared_models import MODELS, REFUSED
-from support.shared_ranks import case_name
+from support.shared_ranks import LOSSES, case_name
 from support.versions import plain_microbatches
 
 Case = dict[str, Any]
@@ -79,7 +79,7 @@ def refusals() -> dict[str, list[str]]:
 
 def refused() -> list[str]:
     """All under every plan."""
-    return [case_name({"model": model, **plan}) for plan in PLANS for model in (*REFUSED, "a loss of a listed module")]
+    return [case_name({"model": model, **plan}) for plan in PLANS for model in (*REFUSED, *LOSSES)]
 
 
 @pytest.mark.timeout(300)

@@ -46,24 +46,46 @@ def refuses(plans: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     share_groups()
     for plan in plans:
-        for name in (*REFUSED, "a loss of a listed module"):
+        for name in (*REFUSED, *LOSSES):
             case = {"model": name, **plan}
             print("CASE", json.dumps([case_name(case), refusal_problem(case)]), flush=True)
+
+
+LOSSES = {
+    "a loss of a listed module": "loss_fn reads inner.weight of layer 0.Block",
+    "a loss that learns": "loss_fn has trainable weights, the first is a parameter of shape [8, 8]",
+    "a loss module that learns": "loss_fn has trainable weights, the first is a parameter of shape [8, 8]",
+}
+"""Names of losses that are refused, and what the error says."""
+
+
+class LearningLoss(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mse(output, labels) + self.weight.square().sum()
+
+
+def loss_of(name: str, layers: list[Any]) -> Any:
+    """The loss of :data:`LOSSES`."""
+    learning = LearningLoss()
+    if name == "a loss module that learns":
+        return learning
+    weight = layers[0].inner.weight if name == "a loss of a listed module" else learning.weight
+    return lambda output, labels: mse(output, labels) + weight.square().sum()
 
 
 def refusal_problem(case: dict[str, Any]) -> str | None:
     """What is wrong with the error that a case raises before any weight has moved; None: nothing."""
     kept_module.cache_clear()
-    layers, loss_fn, text = blocks(), mse, "loss_fn reads inner.weight of layer 0.Block"
     if case["model"] in REFUSED:
         make, text = REFUSED[case["model"]]
-        layers = make()
+        layers, loss_fn = make(), mse
     else:
-        weight = layers[0].inner.weight
-
-        def loss_fn(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return mse(output, labels) + weight.square().sum()
-
+        layers, text = blocks(), LOSSES[case["model"]]
+        loss_fn = loss_of(case["model"], layers)
     try:
         engine = engine_of(case, layers, loss_fn)
         engine.train_batch(batch(0, m, engine.grid.data_parallel_id) for m in itertools.count())

@@ -26,7 +26,7 @@ AGREED_STEPS = 2
 
 
 def check_functions(layers: Sequence[Any], graph: Graph, loss_fn: Any) -> None:
-    """Raise a :class:`GraphError` for a function that reads trainable weights, and a loss that reads a layer's.
+    """Raise a :class:`GraphError` for a function, or a loss, that reads trainable weights.
 
     It says which function and, where a layer holds it, which weight.
     """
@@ -48,12 +48,19 @@ def check_functions(layers: Sequence[Any], graph: Graph, loss_fn: Any) -> None:
                 more="shared-weights",
             )
     read = loss_fn.parameters() if isinstance(loss_fn, torch.nn.Module) else weights_reached(loss_fn)
-    shared = next((names[p] for p in read if p.requires_grad and p in names), None)
-    if shared is not None:
+    trained = next((p for p in read if p.requires_grad), None)
+    if trained is None:
+        return
+    if trained in names:
         raise GraphError(
-            f"loss_fn reads {shared}, which lies on the rank of its layer only; let that layer stash what the loss "
-            "needs, and make the last layer a module that shares the parameter"
+            f"loss_fn reads {names[trained]}, which lies on the rank of its layer only; let that layer stash what the "
+            "loss needs, and make the last layer a module that shares the parameter"
         )
+    raise GraphError(
+        f"loss_fn has trainable weights, the first is a parameter of shape {list(trained.shape)}: no checkpoint would "
+        "hold them; make the last layer a module that holds what is trained, or freeze the loss with "
+        "requires_grad_(False)"
+    )
 
 
 def check_shared(shared: SharedWeights, graph: Graph) -> None:
