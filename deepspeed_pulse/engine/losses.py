@@ -70,7 +70,7 @@ class Losses:
             )
         place = backbone, self._number()
         before = self._totals.get(place)
-        self._totals[place] = loss.detach().clone() if before is None else before + loss.detach()
+        self._totals[place] = _added(before, loss)
 
     def gather(self, micro_batches: int, ended: Mapping[int, int] | None = None) -> torch.Tensor:
         """The sum of the backbones' mean losses, the same on every rank; collective. ``engine.losses`` has each.
@@ -130,7 +130,10 @@ def _check_loss(loss: Any, loss_fn: Any, head: Head) -> None:
 
 
 def _added(total: Any, loss: Any) -> Any:
+    """In fp32 at least."""
     if not isinstance(loss, torch.Tensor):
         totals = [None] * len(loss) if total is None else total
         return [_added(before, part) for before, part in zip(totals, loss, strict=True)]
-    return loss.detach().clone() if total is None else total + loss.detach()
+    own = loss.detach()
+    own = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own  # or a sum of many would stand still
+    return own.clone() if total is None else total + own

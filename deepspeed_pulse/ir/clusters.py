@@ -38,6 +38,8 @@ def load_cluster(text: str) -> Cluster:
     Raises FileError when there is no such file, it is damaged, or the name is not known.
     """
     found = _SPELLING.fullmatch(text.lower())
+    if found is None and not Path(text).exists():
+        raise FileError(f"{text}: no such file; expected {SPELLINGS}")
     if found is None or Path(text).exists():
         return Cluster.load(text)
     name, nodes, ranks = found.groups()

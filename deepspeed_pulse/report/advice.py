@@ -13,6 +13,8 @@ WORTH_SAYING = 0.2
 _EXPLAINS = 0.2
 """Share of the difference that a part must explain to be advised on."""
 
+_LAYERS = "layers against their profile"
+
 
 def warning(difference: Difference | None, *, crowded: str | None = None) -> list[str]:
     """Lines of a warning; none where time and memory are within 20 % of the plan, or nothing was predicted.
@@ -29,13 +31,14 @@ def _time(difference: Difference, crowded: str | None) -> Iterator[str]:
     ms = words.milliseconds
     longer = difference.share > 0
     yield (
-        f"warning: the step took {ms(difference.measured_ms)}, {100 * abs(difference.share):.0f} % "
-        f"{'longer' if longer else 'shorter'} than the planned {ms(difference.planned_ms)}; of that"
+        f"{'warning: ' if longer else ''}the step took {ms(difference.measured_ms)}, "
+        f"{100 * abs(difference.share):.0f} % {'longer' if longer else 'shorter'} than the planned "
+        f"{ms(difference.planned_ms)}; of that"
     )
     total = difference.measured_ms - difference.planned_ms
     parts = sorted(_parts(difference, crowded), key=lambda part: part[0] / total, reverse=True)
     for part_ms, what, knob in parts:
-        explains = part_ms / total >= _EXPLAINS
+        explains = part_ms / total >= _EXPLAINS and (longer or what.startswith(_LAYERS))  # other knobs only shorten
         yield f"  {part_ms:+.3g} ms: {what}{f'; {knob}' if explains else ''}"
 
 
@@ -44,7 +47,7 @@ def _parts(difference: Difference, crowded: str | None) -> Iterator[tuple[float,
     ms = words.milliseconds
     yield (
         difference.layers_ms,
-        f"layers against their profile (most: stage {difference.stage}, {ms(difference.stage_measured_ms)} instead of "
+        f"{_LAYERS} (most: stage {difference.stage}, {ms(difference.stage_measured_ms)} instead of "
         f"{ms(difference.stage_planned_ms)} a microbatch)",
         f"{crowded}, and plans count with a device for each"
         if crowded

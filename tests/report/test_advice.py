@@ -53,7 +53,13 @@ def test_ranks_that_share_cores_are_not_told_to_measure_again() -> None:
 def test_a_shorter_step_is_worth_saying_too() -> None:
     found = replace(AS_PLANNED, measured_ms=70.0, layers_ms=-35.0, outside_ms=5.0)
     head, first, *_ = warning(found)
-    assert "30 % shorter" in head and first.startswith("  -35 ms: layers") and "ds_pulse profile" in first
+    assert head.startswith("the step took") and "30 % shorter" in head
+    assert first.startswith("  -35 ms: layers") and "ds_pulse profile" in first
+
+
+def test_nobody_is_told_how_to_lose_what_was_gained() -> None:
+    found = replace(AS_PLANNED, measured_ms=70.0, layers_ms=-5.0, outside_ms=-25.0)
+    assert warning(found)[1].endswith("beyond their planned time")
 
 
 @pytest.mark.parametrize("measured", [81.0, 100.0, 119.0])

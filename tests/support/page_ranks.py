@@ -54,7 +54,7 @@ def _together(step: Step) -> None:
     script, *rest = step.words[3:]
     if step.ranks != int(os.environ["WORLD_SIZE"]):
         return
-    sys.argv[:] = [script, *rest]
+    sys.argv[:] = [script, f"--local_rank={os.environ['LOCAL_RANK']}", *rest]  # as DeepSpeed's launcher does
     sys.path.insert(0, os.getcwd())
     runpy.run_path(script, run_name="__main__")
 

@@ -126,7 +126,7 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
         conditioning=request.conditioning,
     )
     options = SearchOptions(
-        placement=request.pulse.placement,
+        placement=_placement(request, profile),
         waves=int(request.pulse.waves),
         boundaries=_explicit_cuts(request),
         schedule=request.pulse.schedule,
@@ -136,6 +136,14 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
     )
     plan = planner.make_plan(job, options, plan_cache=request.pulse.plan_cache)
     return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
+
+
+def _placement(request: PlanRequest, profile: Profile) -> str:
+    """As asked for; a wave where nothing says how large a skip is, as all would look free to send."""
+    pulse, stages = request.pulse, 2 * request.pipeline_ranks * int(request.pulse.waves)
+    is_open = pulse.placement == "auto" and pulse.schedule == "auto" and _explicit_cuts(request) is None
+    unknown = profile.device == NO_DEVICE and profile.skips and not profile.backbones
+    return "wave" if is_open and unknown and stages <= profile.num_layers else pulse.placement
 
 
 def open_job(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cluster: Cluster) -> OpenJob:

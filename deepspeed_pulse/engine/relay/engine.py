@@ -20,6 +20,7 @@ from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
 from deepspeed_pulse.engine.starting.supported import check_same_block
 from deepspeed_pulse.engine.waist.older import EngineDividingOnce
+from deepspeed_pulse.errors import did_you_mean
 
 
 class RelayEngine(CommonEngine, EngineDividingOnce):
@@ -44,8 +45,17 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         self._names_in = live_after(graph, self.module._local_layers[0] - 1)
         self._names_out = live_after(graph, self.module._local_layers[-1])
         if self.global_rank == 0:
-            print("pulse: off: 1F1B, named values relayed through every stage in the tuple", flush=True)
+            print(f"pulse: off: 1F1B, named values relayed through every stage in the tuple; {self._why}", flush=True)
             notes.print_notes(self)
+
+    @property
+    def _why(self) -> str:
+        """Why it is off, and how it is switched on."""
+        if self.module.pulse is not None:
+            return '"enabled" is false in the "pulse" block'
+        given = (key for key in self._config._param_dict if did_you_mean(key, ["pulse"]))
+        near = "".join(f", but {key!r}" for key in given)
+        return f'the config has no "pulse" block{near}: "pulse": {{}} switches it on'
 
     def train_batch(self, data_iter: Any = None) -> Any:
         torch.clear_autocast_cache()  # a script's autocast may last, and keeps casts of the weights before
