@@ -76,6 +76,16 @@ def cuts(job: Job, options: SearchOptions) -> tuple[int, ...]:
     return maker.cut(places[0], job.profile).boundaries
 
 
+def rival(job: Job, options: SearchOptions, within_ms: float) -> Plan | None:
+    """A plan of known orders for the only placement, several waves or a loop, if its step takes no longer than that.
+
+    Raises:
+        ConfigError, InfeasibleError: as for :func:`make_plan`.
+    """
+    maker, places = _maker(job, options, None)
+    return maker.rival(places[0], within_ms)
+
+
 def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple[Maker, list[Placement]]:
     """What makes the plan, and the placements that it tries."""
     ranks, waves = job.pipeline_ranks, options.waves

@@ -175,6 +175,11 @@ class Problem:
             self._communicator_bytes[rank] = communicator_bytes(self.plan, rank, self.cluster)
         return self._communicator_bytes[rank]
 
+    def encoded_bytes(self, rank: int) -> int:
+        """Of the last results of frozen parts that a rank reads, of all microbatches of a step."""
+        plan, parts = self.plan, () if self.plan.fill is None else self.plan.fill.parts
+        return plan.microbatches * sum(part.output_bytes for part in parts if rank in plan.readers_of(part))
+
     def received_bytes(self, stage: int) -> int:
         """Named values of one microbatch that a route brings to this stage's rank at this stage."""
         return sum(self._values[r.name].bytes for r in self.plan.routes for _, to in r.hops if to == stage)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 
+from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.ir.layout import Grid
+from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.problem import Problem
 
 
 def reduction_ms(problem: Problem, stage: int) -> float:
     """Ring all-reduce of a stage's gradients over its data-parallel peers."""
     return problem.links.reduction_ms(problem.placement[stage], problem.costs.param_bytes[stage])
+
+
+def least_reduction_ms(profile: Profile, cluster: Cluster, grid: Grid) -> float:
+    """Of all gradients over data-parallel peers, if the ranks that sum fastest had them all."""
+    links = Links(cluster, grid)
+    return min(links.least_reduction_ms(rank, profile.param_bytes) for rank in range(grid.pipeline_ranks))
 
 
 def pieces(problem: Problem, stage: int, start_ms: float, end_ms: float) -> tuple[tuple[float, float], ...]:

@@ -255,10 +255,13 @@ def peak_bytes(problem: Problem, timeline: Timeline) -> tuple[int, ...]:
 def at_peak(problem: Problem, rank: int, live: Mapping[str, int]) -> dict[str, int]:
     """Bytes that a rank holds at its peak, by :data:`~deepspeed_pulse.ir.run.MEMORY_PARTS`.
 
-    What is always there, and the most that is ``live`` at one time or the optimizer's step, whichever is more. A
-    backbone that makes steps of its own makes them while activations of others are live.
+    What is always there, and the most that is ``live`` at one time or the optimizer's step, whichever is more; beside
+    that lie results of frozen parts for the next step. A backbone that makes steps of its own makes them while
+    activations of others are live.
     """
     step = {"step": rank_step_bytes(problem, rank)}
+    if encoded := problem.encoded_bytes(rank):
+        step["frozen"] = encoded
     parts = {**live, **step} if problem.plan.carries else max(live, step, key=lambda held: sum(held.values()))
     return {**always_held(problem, rank), **parts}
 
@@ -312,8 +315,9 @@ def least_step_ms(problem: Problem, *, split: bool = False) -> float:
     """No order has a shorter step: :func:`lower_bound_ms`, and for each rank what must come before its reductions.
 
     The last backward of a stage comes after all its rank's forwards of earlier stages and after all work of its own
-    and later ones, weights' halves of later ones apart; gradients of the earlier stages are reduced after that, and of
-    its own what does not leave while it runs. All of them are stages of its backbone. Then the optimizer steps.
+    and later ones, weights' halves apart; gradients of the earlier stages are reduced after that, and of its own what
+    does not leave while it runs. The latter comes after its own weights' halves, too, which may run when the earlier
+    stages' gradients are on their way. All of them are stages of its backbone. Then the optimizer steps.
     """
     costs, microbatches = problem.costs, problem.plan.microbatches
     found = lower_bound_ms(problem, microbatches, split=split)
@@ -327,6 +331,7 @@ def least_step_ms(problem: Problem, *, split: bool = False) -> float:
             own = reduction_ms(problem, stage)
             if problem.rules.reduce_early:
                 own = behind_ms(problem, stage, costs.backward_ms[stage])
-            reduced = own + sum(reduction_ms(problem, s) for s in before)
-            found = max(found, microbatches * work + reduced)
+            others = sum(reduction_ms(problem, s) for s in before)
+            weights = costs.weight_grad_ms[stage] if split and before else 0.0
+            found = max(found, microbatches * work + own, microbatches * (work - weights) + own + others)
     return found + slowest_optimizer_ms(problem)

@@ -24,8 +24,8 @@ def test_a_named_cluster_is_one_that_its_file_reads_back(name: str, tmp_path: Pa
     ("text", "complaint"),
     [
         ("h20:2x8", r'no such accelerator \(did you mean "h200"\?\); expected a cluster file, or NAME:NODESxRANKS'),
-        ("a100:0x8", "cannot be read"),
-        ("a100", "cannot be read"),
+        ("a100:0x8", "no such file; expected a cluster file, or NAME:NODESxRANKS"),
+        ("a100", "no such file"),
     ],
 )
 def test_what_is_neither_file_nor_name_is_refused(text: str, complaint: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from deepspeed_pulse.ir.choice import Constraints, Verdict
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import Placement
+from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate, make_plan, tune
 from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
 from deepspeed_pulse.planner.problem import Problem
@@ -68,11 +70,13 @@ def jobs(draw):
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(jobs())
 def test_bounds_never_exclude_the_best(job):
+    """But for other cuts of a few: which those are follows from what was planned."""
     costs, cluster, batch = job
     steps = []
     for exhaustive in (False, True):
         try:
-            found = tuned(costs, cluster, batch, exhaustive=exhaustive)
+            with mock.patch("deepspeed_pulse.planner.tuning.tuner.rival", return_value=None):
+                found = tuned(costs, cluster, batch, exhaustive=exhaustive)
         except InfeasibleError:
             steps.append(None)
         else:
@@ -311,8 +315,9 @@ def test_nothing_is_searched_without_time_or_where_nothing_can_be_better(layers,
     assert tuned(layers, box(), 16, solver_seconds=seconds).best.plan is not None
 
 
-def test_a_choice_that_only_search_makes_the_best_is_searched():
-    """The order of one wave is at its bound; two waves are better, but not in any known order."""
+def test_a_choice_that_only_search_makes_the_best_is_searched(monkeypatch):
+    """The order of one wave is at its bound; two waves, as they are cut first, are better, but in no known order."""
+    monkeypatch.setattr("deepspeed_pulse.planner.tuning.tuner.rival", lambda *a: None)
     costs = profile([layer(forward_ms=ms, backward_ms=2 * ms) for ms in (3, 2, 1, 1, 1, 1, 1, 1, 1)])
     settled = Constraints(pipeline_ranks=2, microbatch_size=1, loops=())
     plain, searched = (tuned(costs, box(1, 2), 2, given=settled, solver_seconds=seconds).best for seconds in (0, 3))
@@ -320,6 +325,51 @@ def test_a_choice_that_only_search_makes_the_best_is_searched():
     assert plain.planned.estimate.step_ms == plain.planned.estimate.lower_bound_ms == 46
     assert searched.choice.waves == 2
     assert searched.planned.estimate.step_ms == 45
+
+
+def test_several_waves_and_loops_get_cuts_that_count_fill():
+    """The partitioner balances work alone, which costs the most where microbatches are few."""
+    costs = random_profile(random.Random(5), 16)
+    settled = Constraints(pipeline_ranks=4, microbatch_size=1)
+    trials = tuned(costs, box(), 4, given=settled, solver_seconds=0).trials
+    for trial in [t for t in trials if t.plan and (t.choice.waves > 1 or t.choice.loop)][:3]:
+        shape = SearchOptions(
+            placement="loop" if trial.choice.loop else "wave",
+            waves=trial.choice.waves,
+            part_skips=True,
+            solver_seconds=0,
+        )
+        alone = make_plan(OpenJob(profiles=[costs], cluster=box(), global_batch=4).chosen(trial.choice), shape)
+        assert trial.figures.step_ms <= alone.figures.step_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_choice_is_planned_under_its_own_rules(zero_stage):
+    """ZeRO-1 sums after the last action, so its best cuts and orders are others than those of early sums."""
+    rng = random.Random(zero_stage)
+    drawn = random_profile(rng, 12)
+    heavy = replace(drawn, layers=tuple(replace(x, param_bytes=rng.randrange(10**6)) for x in drawn.layers))
+    costs = replace(heavy, dtype="bfloat16")
+    settled = Constraints(pipeline_ranks=2, microbatch_size=1, waves=(1,), loops=(), zero_stage=zero_stage)
+    best = tuned(costs, box(intra=1e-2), 8, given=settled, solver_seconds=0).best
+    assert best.planned.rules == Rules.of(zero_stage)
+    job = OpenJob(profiles=[costs], cluster=box(intra=1e-2), global_batch=8, given=settled).chosen(best.choice)
+    alone = make_plan(job, SearchOptions(placement="wave", part_skips=True, solver_seconds=0))
+    assert best.figures.step_ms <= alone.figures.step_ms * (1 + 1e-9)
+
+
+def test_where_a_port_is_all_there_is_every_zero_stage_is_planned():
+    """Early sums leave by the port that the last messages leave by."""
+    rng = random.Random(8)
+    costs = profile(
+        [layer(rng.uniform(1, 3), rng.uniform(2, 6), rng.randrange(10**8), 1, 10**7) for _ in range(8)],
+        dtype="bfloat16",
+    )
+    link = Link(bandwidth_gb_per_s=10.0, latency_us=10.0, one_port=True)
+    ported = Cluster(name="ported", nodes=1, ranks_per_node=4, memory_bytes=10**15, intra_node=link, inter_node=link)
+    found = tuned(costs, ported, 8, given=Constraints(pipeline_ranks=2, loops=()), solver_seconds=0).trials
+    planned = {trial.choice.zero_stage for trial in found if trial.plan}
+    assert planned == {0, 1} and Verdict.NO_GAIN not in {trial.verdict for trial in found}
 
 
 # -- what the user has settled -------------------------------------------------------------------

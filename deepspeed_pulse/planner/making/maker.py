@@ -20,7 +20,7 @@ from deepspeed_pulse.planner.partition.descent import Moves, between, descent, n
 from deepspeed_pulse.planner.partition.joint import joint_partition
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import with_recompute
-from deepspeed_pulse.planner.reduction import reduction_ms
+from deepspeed_pulse.planner.reduction import least_reduction_ms
 from deepspeed_pulse.planner.schedules.heuristics import halves_tried
 from deepspeed_pulse.planner.simulator import busiest_ms, least_step_ms, slowest_optimizer_ms, step_ms
 
@@ -97,7 +97,7 @@ class Maker:
             return self._made(own)
         except TooSlow as reason:
             free = replace(self, recompute=()) if self.job.recompute == "auto" else self
-            ideal_ms = free._ideal_ms(placement, reduction_ms=self._reduction_ms(own))
+            ideal_ms = free._ideal_ms(placement, reduction_ms=self._least_reduction_ms)
             if ideal_ms > self.options.within_ms:
                 raise TooSlow(ideal_ms, any_cuts=True) from reason
             raise
@@ -229,7 +229,7 @@ class Maker:
     def _rivals(self, own: Plan, within_ms: float) -> list[Plan]:
         """Cuts by other views of the profile, if any could be as fast as that; parameters are weighed where their
         reduction and step add to the order of ``own``. Then those that count fill and drain, the most promising."""
-        if self._ideal_ms(own.placement, reduction_ms=self._reduction_ms(own)) > within_ms:
+        if self._ideal_ms(own.placement, reduction_ms=self._least_reduction_ms) > within_ms:
             return []
         estimated = own.estimate
         hidden = estimated is not None and estimated.step_ms <= _HIDDEN * estimated.makespan_ms
@@ -238,10 +238,10 @@ class Maker:
         plans |= {plan.boundaries: plan for plan in self._filling(own) if plan.boundaries not in plans}
         return [plan for cuts, plan in plans.items() if cuts != own.boundaries]
 
-    def _reduction_ms(self, plan: Plan) -> float:
-        """Of all gradients, one stage after the other."""
-        problem = Problem(plan, self.job.profile, self.job.cluster)
-        return sum(reduction_ms(problem, stage) for stage in range(plan.num_stages))
+    @property
+    def _least_reduction_ms(self) -> float:
+        """Of all gradients, whichever ranks have them."""
+        return least_reduction_ms(self.job.profile, self.job.cluster, self.job.grid)
 
     def _ideal_ms(self, placement: Placement, *, reduction_ms: float = 0.0) -> float:
         """No cuts have a shorter step."""

@@ -13,19 +13,18 @@ from deepspeed_pulse.ir.choice import Choice, Trial, Verdict, may_step_apart
 from deepspeed_pulse.ir.communicators import fewest_bytes
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.placement import Placement
-from deepspeed_pulse.ir.plan import Estimate, Plan
+from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.cost import optimizer_ms, state_bytes, step_bytes
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, SearchOptions
-from deepspeed_pulse.planner.links import Links
-from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan
+from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan, rival
 from deepspeed_pulse.planner.making.maker import TooSlow, are_few
 from deepspeed_pulse.planner.making.ordered import ordered
 from deepspeed_pulse.planner.recompute import cheapest_first
+from deepspeed_pulse.planner.reduction import least_reduction_ms
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, halves_tried
-from deepspeed_pulse.planner.simulator import estimate
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
 
 Progress = Callable[[int, int, float], None]
@@ -35,7 +34,10 @@ _EXACT = 4
 """So many of the best are simulated; what cannot be among them is left out by its bound. Of finer stages, the best."""
 
 _CONTENDERS = 3
-"""So many of the best are searched for better orders."""
+"""So many of the best are searched for better orders, and as many of several waves or rounds for better cuts."""
+
+_WORTH_CUTTING = 0.001
+"""Of the best step, what other cuts must gain."""
 
 _SHARED = 1 / 3
 """Of the time to search, what they share; the rest is for the one that is best then."""
@@ -75,6 +77,23 @@ class Tuner:
             self._try_more(self.given.waves[-1], False, trials, progress)
         if _are_open(self.given.loops) and self._memory_costs_time:
             self._try_more(self.given.loops[-1], True, trials, progress)
+        return self._cut_anew(trials)
+
+    def _cut_anew(self, trials: list[Trial]) -> list[Trial]:
+        """Choices of several waves or rounds share cuts that do not count fill. The most promising get their own."""
+        best = min(self._steps, default=math.inf)
+        several = [
+            number
+            for number, trial in enumerate(trials)
+            if _several(trial.choice) and trial.samples_per_second and self._ideal_ms(trial.choice) < best
+        ]
+        several.sort(key=lambda number: -(trials[number].samples_per_second or 0.0))
+        for number in several[:_CONTENDERS]:
+            choice, within_ms = trials[number].choice, (1 - _WORTH_CUTTING) * min(self._steps)
+            found = rival(self.job.chosen(choice), self._options(choice), within_ms)
+            if found is not None:
+                trials[number] = _success(choice, found)
+                self._steps.append(found.figures.step_ms)
         return trials
 
     def _try_more(self, most: int, loop: bool, trials: list[Trial], progress: Progress | None) -> None:
@@ -216,8 +235,7 @@ class Tuner:
 
     def _reduction_ms(self, choice: Choice) -> float:
         """Of all gradients, at least."""
-        profile, links = self.sizes.at(choice.microbatch_size), Links(self.job.cluster, choice.grid)
-        return min(links.least_reduction_ms(rank, profile.param_bytes) for rank in range(choice.pipeline_ranks))
+        return least_reduction_ms(self.sizes.at(choice.microbatch_size), self.job.cluster, choice.grid)
 
     @property
     def _within_ms(self) -> float:
@@ -235,29 +253,34 @@ class Tuner:
     def _apart(self, family: Choice) -> list[tuple[Choice, list[Choice]]]:
         """What is planned without regard to memory, and choices of ZeRO stages that differ from it in memory only.
 
-        Where a shared optimizer is quicker, each stage has a plan of its own.
+        Where a shared optimizer is quicker, or early sums leave by the port that messages leave by, each stage is as
+        promising as its own plan.
         """
         stages = [replace(family, zero_stage=stage) for stage in self.zero_stages(family)]
         alike = {self._optimizer_ms(replace(family, zero_stage=stage)) for stage in (0, 1)}
-        return [(family, stages)] if len(alike) == 1 else [(choice, [choice]) for choice in stages]
+        links = self.job.cluster.intra_node, self.job.cluster.inter_node
+        if len(alike) == 1 and not any(link.one_port for link in links):
+            return [(stages[0], stages)]
+        return [(choice, [choice]) for choice in stages]
 
     def _family(self, family: Choice, stages: list[Choice]) -> Iterator[Trial]:
         verdict = self._excluded(family)
         if verdict is not None:
             yield from (replace(verdict, choice=choice) for choice in stages)
             return
-        try:
-            free = self._free(family)
-        except TooSlow as slow:  # less memory makes nothing faster
-            yield from (self._too_slow(choice, slow.bound_ms, any_cuts=slow.any_cuts) for choice in stages)
-            return
-        unbound = False
-        for choice in stages:
-            trial = None if unbound else self._unbound(choice, free)
-            if unbound:
-                trial = Trial(choice=choice, verdict=Verdict.NO_GAIN, reason=_NO_GAIN)
-            unbound = trial is not None
-            trial = trial or self._within_memory(choice, free)
+        fits = False
+        for number, choice in enumerate(stages):
+            if fits:
+                yield Trial(choice=choice, verdict=Verdict.NO_GAIN, reason=_NO_GAIN)
+                continue
+            try:
+                free = self._free(choice)
+            except TooSlow as slow:  # less memory makes nothing faster
+                rest = stages[number:]
+                yield from (self._too_slow(other, slow.bound_ms, any_cuts=slow.any_cuts) for other in rest)
+                return
+            fits = max(free.figures.peak_bytes) <= self.job.limit_bytes
+            trial = _success(choice, free) if fits else self._within_memory(choice, free)
             if trial.plan is not None:
                 self._steps.append(trial.plan.figures.step_ms)
             yield trial
@@ -334,13 +357,6 @@ class Tuner:
         """As asked for; where steps of their own cannot be, and need not, together."""
         return self.given.backbone_steps if may_step_apart(self.sizes.smallest.dtype) else "together"
 
-    def _unbound(self, choice: Choice, free: Plan) -> Trial | None:
-        """The plan without regard to memory, if it fits."""
-        figures = self.figures(choice, free)
-        if max(figures.peak_bytes) > self.job.limit_bytes:
-            return None
-        return _success(choice, replace(free, rules=self.given.rules(choice.zero_stage), estimate=figures))
-
     def _within_memory(self, choice: Choice, free: Plan) -> Trial:
         """A plan that fits, where the one without regard to memory does not."""
         least = self.least_held_bytes(choice)
@@ -362,13 +378,6 @@ class Tuner:
             needed = problem.needed_bytes
             reason = f"needs {gigabytes(needed, enough=True)} GB a rank" if needed else str(problem)
             return Trial(choice=choice, verdict=Verdict.MEMORY, reason=reason, needed_bytes=needed)
-
-    def figures(self, choice: Choice, plan: Plan) -> Estimate:
-        """Of a plan under the choice's ZeRO stage."""
-        rules = self.given.rules(choice.zero_stage)
-        if rules == plan.rules and plan.estimate is not None:
-            return plan.estimate
-        return estimate(replace(plan, rules=rules), self.sizes.at(choice.microbatch_size), self.job.cluster)
 
     def least_held_bytes(self, choice: Choice) -> int:
         """No cuts have less on their fullest rank, which has an equal part of the weights or the largest layer's.
