@@ -43,6 +43,29 @@ def test_plans_are_sound_complete_and_survive_their_file(seed):
     assert {route.name for route in found.routes} == {s.name for s in costs.skips}
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_fits_by_hand_is_found(seed):
+    """The partitioner does not count messages, nor gradients that wait: its cuts may need more than others."""
+    rng = random.Random(seed)
+    size = rng.choice([10**6, 10**7])
+    layers = [
+        layer(rng.uniform(0.5, 3), rng.uniform(1, 6), rng.randrange(3 * 10**7), rng.randrange(size, 10**8), size)
+        for _ in range(7)
+    ]
+    costs = profile(layers, [skip("a", 0, 6, size), skip("b", 1, 5, size)])
+    placement, ranks = rng.choice([("linear", 2), ("linear", 3), ("wave", 2)])
+    options = SearchOptions(placement=placement, solver_seconds=0)
+    job = Job(profile=costs, cluster=cluster(), pipeline_ranks=ranks, microbatches=8, data_parallel=2, memory_bytes=1)
+
+    def needed(cuts):
+        with pytest.raises(InfeasibleError) as refused:
+            make_plan(job, replace(options, boundaries=cuts))
+        return refused.value.needed_bytes
+
+    least = min(map(needed, every_cuts(7, ranks if placement == "linear" else 2 * ranks)))
+    assert max(make_plan(replace(job, memory_bytes=least), options).figures.peak_bytes) <= least
+
+
 def test_auto_takes_the_wave_for_uniform_layers():
     found = made(uniform(8), 4, 8, placement="auto")
     assert (found.placement.name, found.waves) == ("wave", 1)

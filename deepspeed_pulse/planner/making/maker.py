@@ -58,6 +58,9 @@ _MANY_FORWARDS = 300
 _MOVES: dict[Moves, int] = {nearby: 64, between: 16}
 """Ways to move cuts, and up to how many stages: that many bounds take a second or two."""
 
+_NEARLY_FITS = 1.5
+"""Times the memory that there is, what the partitioner's cuts may need for others to be looked for."""
+
 _HIDDEN = 1.02
 """Step over makespan up to which what comes after the last action does not count."""
 
@@ -101,6 +104,35 @@ class Maker:
             if ideal_ms > self.options.within_ms:
                 raise TooSlow(ideal_ms, any_cuts=True) from reason
             raise
+        except InfeasibleError as reason:
+            return self._leaner(own, reason)
+
+    def _leaner(self, own: Plan, reason: InfeasibleError) -> Plan:
+        """With cuts moved until an order of them fits: the partitioner counts neither messages nor waiting gradients.
+
+        Raises ``reason`` where none is found.
+        """
+        job, needed = self.job, reason.needed_bytes
+        settled, many = self.options.boundaries or job.profile.backbones, own.num_stages * job.microbatches
+        if settled or needed is None or needed > _NEARLY_FITS * job.limit_bytes or many > _MANY_FORWARDS:
+            raise reason
+        orders: dict[tuple[int, ...], Plan] = {}
+
+        @cache
+        def missing_bytes(cuts: tuple[int, ...]) -> float:
+            try:
+                orders[cuts] = self.quick().order(self._of(cuts, own.placement))
+            except InfeasibleError as problem:
+                return math.inf if problem.needed_bytes is None else max(1, problem.needed_bytes - job.limit_bytes)
+            return 0.0
+
+        frugal = self.cut(own.placement, job.profile, memory_bytes=1)
+        for cuts in dict.fromkeys((own.boundaries, frugal.boundaries)):
+            missing, found, _ = descent(missing_bytes, cuts, nearby)
+            if missing == 0.0:
+                best = self.moved(orders[found]) if self.moves else orders[found]
+                return self.order(best) if self.options.solver_seconds else best
+        raise reason
 
     def _made(self, own: Plan) -> Plan:
         others = self._weighs or self._may_part(own) or self._fills
@@ -304,9 +336,13 @@ class Maker:
         """The plan with the best order of its cuts, and frozen work in the time that leaves idle."""
         return ordered(plan, self.job, self.options, self.progress)
 
-    def cut(self, placement: Placement, view: Profile, *, filling: int = 0) -> Plan:
-        """Without an order; cut as a view of the profile asks for, fill and drain spread over so many microbatches."""
+    def cut(self, placement: Placement, view: Profile, *, filling: int = 0, memory_bytes: int | None = None) -> Plan:
+        """Without an order; cut as a view of the profile asks for, fill and drain spread over so many microbatches.
+
+        ``memory_bytes``: of a rank; None: the job's.
+        """
         viewed = replace(self.job, profile=_with_extra(with_recompute(view, self.recompute), self.job))
+        viewed = viewed if memory_bytes is None else replace(viewed, memory_bytes=memory_bytes)
         tolerance = self.options.tolerance
         if self.options.boundaries:
             cuts = tuple(self.options.boundaries)
