@@ -340,3 +340,13 @@ def test_moves_leave_no_stage_empty_and_are_made_until_none_helps(moves):
     value, found, looked_at = descent(uneven, cuts, moves)
     assert value == uneven(found) <= min(map(uneven, moves(found)))
     assert value < uneven(cuts) and looked_at >= len(list(moves(found)))
+
+
+def test_what_leaves_through_one_port_adds_up():
+    """The middle one of three ranks sends 3 MB on and 5 MB back: 3 and 5 ms, or 8 where it has one port."""
+    costs = profile([layer(0.1, 0.1, output_bytes=size) for size in (5_000_000, 3_000_000, 0)])
+    for one_port, load in ((False, 5.0), (True, 8.0)):
+        link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0, one_port=one_port)
+        placement = Placement.linear(3)
+        weights = CutCosts(job_on(placement, costs, cluster=cluster(link)), placement)
+        assert weights.score((0, 1, 2, 3), (1, 1, 1)).load_ms == load

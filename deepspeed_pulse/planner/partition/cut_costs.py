@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from deepspeed_pulse.ir.profile import Value
 from deepspeed_pulse.planner.cost import Floats, WeightCosts
 from deepspeed_pulse.planner.ideal import least_makespan
 from deepspeed_pulse.planner.job import Job
-from deepspeed_pulse.planner.links import Links
+from deepspeed_pulse.planner.links import Links, Port
 
 _DIGITS = 9
 """Sums of the same times in another order are equal: ms are compared to 1e-9."""
@@ -76,6 +76,9 @@ class CutCosts:
         """Of all work, what the most loaded rank has at least."""
         self._slow = np.array([[links.between(a, b).transfer_ms(1) if a != b else 0.0 for b in ranks] for a in ranks])
         """ms a byte, per directed pair of ranks."""
+        numbers: dict[Port, int] = {}
+        self._ports = np.array([[numbers.setdefault(links.port(a, b), len(numbers)) for b in ranks] for a in ranks])
+        """What messages leave through, per directed pair."""
 
     def without_memory(self) -> CutCosts:
         """The same, with no memory limit."""
@@ -90,7 +93,7 @@ class CutCosts:
         """
         other, way = copy.copy(self), slice(None, None, -1 if mirrored else 1)
         other.beside_ms, other.beside_bytes = work_ms[way], num_bytes[way]
-        other._slow = self._slow[way, way]
+        other._slow, other._ports = self._slow[way, way], self._ports[way, way]
         return other
 
     def work_of(self, boundaries: Sequence[int]) -> Floats:
@@ -175,8 +178,11 @@ class CutCosts:
         return busiest
 
     def link_ms(self, traffic: Mapping[Pair, float]) -> float:
-        """Of the busiest directed link."""
-        return max((size * self._slow[pair] for pair, size in traffic.items()), default=0.0)
+        """Of the busiest directed link, or port that several leave through."""
+        busy: dict[int, float] = defaultdict(float)
+        for pair, size in traffic.items():
+            busy[self._ports[pair]] += size * self._slow[pair]
+        return max(busy.values(), default=0.0)
 
     def traffic(self, stages: Iterable[tuple[int, tuple[int, int]]]) -> dict[Pair, float]:
         """Bytes per directed pair of ranks, from (stage, (first layer, end)).
