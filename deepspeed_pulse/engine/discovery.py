@@ -22,6 +22,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import Channel
 from deepspeed_pulse.runtime.discovery import Reach, begin, discover
 from deepspeed_pulse.runtime.extra import checked
+from deepspeed_pulse.runtime.payload import tensors_in
 from deepspeed_pulse.runtime.protocols import Batches
 from deepspeed_pulse.runtime.stage import BoundLayer
 
@@ -47,6 +48,8 @@ class Discovery:
     estimates: Estimates | None = None
     _values: dict[str, Any] = field(default_factory=dict, init=False)
     _hidden: Any = field(default=None, init=False)
+    _read: dict[str, Any] = field(default_factory=dict, init=False)
+    """Of the data of this rank, by name."""
     _reach: Reach = field(default_factory=Reach, init=False)
     _own: Exception | None = field(default=None, init=False)
     _told: PulseError | None = field(default=None, init=False)
@@ -83,7 +86,9 @@ class Discovery:
         # the first rank sees all of the data, but an encoder's result only if it reads or sends it
         wanted = [name for name in names if name in here or (first and (name in sent or name not in self.encoded))]
         mine = {name: batches.entry(name, 0) for name in wanted if batches.has_entry(name)}
-        self._hidden, self._values, reach = begin(batches.inputs(0, 0) if first else (), mine)
+        inputs = batches.inputs(0, 0) if first else ()
+        self._read = {**mine, "the first layer's input": inputs}
+        self._hidden, self._values, reach = begin(inputs, mine)
         if first:
             self._reach = reach
 
@@ -103,7 +108,21 @@ class Discovery:
             self._told = type(problem)(f"{where}: {problem}")
         except Exception as problem:  # a layer's own
             add_note(problem, where)
+            if other := self._other_precision():
+                add_note(problem, other)
             self._own, self._told = problem, RunError(in_words(problem))
+
+    def _other_precision(self) -> str | None:
+        """What this rank reads in another precision than 16 bit weights have: torch does not say which entry it is."""
+        functions = (layer.function for layer in self.layers.values())
+        parameters = (p for f in functions if isinstance(f, torch.nn.Module) for p in f.parameters())
+        weights = {p.dtype for p in parameters if p.is_floating_point()}
+        if weights not in ({torch.bfloat16}, {torch.float16}):
+            return None
+        floats = {n: {t.dtype for t in tensors_in(v) if t.is_floating_point()} for n, v in self._read.items()}
+        names = [name for name, found in floats.items() if found - weights]
+        known, wanted = ", ".join(names), str(*weights).removeprefix("torch.")
+        return f"the weights are {wanted}, but not what is read of the data: {known}; cast it there" if names else None
 
     def _run_stage(self, stage: int) -> None:
         layers = {index: self.layers[index] for index in self.plan.stage_layers(stage)}

@@ -49,3 +49,10 @@ def test_the_whole_product_trains_as_in_one_process(tmp_path: Path) -> None:
     rounds = rounds_of([{**row, "whole": True} for row in product()], tmp_path)
     _, output = launch("support.forked:run_jobs", 1, rounds, timeout=3500)[0]
     assert output.count("ROUND") == len(rounds)
+
+
+def test_data_of_another_precision_is_named() -> None:
+    """Torch says that types differ, not which entry it is."""
+    for _, output in launch("support.precision_ranks:other_precision", 2, None, timeout=100):
+        (told,) = [line for line in output.splitlines() if line.startswith("TOLD")]
+        assert "the weights are bfloat16, but not what is read of the data: t, the first layer's input; cast it" in told

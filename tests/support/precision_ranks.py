@@ -229,3 +229,15 @@ def skips_together(_: Any) -> None:
             seen.append((moved, after["skipped"], after["scale"]))
         assert seen == [(True, 0, 1024.0), (False, 1, 512.0), (True, 1, 512.0)], (row, seen)
         engine.destroy()
+
+
+def other_precision(_: Any) -> None:
+    """Prints ``TOLD`` and what bf16 layers say of data in fp32."""
+    from support.engine_ranks import data_of, make_engine
+
+    engine = make_engine(2, 2, bf16={"enabled": True})
+    try:
+        engine.train_batch(data_of(engine, 0))
+    except Exception as problem:
+        told = "\n".join([str(problem), *getattr(problem, "__notes__", ())])
+        print("TOLD", type(problem).__name__, told.replace("\n", " | "), flush=True)
