@@ -36,3 +36,14 @@ def test_a_loader_that_sends_labels_has_no_partner_in_a_wave(before: bool) -> No
 def test_a_loader_that_sends_labels_trains_on_a_linear_placement() -> None:
     for _, output in launch("support.drop_in_ranks:sending_loader", 2, {"placement": "linear", "before": True}):
         assert "TRAINED" in output
+
+
+def test_it_says_why_it_is_off() -> None:
+    """A misspelt block would train DeepSpeed's way without a word."""
+    (_, output), _ = launch("support.drop_in_ranks:says_why_it_is_off", 2, None, timeout=100)
+    why = [line.partition("; ")[2] for line in output.splitlines() if line.startswith("pulse: off: ")]
+    assert why == [
+        'the config has no "pulse" block: "pulse": {} switches it on',
+        'the config has no "pulse" block, but \'pulze\': "pulse": {} switches it on',
+        '"enabled" is false in the "pulse" block',
+    ]

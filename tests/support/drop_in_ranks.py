@@ -460,3 +460,12 @@ def sending_loader(case: dict[str, Any]) -> None:
             data = iter([next(loader) for _ in range(MICROBATCHES)])
         engine.train_batch(data)
     print("TRAINED", flush=True)
+
+
+def says_why_it_is_off(_: Any) -> None:
+    from deepspeed_pulse import PipelineModule
+
+    for config in ({}, {"pulze": {}}, BLOCKS["off"]):
+        layers = modules()
+        made = PipelineModule(layers=layers, num_stages=2, loss_fn=nn.functional.mse_loss, config={**CONFIG, **config})
+        train(made, config, steps=1)

@@ -323,9 +323,8 @@ class Maker:
     def _bound_ms(self, plan: Plan) -> float:
         problem = Problem(plan, self.job.profile, self.job.cluster)
         if plan.backbones and self.options.backbone_steps != "together":
-            return busiest_ms(problem) + slowest_optimizer_ms(
-                problem
-            )  # steps that run into one another need not fill and drain
+            # steps that run into one another need not fill and drain
+            return busiest_ms(problem) + slowest_optimizer_ms(problem)
         return least_step_ms(problem, split=self._halves)
 
     def quick(self) -> Maker:
