@@ -209,6 +209,19 @@ def reads_where_it_is(_: str, folder: Path) -> None:
     engine.destroy()
 
 
+def ended(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights of several backbones, when each has made its last step."""
+    engine.finish_backbones()
+    found = weights(engine)
+    engine.destroy()
+    return found
+
+
+def assert_alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), name
+
+
 def a_refused_batch_leaves_nothing(mode: str) -> None:
     """Of several backbones: a script that catches the error and goes on trains as if the step had not been tried."""
     from deepspeed_pulse.errors import BatchError
@@ -234,11 +247,8 @@ def a_refused_batch_leaves_nothing(mode: str) -> None:
                 raise AssertionError("the batch is to be refused")
         for step in (2, 3):
             engine.train_batch(joint_data(case, step, 0))
-        engine.finish_backbones()
-        found.append(weights(engine))
-        engine.destroy()
-    for name, weight in found[0].items():
-        assert torch.equal(weight, found[1][name]), name
+        found.append(ended(engine))
+    assert_alike(*found)
 
 
 def one_rank_trains_one_backbone(precision: str) -> None:
@@ -249,11 +259,8 @@ def one_rank_trains_one_backbone(precision: str) -> None:
         engine = joint_engine({**case, "untrained": "toy1", "pulse": {"backbone_steps": mode}})
         for step in range(3):
             engine.train_batch(joint_data(case, step, 0))
-        engine.finish_backbones()
-        found.append(weights(engine))
-        engine.destroy()
-    for name, weight in found[0].items():
-        assert torch.equal(weight, found[1][name]), name
+        found.append(ended(engine))
+    assert_alike(*found)
 
 
 CHECKS: dict[str, Callable[..., None]] = {
