@@ -263,6 +263,22 @@ def one_rank_trains_one_backbone(precision: str) -> None:
     assert_alike(*found)
 
 
+def ends_as_it_began(_: str, folder: Path) -> None:
+    """A step that began inside ``torch.autocast`` ends under it, whoever ends it."""
+    found = []
+    for saves in (False, True):
+        case = {"set": "two toys", "P": 2, "M": 4, "pulse": {"backbone_steps": "each"}}
+        engine = joint_engine(case)
+        for step in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                engine.train_batch(joint_data(case, step, 0))
+        if saves:
+            engine.save_checkpoint(str(folder / "autocast"))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(ended(engine))
+    assert_alike(*found)
+
+
 CHECKS: dict[str, Callable[..., None]] = {
     "weights that one replica uses": used_by_one,
     "copies of a tied weight": copies_agree,
@@ -271,8 +287,9 @@ CHECKS: dict[str, Callable[..., None]] = {
     "data after a load": reads_where_it_is,
     "a refused batch": a_refused_batch_leaves_nothing,
     "a rank without a backbone": one_rank_trains_one_backbone,
+    "an end outside of autocast": ends_as_it_began,
 }
-SAVING = ("clipping after a load", "back to the start", "data after a load")
+SAVING = ("clipping after a load", "back to the start", "data after a load", "an end outside of autocast")
 
 
 def run(arguments: dict[str, Any]) -> None:
