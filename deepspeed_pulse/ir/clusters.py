@@ -12,6 +12,7 @@ INSIDE_US, BETWEEN_US = 10.0, 20.0
 """Latency of a message inside a node and between nodes, microseconds: a usual one, for names know no network."""
 
 _SPELLING = re.compile(r"([a-z0-9]+):([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
+_NAME_ALONE = re.compile(r"[\w:-]+")
 
 
 ACCELERATORS = {
@@ -38,7 +39,7 @@ def load_cluster(text: str) -> Cluster:
     Raises FileError when there is no such file, it is damaged, or the name is not known.
     """
     found = _SPELLING.fullmatch(text.lower())
-    if found is None and not Path(text).exists():
+    if found is None and _NAME_ALONE.fullmatch(text) and not Path(text).exists():
         raise FileError(f"{text}: no such file; expected {SPELLINGS}")
     if found is None or Path(text).exists():
         return Cluster.load(text)

@@ -121,9 +121,9 @@ NAMES = {
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
         _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _link_all_hp_params
-        _param_slice_mappings averaged_gradients bit16_groups clip_grad loss_scale loss_scaler optimizer param_groups
-        params_in_partition reduce_bucket_size refresh_fp32_params scale_if_loss single_partition_of_fp32_groups state
-        step zero_grad
+        _param_slice_mappings averaged_gradients bit16_groups clip_grad gradient_accumulation_dtype loss_scale
+        loss_scaler optimizer param_groups params_in_partition reduce_bucket_size refresh_fp32_params scale_if_loss
+        single_partition_of_fp32_groups state step use_grad_accum_attribute zero_grad
     """,
     "deepspeed.utils": "safe_get_full_fp32_param",
     "deepspeed.utils.tensor_fragment": "fragment_address",
