@@ -52,7 +52,7 @@ class Losses:
             return loss
         if engine.eval_return_logits:
             engine.outputs = output
-        engine.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else [part.detach() for part in loss])
+        engine.fwd_outputs.append(_kept(loss) if isinstance(loss, torch.Tensor) else list(map(_kept, loss)))
         engine.total_loss = _added(engine.total_loss, loss)
         additional, totals = engine.module.get_additional_losses(), engine.total_additional_losses
         if additional is not None:
@@ -129,11 +129,14 @@ def _check_loss(loss: Any, loss_fn: Any, head: Head) -> None:
         raise ConfigError(f"{source}: the loss depends on no trainable parameter; unfreeze some layer")
 
 
+def _kept(loss: torch.Tensor) -> torch.Tensor:
+    """To be summed: a loss in fp32, or a sum of many would stand still."""
+    found = loss.detach()
+    return found.float() if found.numel() == 1 and found.dtype in (torch.bfloat16, torch.float16) else found
+
+
 def _added(total: Any, loss: Any) -> Any:
-    """In fp32 at least."""
     if not isinstance(loss, torch.Tensor):
         totals = [None] * len(loss) if total is None else total
         return [_added(before, part) for before, part in zip(totals, loss, strict=True)]
-    own = loss.detach()
-    own = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own  # or a sum of many would stand still
-    return own.clone() if total is None else total + own
+    return _kept(loss).clone() if total is None else total + _kept(loss)

@@ -56,3 +56,8 @@ def test_data_of_another_precision_is_named() -> None:
     for _, output in launch("support.precision_ranks:other_precision", 2, None, timeout=100):
         (told,) = [line for line in output.splitlines() if line.startswith("TOLD")]
         assert "the weights are bfloat16, but not what is read of the data: t, the first layer's input; cast it" in told
+
+
+def test_a_mean_of_many_losses_is_no_sum_that_stands_still() -> None:
+    for _, output in launch("support.precision_ranks:many_losses", 2, None, timeout=100):
+        assert "PASSED" in output

@@ -241,3 +241,15 @@ def other_precision(_: Any) -> None:
     except Exception as problem:
         told = "\n".join([str(problem), *getattr(problem, "__notes__", ())])
         print("TOLD", type(problem).__name__, told.replace("\n", " | "), flush=True)
+
+
+def many_losses(_: Any) -> None:
+    """The mean of 300 losses of 1, in bf16, is 1: a sum in bf16 would stop at 256."""
+    from support.engine_ranks import as_bf16, data_of, make_engine
+
+    engine = make_engine(2, 300, bf16={"enabled": True})
+    fixed = engine.module.loss_fn
+    engine.module.loss_fn = lambda output, labels: fixed(output, labels) * 0 + 1
+    for batch in (engine.train_batch, engine.eval_batch):
+        assert float(batch(map(as_bf16, data_of(engine, 0)))) == 1.0
+    print("PASSED", flush=True)
