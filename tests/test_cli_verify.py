@@ -28,6 +28,9 @@ def model(microbatch_size=2):
     layers = [*linear, spec(keep, stash="skip"), LayerSpec(Join, 16, 16, pop="skip")]
     return layers, ({"hidden": torch.randn(microbatch_size, 16)}, None)
 
+def fixed():
+    return model()
+
 def other(microbatch_size=2):
     layers, batch = model(microbatch_size)
     return layers[1:], batch
@@ -84,6 +87,7 @@ def test_a_model_that_is_not_the_profiles(capsys: pytest.CaptureFixture[str]) ->
         ("--verify 1", "--verify K and --model MODEL go together"),
         ("--model verified:model", "--verify K and --model MODEL go together"),
         ("--granularity fine", "--granularity goes with --verify"),
+        ("--verify 1 --model verified:fixed", "--verify: verified:fixed takes no microbatch_size, and choices have"),
         ("--verify 1 --model verified:model --world 4", "4 ranks of cluster 'here' are on 2 nodes"),
         (
             "--world 1 --verify 1 --model verified:model --verify-seconds 0.1",

@@ -118,6 +118,9 @@ def tune(arguments: argparse.Namespace) -> None:
         raise ConfigError("--verify: expected profiles of one model, found several backbones; leave it out")
     if arguments.verify:
         check_machine(cluster, arguments.world or cluster.num_ranks)
+        with quiet():
+            from deepspeed_pulse.models.catalogue.sources import check_takes_sizes
+        check_takes_sizes(arguments.model)
     with contextlib.ExitStack() as files:
         # Before the search, so that what cannot be written is known at once.
         paths = {

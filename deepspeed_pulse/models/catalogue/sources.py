@@ -113,6 +113,15 @@ def _called(model: str, given: dict[str, Any]) -> Workload:
     return Workload(name=model, layers=made[0], batch=made[1], microbatch_size=given.get("microbatch_size"))
 
 
+def check_takes_sizes(model: str) -> None:
+    """Raise a :class:`ConfigError` for a function that makes microbatches of one size only."""
+    if ":" in model and "microbatch_size" not in inspect.signature(_function(model)).parameters:
+        raise ConfigError(
+            f"--verify: {model} takes no microbatch_size, and choices have several: let the function have a parameter "
+            "of that name"
+        )
+
+
 def _function(model: str) -> Callable[..., Any]:
     module, _, name = model.partition(":")
     if "" not in sys.path:
