@@ -1,6 +1,6 @@
 """Does a step take the time and the memory that was predicted before it ran?
 
-    python benchmarks/prediction/run.py --write     # everything: about 12 minutes on 2 quiet cores
+    python benchmarks/prediction/run.py --write     # everything: a quarter of an hour on 2 quiet cores
     python benchmarks/prediction/run.py --quick --only 0 9
 
 Every configuration is run by the engine on real ranks, which measures its layer costs and plans before the first step;
