@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -58,6 +57,7 @@ from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.ir.run import RUN_FILE, RankFigures
 from deepspeed_pulse.ir.schedule import FORWARDS
 from deepspeed_pulse.ir.timeline import AnySpan, Timeline
+from deepspeed_pulse.runtime.autocast import Autocast
 from deepspeed_pulse.runtime.rank import RankRuntime
 
 
@@ -243,8 +243,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._own_steps.begin()
         if not runs_on:
             self._first_apart = self.global_steps
-        kinds = {"cpu", torch.device(self.device).type}
-        self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in sorted(kinds)]
+        self._autocast = Autocast.now([torch.device(self.device).type])
         left = self._steps.lowering.updates(self._micro_batches_begun)
         self._unfinished.begin([str(self.module.job.heads[index].name) for index in left], self.global_steps + 1)
 
@@ -258,9 +257,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             return
         assert self._own_steps is not None
         micro_batches, was_training = self._micro_batches_begun, self.module.training
-        with self._watchdog.watching("finish_backbones"), torch.enable_grad(), ExitStack() as stack:
-            for kind, dtype, enabled in self._autocast:  # what ends now began in a call of train_batch
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        # what ends now began in a call of train_batch
+        with self._watchdog.watching("finish_backbones"), torch.enable_grad(), self._autocast.restored():
             self.module.train()
             for step in self._steps.begin_last(micro_batches):
                 self._exec_run_step(step)

@@ -189,19 +189,18 @@ class Profile(File):
     @cached_property
     def values(self) -> tuple[Value, ...]:
         """The skips, those of one name joined, in order of first appearance."""
-        targets: dict[str, list[int]] = {}
+        joined: dict[str, list[Skip]] = {}
         for skip in self.skips:
-            targets.setdefault(skip.name, []).append(skip.target)
-        first = {skip.name: skip for skip in reversed(self.skips)}
+            joined.setdefault(skip.name, []).append(skip)
         return tuple(
             Value(
                 name=name,
-                source=first[name].source,
-                targets=tuple(sorted(found)),
-                bytes=first[name].bytes,
-                gradient=first[name].gradient,
+                source=skips[0].source,
+                targets=tuple(sorted(skip.target for skip in skips)),
+                bytes=skips[0].bytes,
+                gradient=skips[0].gradient,
             )
-            for name, found in targets.items()
+            for name, skips in joined.items()
         )
 
     @property

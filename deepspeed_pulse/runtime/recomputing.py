@@ -7,7 +7,7 @@ cuts the graph (reentrant), and the random state that is kept belongs to the rig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.runtime.autocast import Autocast
 from deepspeed_pulse.runtime.owning import released
 from deepspeed_pulse.runtime.roots import Root, roots_of
 
@@ -68,27 +69,22 @@ def _nothing(_: Any) -> Any:
 
 @dataclass(frozen=True)
 class _State:
-    """What a run of layers depends on beside its arguments: random numbers, and autocast's dtype by kind of device."""
+    """What a run of layers depends on beside its arguments: random numbers, and autocast."""
 
     host: torch.Tensor
     devices: tuple[list[int], list[torch.Tensor]]
     device_type: str
-    autocast: dict[str, torch.dtype]
+    autocast: Autocast
 
     @classmethod
     def now(cls, tensors: Sequence[torch.Tensor]) -> _State:
         kind = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), "cpu")
-        kinds = [kind for kind in {"cpu", kind} if torch.is_autocast_enabled(kind)]
-        autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
-        return cls(torch.get_rng_state(), get_device_states(*tensors), kind, autocast)
+        return cls(torch.get_rng_state(), get_device_states(*tensors), kind, Autocast.now([kind]))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         devices, states = self.devices
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices, device_type=self.device_type))
-            for kind, dtype in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
+        with torch.random.fork_rng(devices, device_type=self.device_type), self.autocast.restored():
             torch.set_rng_state(self.host)
             set_device_states(devices, states, device_type=self.device_type)
             yield

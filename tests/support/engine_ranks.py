@@ -30,8 +30,12 @@ def make_engine(
     optimizer: Any = None,
     dynamic: bool = False,
     interval: int = 0,
+    listed: Any = None,
+    loss: Any = None,
+    cuts: Any = None,
     **config: Any,
 ) -> Any:
+    """``listed``: layers instead of the model's, the first of which reads the batch's only input."""
     import deepspeed
 
     from deepspeed_pulse import PipelineModule
@@ -46,12 +50,13 @@ def make_engine(
         **config,
     }
     module = PipelineModule(
-        layers=layers(),
+        layers=layers() if listed is None else listed,
         num_stages=ranks,
-        loss_fn=mse,
+        loss_fn=loss or mse,
         seed_layers=True,
         config=config,
-        input=first,
+        **({"input": first} if listed is None else {}),
+        **({} if cuts is None else {"partition_method": cuts}),
         example_batch=batch(0, 0, 0) if model == "unet" else None,
         dynamic_shape=dynamic,
         activation_checkpoint_interval=interval,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 from support.backbone_ranks import joint_data, joint_engine, weights
 from support.cases import run_each
-from support.engine_ranks import as_bf16
+from support.engine_ranks import as_bf16, data_of, make_engine
 from support.parity import mse
 from support.precision_ranks import allow_fp16, cast
-from support.toy import toy_batch, toy_layers
+from support.toy import toy_batch
 
 BF16 = {"bf16": {"enabled": True}}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
@@ -56,48 +55,24 @@ def choosing_data(engine: Any, step: int) -> Iterator[Any]:
         yield x.to(dtype), (5 * y).to(dtype)
 
 
-def engine_of(
-    ranks: int,
-    microbatches: int,
-    *,
-    layers: Callable[[], list[Any]] = toy_layers,
-    cuts: Any = None,
-    loss: Any = mse,
-    optimizer: Callable[[Any], Any] = lambda p: torch.optim.SGD(p, lr=1.0),
-    **config: Any,
-) -> Any:
-    import deepspeed
+def engine_of(ranks: int, microbatches: int, **given: Any) -> Any:
+    more = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    pulse = {"solver_seconds": 0, "placement": "linear"}
+    return make_engine(ranks, microbatches, **{"pulse": pulse, "optimizer": sgd, **more, **given})
 
-    from deepspeed_pulse import PipelineModule
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": microbatches,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "pulse": {"solver_seconds": 0, "placement": "linear"},
-        **config,
-    }
-    plain = layers is toy_layers
-    more = {"input": "hidden"} if plain else {}
-    if cuts is not None:
-        more["partition_method"] = cuts
-    module = PipelineModule(layers=layers(), num_stages=ranks, loss_fn=loss, seed_layers=True, config=config, **more)
-    made = optimizer([p for p in module.parameters() if p.requires_grad])
-    engine, *_ = deepspeed.initialize(model=module, optimizer=made, config=config)
-    return engine
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=1.0)
 
 
 def toy_data(engine: Any, step: int) -> Iterator[Any]:
-    batches = (toy_batch(step, m, engine.grid.data_parallel_id) for m in itertools.count())
+    batches = data_of(engine, step)
     return map(as_bf16, batches) if engine.bfloat16_enabled() else batches
 
 
 def moved(precision: str, clip: float) -> dict[str, torch.Tensor]:
     """By how much two steps move each weight; alike on both replicas."""
-    engine = engine_of(1, 2, layers=choosing_layers, gradient_clipping=clip, **PRECISIONS[precision])
+    engine = engine_of(1, 2, listed=choosing_layers(), gradient_clipping=clip, **PRECISIONS[precision])
     before = weights(engine)
     for step in range(2):
         engine.train_batch(choosing_data(engine, step))

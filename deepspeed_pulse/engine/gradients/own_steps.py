@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads, ReduceTi
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_pulse.engine.gradients.clipping import OwnNorms
-from deepspeed_pulse.engine.gradients.completion import sum_tied
+from deepspeed_pulse.engine.gradients.completion import complete, sum_tied
 from deepspeed_pulse.engine.gradients.memory import held_in_step
 from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
@@ -246,12 +246,13 @@ class OwnSteps:
         check_buffers(module.shared)
         tied = [(w, g) for w, g in module.get_tied_weights_and_groups() if module.backbone_of(w) == backbone]
         sum_tied(tied, engine.optimizer)
-        gradients = list(self._gradients(backbone))
-        if self._flat is _ZERO_1:
-            with self._only(backbone), _changed(engine, "_force_grad_boundary", True):
-                engine.allreduce_gradients()
-        else:
-            engine.buffered_allreduce_fallback(grads=gradients)
+        with self._only(backbone):
+            complete(engine.optimizer)
+            if self._flat is _ZERO_1:
+                with _changed(engine, "_force_grad_boundary", True):
+                    engine.allreduce_gradients()
+                return
+        engine.buffered_allreduce_fallback(grads=list(self._gradients(backbone)))
 
     def _gradients(self, backbone: int) -> Iterator[torch.Tensor]:
         """Of all its parameters that train, zeros where this rank's data has not used one; others' may have."""

@@ -128,8 +128,8 @@ class Maker:
 
         frugal = self.cut(own.placement, job.profile, memory_bytes=1)
         for cuts in dict.fromkeys((own.boundaries, frugal.boundaries)):
-            missing, found, _ = descent(missing_bytes, cuts, nearby)
-            if missing == 0.0:
+            found = descent(missing_bytes, cuts, nearby)[1]
+            if found in orders:
                 best = self.moved(orders[found]) if self.moves else orders[found]
                 return self.order(best) if self.options.solver_seconds else best
         raise reason

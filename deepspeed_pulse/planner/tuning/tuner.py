@@ -253,8 +253,7 @@ class Tuner:
     def _apart(self, family: Choice) -> list[tuple[Choice, list[Choice]]]:
         """What is planned without regard to memory, and choices of ZeRO stages that differ from it in memory only.
 
-        Where a shared optimizer is quicker, or early sums leave by the port that messages leave by, each stage is as
-        promising as its own plan.
+        Any stage may be the fastest where a shared optimizer is quicker, or early sums leave by the port of messages.
         """
         stages = [replace(family, zero_stage=stage) for stage in self.zero_stages(family)]
         alike = {self._optimizer_ms(replace(family, zero_stage=stage)) for stage in (0, 1)}
