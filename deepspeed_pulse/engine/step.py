@@ -8,12 +8,14 @@ from typing import Any
 
 from deepspeed_pulse.engine.binding import bound_layers, bound_stages
 from deepspeed_pulse.engine.checkpoints.preemption import Preemption, Stopped
+from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.conditioning import Estimates
-from deepspeed_pulse.engine.data.agreement import agree_on_step
+from deepspeed_pulse.engine.data.agreement import agree_on_step, check_same_weights_train, check_something_trains
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading, entry_routes
 from deepspeed_pulse.engine.discovery import Discovery
+from deepspeed_pulse.engine.gradients.completion import moves_frozen
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
@@ -22,6 +24,7 @@ from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import BackboneEnds, PulseSchedule
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.sharing.shared import ties_of
+from deepspeed_pulse.errors import RunError
 from deepspeed_pulse.ir.carried import Part, carried_actions, isolated, updates_at
 from deepspeed_pulse.ir.channels import arrivals, make_traffic
 from deepspeed_pulse.ir.communicators import communicator_bytes
@@ -31,6 +34,11 @@ from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
 from deepspeed_pulse.runtime.usage import Usage
+
+MOVES_FROZEN = (
+    "weights were frozen that trained before: ZeRO, bf16 and fp16 step weights in one piece, so moments and weight "
+    'decay go on moving them; give them a parameter group of their own and set its "lr" to 0 while they are frozen'
+)
 
 
 @dataclass(frozen=True)
@@ -140,17 +148,41 @@ class Steps:
             BatchError: another rank begins another one, or cannot draw its first batch.
             Stopped: a rank was asked to stop, before a step of training; evaluations are made.
             StopIteration: the data of any rank is over.
+            RunError: ranks that hold one weight differ in whether it trains.
         """
-        training, size, preemption = mode == "train", self.engine.train_micro_batch_size_per_gpu(), self.preemption
-        heard, ahead = preemption.heard, self.ahead.data if self.ahead is not None and training else None
+        training = mode == "train"
+        ahead = self.ahead.data if self.ahead is not None and training else None
         problem = self.reading.problem_with_first(micro_batches, mode, ahead)
         self.watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
-        stops = agree_on_step(mode, micro_batches, size, preemption.group, asked_to_stop=heard, problem=problem)
+        stops, trains_anew = agree_on_step(
+            mode,
+            micro_batches,
+            self.engine.train_micro_batch_size_per_gpu(),
+            self.preemption.group,
+            asked_to_stop=self.preemption.heard,
+            trains_anew=self.runtime.trains_anew,
+            problem=problem,
+        )
         if stops and training:
             raise Stopped
         self.watchdog.gave_outside()
+        if trains_anew:
+            self._agree_on_what_trains(training=training)
         if training:
             self.observer.begin_step()
+
+    def _agree_on_what_trains(self, *, training: bool) -> None:
+        if self.runtime.runs_on:
+            raise RunError(
+                "weights were frozen, or train again, before the last step of every backbone had ended: what trains "
+                "in it would be anyone's guess; call engine.finish_backbones() on every rank first"
+            )
+        check_same_weights_train(self.engine.module)
+        if training:
+            check_something_trains(self.engine.module)
+            if any(told_by_all(moves_frozen(self.engine.optimizer))) and self.engine.global_rank == 0:
+                print(f"pulse: warning: {MOVES_FROZEN}", flush=True)
+        self.runtime.agree_anew()
 
     def begin(self, micro_batches: int, mode: str) -> PulseSchedule:
         """Get ready, together with all other ranks, which have met; what this rank is to do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -158,6 +158,16 @@ class Signature:
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.tensors))
+
+    def advice_where(self, found: Signature) -> str:
+        """What a user may do where a boundary carries something else than agreed."""
+        wanted = zip(self.tensors, found.tensors, strict=False)
+        if self == replace(found, tensors=tuple(replace(m, requires_grad=own.requires_grad) for own, m in wanted)):
+            return (
+                "gradients must flow through the same tensors in every microbatch of a step: multiply by 0 what a "
+                "microbatch is not to train, or freeze weights between steps"
+            )
+        return "what travels between stages must follow from the shapes of the batch: pad what depends on its values"
 
     def encode(self) -> torch.Tensor:
         """int64 tensor of :data:`METADATA_INTS` numbers."""

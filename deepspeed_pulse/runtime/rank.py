@@ -149,6 +149,8 @@ class RankRuntime:
         self._hidden_grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._book = ShapeBook()
+        self._trains: list[bool] | None = None
+        """Of each parameter, whether it did when boundaries agreed on which gradients they want."""
         self._kept: dict[tuple[int, int], int] = {}
         """Bytes of activations, by stage and microbatch."""
         self._runs = {
@@ -208,6 +210,15 @@ class RankRuntime:
         )
         self._training = training
         self._set_out(part)
+
+    @property
+    def trains_anew(self) -> bool:
+        """True before the first step, and where weights have been frozen or train again since :meth:`agree_anew`."""
+        return self._trains != _which_train(self._parameters)
+
+    def agree_anew(self) -> None:
+        """Between steps, on all ranks of a pipeline: boundaries agree anew on which gradients they want."""
+        self._book, self._trains = ShapeBook(), _which_train(self._parameters)
 
     def end_last(self, part: RankPart) -> None:
         """Get ready for what the last step has left, where no step follows."""
@@ -547,6 +558,10 @@ class RankRuntime:
     def _held_extra(self) -> int:
         steps = (self._data,) if self._earlier is None or self._earlier is self._data else (self._data, self._earlier)
         return sum(step.extra.num_bytes for step in steps if step.extra is not None)
+
+
+def _which_train(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    return [parameter.requires_grad for parameter in parameters]
 
 
 def _pair(

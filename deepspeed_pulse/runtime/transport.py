@@ -146,8 +146,7 @@ class Transport:
             raise BatchError(
                 f"{message.label} from stage {message.source_stage} to stage {message.target_stage}, microbatch "
                 f"{message.microbatch}: expected {known} as for an earlier batch of the same shapes, found "
-                f"{signature}; what travels between stages must follow from the shapes of the batch: pad what depends "
-                "on its values"
+                f"{signature}; {known.advice_where(signature)}"
             )
         metas = (known or signature).tensors
         self._start(message, channel, list(zip(metas, tensors_of(payload), strict=True)), unkept_bytes)

@@ -15,6 +15,7 @@ CASES = [
     *(["back to the start", precision] for precision in PRECISIONS),
     ["data after a load", "fp32"],
     *(["a refused batch", mode] for mode in ("together", "each")),
+    ["frozen for a while", "fp32"],
     ["an end outside of autocast", "bf16"],
     *(["a rank without a backbone", precision] for precision in ("fp32", "bf16")),
 ]

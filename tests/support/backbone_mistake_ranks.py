@@ -163,6 +163,7 @@ def in_steps() -> dict[str, Case]:
         "loss on one rank": lambda: made.eval_batch(each(), bcast_loss=False),
         "names of the other": lambda: engine(backbones=reading_the_other()).train_batch(each()),
         "another number on one rank": resized_on_one,
+        "frozen while a step goes on": frozen_in_the_midst,
         "frozen wholly": lambda: engine(backbones=pair(upper=frozen_layers())).train_batch(each()),
     }
 
@@ -173,6 +174,14 @@ def resized_on_one() -> None:
     made.train_batch(each())
     if rank():
         made.set_train_batch_size(2 * made.train_batch_size())
+    made.train_batch(each())
+
+
+def frozen_in_the_midst() -> None:
+    made = engine(config_with(EACH))
+    made.train_batch(each())
+    for parameter in made.module.parameters():
+        parameter.requires_grad_(False)
     made.train_batch(each())
 
 

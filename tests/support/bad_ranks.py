@@ -463,6 +463,24 @@ def no_data_now() -> None:
     made.train_batch(None)
 
 
+def no_data_on_one_rank(*, evaluates: bool = False) -> None:
+    """The second rank has an iterator in the first step of a kind and none in the next."""
+    made = engine()
+    for step in range(2):
+        given = batches(step) if step == 0 or rank() == 0 else None
+        made.data_iterator = given
+        (made.eval_batch if evaluates else made.train_batch)(given)
+
+
+def frozen_from_step(step: int, freezes: Callable[[str], bool], **arguments: Any) -> None:
+    """From a step on, the parameters of such names are frozen on this rank."""
+    made = engine(**arguments)
+    for number in range(step + 1):
+        for name, parameter in made.module.named_parameters():
+            parameter.requires_grad_(number < step or not freezes(name))
+        made.train_batch(batches())
+
+
 def wider(sizes: tuple[int, ...]) -> Iterator[Any]:
     return (toy_batch(1, m, 0, size) for m, size in enumerate(sizes))
 
@@ -550,6 +568,14 @@ def first_steps(plan: str) -> None:
         "labels by rank": lambda: engine({"placement": "linear"}).train_batch(labels_by_rank()),
         "another shape in step 2": lambda: second_step(wider((3, 3))),
         "no data in step 2": no_data_now,
+        "no data on one rank in step 2": no_data_on_one_rank,
+        "no data on one rank in evaluation 2": lambda: no_data_on_one_rank(evaluates=True),
+        "all frozen in step 2": lambda: frozen_from_step(1, lambda _: True),
+        "frozen on one replica": lambda: frozen_from_step(1, lambda name: given and name.startswith("3."), stages=1),
+        "frozen on one replica from the start": lambda: frozen_from_step(0, lambda _: given, stages=1),
+        "a tied copy frozen on one rank": lambda: frozen_from_step(
+            1, lambda name: given and "square" in name, pulse={"placement": "wave"}
+        ),
         "other microbatches than the plan": lambda: resized(plan),
         "refused, then trains": lambda: still_trains(plan),
         "batch refused, then trains": mended_batch,

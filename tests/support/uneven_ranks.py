@@ -254,6 +254,22 @@ def ends_as_it_began(_: str, folder: Path) -> None:
     assert_alike(*found)
 
 
+def frozen_for_a_while(precision: str) -> None:
+    """Layers of a backbone, between steps that have ended."""
+    found = []
+    for mode in ("together", "each"):
+        case = {"set": "two toys", "P": 2, "M": 4, "placement": "linear", "precision": precision}
+        engine = joint_engine({**case, "pulse": {"backbone_steps": mode}})
+        for step in range(6):
+            if step % 2 == 0:
+                engine.finish_backbones()
+                for name, parameter in engine.module.named_parameters():
+                    parameter.requires_grad_(step != 2 or not name.startswith(("0.", "2.", "3.")))
+            engine.train_batch(joint_data(case, step, 0))
+        found.append(ended(engine))
+    assert_alike(*found)
+
+
 CHECKS: dict[str, Callable[..., None]] = {
     "weights that one replica uses": used_by_one,
     "copies of a tied weight": copies_agree,
@@ -262,6 +278,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "data after a load": reads_where_it_is,
     "a refused batch": a_refused_batch_leaves_nothing,
     "a rank without a backbone": one_rank_trains_one_backbone,
+    "frozen for a while": frozen_for_a_while,
     "an end outside of autocast": ends_as_it_began,
 }
 SAVING = ("clipping after a load", "back to the start", "data after a load", "an end outside of autocast")

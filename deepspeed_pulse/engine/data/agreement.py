@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.seat import Seat
-from deepspeed_pulse.errors import BatchError, ConfigError
+from deepspeed_pulse.errors import BatchError, ConfigError, RunError
 
 
 def check_batch_size(size: Any, microbatch_size: int, replicas: int) -> None:
@@ -32,9 +32,12 @@ def agree_on_step(
     group: Any,
     *,
     asked_to_stop: bool,
+    trains_anew: bool,
     problem: Exception | None,
-) -> bool:
-    """Whether any rank was asked to stop; collective, a few numbers, once at the start of a step.
+) -> tuple[bool, bool]:
+    """Whether any rank was asked to stop, and whether any has other weights that train than in the step before.
+
+    Collective, a few numbers, once at the start of a step.
 
     ``kind``: of step; ``group``: over the host's memory; None: the world's; ``problem``: this rank's, with the data.
 
@@ -46,16 +49,17 @@ def agree_on_step(
     is_over = isinstance(problem, StopIteration)
     met = 0 if problem is None else 1 if is_over else 2
     mine = (zlib.crc32(kind.encode()), microbatches, microbatch_size)
-    largest = torch.tensor([int(asked_to_stop), met, *(sign * number for number in mine for sign in (1, -1))])
+    flags = (int(asked_to_stop), int(trains_anew), met)
+    largest = torch.tensor([*flags, *(sign * number for number in mine for sign in (1, -1))])
     if dist.get_world_size() > 1:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
-    stops, worst, *numbers = largest.tolist()
+    stops, anew, worst, *numbers = largest.tolist()
     if all(high == -low for high, low in zip(numbers[::2], numbers[1::2], strict=True)):
         if worst == 2:
             raise_everywhere(None if is_over else problem, "the first batch cannot be drawn")
         if worst and not stops:
             raise StopIteration
-        return bool(stops)
+        return bool(stops), bool(anew)
     steps = told_by_all(f"{microbatches} microbatches of {microbatch_size} samples ({kind})", group)
     other = next(rank for rank, step in enumerate(steps) if step != steps[0])
     raise BatchError(
@@ -83,6 +87,21 @@ def check_something_trains(module: Any) -> None:
         raise ConfigError(
             "no layer has a trainable parameter: the loss depends on no trainable parameter; unfreeze some layer"
         )
+
+
+def check_same_weights_train(module: Any) -> None:
+    """Replicas, and copies of a tied weight, train the same; ``module``: this rank's. Collective in the world."""
+    mine = {name: p.requires_grad for name, p in module.named_parameters() if not is_placeholder(name)}
+    first: dict[str, tuple[int, bool]] = {}
+    for rank, found in enumerate(told_by_all(mine)):
+        for name, trains in found.items():
+            other, expected = first.setdefault(name, (rank, trains))
+            if trains is not expected:
+                trained, frozen = (rank, other) if trains else (other, rank)
+                raise RunError(
+                    f"parameter {name} trains on rank {trained} and is frozen on rank {frozen}; freeze it, or let it "
+                    "train, on every rank that holds it: in each replica, and each copy of a tied weight"
+                )
 
 
 def _check_each_trains(module: Any) -> None:

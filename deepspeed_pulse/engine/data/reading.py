@@ -95,6 +95,12 @@ class Reading:
         ``ahead``: the step's data, where that was read during the one before.
         """
         iterator, is_new = self._engine.data_iterator, mode not in self._readers
+        if not is_new and self._readers[mode][self._seat.rank] is (iterator is None):
+            before, now = ("none", "one") if iterator is not None else ("one", "none")
+            return BatchError(
+                f"rank {self._engine.global_rank} was given {before} data iterator in the first step of its kind and "
+                f"{now} now; give each rank the same kind of argument in every step"
+            )
         if ahead is not None or iterator is None:
             return None
         self._mode = mode
@@ -179,20 +185,12 @@ class Reading:
 
     def agreed_readers(self) -> tuple[bool, ...]:
         """Which ranks read data. The first time of each mode, all ranks tell each other."""
-        has_data = self._engine.data_iterator is not None
         if self._mode in self._readers:
-            readers = self._readers[self._mode]
-            if readers[self._seat.rank] != has_data:
-                before, now = ("one", "none") if not has_data else ("none", "one")
-                raise BatchError(
-                    f"pipeline rank {self._seat.rank} was given {before} data iterator in the first step and {now} "
-                    "now; give each rank the same kind of argument in every step"
-                )
-            return readers
+            return self._readers[self._mode]
         if self._mode == "train":
             check_optimizer(self._engine.optimizer)
             check_something_trains(self._module)
-        readers = who_has_data(has_data, self._first, self._seat.pipelines)
+        readers = who_has_data(self._engine.data_iterator is not None, self._first, self._seat.pipelines)
         if len(self._heads) > 1 and not all(readers):
             raise BatchError(
                 "several backbones begin on several ranks, so every rank reads data: pipeline rank "

@@ -29,6 +29,13 @@ def complete(optimizer: Any) -> None:
             _complete(parameter, optimizer)
 
 
+def moves_frozen(optimizer: Any) -> bool:
+    """Weights are frozen now that upstream's optimizer steps in one piece with others: moments and decay move them."""
+    kinds = ("bit16_groups", "bf16_groups", "fp16_groups")
+    groups = next((getattr(optimizer, kind) for kind in kinds if hasattr(optimizer, kind)), ())
+    return any(not parameter.requires_grad for group in groups for parameter in group)
+
+
 def sum_tied(tied: Tied, optimizer: Any) -> None:
     """Add up gradients of tied weights over the ranks that hold copies, where a microbatch has reached them or not."""
     in_full_precision = isinstance(optimizer, BF16_Optimizer)
