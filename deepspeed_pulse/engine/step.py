@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed_pulse.engine.binding import bound_layers, bound_stages
 from deepspeed_pulse.engine.checkpoints.preemption import Preemption, Stopped
+from deepspeed_pulse.engine.checkpoints.record import parameter_groups
 from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.conditioning import Estimates
@@ -16,6 +17,7 @@ from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading, entry_routes
 from deepspeed_pulse.engine.discovery import Discovery
 from deepspeed_pulse.engine.gradients.completion import moves_frozen
+from deepspeed_pulse.engine.gradients.placeholders import check_covers
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
@@ -102,6 +104,11 @@ class Lowering:
             runs_on=bool(carried) and rows is not Part.LAST,
         )
 
+    def try_anew(self) -> None:
+        """Forget what layers change: it is told by gradients which of a memory's tensors a layer is to see."""
+        self._effects.clear()
+        self.clear()
+
     def knows_effects(self, *, training: bool) -> bool:
         """True when it is known what layers change in place in such steps."""
         return training in self._effects
@@ -180,8 +187,11 @@ class Steps:
         check_same_weights_train(self.engine.module)
         if training:
             check_something_trains(self.engine.module)
+            if self.runtime.has_agreed and self.engine.optimizer is not None:
+                check_covers(parameter_groups(self.engine.optimizer), self.engine.module)
             if any(told_by_all(moves_frozen(self.engine.optimizer))) and self.engine.global_rank == 0:
                 print(f"pulse: warning: {MOVES_FROZEN}", flush=True)
+        self.lowering.try_anew()
         self.runtime.agree_anew()
 
     def begin(self, micro_batches: int, mode: str) -> PulseSchedule:

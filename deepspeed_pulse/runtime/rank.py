@@ -216,6 +216,11 @@ class RankRuntime:
         """True before the first step, and where weights have been frozen or train again since :meth:`agree_anew`."""
         return self._trains != _which_train(self._parameters)
 
+    @property
+    def has_agreed(self) -> bool:
+        """Some step was before."""
+        return self._trains is not None
+
     def agree_anew(self) -> None:
         """Between steps, on all ranks of a pipeline: boundaries agree anew on which gradients they want."""
         self._book, self._trains = ShapeBook(), _which_train(self._parameters)

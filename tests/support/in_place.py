@@ -22,6 +22,26 @@ class Keep(nn.Module):
         return y, y
 
 
+class Apart(nn.Module):
+    """Goes on without a gradient; what it stashes is the same memory with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.inner(x)
+        return y.detach(), y
+
+
+class Rescale(nn.Module):
+    """Changes its input, and gives back what it pops."""
+
+    def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        return value
+
+
 class Add(nn.Module):
     """Adds what it pops, which it may change first."""
 
@@ -88,6 +108,17 @@ def seen_layers() -> list[Any]:
     ]
 
 
+def apart_layers() -> list[Any]:
+    """One piece of memory, with a gradient and without."""
+    from deepspeed_pulse import LayerSpec
+
+    return [
+        LayerSpec(Apart, stash="with gradient"),
+        LayerSpec(Rescale, pop="with gradient"),
+        *(LayerSpec(nn.Linear, WIDTH, width) for width in (WIDTH, WIDTH, CLASSES)),
+    ]
+
+
 def statistics_layers() -> list[Any]:
     """Running statistics, which a layer that runs again must not move again."""
     from deepspeed_pulse import LayerSpec
@@ -118,5 +149,6 @@ def vector_batch(step: int, microbatch: int, data_index: int) -> Any:
 MODELS = {
     "in place alexnet": (alexnet_layers, picture_batch, "hidden"),
     "in place seen": (seen_layers, vector_batch, "hidden"),
+    "in place apart": (apart_layers, vector_batch, "hidden"),
     "in place statistics": (statistics_layers, picture_batch, "hidden"),
 }
