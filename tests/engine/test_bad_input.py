@@ -267,7 +267,7 @@ FIRST_STEPS = {
     "labels by rank": ("BatchError", "step 1: the labels of pipeline rank 1 differ"),
     "another shape in step 2": (
         "BatchError",
-        "batch inputs: expected [2, 8] float32 as in the first batch, found [3, 8] float32",
+        "rank 0, first microbatch of step 2: batch inputs: expected [2, 8] float32 as in the first batch, found [3, 8] ",
         "dynamic_shape=True); else use drop_last=True",
     ),
     "no data in step 2": (
@@ -306,14 +306,14 @@ FIRST_STEPS = {
     "relayed evaluation of no microbatches": ("ConfigError", "expected an integer >= 1", "found -1"),
     "evaluation of other microbatches": ("ConfigError", "is for 2 microbatches, the engine runs 5"),
     "data over in a step of changing shapes": ("BatchError", "the data iterator ended after 1 of 2 microbatches"),
-    "data over before a step of changing shapes": ("StopIteration",),
-    "data over before step 2": ("StopIteration",),
+    "data over before a step of changing shapes": ("StopIteration", "the data iterator of a rank is over"),
+    "data over before step 2": ("StopIteration", "the data iterator of a rank is over", "RepeatingLoader"),
     "no optimizer": ("ConfigError", "train_batch: expected an optimizer, found none", 'add an "optimizer" block'),
     "weights of a part": ("ConfigError", "save_16bit_model: a rank of a pipeline holds", "models.save_pretrained"),
     "state of a part": ("ConfigError", "module_state_dict: a rank of a pipeline holds", "save_checkpoint"),
     "a loader on one rank": ("RuntimeError", "trained"),
     "broken off, then trains": ("RuntimeError", "the same"),
-    "data over on the only rank that reads": ("RuntimeError", "StopIteration ; StopIteration "),
+    "data over on the only rank that reads": ("RuntimeError", "StopIteration the data", "; StopIteration the data"),
     "loader broken in step 2 on the only rank that reads": (
         "RuntimeError",
         "BatchError rank 0: the first batch cannot be drawn: KeyError: 'sample 17'; BatchError rank 0",

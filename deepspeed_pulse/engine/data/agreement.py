@@ -58,7 +58,10 @@ def agree_on_step(
         if worst == 2:
             raise_everywhere(None if is_over else problem, "the first batch cannot be drawn")
         if worst and not stops:
-            raise StopIteration
+            raise StopIteration(
+                "the data iterator of a rank is over: catch this at the end of an epoch, or pass one that goes on "
+                "(deepspeed.runtime.dataloader.RepeatingLoader)"
+            )
         return bool(stops), bool(anew)
     steps = told_by_all(f"{microbatches} microbatches of {microbatch_size} samples ({kind})", group)
     other = next(rank for rank, step in enumerate(steps) if step != steps[0])

@@ -114,6 +114,9 @@ class Reading:
             reads_all = self._module.job.conditioning is not None  # whatever an estimate is made of
             if is_new and first is not None and mode == "train" and is_first and not reads_all:
                 warn_of_unread(first)
+        except BatchError as found:
+            self._drawn = None
+            return BatchError(f"{self._where(mode)}: {found.text}", more=found.more)
         except Exception as found:  # whatever a loader raises
             self._drawn = None
             if not is_new or not isinstance(found, StopIteration):
@@ -123,6 +126,12 @@ class Reading:
                 "step"
             )
         return None
+
+    def _where(self, mode: str) -> str:
+        """Of the first microbatch of a step that is about to begin."""
+        if mode == "train":
+            return f"rank {self._engine.global_rank}, first microbatch of step {self._engine.global_steps + 1}"
+        return f"rank {self._engine.global_rank}, first microbatch of evaluation {self._steps[mode] + 1}"
 
     def forget(self) -> None:
         """What was read for a step that did not come is not for the next one: the data may have been set back."""
