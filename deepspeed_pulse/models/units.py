@@ -48,6 +48,11 @@ class Origin:
             peft_config=peft_configs(model),
         )
 
+    @property
+    def is_of_diffusers(self) -> bool:
+        """Its config says how such a model is made."""
+        return bool(self.config_json)
+
     def dtype_of(self, key: str, dtype: torch.dtype) -> torch.dtype:
         """``dtype``, or float32 for a weight that diffusers keeps in it (a part of its name says so)."""
         kept = getattr(self.model_class, "_keep_in_fp32_modules", None) or ()
@@ -162,19 +167,19 @@ def unit_of(layer: Any) -> Unit | None:
 
 def origin_of(layer_list: Iterable[Any], what: str, model_class: type[nn.Module] | None = None) -> Origin:
     """The one model of a list, or the one of ``model_class``; ``what`` asks and is named in the error."""
-    units = [unit for unit in map(unit_of, layer_list) if unit is not None and unit.origin.config_json]
+    units = [unit for unit in map(unit_of, layer_list) if unit is not None]
     origins = {id(unit.origin): unit.origin for unit in units}.values()
     found = [one for one in origins if issubclass(one.model_class, model_class or nn.Module)]
     if len(found) == 1:
         return found[0]
     if not origins:
         raise ConfigError(
-            f"{what} writes a diffusers model; no layer of this list was made of one by deepspeed_pulse.models: use "
-            "engine.save_checkpoint() for other lists"
+            f"{what} gives a model back; no layer of this list was made of one by to_layers(), from_pretrained() or "
+            "from_config(): use engine.save_checkpoint() for other lists"
         )
     kinds = ", ".join(one.model_class.__name__ for one in origins)
     asked = "which one was not said" if model_class is None else f"{len(found)} of them are a {model_class.__name__}"
-    raise ConfigError(f"{what} writes one model; the layers were made of {kinds}, and {asked}; pass model_class=")
+    raise ConfigError(f"{what} gives one model back; the layers were made of {kinds}, and {asked}; pass model_class=")
 
 
 def check_cover(layers: Iterable[Declared], origin: Origin) -> None:

@@ -267,7 +267,7 @@ FIRST_STEPS = {
     "labels by rank": ("BatchError", "step 1: the labels of pipeline rank 1 differ"),
     "another shape in step 2": (
         "BatchError",
-        "rank 0, first microbatch of step 2: batch inputs: expected [2, 8] float32 as in the first batch, found [3, 8] ",
+        "rank 0, first microbatch of step 2: batch inputs: expected [2, 8] float32 as in the first batch, found [3, 8]",
         "dynamic_shape=True); else use drop_last=True",
     ),
     "no data in step 2": (

@@ -142,5 +142,5 @@ def test_what_cannot_be_gathered_is_told_by_all_ranks():
         gathered(to_layers(longer))
     with pytest.raises(ConfigError, match=r"no layer of the list holds \d+ of the \d+ entries"):
         gathered(to_layers(small_unet())[:-1])
-    with pytest.raises(ConfigError, match=r"gather_model\(\) writes a diffusers model; no layer"):
+    with pytest.raises(ConfigError, match=r"gather_model\(\) gives a model back; no layer"):
         gathered([])

@@ -1,4 +1,4 @@
-"""Write a trained layer list back as the diffusers model it came from."""
+"""Write a trained layer list back as the model it came from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.models.weights.folder import CONFIG
+from deepspeed_pulse.models.units import Origin
+from deepspeed_pulse.models.weights.folder import CONFIG, PLAIN_WEIGHTS, WEIGHTS
 from deepspeed_pulse.models.weights.shards import Files, Part, write_sharded
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ def save_pretrained(
     """Write the trained weights as a normal diffusers folder, to be read by ``from_pretrained``.
 
     A collective call: every rank makes it, and the folder is complete when it returns. Files, index,
-    keys, shapes and dtypes are those of the model's own ``save_pretrained(max_shard_size=, variant=)``.
+    keys, shapes and dtypes are those of the model's own ``save_pretrained(max_shard_size=, variant=)``. Of a model that
+    is none of diffusers', they are those of its state dict, in ``model.safetensors`` or shards of it, without a config:
+    ``huggingface_hub.load_torch_model(model, folder)`` reads them.
     Global rank 0 writes and never holds more than one shard beyond its own layers. A model with
     adapters is written without them, under the names it has without; :func:`.save_lora` writes those.
 
@@ -54,8 +57,8 @@ def save_pretrained(
         backbone: which backbone, where the engine trains several.
 
     Raises:
-        ConfigError: the layer list was not made from a diffusers model, or layers of that model were
-            left out of it; there are several backbones and none is named; on every rank.
+        ConfigError: the layer list was not made from a model, or layers of that model were left out of it; there are
+            several backbones and none is named; on every rank.
         FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
     part = Part.asked(engine, "save_pretrained()", model_class, backbone)
@@ -66,10 +69,15 @@ def save_pretrained(
         own = part.own_tensors(engine, averaged)
         return {origin.base_keys[key]: tensor for key, tensor in own.items() if key in origin.base_keys}
 
-    def write(to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: Any, config: str) -> Path:
+    def write(to: str | os.PathLike[str], averaged: Mapping[str, Tensor], dtype: Any, more: dict[str, Any]) -> Path:
         mine = engine.module.ranks.together(lambda: tensors(averaged), "save_pretrained()")
         cast = {key: origin.dtype_of(key, dtype) for key, t in mine.items() if dtype and t.is_floating_point()}
-        files = Files(variant=variant, max_shard_size=max_shard_size, texts={CONFIG: config})
+        files = Files(
+            name=WEIGHTS if origin.is_of_diffusers else PLAIN_WEIGHTS,
+            variant=variant,
+            max_shard_size=max_shard_size,
+            texts={CONFIG: _config(origin, more)} if origin.is_of_diffusers else {},
+        )
         return write_sharded(engine, to, mine, files, keys=tuple(origin.base_keys.values()), dtypes=cast)
 
     if origin.peft_config and engine.global_rank == 0:
@@ -80,7 +88,12 @@ def save_pretrained(
         )
     if ema is not None:
         # diffusers keeps the averaging's state in the config of the averaged model.
-        config = {**json.loads(origin.config_json), **ema.schedule()}
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        write(f"{Path(folder)}_ema", averages, dtype or torch.float32, text)
-    return write(folder, {}, dtype, origin.config_json)
+        write(f"{Path(folder)}_ema", averages, dtype or torch.float32, ema.schedule())
+    return write(folder, {}, dtype, {})
+
+
+def _config(origin: Origin, more: dict[str, Any]) -> str:
+    """The model's, to the byte, where nothing is added."""
+    if not more:
+        return origin.config_json
+    return json.dumps({**json.loads(origin.config_json), **more}, indent=2, sort_keys=True) + "\n"

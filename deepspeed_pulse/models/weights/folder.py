@@ -21,6 +21,8 @@ from torch import Tensor
 from deepspeed_pulse.errors import FileError, first_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+PLAIN_WEIGHTS = "model.safetensors"
+"""Of a model that is none of diffusers', as ``huggingface_hub`` names it."""
 CONFIG = "config.json"
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 SHOWN = 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.models.families import construct
-from deepspeed_pulse.models.units import Origin
+from deepspeed_pulse.models.units import Origin, without_wrapper
 from deepspeed_pulse.models.weights.shards import Part, gather
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
@@ -33,8 +34,9 @@ def gather_model(
     ema: EMA | None = None,
     model_class: type[nn.Module] | None = None,
     backbone: str | None = None,
+    build: Callable[[], nn.Module] | None = None,
 ) -> Any:
-    """The trained diffusers model on the CPU of global rank 0, in evaluation mode; None on the other ranks.
+    """The trained model on the CPU of global rank 0, in evaluation mode; None on the other ranks.
 
     A collective call: every rank makes it. Weights are copies: training may go on. LoRA adapters are on the model.
     The other ranks wait for rank 0 at their next step, and no longer than ``timeout_seconds``. A model too large for
@@ -46,16 +48,23 @@ def gather_model(
         ema: averages in place of the weights, in the dtype of those.
         model_class: which model, when the list was made of two (a U-Net and its ControlNet).
         backbone: which backbone, where the engine trains several.
+        build: makes such a model, without adapters; called on global rank 0. Needed for one that is none of diffusers',
+            whose config says how it is made.
 
     Raises:
-        ConfigError: the layer list was not made from a diffusers model or layers of it were left out; it has several
-            adapters, or parts that its config does not know; on every rank.
+        ConfigError: the layer list was not made from a model or layers of it were left out; nothing says how the model
+            is made; it has several adapters, or parts that a new one has not; on every rank.
     """
     part = Part.asked(engine, WHAT, model_class, backbone)
     origin = part.origin
     if len(origin.peft_config) > 1:
         raise ConfigError(
             f"{WHAT}: expected one adapter at most, found {', '.join(origin.peft_config)}; write them with save_lora()"
+        )
+    if build is None and not origin.is_of_diffusers:
+        raise ConfigError(
+            f"{WHAT}: nothing says how a {origin.model_class.__name__} is made; pass build=, a function that returns a "
+            "new one, or write the weights with save_pretrained()"
         )
     floats = {
         key: weight.dtype if dtype is None else origin.dtype_of(key, dtype)
@@ -65,12 +74,20 @@ def gather_model(
     tensors = part.own_tensors(engine, {} if ema is None else ema.averages_of(backbone))
     found = gather(engine, tensors, keys=origin.state_keys, dtypes=floats)
     made: list[Any] = []
-    engine.module.ranks.decide_on_first(lambda: made.append(_model(origin, found)), WHAT)
+
+    def make() -> None:
+        with torch.random.fork_rng(devices=[]):  # the first rank's layers draw as if nobody had sampled
+            made.append(_model(origin, found, build))
+
+    engine.module.ranks.decide_on_first(make, WHAT)
     return made[0] if made else None
 
 
-def _model(origin: Origin, tensors: dict[str, Tensor]) -> Any:
-    model = Skeleton(lambda: construct(origin.model_class, json.loads(origin.config_json), WHAT)).model
+def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Module] | None) -> Any:
+    if build is None:
+        model = Skeleton(lambda: construct(origin.model_class, json.loads(origin.config_json), WHAT)).model
+    else:
+        model = _built(build)
     for name, config in origin.peft_config.items():
         from peft import inject_adapter_in_model
 
@@ -82,10 +99,39 @@ def _model(origin: Origin, tensors: dict[str, Tensor]) -> Any:
         else:
             inject_adapter_in_model(bare, model, name)
         model.peft_config[name] = config
-    missing, unknown = model.load_state_dict(tensors, strict=False, assign=True)
-    if missing or unknown:
+    shared = _shared(model)
+    expected = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    there = {key: tensor.shape for key, tensor in tensors.items()}
+    if other := next((key for key in expected | there if expected.get(key) != there.get(key)), None):
+        source = "of the config" if build is None else "that build= returns"
         raise ConfigError(
-            f"{WHAT}: the {origin.model_class.__name__} of the config has other parts than the one that trains, the "
-            f"first is {[*missing, *unknown][0]}; build the model yourself and load what save_pretrained() wrote"
+            f"{WHAT}: the {type(model).__name__} {source} has other parts than the one that trains, the first is "
+            f"{other}; pass build=, a function that returns one like it"
         )
+    model.load_state_dict(tensors, assign=True)
+    for name, first in shared.items():
+        _put(model, name, model.get_parameter(first))
     return model.eval().requires_grad_(False)
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    """A new model of the user's."""
+    with torch.device("cpu"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{WHAT}: build=: expected a function that returns a module, found {type(model).__name__}")
+    return without_wrapper(model)
+
+
+def _shared(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several, each with the first."""
+    first: dict[nn.Parameter, str] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        first.setdefault(parameter, name)
+    return {name: first[parameter] for name, parameter in named if first[parameter] != name}
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(leaf, parameter)
