@@ -91,5 +91,6 @@ def chosen_table(names: Sequence[str], found: Sequence[Option], reasons: Sequenc
         speed = f"{option.samples_per_second:.4g}"
         table.add_row("" if index else "chosen", describe(option.choice), speed, sizes, option.why)
     choice = found[0].choice
-    title = f"pulse: chosen for {', '.join(names)}: {choice.global_batch} samples a step on {choice.num_ranks} ranks"
+    ranks = words.counted(choice.num_ranks, "rank")
+    title = f"pulse: chosen for {', '.join(names)}: {choice.global_batch} samples a step on {ranks}"
     return Group(Text(title, style="bold"), table, *map(Text, (*[f"rejected: {line}" for line in reasons], *notes)))

@@ -98,7 +98,8 @@ def _title(profile: Profile, plan: Plan | None) -> str:
         f"activations {words.gigabytes(kept)} GB",
     ]
     if plan is not None:
-        lines.append(f"{plan.num_stages} stages on {plan.pipeline_ranks} ranks; stages of one shade share a rank")
+        stages, ranks = words.counted(plan.num_stages, "stage"), words.counted(plan.pipeline_ranks, "rank")
+        lines.append(f"{stages} on {ranks}; stages of one shade share a rank")
     return "\n".join(lines)
 
 

@@ -195,9 +195,11 @@ def _most_of_memory(memory: RankMemory) -> str:
 def _title(plan: Plan) -> str:
     solver = "" if plan.solver is None else f", schedule {words.schedule(plan.solver.name)}"
     parallel = "" if plan.data_parallel == 1 else f" x {plan.data_parallel} data parallel"
+    ranks, stages = words.counted(plan.pipeline_ranks, "rank"), words.counted(plan.num_stages, "stage")
+    microbatches = words.counted(plan.microbatches, "microbatch", "microbatches")
     return (
-        f"pulse: {plan.pipeline_ranks} ranks{parallel}, {plan.placement.name} placement, "
-        f"{plan.num_stages} stages, {plan.microbatches} microbatches of {plan.microbatch_size}{solver}"
+        f"pulse: {ranks}{parallel}, {plan.placement.name} placement, {stages}, {microbatches} of "
+        f"{plan.microbatch_size}{solver}"
     )
 
 

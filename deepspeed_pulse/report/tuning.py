@@ -46,7 +46,7 @@ def _title(tuning: Tuning) -> str:
     run = sum(trial.measured is not None for trial in tuning.ranked)
     memory, measured = words.gigabytes(tuning.memory_bytes), f", the best {run} by measurement here" if run else ""
     return (
-        f"pulse: {choice.global_batch} samples a step on {choice.num_ranks} ranks of {memory} GB: "
+        f"pulse: {choice.global_batch} samples a step on {words.counted(choice.num_ranks, 'rank')} of {memory} GB: "
         f"{len(tuning.ranked)} choices planned, {len(tuning.rejected)} rejected{measured}"
     )
 

@@ -46,6 +46,11 @@ def megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.3g} MB" if num_bytes < 999.5e6 else f"{num_bytes / 1e6:.0f} MB"
 
 
+def counted(number: int, noun: str, several: str | None = None) -> str:
+    """``1 rank``, ``4 ranks``; ``several``: where an s is not enough."""
+    return f"{number} {noun if number == 1 else several or noun + 's'}"
+
+
 def milliseconds(ms: float) -> str:
     """``0.52 ms``, ``59.7 ms``, ``1.32 s``."""
     if ms >= 1000:
@@ -61,9 +66,9 @@ def schedule(name: str) -> str:
     """A schedule's name; "wave" stands for an order that runs on any placement.
 
     >>> schedule("wave"), schedule("1f1b")
-    ('list scheduling (wave)', '1f1b')
+    ('wave (list scheduling)', '1f1b')
     """
-    return "list scheduling (wave)" if name == "wave" else name
+    return "wave (list scheduling)" if name == "wave" else name
 
 
 def search_result(plan: Plan) -> str | None:
@@ -129,7 +134,7 @@ def filled(fill: Fill, microbatches: int) -> str:
     ranks = sum(bool(fill.runs_of(rank)) for rank in range(len(fill.rows)))
     solver = "" if fill.solver is None else f", by {fill.solver}"
     work = milliseconds(fill.work_ms(microbatches))
-    return f"frozen in idle time, for the next step: {names} ({work} of work on {ranks} ranks{solver})"
+    return f"frozen in idle time, for the next step: {names} ({work} of work on {counted(ranks, 'rank')}{solver})"
 
 
 def param_counts(profile: Profile) -> tuple[int, ...]:

@@ -143,6 +143,6 @@ def test_the_start_says_how_costs_and_links_were_found(tmp_path: Path, monkeypat
     assert planned.sources == "measured"
     measured = replace(planned, profile=spread, cluster=replace(cluster, name="measured", nodes=2))
     assert measured.sources == (
-        "measured; a layer's times within 4% of each other; links measured: 10 GB/s after 50 us inside a node, "
+        "measured; a layer's times differ by 4% of their median; links measured: 10 GB/s after 50 us inside a node, "
         "10 GB/s after 50 us between nodes"
     )

@@ -95,7 +95,7 @@ def test_commands(line: str, files: None, monkeypatch: pytest.MonkeyPatch, capsy
     capsys.readouterr()
     narrow, wide = both(line, monkeypatch, capsys)
     choices = "choice 1 2 4 8 16 P=1 P=2 P=4 G=1 G=2 G=4 ZeRO 0, 1, wave, linear, pipe-major, data-major, recomputed"
-    check(narrow, wide, choices, "microbatch microbatches list scheduling (wave), 1f1b, gpipe, dualpipev, search,")
+    check(narrow, wide, choices, "microbatch microbatches wave (list scheduling), 1f1b, gpipe, dualpipev, search,")
 
 
 def trials(sample: Any) -> Tuning:
@@ -127,7 +127,7 @@ def test_the_tuners_widest_table(sample: Any, everything: bool) -> None:
     narrow, wide = (printed(tuning_table(tuning, everything=everything), width) for width in (WIDTH, 1000))
     assert "placement" in wide
     shown = [
-        describe(trial.choice) + ", recomputed 8 of 8 list scheduling (wave), interleaved," for trial in tuning.trials
+        describe(trial.choice) + ", recomputed 8 of 8 wave (list scheduling), interleaved," for trial in tuning.trials
     ]
     check(narrow, wide, "choice", *shown)
 
@@ -187,4 +187,4 @@ def test_a_wave_of_that_name_is_told_as_what_it_is(sample: Any) -> None:
     linear = replace(sample.plan, placement=(0, 1, 2, 3), boundaries=(0, 2, 4, 6, 8), routes=(), estimate=None)
     linear = replace(linear, schedule=tuple((a for a in row if a.stage < 4) for row in linear.schedule))
     title = printed(plan_table(replace(linear, solver=replace(sample.plan.solver, name="wave"))), 200).splitlines()[0]
-    assert "linear placement" in title and title.endswith("schedule list scheduling (wave)")
+    assert "linear placement" in title and title.endswith("schedule wave (list scheduling)")

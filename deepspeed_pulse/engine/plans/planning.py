@@ -60,7 +60,7 @@ class Planned:
         parts = [self.costs]
         spreads = [layer.spread for layer in self.profile.layers if layer.spread is not None] if self.profile else []
         if spreads:
-            parts.append(f"a layer's times within {statistics.median(spreads):.0%} of each other")
+            parts.append(f"a layer's times differ by {statistics.median(spreads):.0%} of their median")
         if self.cluster is not None and self.cluster.name == MEASURED:
             parts.append(f"links measured: {_links(self.cluster)}")
         return "; ".join(parts)
