@@ -52,6 +52,26 @@ def reference(options: dict[str, Any]) -> tuple[Any, EMAModel]:
     return model, average
 
 
+def test_weights_that_train_later_are_averaged_from_then_on() -> None:
+    def run(engine: Any) -> None:
+        ema = EMA(engine, decay=0.5)
+        mine = {f"{i}.{name}": p for i, layer in engine.module.local_layers() for name, p in layer.named_parameters()}
+        late = [name for name, parameter in mine.items() if not parameter.requires_grad]
+        for step in range(4):
+            if step == 2:
+                [parameter.requires_grad_(True) for parameter in mine.values()]
+            train(mine.values(), step)
+            if step == 2:
+                begun = {name: mine[name].detach().clone() for name in late}
+            ema.step()
+        averages, rate = ema.averages(), 1 - ema.cur_decay_value
+        assert averages.keys() == mine.keys()
+        for name in late:
+            assert torch.allclose(averages[name], begun[name] + rate * (mine[name] - begun[name])), name
+
+    on_ranks(to_layers(small()), run, ranks=2)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_cur_decay_value_is_diffusers(options):
     _, average = reference(options)

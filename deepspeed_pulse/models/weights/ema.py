@@ -41,6 +41,8 @@ DIGESTS = "sha256"
 class EMA:
     """Exponential moving average of an engine's trainable weights; frozen ones are their own average.
 
+    One that trains later is averaged from the first :meth:`step` on that finds it so.
+
     Averages are kept in float32 for weights of 2 bytes and then follow the optimizer's fp32 master
     weights, else in the weights' dtype; on the weights' device, 4 bytes a trained parameter of the rank there. A step
     needs one weight more in full precision at a time; with ``foreach`` all of them.
@@ -69,7 +71,8 @@ class EMA:
         backbone: str | None = None,
     ) -> None:
         self._engine, self.backbone = engine, backbone
-        self._names = _trainable(engine.module, engine.module.backbone_layers(backbone, "EMA()"))
+        self._layers = engine.module.backbone_layers(backbone, "EMA()")
+        self._names = _trainable(engine.module, self._layers)
         self._parameters = list(dict.fromkeys(self._names.values()))
         # torch's foreach functions take no empty lists.
         self._average = EMAModel([], foreach=foreach and bool(self._parameters))
@@ -82,6 +85,7 @@ class EMA:
         if self._average.temp_stored_params is not None:
             raise ConfigError("EMA.step(): averages may be in the engine's weights; call restore() before training")
         self._engine.finish_backbones()
+        self._begin_averages()
         averages, steps = self._average.shadow_params, self._average.optimization_step
         one_by_one = [slice(place, place + 1) for place in range(len(averages))] or [slice(0)]
         try:
@@ -90,6 +94,17 @@ class EMA:
                 self._average.step([self._weight(parameter) for parameter in self._parameters[part]])
         finally:
             self._average.shadow_params = averages
+
+    def _begin_averages(self) -> None:
+        """Of weights that were frozen when the others' averages began."""
+        trained = _trainable(self._engine.module, self._layers)
+        if trained.keys() <= self._names.keys():
+            return
+        known = set(self._parameters)
+        added = [parameter for parameter in dict.fromkeys(trained.values()) if parameter not in known]
+        self._names |= trained
+        self._parameters += added
+        self._average.shadow_params += [self._weight(parameter).detach().clone() for parameter in added]
 
     def store(self) -> None:
         """Keep the weights of now on the host, for :meth:`restore`."""
