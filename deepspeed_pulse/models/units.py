@@ -170,6 +170,7 @@ def origin_of(layer_list: Iterable[Any], what: str, model_class: type[nn.Module]
     units = [unit for unit in map(unit_of, layer_list) if unit is not None]
     origins = {id(unit.origin): unit.origin for unit in units}.values()
     found = [one for one in origins if issubclass(one.model_class, model_class or nn.Module)]
+    found = [one for one in found if one.model_class is model_class] or found
     if len(found) == 1:
         return found[0]
     if not origins:
@@ -178,8 +179,13 @@ def origin_of(layer_list: Iterable[Any], what: str, model_class: type[nn.Module]
             "from_config(): use engine.save_checkpoint() for other lists"
         )
     kinds = ", ".join(one.model_class.__name__ for one in origins)
-    asked = "which one was not said" if model_class is None else f"{len(found)} of them are a {model_class.__name__}"
-    raise ConfigError(f"{what} gives one model back; the layers were made of {kinds}, and {asked}; pass model_class=")
+    asked, advice = "which one was not said", "pass model_class="
+    if model_class is not None:
+        asked = f"{len(found) or 'none'} of them {'is' if not found else 'are'} a {model_class.__name__}"
+        advice = (
+            "pass the class of one of them" if not found else "make a class of its own of each, or train them apart"
+        )
+    raise ConfigError(f"{what} gives one model back; the layers were made of {kinds}, and {asked}; {advice}")
 
 
 def check_cover(layers: Iterable[Declared], origin: Origin) -> None:

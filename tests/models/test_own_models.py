@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
 from huggingface_hub import load_torch_model
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from support.plain_nets import PlainUNet, plain_unet_batch
@@ -110,6 +112,63 @@ def test_adapters_are_read_by_peft(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["r"] == 2
 
 
+class TiedMixin(ModelMixin, ConfigMixin):
+    """A class of diffusers' kind with one parameter under two names."""
+
+    @register_to_config
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(width, width) for _ in range(3))
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(self.first(x))))
+
+
+def test_a_class_of_diffusers_with_a_shared_weight_needs_no_build() -> None:
+    model, found = TiedMixin(), []
+    layers = to_layers(model, example_batch=tied_batch())
+    on_ranks(layers, lambda engine: found.append(gather_model(engine)), ranks=2)
+    whole = next(one for one in found if one is not None)
+    assert whole.first.weight is whole.last.weight and torch.equal(whole(**tied_batch()), model(**tied_batch()))
+
+
+def test_a_table_comes_in_the_dtype_in_which_it_trains() -> None:
+    model, found = Tied().to(torch.bfloat16).eval(), []
+    batch = {"x": tied_batch()["x"].bfloat16()}
+    on_ranks(to_layers(model, example_batch=batch), lambda e: found.append(gather_model(e, build=Tied)), ranks=2)
+    whole = next(one for one in found if one is not None)
+    assert whole.table.dtype == torch.bfloat16 and torch.equal(whole(**batch), model(**batch))
+
+
+class Wider(PlainUNet):
+    """Another model in the same list."""
+
+
+def test_the_class_itself_goes_before_those_derived_from_it() -> None:
+    models = (PlainUNet(), Wider())
+    layers = [layer for model in models for layer in to_layers(model, example_batch=plain_unet_batch())]
+    for model in models:
+        found: list[Any] = []
+        kind = type(model)
+        on_ranks(layers, lambda e, k=kind, f=found: f.append(gather_model(e, build=k, model_class=k)), ranks=2)
+        whole = next(one for one in found if one is not None)
+        assert type(whole) is kind and all(map(torch.equal, whole.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, "bfloat16"])
+def test_weights_are_floating_point(tmp_path: Path, dtype: Any) -> None:
+    layers = moved("adapters")[1]
+    acts: list[Callable[[Any], Any]] = [
+        lambda e: gather_model(e, build=PlainUNet, dtype=dtype),
+        lambda e: save_pretrained(e, tmp_path, dtype=dtype),
+        lambda e: save_lora(e, tmp_path, format="peft", dtype=dtype),
+    ]
+    for act in acts:
+        with pytest.raises(ConfigError, match=r"dtype: expected a floating-point torch\.dtype"):
+            on_ranks(layers, act, ranks=2)
+
+
 def test_what_cannot_be_given_back_is_told_by_all_ranks(tmp_path: Path) -> None:
     def refused(match: str, layers: list[Any], act: Callable[[Any], Any]) -> None:
         with pytest.raises(ConfigError, match=match):
@@ -123,5 +182,8 @@ def test_what_cannot_be_given_back_is_told_by_all_ranks(tmp_path: Path) -> None:
         "build=: expected a function that returns a module, found dict", layers, lambda e: gather_model(e, build=dict)
     )
     refused(r"no layer of the list holds \d+ of the \d+ entries", layers[:-1], lambda e: save_pretrained(e, tmp_path))
+    twice = [*layers, *moved("a plain U-Net")[1]]
+    refused("2 of them are a PlainUNet; make a class", twice, lambda e: gather_model(e, model_class=PlainUNet))
+    refused("none of them is a Tied; pass the class of", layers, lambda e: gather_model(e, model_class=Tied))
     refused("diffusers loads no adapters into a PlainUNet", moved("adapters")[1], lambda e: save_lora(e, tmp_path))
     assert not list(tmp_path.iterdir())

@@ -17,7 +17,7 @@ from deepspeed_pulse.models.traced.batch import Given
 from deepspeed_pulse.models.traced.built import built, is_plain
 from deepspeed_pulse.models.traced.outline import Outline
 
-TRACER_VERSION = 2
+TRACER_VERSION = 3
 """Raised when traces change, so that kept ones are not used any more."""
 
 _INSTALLED = ("site-packages", "dist-packages")

@@ -159,8 +159,9 @@ class TracedModel:
         self.weights = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
         saved = model.state_dict().keys()
         self.persistent = frozenset(path for path, _ in model.named_buffers() if path in saved)
-        self.training = model.training
-        self.base = Traced(self, trace(self._bare, outlined, given, plan_cache=plan_cache))
+        self.training = True
+        """The mode of :attr:`base`: what a block draws or changes in place while it trains must be in its calls."""
+        self.base = Traced(self, trace(self._bare, outlined, given, training=True, plan_cache=plan_cache))
         self.with_sizes = self.base.with_sizes
         self.slots = tuple(self.base.trace.symbols.values())
         """Entry, index in it and dimension of every size of the batch, in the order in which layers are told."""
@@ -200,7 +201,8 @@ class TracedModel:
                 f"{self.name} was traced {MOST} times for different batches; make numbers that change from batch to "
                 f"batch tensors, and sizes fewer; the last: {self._in_words(told, plain)}"
             )
-        other = trace(self._bare, self.outline, given, cast=cast, training=training, plan_cache=self._plan_cache)
+        trains = self.training if training is None else training
+        other = trace(self._bare, self.outline, given, cast=cast, training=trains, plan_cache=self._plan_cache)
         found = Traced(self, other, self.with_sizes)
         handed, expected = ([code.interface for code in one.codes] for one in (found, self.base))
         if handed != expected:

@@ -202,9 +202,14 @@ class Recorder(TorchFunctionMode):
                 f"{_line()}: puts a hook on a tensor between blocks, which layers would lose; name the module around "
                 "that line with blocks=[...], so that it is kept whole"
             )
-        if getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is Tensor.dtype:
+        if _asks_for_dtype(func):
             self.reads_dtype = True
         return self._recorded(None, func, func, args, kwargs)
+
+    @property
+    def is_inside(self) -> bool:
+        """A call runs, so it is not the code between blocks that asks."""
+        return self._inside > 0
 
     def call_glue(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What stands for a function that is kept whole."""
@@ -411,6 +416,16 @@ class Applied:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._kind.apply(*args, **kwargs)
+
+
+_TELL_DTYPE = {"is_floating_point", "is_complex", "is_signed", "element_size", "result_type", "type"}
+"""Functions of torch's whose answer follows from a tensor's dtype."""
+
+
+def _asks_for_dtype(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    read = getattr(function, "__self__", None) if name == "__get__" else None
+    return name in _TELL_DTYPE or any(read is one for one in (Tensor.dtype, Tensor.itemsize, Tensor.nbytes))
 
 
 def _has_sizes(one: Any) -> bool:

@@ -63,8 +63,8 @@ class Bare:
                 f"fails: {type(problem).__name__}: {problem}"
             ) from problem
 
-    def stand_in(self, mode: Any, device: torch.device, cast: Cast, training: bool | None) -> nn.Module:
-        """A copy for one trace, with floating weights in ``cast``; None leaves dtypes and modes as they are."""
+    def stand_in(self, mode: Any, device: torch.device, cast: Cast, training: bool) -> nn.Module:
+        """A copy for one trace, in a mode and with floating weights in ``cast``; None leaves dtypes as they are."""
         memo: dict[int, Any] = {}
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             wanted = cast.parameters if isinstance(tensor, nn.Parameter) else cast.buffers
@@ -72,8 +72,8 @@ class Bare:
             with mode:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
                 memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
-        made = copy.deepcopy(self.model, memo)
-        return made if training is None else made.train(training)
+        made: nn.Module = copy.deepcopy(self.model, memo)
+        return made.train(training)
 
 
 def new_mode() -> Any:

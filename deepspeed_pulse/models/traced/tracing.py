@@ -103,8 +103,8 @@ def trace(
     outline: Outline,
     given: Given,
     *,
+    training: bool,
     cast: Cast = NO_CAST,
-    training: bool | None = None,
     plan_cache: PlanCache = None,
 ) -> Trace:
     """Run the model once without numbers. Raises :class:`GraphError` naming the line that cannot be traced.
@@ -121,7 +121,7 @@ def _traced(
     outline: Outline,
     given: Given,
     cast: Cast,
-    training: bool | None,
+    training: bool,
     leaves: Leaves | None,
 ) -> Trace:
     mode, device = new_mode(), given.device
@@ -129,10 +129,10 @@ def _traced(
     name = type(model).__name__
     paths = {id(module): path for path, module in model.named_modules()}
     reads = set[str]()
-    _note_training(model, outline.opened, reads)
     stateful = {path for path, module in model.named_modules() if not _can_be_repeated(module)}
     before = plain_state(model, outline.opened)
     recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful, leaves)
+    _note_training(model, recorder, reads)
     positional, keywords, symbols = _arguments(mode, recorder, given)
     if leaves is not None:
         leaves.begin([*symbols], mode.shape_env)
@@ -140,7 +140,7 @@ def _traced(
     if "return_dict" in inspect.signature(model.forward).parameters and "return_dict" not in keywords:
         keywords["return_dict"] = False
     _check_arguments(model, positional, keywords)
-    drawn, drawn_by_numpy = random.getstate(), _state_of_numpy()
+    drawn, drawn_by_numpy, drawn_by_torch = random.getstate(), _state_of_numpy(), torch.random.get_rng_state()
     try:
         with (
             _quietly(),
@@ -171,6 +171,12 @@ def _traced(
         raise GraphError(
             f"{name} draws from {source}'s random in its forward, which a trace would fix to what was drawn once; draw "
             "in the data, or inside a block named with blocks=[...]"
+        )
+    if not torch.equal(torch.random.get_rng_state(), drawn_by_torch):
+        torch.random.set_rng_state(drawn_by_torch)
+        raise GraphError(
+            f"{name} seeds torch's random numbers in its forward (torch.manual_seed), which layers would not; seed in "
+            "the script, draw in the data, or name the module around it with blocks=[...]"
         )
     after = plain_state(model, outline.opened)
     if changed := [key for key, value in after.items() if key in before and value != before[key]]:
@@ -294,22 +300,25 @@ def _content(name: str, problem: BaseException, leaf: str | None) -> str:
     )
 
 
-def _note_training(model: nn.Module, opened: frozenset[str], reads: set[str]) -> None:
-    """Let opened modules tell when their code asks whether they train."""
-    for path in opened:
-        module = model.get_submodule(path)
-        kind = type(module)
+def _note_training(model: nn.Module, recorder: Recorder, reads: set[str]) -> None:
+    """Let modules tell when code between blocks asks whether they train."""
 
-        def asked(self: nn.Module) -> Any:
+    def asked(self: nn.Module) -> Any:
+        if not recorder.is_inside:
             reads.add("training")
-            return vars(self)["training"]
+        return vars(self)["training"]
 
-        def told(self: nn.Module, value: Any) -> None:
-            vars(self)["training"] = value
+    def told(self: nn.Module, value: Any) -> None:
+        vars(self)["training"] = value
 
-        module.__class__ = type(
-            kind.__name__, (kind,), {"training": property(asked, told), "__module__": kind.__module__}
-        )
+    telling = {"training": property(asked, told)}
+    kinds: dict[type, type] = {}
+    for module in model.modules():
+        kind = type(module)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        if kind not in kinds:
+            kinds[kind] = type(kind.__name__, (kind,), {**telling, **names})
+        module.__class__ = kinds[kind]
 
 
 def _can_be_repeated(module: nn.Module) -> bool:

@@ -13,10 +13,10 @@ from deepspeed_pulse.errors import ConfigError
 def freeze(model: nn.Module, *patterns: str) -> list[str]:
     """Take the parameters whose names match a pattern out of training; returns their names.
 
-    Patterns are those of :mod:`fnmatch` over ``model.named_parameters()``, where ``*`` matches dots too:
-    ``freeze(unet, "down_blocks.*", "*.norm?.*")``. Layers borrow the model's parameters, so it may be called
-    before or after ``to_layers``, but before the ``PipelineModule`` is made. A stage with nothing to train
-    before it computes and sends no gradient of its input.
+    Patterns are those of :mod:`fnmatch` over the names of ``model.named_parameters()``, all names of a shared weight,
+    where ``*`` matches dots too: ``freeze(unet, "down_blocks.*", "*.norm?.*")``. Layers borrow the model's parameters,
+    so it may be called before or after ``to_layers``, but before the ``PipelineModule`` is made. A stage with nothing
+    to train before it computes and sends no gradient of its input.
 
     Raises :class:`ConfigError` when a pattern matches nothing, with names close to it. Nothing was frozen then.
     """
@@ -32,7 +32,12 @@ def unfreeze(model: nn.Module, *patterns: str) -> list[str]:
 
 
 def _set(model: nn.Module, patterns: tuple[str, ...], *, trainable: bool) -> list[str]:
-    parameters = dict(model.named_parameters())
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"expected a model, found {type(model).__name__}; freeze before to_layers(), or with prepare= of "
+            "from_pretrained() and from_config()"
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     if not patterns:
         raise ConfigError('expected at least one pattern over parameter names, for example "down_blocks.*"')
     for pattern in patterns:

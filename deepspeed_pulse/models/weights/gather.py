@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.models.families import construct
 from deepspeed_pulse.models.units import Origin, without_wrapper
-from deepspeed_pulse.models.weights.shards import Part, gather
+from deepspeed_pulse.models.weights.shards import Part, check_dtype, gather
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def gather_model(
         ConfigError: the layer list was not made from a model or layers of it were left out; nothing says how the model
             is made; it has several adapters, or parts that a new one has not; on every rank.
     """
+    check_dtype(dtype)
     part = Part.asked(engine, WHAT, model_class, backbone)
     origin = part.origin
     if len(origin.peft_config) > 1:
@@ -66,12 +67,14 @@ def gather_model(
             f"{WHAT}: nothing says how a {origin.model_class.__name__} is made; pass build=, a function that returns a "
             "new one, or write the weights with save_pretrained()"
         )
+    weights, tables = part.own_tensors(engine, {}), part.own_tables(engine)
     floats = {
-        key: weight.dtype if dtype is None else origin.dtype_of(key, dtype)
-        for key, weight in part.own_tensors(engine, {}).items()
-        if weight.is_floating_point()
+        key: tensor.dtype if dtype is None else origin.dtype_of(key, dtype)
+        for key, tensor in (weights | tables).items()
+        if tensor.is_floating_point()
     }
-    tensors = part.own_tensors(engine, {} if ema is None else ema.averages_of(backbone))
+    averages = {} if ema is None else ema.averages_of(backbone)
+    tensors = engine.module.ranks.together(lambda: part.own_tensors(engine, averages) | tables, WHAT)
     found = gather(engine, tensors, keys=origin.state_keys, dtypes=floats)
     made: list[Any] = []
 
@@ -84,10 +87,7 @@ def gather_model(
 
 
 def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Module] | None) -> Any:
-    if build is None:
-        model = Skeleton(lambda: construct(origin.model_class, json.loads(origin.config_json), WHAT)).model
-    else:
-        model = _built(build)
+    model: Any = _new(origin) if build is None else _built(build)
     for name, config in origin.peft_config.items():
         from peft import inject_adapter_in_model
 
@@ -101,17 +101,33 @@ def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Mo
         model.peft_config[name] = config
     shared = _shared(model)
     expected = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    there = {key: tensor.shape for key, tensor in tensors.items()}
+    there = {key: tensors[key].shape for key in origin.state_keys}
     if other := next((key for key in expected | there if expected.get(key) != there.get(key)), None):
         source = "of the config" if build is None else "that build= returns"
         raise ConfigError(
             f"{WHAT}: the {type(model).__name__} {source} has other parts than the one that trains, the first is "
             f"{other}; pass build=, a function that returns one like it"
         )
-    model.load_state_dict(tensors, assign=True)
+    model.load_state_dict({key: tensors[key] for key in origin.state_keys}, assign=True)
+    for name, buffer in [*model.named_buffers()]:
+        if name in tensors and name not in there and buffer.shape == tensors[name].shape:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = tensors[name]
     for name, first in shared.items():
         _put(model, name, model.get_parameter(first))
     return model.eval().requires_grad_(False)
+
+
+def _new(origin: Origin) -> Any:
+    """A new diffusers model, its weights not there where that can be."""
+
+    def make() -> Any:
+        return construct(origin.model_class, json.loads(origin.config_json), WHAT)
+
+    try:
+        return Skeleton(make).model
+    except GraphError:  # one parameter under two names
+        return make()
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:

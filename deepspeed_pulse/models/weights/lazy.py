@@ -24,6 +24,7 @@ from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.models.families import Blocks, Glue, Granularity, PlanCache, class_of, construct, to_layers
 from deepspeed_pulse.models.units import Origin, Unit
 from deepspeed_pulse.models.weights.folder import CONFIG, WeightFiles, read_config, read_object
+from deepspeed_pulse.models.weights.shards import check_dtype
 from deepspeed_pulse.models.weights.skeleton import Prepare, Skeleton
 
 Fill = Callable[[Mapping[str, torch.dtype]], Mapping[str, Tensor]]
@@ -194,9 +195,9 @@ def _dtype(dtype: Any, torch_dtype: Any) -> torch.dtype | None:
     given = [one for one in (dtype, torch_dtype) if one is not None]
     if len(set(given)) > 1:
         raise ConfigError(f"dtype and torch_dtype are the same option, found {dtype} and {torch_dtype}; give one")
-    if given and not (isinstance(given[0], torch.dtype) and given[0].is_floating_point):
-        raise ConfigError(f"dtype: expected a floating-point torch.dtype such as torch.bfloat16, found {given[0]!r}")
-    return given[0] if given else None
+    found = given[0] if given else None
+    check_dtype(found)
+    return found
 
 
 def _config(config: Any, subfolder: str | None) -> tuple[str, Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.models.units import Origin
-from deepspeed_pulse.models.weights.shards import Files, Part, write_sharded
+from deepspeed_pulse.models.weights.shards import Files, Part, check_dtype, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -58,7 +58,7 @@ def save_lora(
             ``PeftModel.from_pretrained(model, folder)``, for models and kinds of adapters that
             diffusers does not load.
         prefix: of the names in diffusers' format; left out, what its pipelines call such a model:
-            ``"unet"`` or ``"transformer"``.
+            ``"unet"`` or ``"transformer"``; ``""`` for none.
         dtype: of the weights in the file; left out, the one the engine computes in. ``torch.float32``
             then writes the optimizer's fp32 master weights.
         ema: also write the averaged adapter, in float32, to a folder of the same name with ``_ema``.
@@ -69,13 +69,15 @@ def save_lora(
         ConfigError: the model has no such adapter, or diffusers cannot load it; on every rank.
         FileError: rank 0 cannot write; on every rank.
     """
+    check_dtype(dtype)
     part = Part.asked(engine, "save_lora()", model_class, backbone)
     origin = part.origin
     averages = {} if ema is None else ema.averages_of(backbone)
     config = _config(origin, adapter_name)
     if format == "diffusers":
         _check_diffusers(origin, config)
-        prefix = f"{_pipeline_name(origin) if prefix is None else prefix}."
+        prefix = _pipeline_name(origin) if prefix is None else prefix
+        prefix = f"{prefix}." if prefix else ""
         name, texts = DIFFUSERS_WEIGHTS, {}
         metadata = {"format": "pt", "lora_adapter_metadata": _metadata(config, prefix)}
     elif format == "peft":

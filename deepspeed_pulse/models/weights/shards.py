@@ -142,9 +142,21 @@ class Part:
                 state, name = layer.state_dict(keep_vars=True), index - self.layers.start
                 yield layer, {key: averaged.get(f"{name}.{key}", tensor) for key, tensor in state.items()}
 
+    def own_tables(self, engine: Any) -> dict[str, Tensor]:
+        """This rank's buffers of it that no state dict has."""
+        saved = self.origin.state_keys
+        units = (layer for layer, _ in self.own_states(engine, {}))
+        return {name: buffer for unit in units for name, buffer in unit.named_buffers() if name not in saved}
+
     def own_tensors(self, engine: Any, averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All of them, under their names in the model."""
         return {key: tensor for _, state in self.own_states(engine, averaged) for key, tensor in state.items()}
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises a :class:`ConfigError` for what floating-point weights cannot have; None leaves them theirs."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype: expected a floating-point torch.dtype such as torch.bfloat16, found {dtype!r}")
 
 
 def gather(
@@ -152,10 +164,11 @@ def gather(
 ) -> dict[str, Tensor]:
     """Copies of tensors that are spread over the ranks, on the CPU of global rank 0; empty on the others. Collective.
 
-    Arguments and errors are those of :func:`write_sharded`.
+    Arguments and errors are those of :func:`write_sharded`; what there is besides ``keys`` comes, too.
     """
     rows = _rows(engine, tensors, dtypes)
-    entries = engine.module.ranks.decide_on_first(lambda: _entries(rows, keys), "gather")
+    more = sorted({key for row in rows for key, _, _ in row or ()} - set(keys))
+    entries = engine.module.ranks.decide_on_first(lambda: _entries(rows, [*keys, *more]), "gather")
     found = _bring(engine, entries.values(), tensors)
     # what this rank holds itself may have come without a copy
     return {key: t.clone() if entries[key].owner == engine.module.stage_id else t for key, t in found.items()}

@@ -71,6 +71,12 @@ class Skeleton:
         """Initial values of some entries, in the dtypes they have in the skeleton."""
         model, _ = self._construct(keep={self._numbers[key] for key in keys if key in self._numbers})
         state = model.state_dict()
+        if copied := next((key for key in keys if state[key].is_meta), None):
+            raise GraphError(
+                f"{type(model).__name__}: {copied} has no initial values: the constructor copies weights, as "
+                "torch.nn.TransformerEncoder does, so such a model cannot be built layer by layer: build it whole, "
+                "then use to_layers()"
+            )
         return {key: state[key].to(self.entries[key].dtype) for key in keys}
 
     def prepare(self, change: Prepare) -> None:
