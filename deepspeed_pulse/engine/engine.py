@@ -33,6 +33,7 @@ from deepspeed_pulse.engine.gradients.memory import held_always, held_in_bucket,
 from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
 from deepspeed_pulse.engine.gradients.placeholders import completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
+from deepspeed_pulse.engine.gradients.stepped import Stepped
 from deepspeed_pulse.engine.groups import GroupOptions
 from deepspeed_pulse.engine.losses import Losses
 from deepspeed_pulse.engine.observation import figures, notes
@@ -141,6 +142,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             ahead=self._ahead,
             runtime=self._runtime,
             reduction=self._reduction,
+            stepped=Stepped(self._all_parameters),
             estimates=estimates,
         )
         self._replaced: Instructions = {}

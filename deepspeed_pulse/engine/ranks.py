@@ -11,8 +11,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.collectives import agree, everywhere
+from deepspeed_pulse.engine.collectives import agree, everywhere, told_by_all
 from deepspeed_pulse.engine.device import HOST_BACKENDS
+from deepspeed_pulse.errors import ConfigError
 
 
 class Ranks:
@@ -42,6 +43,15 @@ class Ranks:
         """What ``act`` gives on this rank; what any rank of the world meets in it is raised by all."""
         self._module.check_usable(what)
         return everywhere(act, what)
+
+    def check_alike(self, given: str, what: str) -> None:
+        """Raise a :class:`ConfigError` unless every rank of the world was ``given`` the same, in words."""
+        found = told_by_all(given)
+        other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"{what}: rank 0 was given {found[0]}, rank {other} {found[other]}; every rank calls it, with the same"
+            )
 
     def bring_to_first(
         self, tensor: torch.Tensor | None, *, owner: int, shape: Sequence[int], dtype: torch.dtype

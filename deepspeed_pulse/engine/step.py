@@ -16,9 +16,9 @@ from deepspeed_pulse.engine.data.agreement import agree_on_step, check_same_weig
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading, entry_routes
 from deepspeed_pulse.engine.discovery import Discovery
-from deepspeed_pulse.engine.gradients.completion import moves_frozen
 from deepspeed_pulse.engine.gradients.placeholders import check_covers
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
+from deepspeed_pulse.engine.gradients.stepped import MOVES_FROZEN, Stepped, moves_frozen
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.orders import Orders
@@ -36,11 +36,6 @@ from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
 from deepspeed_pulse.runtime.usage import Usage
-
-MOVES_FROZEN = (
-    "weights were frozen that trained before: ZeRO, bf16 and fp16 step weights in one piece, so moments and weight "
-    'decay go on moving them; give them a parameter group of their own and set its "lr" to 0 while they are frozen'
-)
 
 
 @dataclass(frozen=True)
@@ -146,6 +141,7 @@ class Steps:
     ahead: FrozenAhead | None
     runtime: RankRuntime
     reduction: EarlyReduction
+    stepped: Stepped
     estimates: Estimates | None = None
 
     def meet(self, micro_batches: int, mode: str) -> None:
@@ -153,13 +149,15 @@ class Steps:
 
         Raises:
             BatchError: another rank begins another one, or cannot draw its first batch.
+            ConfigError: the optimizer steps what is none of the module's.
             Stopped: a rank was asked to stop, before a step of training; evaluations are made.
             StopIteration: the data of any rank is over.
             RunError: ranks that hold one weight differ in whether it trains.
         """
         training = mode == "train"
         ahead = self.ahead.data if self.ahead is not None and training else None
-        problem = self.reading.problem_with_first(micro_batches, mode, ahead)
+        foreign = self.stepped.problem(self.engine.optimizer) if training else None
+        problem = foreign or self.reading.problem_with_first(micro_batches, mode, ahead)
         self.watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
         stops, trains_anew = agree_on_step(
             mode,
@@ -167,30 +165,29 @@ class Steps:
             self.engine.train_micro_batch_size_per_gpu(),
             self.preemption.group,
             asked_to_stop=self.preemption.heard,
-            trains_anew=self.runtime.trains_anew,
+            trains_anew=training and self.runtime.trains_anew,
             problem=problem,
         )
         if stops and training:
             raise Stopped
         self.watchdog.gave_outside()
         if trains_anew:
-            self._agree_on_what_trains(training=training)
+            self._agree_on_what_trains()
         if training:
             self.observer.begin_step()
 
-    def _agree_on_what_trains(self, *, training: bool) -> None:
+    def _agree_on_what_trains(self) -> None:
         if self.runtime.runs_on:
             raise RunError(
                 "weights were frozen, or train again, before the last step of every backbone had ended: what trains "
                 "in it would be anyone's guess; call engine.finish_backbones() on every rank first"
             )
         check_same_weights_train(self.engine.module)
-        if training:
-            check_something_trains(self.engine.module)
-            if self.runtime.has_agreed and self.engine.optimizer is not None:
-                check_covers(parameter_groups(self.engine.optimizer), self.engine.module)
-            if any(told_by_all(moves_frozen(self.engine.optimizer))) and self.engine.global_rank == 0:
-                print(f"pulse: warning: {MOVES_FROZEN}", flush=True)
+        check_something_trains(self.engine.module)
+        if self.runtime.has_agreed and self.engine.optimizer is not None:
+            check_covers(parameter_groups(self.engine.optimizer), self.engine.module)
+        if any(told_by_all(moves_frozen(self.engine.optimizer))) and self.engine.global_rank == 0:
+            print(f"pulse: warning: {MOVES_FROZEN}", flush=True)
         self.lowering.try_anew()
         self.runtime.agree_anew()
 

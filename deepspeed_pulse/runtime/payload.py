@@ -102,7 +102,8 @@ class TensorMeta:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
         stride = None if tensor.is_contiguous() or not _is_dense(tensor) else tuple(tensor.stride())
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, stride)
+        wanted = tensor.requires_grad and torch.is_grad_enabled()  # a weight that is handed on, in an evaluation
+        return cls(tuple(tensor.shape), tensor.dtype, wanted, stride)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """The numbers of a tensor of this shape, in the order in which they travel; a view where it lies like that."""

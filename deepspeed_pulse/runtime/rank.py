@@ -285,7 +285,7 @@ class RankRuntime:
     def _where(self, step: Step) -> str:
         action = step.action
         place = f"pipeline rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
-        return f"step {self._now.number}, {place}"
+        return f"step {self._now.number}, {place}" if self._training else f"evaluation, {place}"
 
     def _receive(self, step: Step) -> None:
         self._transport.reach(self._position)

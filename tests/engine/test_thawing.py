@@ -29,6 +29,13 @@ IN_NO_GROUP = [{"check": "no group", "adds": False}, {"check": "no group", "adds
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_of_a_thawed_weight(subtests: pytest.Subtests, ranks: int) -> None:
+    cases: list[dict[str, object]] = [{"check": "copies"}, {"check": "copies", "config": {**BF16, **ZERO_1}}]
+    launch_each(subtests, "support.thawing_ranks:run", ranks, cases, timeout=300)
+
+
+@pytest.mark.timeout(400)
 def test_layers_that_are_frozen_for_a_while(subtests: pytest.Subtests) -> None:
     cases = [*CASES, *STEPPED_IN_ONE, *IN_NO_GROUP]
     first, _ = launch_each(subtests, "support.thawing_ranks:run", 2, cases, timeout=300)

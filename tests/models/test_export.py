@@ -166,7 +166,7 @@ def test_one_of_two_models_is_saved(tmp_path):
         model.save_pretrained(tmp_path / "theirs" / name)
         export(layers, tmp_path / "ours" / name, ranks=2, model_class=type(model))
         assert_same_folders(tmp_path / "theirs" / name, tmp_path / "ours" / name)
-    with pytest.raises(ConfigError, match="made of UNet2DConditionModel, ControlNetModel, and 0 of them are a UNet2DM"):
+    with pytest.raises(ConfigError, match="made of UNet2DConditionModel, ControlNetModel, and none of them is a UNet2"):
         export(layers, tmp_path, model_class=UNet2DModel)
 
 

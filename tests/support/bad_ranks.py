@@ -472,13 +472,45 @@ def no_data_on_one_rank(*, evaluates: bool = False) -> None:
         (made.eval_batch if evaluates else made.train_batch)(given)
 
 
-def frozen_from_step(step: int, freezes: Callable[[str], bool], **arguments: Any) -> None:
+def frozen_from_step(step: int, freezes: Callable[[str], bool], *, evaluates: bool = False, **arguments: Any) -> None:
     """From a step on, the parameters of such names are frozen on this rank."""
     made = engine(**arguments)
     for number in range(step + 1):
         for name, parameter in made.module.named_parameters():
             parameter.requires_grad_(number < step or not freezes(name))
+        if evaluates:
+            made.eval_batch(batches())
         made.train_batch(batches())
+
+
+def stepped_but_not_there() -> None:
+    """One rank's optimizer is given a parameter that its module did not have."""
+    made = engine()
+    made.train_batch(batches())
+    if rank():
+        made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    made.train_batch(batches())
+
+
+def averages_on_one_rank(act: Callable[[Any, Any], Any]) -> None:
+    from deepspeed_pulse.models import EMA, to_layers
+
+    inputs = torch.zeros(2, WIDTH)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    layers = to_layers(model, example_batch=inputs)
+    made = engine({"placement": "linear"}, layers=layers, loss_fn=nn.functional.mse_loss)
+    made.train_batch(iter([(inputs, inputs)] * MICROBATCHES))
+    act(made, None if rank() else EMA(made))
+
+
+def saved_with(made: Any, ema: Any) -> None:
+    made.save_checkpoint(tempfile.mkdtemp(), tag="one", ema=ema)
+
+
+def gathered_with(made: Any, ema: Any) -> None:
+    from deepspeed_pulse.models import gather_model
+
+    gather_model(made, ema=ema)
 
 
 def wider(sizes: tuple[int, ...]) -> Iterator[Any]:
@@ -571,6 +603,10 @@ def first_steps(plan: str) -> None:
         "no data on one rank in step 2": no_data_on_one_rank,
         "no data on one rank in evaluation 2": lambda: no_data_on_one_rank(evaluates=True),
         "all frozen in step 2": lambda: frozen_from_step(1, lambda _: True),
+        "all frozen after an evaluation": lambda: frozen_from_step(1, lambda _: True, evaluates=True),
+        "a parameter that is none of the module's": stepped_but_not_there,
+        "averages saved on one rank": lambda: averages_on_one_rank(saved_with),
+        "averages gathered on one rank": lambda: averages_on_one_rank(gathered_with),
         "frozen on one replica": lambda: frozen_from_step(1, lambda name: given and name.startswith("3."), stages=1),
         "frozen on one replica from the start": lambda: frozen_from_step(0, lambda _: given, stages=1),
         "a tied copy frozen on one rank": lambda: frozen_from_step(

@@ -187,7 +187,7 @@ def refuses(case: dict[str, Any]) -> None:
     engine.destroy()
     place = folder / "global_step1"
     other = engine_of(Job(ranks=2, optimizer="sgd"))
-    expect(other, folder, "optimizer: written with AdamW, this job runs SGD; use the same, or load weights only")
+    expect(other, folder, "optimizer: written with AdamW, this job runs SGD; use the same, or load no optimizer state")
     other.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
     expect(other, folder, "expected a checkpoint 'nothing', found global_step1", tag="nothing")
     other.destroy()

@@ -97,6 +97,26 @@ def stands_still(case: dict[str, Any]) -> None:
     engine.destroy()
 
 
+def copies_stay_together(case: dict[str, Any]) -> None:
+    """A module in layers of two ranks, frozen when the engine was made: its copies train as one when it is thawed."""
+    torch.manual_seed(0)
+    one = torch.nn.Linear(3, 3).requires_grad_(False)
+    layers = [one, torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), one]
+    pulse, bf16 = {"solver_seconds": 0, "placement": "linear"}, "bf16" in case.get("config", {})
+    engine = make_engine(2, 2, pulse=pulse, listed=layers, optimizer=lambda p: sgd(p, 0.0), **case.get("config", {}))
+    generator = torch.Generator().manual_seed(engine.grid.data_parallel_id)
+    for step in range(4):
+        [parameter.requires_grad_(True) for parameter in engine.module.parameters() if step]
+        x = torch.randn(2, 3, generator=generator).to(torch.bfloat16 if bf16 else torch.float32)
+        before = one.weight.detach().clone()
+        engine.train_batch(iter([(x, x.flip(1))] * 2))
+        first = one.weight.detach().clone()
+        torch.distributed.broadcast(first, 0)
+        assert torch.equal(first, one.weight), step
+        assert torch.equal(before, one.weight) == (bf16 or not step), step
+    engine.destroy()
+
+
 def is_told_of_what_no_group_has(case: dict[str, Any]) -> None:
     """Weights that train again, and were frozen when the optimizer was made."""
     layers = [torch.nn.Linear(3, 3).requires_grad_(False), *(torch.nn.Linear(3, 3) for _ in range(3))]
@@ -120,7 +140,7 @@ def is_told_of_what_no_group_has(case: dict[str, Any]) -> None:
     engine.destroy()
 
 
-CHECKS = {"a rate of 0": stands_still, "no group": is_told_of_what_no_group_has}
+CHECKS = {"a rate of 0": stands_still, "no group": is_told_of_what_no_group_has, "copies": copies_stay_together}
 
 
 def run(cases: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from deepspeed_pulse.errors import PulseError
+from deepspeed_pulse.errors import ConfigError, PulseError
 
 
 class FakeModule:
@@ -59,6 +59,11 @@ class FakeModule:
             if found is not None:
                 raise found
         return result
+
+    def check_alike(self, given: str, what: str) -> None:
+        found = self.meet(given)
+        if len(set(found)) > 1:
+            raise ConfigError(f"{what}: {found}")
 
     def bring_to_first(self, tensor: Any, *, owner: int, shape: Any, dtype: Any) -> Any:
         found = self.meet(tensor)[owner]

@@ -20,6 +20,12 @@ def listed(ema: Any) -> Sequence[Any]:
     return found
 
 
+def in_words(ema: Any) -> str:
+    """For whom averages are given."""
+    found = [one.backbone for one in listed(ema)]
+    return f"ema= of {', '.join(found)}" if any(found) else "ema=" if found else "no ema="
+
+
 def folder_of(checkpoint: Path, backbone: str | None) -> Path:
     """Where a checkpoint has the averages of a backbone; None: of the one there is."""
     return checkpoint / EMA_FOLDER / (backbone or "")

@@ -122,7 +122,7 @@ def renamed(state: SavedState, names: Mapping[str, str], groups: Groups, optimiz
         raise PlanError(
             f"optimizer state of {counted}: its parameter group has parameters of another backbone too, and one count "
             "of steps for all; give each backbone a group of its own (module.backbone_parameters(name)), or load "
-            "weights only (load_optimizer_states=False)"
+            "no optimizer state (load_optimizer_states=False)"
         )
     return found
 

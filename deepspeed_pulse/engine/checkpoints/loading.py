@@ -261,7 +261,7 @@ class Loading:
         if saved is None:
             raise PlanError(
                 f"{where}: written without deepspeed_pulse, so nothing says which rank trained which parameter; "
-                "load weights only (load_optimizer_states=False)"
+                "load no optimizer state (load_optimizer_states=False)"
             )
         engine, groups = self._engine, mine.parameters[self._engine.stage_id]
 

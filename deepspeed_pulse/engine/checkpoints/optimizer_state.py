@@ -102,7 +102,7 @@ def read_state(
     if missing:
         raise PlanError(
             f"{where}: no optimizer state of {len(missing)} trainable parameters, the first is {min(missing)}; freeze "
-            "the same parameters as then, or load weights only (load_optimizer_states=False)"
+            "the same parameters as then, or load no optimizer state (load_optimizer_states=False)"
         )
     return saved
 
@@ -123,7 +123,7 @@ def _read_whole(
                 if name not in sizes and not is_placeholder(name):
                     raise PlanError(
                         f"optimizer state in one buffer, behind that of {name}, whose size is not known in this run; "
-                        "load weights only (load_optimizer_states=False)"
+                        "load no optimizer state (load_optimizer_states=False)"
                     )
                 start += 1 if is_placeholder(name) else sizes[name]
     else:
@@ -182,7 +182,7 @@ def check_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> 
             if value.numel() != parameter.numel():
                 raise PlanError(
                     f"optimizer state {key} of {name}: expected {parameter.numel()} numbers, found {value.numel()}; "
-                    "build the same model, or load weights only (load_optimizer_states=False)"
+                    "build the same model, or load no optimizer state (load_optimizer_states=False)"
                 )
 
 

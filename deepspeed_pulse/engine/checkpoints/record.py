@@ -115,7 +115,7 @@ class CheckpointRecord(File):
 
     def check_trained_alike(self, mine: CheckpointRecord, where: str) -> None:
         """Raise a :class:`PlanError` for optimizer state of another kind than ``mine``."""
-        way = "load weights only (load_optimizer_states=False)"
+        way = "load no optimizer state (load_optimizer_states=False)"
         for name in ("dtype", "optimizer"):
             there, here = getattr(self, name), getattr(mine, name)
             if there != here:

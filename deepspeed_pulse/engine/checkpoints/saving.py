@@ -93,6 +93,7 @@ class Saving:
             return os.fspath(save_dir), name
 
         mine = everywhere(check, "save_checkpoint")
+        self._engine.module.ranks.check_alike(averages.in_words(ema), "save_checkpoint")
         check_asked_alike(("", mine[1]) if self._engine.use_node_local_storage() else mine, "save_checkpoint")
         return CheckpointFolder(*mine)
 

@@ -101,7 +101,7 @@ def read_named_state(where: Path, groups: Groups, load: Load) -> SavedState:
     if len(options) != len(groups):
         raise PlanError(
             f"{where}: trained with {len(options)} parameter groups, this job's optimizer has {len(groups)}; build the "
-            "same groups, or load weights only (load_optimizer_states=False)"
+            "same groups, or load no optimizer state (load_optimizer_states=False)"
         )
     keep_options(saved, groups, options)
     saved.scale.update(keep_scale(vars(common[LOSS_SCALER]) if LOSS_SCALER in common else {}))

@@ -29,20 +29,16 @@ def complete(optimizer: Any) -> None:
             _complete(parameter, optimizer)
 
 
-def moves_frozen(optimizer: Any) -> bool:
-    """Weights are frozen now that upstream's optimizer steps in one piece with others: moments and decay move them."""
-    kinds = ("bit16_groups", "bf16_groups", "fp16_groups")
-    groups = next((getattr(optimizer, kind) for kind in kinds if hasattr(optimizer, kind)), ())
-    return any(not parameter.requires_grad for group in groups for parameter in group)
-
-
 def sum_tied(tied: Tied, optimizer: Any) -> None:
     """Add up gradients of tied weights over the ranks that hold copies, where a microbatch has reached them or not."""
     in_full_precision = isinstance(optimizer, BF16_Optimizer)
     if in_full_precision:
         _find_in_full_precision([weight for weight, _ in tied], optimizer)
     for weight, group in tied:
-        gradient = weight._hp_grad if in_full_precision else _complete(weight, optimizer)  # type: ignore[attr-defined]
+        # one that was frozen when the optimizer was made has no sum there, on no rank
+        gradient = getattr(weight, "_hp_grad", None) if in_full_precision else _complete(weight, optimizer)
+        if gradient is None:
+            continue
         dist.all_reduce(gradient, group=group)
 
 
@@ -108,7 +104,8 @@ def clip_over_pipeline(parameters: Iterable[torch.nn.Parameter], max_norm: float
     """
     held = list(parameters)
     gradients = [p.grad for p in held if p.grad is not None]
-    square = torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else "cpu")
+    device = next((p.device for p in held), torch.device("cpu"))  # also where all of them are frozen now
+    square = torch.zeros((), dtype=torch.float32, device=device)
     for gradient in (p.grad for p in held if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)):
         square += gradient.detach().float().square().sum()
     dist.all_reduce(square, group=group)

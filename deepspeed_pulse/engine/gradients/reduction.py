@@ -398,7 +398,7 @@ def stage_reduction(
         gradients = MasterGradients(engine.optimizer)
         names = {p: name for p, name in names.items() if p in gradients}
     tied = {p for part in module.tied_modules.values() for p in part.parameters()}
-    tied.update(weight for weight, _ in module.get_tied_weights_and_groups())
+    tied.update(module.shared.copies)
     functions = dict(module.local_layers())
     parameters = {
         stage: [

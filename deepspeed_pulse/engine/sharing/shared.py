@@ -120,6 +120,11 @@ class SharedWeights:
         found = {f"{layer}.{name}": self._modules[layer].get_buffer(name) for layer, name in holders}
         return {name: (buffer, buffer._version) for name, buffer in found.items()}
 
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """Weights of this rank that others hold too, whether or not they train now."""
+        return [shared.tensor for shared, _ in self._tied(self.parameters)]
+
     def weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
         """Trainable weights of this rank that others hold too, with their groups, in one order on all ranks."""
         return [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.models.units import Origin
 from deepspeed_pulse.models.weights.folder import CONFIG, PLAIN_WEIGHTS, WEIGHTS
-from deepspeed_pulse.models.weights.shards import Files, Part, check_dtype, write_sharded
+from deepspeed_pulse.models.weights.shards import Files, Part, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -61,8 +61,7 @@ def save_pretrained(
             several backbones and none is named; on every rank.
         FileError: rank 0 cannot write; on every rank. The folder then reads as before.
     """
-    check_dtype(dtype)
-    part = Part.asked(engine, "save_pretrained()", model_class, backbone)
+    part = Part.asked(engine, "save_pretrained()", model_class, backbone, dtype=dtype, ema=ema)
     origin = part.origin
     averages = {} if ema is None else ema.averages_of(backbone)
 

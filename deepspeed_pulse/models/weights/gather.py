@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.models.families import construct
 from deepspeed_pulse.models.units import Origin, without_wrapper
-from deepspeed_pulse.models.weights.shards import Part, check_dtype, gather
+from deepspeed_pulse.models.weights.shards import Part, gather
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -55,18 +55,13 @@ def gather_model(
         ConfigError: the layer list was not made from a model or layers of it were left out; nothing says how the model
             is made; it has several adapters, or parts that a new one has not; on every rank.
     """
-    check_dtype(dtype)
-    part = Part.asked(engine, WHAT, model_class, backbone)
+    part = Part.asked(engine, WHAT, model_class, backbone, dtype=dtype, ema=ema)
     origin = part.origin
     if len(origin.peft_config) > 1:
         raise ConfigError(
             f"{WHAT}: expected one adapter at most, found {', '.join(origin.peft_config)}; write them with save_lora()"
         )
-    if build is None and not origin.is_of_diffusers:
-        raise ConfigError(
-            f"{WHAT}: nothing says how a {origin.model_class.__name__} is made; pass build=, a function that returns a "
-            "new one, or write the weights with save_pretrained()"
-        )
+    engine.module.ranks.decide_on_first(lambda: _check_can_be_made(origin, build), WHAT)  # which alone needs build=
     weights, tables = part.own_tensors(engine, {}), part.own_tables(engine)
     floats = {
         key: tensor.dtype if dtype is None else origin.dtype_of(key, dtype)
@@ -84,6 +79,14 @@ def gather_model(
 
     engine.module.ranks.decide_on_first(make, WHAT)
     return made[0] if made else None
+
+
+def _check_can_be_made(origin: Origin, build: Any) -> None:
+    if build is None and not origin.is_of_diffusers:
+        raise ConfigError(
+            f"{WHAT}: nothing says how a {origin.model_class.__name__} is made; pass build=, a function that returns a "
+            "new one, or write the weights with save_pretrained()"
+        )
 
 
 def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Module] | None) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, did_you_mean
 from deepspeed_pulse.models.units import Origin
-from deepspeed_pulse.models.weights.shards import Files, Part, check_dtype, write_sharded
+from deepspeed_pulse.models.weights.shards import Files, Part, write_sharded
 
 if TYPE_CHECKING:
     from deepspeed_pulse.models.weights.ema import EMA
@@ -69,8 +69,7 @@ def save_lora(
         ConfigError: the model has no such adapter, or diffusers cannot load it; on every rank.
         FileError: rank 0 cannot write; on every rank.
     """
-    check_dtype(dtype)
-    part = Part.asked(engine, "save_lora()", model_class, backbone)
+    part = Part.asked(engine, "save_lora()", model_class, backbone, dtype=dtype, ema=ema)
     origin = part.origin
     averages = {} if ema is None else ema.averages_of(backbone)
     config = _config(origin, adapter_name)

@@ -128,8 +128,23 @@ class Part:
     layers: range
 
     @classmethod
-    def asked(cls, engine: Any, what: str, model_class: type[nn.Module] | None, backbone: str | None) -> Part:
-        """The one model of a backbone, or the one of ``model_class``; ``what`` asks and is named in the error."""
+    def asked(
+        cls,
+        engine: Any,
+        what: str,
+        model_class: type[nn.Module] | None,
+        backbone: str | None,
+        *,
+        dtype: Any,
+        ema: Any,
+    ) -> Part:
+        """The one model of a backbone, or the one of ``model_class``; ``what`` asks and is named in errors.
+
+        Collective in the world: all ranks ask for the same, in the same ``dtype`` and with averages or without.
+        """
+        given = f"backbone={backbone!r}, dtype={dtype}, {'no ema=' if ema is None else 'ema='}"
+        engine.module.ranks.check_alike(given, what)
+        check_dtype(dtype)
         layers = engine.module.backbone_layers(backbone, what)
         engine.finish_backbones()
         mine = engine.module.layer_list[layers.start : layers.stop]
