@@ -155,7 +155,7 @@ class Steps:
             RunError: ranks that hold one weight differ in whether it trains.
         """
         training = mode == "train"
-        ahead = self.ahead.data if self.ahead is not None and training else None
+        ahead = self.ahead.data(self.engine.data_iterator) if self.ahead is not None and training else None
         foreign = self.stepped.problem(self.engine.optimizer) if training else None
         problem = foreign or self.reading.problem_with_first(micro_batches, mode, ahead)
         self.watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
@@ -276,7 +276,8 @@ class Steps:
         self.ahead.encode(self.reading.batches, micro_batches, mode)
         if mode != "train":
             return frozenset()
-        return self.ahead.start(rows, self.reading.batches, self.reading.following(micro_batches))
+        iterator = self.engine.data_iterator
+        return self.ahead.start(rows, self.reading.batches, self.reading.following(micro_batches), iterator)
 
     def finish(self) -> None:
         """The end of a step's actions: messages have arrived, data is read to its end and was the same everywhere."""

@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.ir.program import Channel, Message
 from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.runtime.owning import copied
-from deepspeed_pulse.runtime.payload import Signature, as_payload
+from deepspeed_pulse.runtime.payload import Signature, as_payload, map_tensors
 from deepspeed_pulse.runtime.protocols import Communicator, Device
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import naming
@@ -52,7 +52,9 @@ class FrozenLayers:
         for layer, function in self.layers[first:end]:
             popped = [self._cast(lookup(name)) for name in layer.pop]
             with naming(layer), torch.no_grad():
-                hidden = function(hidden, *popped)
+                hidden = map_tensors(function(hidden, *popped), _ordinary)
+            if layer is not self.layers[-1][0]:  # whether or not a plan hands it over
+                hidden = as_payload(hidden, f"layer {layer.name} of frozen part {self.name!r} returned")
         return hidden
 
     def _cast(self, value: Any) -> Any:
@@ -170,6 +172,11 @@ class FrozenRuntime:
         if key in self._coming:
             with self.stopwatch.waiting():
                 self._held[key] = self._transport.receive(self._coming.pop(key))
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """What layers that train may keep for backward: an encoder may run in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def channels_of(fill: Fill) -> dict[Channel, list[Message]]:

@@ -8,7 +8,8 @@ weights. Autograd computes of each node only what the half asks for, so both tog
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,8 +86,22 @@ class Bunch:
         if not unwanted:
             torch.autograd.backward(edges, gradients, inputs=weights, retain_graph=True)
             return
-        found = torch.autograd.grad(edges, [*weights, *unwanted], gradients, retain_graph=True)[: len(weights)]
+        with _without_hooks(weights):  # which run below, once
+            found = torch.autograd.grad(edges, [*weights, *unwanted], gradients, retain_graph=True)[: len(weights)]
         torch.autograd.backward(weights, found)  # through the hooks that optimizers have there
+
+
+@contextmanager
+def _without_hooks(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """While hooks on these tensors do not run."""
+    hooks = [(found, dict(found)) for weight in weights for found in (weight._backward_hooks,) if found]
+    for found, _ in hooks:
+        found.clear()
+    try:
+        yield
+    finally:
+        for found, before in hooks:
+            found.update(before)
 
 
 @dataclass

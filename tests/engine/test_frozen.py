@@ -33,8 +33,11 @@ def test_trains_as_with_encoded_data_through_evaluation_and_resume(subtests: pyt
 
 
 def test_an_iterator_that_ends() -> None:
-    for _, output in launch("support.frozen_ranks:ends_with_its_data", 2, timeout=100):
-        assert "PASSED" in output
+    (_, first), (_, second) = launch("support.frozen_ranks:ends_with_its_data", 2, timeout=100)
+    assert "PASSED" in first and "PASSED" in second
+    before, _, after = first.partition("SO FAR NO WARNING")
+    warning = "pulse: warning: frozen parts had read this step's data from the last step's iterator"
+    assert warning not in before + second and after.count(warning) == 1
 
 
 def test_a_plan_file_with_frozen_work(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.nested import nested_batch
 
 from deepspeed_pulse.engine.backbones import Head
 from deepspeed_pulse.engine.data.batches import BatchForm, ShapeKeeper, SplitBatch, StepBatches, flatten
+from deepspeed_pulse.engine.data.batches import _checksum as checksum
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph, Layer
 
@@ -126,6 +128,19 @@ def drawn(*sizes: int) -> StepBatches:
     batches = (({"latents.noisy": torch.ones(size, 2), "n": size}, None) for size in sizes)
     keeper = keeper_of(graph_that_pops("n"), "latents.noisy", dynamic=True)
     return StepBatches(batches.__next__, len(sizes), keeper.split, torch.device("cpu"), ["n"])
+
+
+class Picture:
+    """Its repr tells its address, as that of most objects."""
+
+
+@pytest.mark.parametrize(
+    "value", [Picture(), [Picture(), 3], {"of": Picture()}, torch.ones(2, dtype=torch.complex64).conj(), {"a", "b"}]
+)
+def test_a_checksum_is_of_the_content(value: Any) -> None:
+    again = copy.deepcopy(value)
+    first, second = (checksum(one, 0) for one in (value, again))
+    assert first == second
 
 
 def test_an_entry_goes_to_the_device_once_and_its_input_stays_no_longer_than_it_is_read() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.local_world import LocalDevice
 
-from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.errors import BatchError, GraphError
 from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, FrozenRun, HandOver
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.runtime.frozen import FrozenLayers, FrozenRuntime
@@ -83,6 +83,22 @@ def test_an_error_names_the_layer():
     frozen.begin(fill_of((0, (0, 2, 0))), lambda name, m: torch.ones(2), microbatches=1, mode="train")
     with pytest.raises(RuntimeError, match=r"(?s)tensor size.*\nin layer 1"):
         frozen.run(0)
+
+
+def test_what_layers_of_an_encoder_hand_on_are_tensors_wherever_a_plan_cuts():
+    frozen = runtime(lambda x: {"hidden": x}, lambda x: x["hidden"])
+    frozen.begin(fill_of((0, (0, 2, 0))), lambda name, m: torch.ones(2), microbatches=1, mode="train")
+    with pytest.raises(GraphError, match=r"layer 0 of frozen part 'text' returned: expected a tensor .* of type dict"):
+        frozen.run(0)
+
+
+def test_an_encoder_in_inference_mode_gives_what_may_be_kept_for_backward():
+    frozen = runtime(torch.inference_mode()(lambda x: x * 2), torch.inference_mode()(lambda x: x + 1))
+    frozen.begin(fill_of((0, (0, 2, 0))), lambda name, m: torch.ones(2), microbatches=1, mode="train")
+    frozen.run(0)
+    weight = torch.ones(2, requires_grad=True)
+    (weight * frozen.finish()["text", 0]).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [3, 3]
 
 
 def test_an_encoder_that_changes_its_input_in_place_leaves_the_data_alone():

@@ -201,6 +201,23 @@ def test_without_anything_read_all_is_left_to_the_weight_half() -> None:
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
+@pytest.mark.parametrize("layer", [nn.GroupNorm(2, 6), nn.Linear(6, 6)], ids=["group norm", "linear"])
+def test_a_hook_of_a_weight_changes_its_gradient_once(layer: nn.Module) -> None:
+    calls: list[str] = []
+
+    def doubled(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append("hook")
+        return gradient * 2
+
+    weight, leaf = next(layer.parameters()), torch.randn(3, 6, requires_grad=True)
+    weight.register_hook(doubled)
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    expected = gradients(layer, leaf)
+    halves_of(layer, leaf).run()
+    assert all(torch.equal(found, wanted) for found, wanted in zip(cleared(layer, leaf), expected, strict=True))
+    assert calls == ["hook", "accumulated"] * 2
+
+
 def test_a_hook_of_a_tensor_changes_a_gradient_once() -> None:
     class Hooked(nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -16,7 +17,7 @@ from deepspeed_pulse.engine.backbones import DEFAULT_INPUT, LABELS, Head, own_gr
 from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.payload import can_travel
+from deepspeed_pulse.runtime.payload import can_travel, plainly
 
 Rules = Sequence[EntryRules]
 
@@ -398,6 +399,7 @@ class ShapeKeeper:
     plain: BatchForm | None = None
     made: Sequence[str] = ()
     _first: dict[str, str] | None = field(default=None, init=False)
+    _first_is_encoded: bool = field(default=False, init=False)
 
     def _has_results(self, batch: Any) -> bool:
         """True for a batch that has a result of every frozen part."""
@@ -414,13 +416,19 @@ class ShapeKeeper:
             return found
         shapes = found.shapes()
         if self._first is None:
-            self._first = shapes
+            self._first, self._first_is_encoded = shapes, found.is_encoded
+        if found.is_encoded is not self._first_is_encoded:
+            kinds = ("raw data", "the results of the frozen parts")
+            before, now = kinds[self._first_is_encoded], kinds[found.is_encoded]
+            raise BatchError(
+                f"expected a batch with {before} as the first, found {now}; give one kind to all evaluations"
+            )
         if shapes != self._first:
+            advice = "" if self.made else "for shapes that change pass PipelineModule(..., dynamic_shape=True); else "
             name = next(n for n in {**self._first, **shapes} if self._first.get(n) != shapes.get(n))
             raise BatchError(
                 f"batch {name}: expected {self._first.get(name, 'nothing')} as in the first batch, found "
-                f"{shapes.get(name, 'nothing')}; for shapes that change pass PipelineModule(..., dynamic_shape=True); "
-                "else use drop_last=True"
+                f"{shapes.get(name, 'nothing')}; {advice}use drop_last=True"
             )
         return found
 
@@ -482,9 +490,13 @@ def _shape(value: Any) -> str:
     return type(value).__name__
 
 
+_TELLING = (str, bytes, int, float, complex, type(None), torch.dtype, np.ndarray, np.generic)
+"""What is written alike by every process that has the same."""
+
+
 def _checksum(value: Any, start: int) -> int:
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = plainly(value.detach().cpu()).reshape(-1)
         return zlib.crc32(flat.view(torch.uint8).numpy().data, start) if flat.numel() else start
     if isinstance(value, Mapping):
         value = [item for pair in value.items() for item in pair]
@@ -492,4 +504,6 @@ def _checksum(value: Any, start: int) -> int:
         for item in value:
             start = _checksum(item, start)
         return start
-    return zlib.crc32(repr(value).encode(), start)
+    # other objects may tell their address
+    told = repr(value) if isinstance(value, _TELLING) else type(value).__qualname__
+    return zlib.crc32(told.encode(), start)

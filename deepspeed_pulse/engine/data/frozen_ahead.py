@@ -16,6 +16,11 @@ from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.frozen import FrozenRuntime, channels_of
 from deepspeed_pulse.runtime.holdings import Stats
 
+ANOTHER_ITERATOR = (
+    "frozen parts had read this step's data from the last step's iterator when another one was given: the step trains "
+    "what was read, and the new iterator's first batches come later; pass one iterator to all steps"
+)
+
 
 class FrozenAhead:
     """Encodes what a step reads: in the idle time of the one before, or before the step where there was none.
@@ -47,6 +52,9 @@ class FrozenAhead:
         self._fills = cache(lambda rows: fill_of(plan, rows))
         self._opened: set[int] = set()
         self._ahead: StepBatches | None = None
+        self._iterator: Any = None
+        """Where that is from."""
+        self._told_of_another = False
         self._running = self._ran_in_step = False
 
     @property
@@ -64,9 +72,12 @@ class FrozenAhead:
         """How long the device waited for results in the last step."""
         return self._runtime.stopwatch.idle_ms if self._ran_in_step else 0.0
 
-    @property
-    def data(self) -> StepBatches | None:
-        """What :meth:`take` would give."""
+    def data(self, iterator: Any) -> StepBatches | None:
+        """What :meth:`take` would give, to a step that is given this iterator."""
+        if self._ahead is not None and iterator is not self._iterator and not self._told_of_another:
+            self._told_of_another = True
+            if self._module.global_rank == 0:
+                print(f"pulse: warning: {ANOTHER_ITERATOR}", flush=True)
         return self._ahead
 
     def take(self) -> StepBatches | None:
@@ -84,16 +95,16 @@ class FrozenAhead:
         self._runtime.run(0)
         batches.values, batches.is_encoded = self._runtime.finish(), True
 
-    def start(self, rows: Part, current: StepBatches, following: StepBatches) -> frozenset[int]:
+    def start(self, rows: Part, current: StepBatches, following: StepBatches, iterator: Any) -> frozenset[int]:
         """Begin encoding the next step's data while this one runs; nothing where there is not enough of it.
 
-        ``rows``: what of the plan's rows runs. Returns the positions among the rank's actions of them before which
-        there is work on it.
+        ``rows``: what of the plan's rows runs; ``iterator``: where the data is from. Returns the positions among the
+        rank's actions of them before which there is work on it.
         """
         current.hold_all()
         if not following.are_whole():
             return frozenset()
-        self._ahead = following
+        self._ahead, self._iterator = following, iterator
         fill = self._fills(rows)
         assert fill is not None
         self._begin(fill, following, self._microbatches, "train")
