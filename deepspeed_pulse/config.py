@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=1, le=1000)]
 Step = Annotated[int, Field(ge=1)]
 Steps = Annotated[list[Step], Field(min_length=1, max_length=20)]
 Megabytes = Annotated[int, Field(ge=1, le=65536)]
-Gigabytes = Annotated[float, Field(gt=0.0)]
+Gigabytes = Annotated[float, Field(gt=0.0, le=1e15)]
 
 
 class PulseConfig(BaseModel):
@@ -70,7 +70,7 @@ class PulseConfig(BaseModel):
     plan_cache: Path | None = Field(default=None, description="a path or null")
     """Folder where plans, measured layer costs and links are kept between runs."""
 
-    memory_gb: Auto | Gigabytes = Field(default="auto", description='"auto" or a finite number > 0')
+    memory_gb: Auto | Gigabytes = Field(default="auto", description='"auto" or a number > 0 and at most 1e15')
     """Activation and state budget of a rank, GB (1e9 bytes)."""
 
     solver_seconds: float = Field(default=30.0, ge=0.0, description="a finite number >= 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import json
@@ -16,9 +17,12 @@ import pytest
 from support.pulse_files import COSTS, PLAN, planned_text, write_files
 
 from deepspeed_pulse.cli import main
+from deepspeed_pulse.cli.making import _memory_bytes as memory_bytes
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.report.files import replacing
+
+CLUSTER = "--cluster cluster.json"
 
 
 @pytest.fixture
@@ -363,3 +367,73 @@ def test_reader_that_stops_early_and_plain_encodings_are_no_errors() -> None:
     line = f"{sys.executable} -m deepspeed_pulse show plan.json | head -c 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.usefixtures("planned")
+def test_show_says_of_given_costs_what_simulate_says(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = json.loads(Path("cluster.json").read_text())
+    for link in ("intra_node", "inter_node"):
+        cluster[link] |= {"latency_us": 5000.0, "bandwidth_gb_per_s": 0.001}
+    Path("slow.json").write_text(json.dumps(cluster))
+    figures = []
+    for command in ("simulate", "show"):
+        assert run(f"{command} plan.json --profile profile.json --cluster slow.json") == 0
+        text = " ".join(capsys.readouterr().out.split())
+        found = re.search(r"step ([\d.]+ m?s)", text), re.search(r"bubble ([\d.]+ %)", text)
+        figures.append([one[1] for one in found if one is not None])
+        assert "proven optimal" not in text
+    assert figures[0] == figures[1] and len(figures[0]) == 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_names_of_layers_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = json.loads(Path("profile.json").read_text())
+    profile["layers"][0]["name"], profile["layers"][-1]["name"] = "a[/b]", "[red]x"
+    Path("profile.json").write_text(json.dumps(profile))
+    assert run(PLAN) == 0
+    text = capsys.readouterr().out
+    assert "a[/b]" in text and "[red]x" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (PLAN.replace("--out plan.json", "--out profile.json"), "profile.json is read and would be written"),
+        (f"show plan.json {COSTS} --out a.png --out ./a.png", "a.png and ./a.png are one file"),
+        (f"show plan.json {COSTS} --out plan.json", "plan.json is read and would be written"),
+        (f"show plan.json {COSTS} --memory --out a.html", "--memory is drawn in pictures"),
+        (f"{PLAN} --placement linear --waves 2", "--waves goes with a wave or a loop"),
+        (
+            f"tune profile.json --global-batch 8 {CLUSTER} --verify-seconds 9",
+            "goes with --verify",
+        ),
+        (f"tune profile.json --global-batch 1000000007 {CLUSTER}", "at most 1000000 samples"),
+        (
+            f"tune profile.json --global-batch 8 {CLUSTER} --out x.json --config x.json",
+            "x.json and x.json are one file",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused_before_anything_is_done(
+    planned: Path, line: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in planned.iterdir()}
+    assert run(line) == 2
+    assert told in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in planned.iterdir()} == before
+
+
+def test_gigabytes_are_whole_bytes() -> None:
+    assert memory_bytes(argparse.Namespace(memory_gb=1.001)) == 1_001_000_000
+
+
+@pytest.mark.usefixtures("planned")
+def test_a_terminal_that_takes_nothing_is_one_line() -> None:
+    line = [sys.executable, "-m", "deepspeed_pulse", "show", "plan.json"]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert found.returncode == 2 and found.stderr == "ds_pulse: error: cannot write: No space left on device\n"
+    closed = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *line], stderr=subprocess.PIPE, text=True, timeout=100, check=False
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")

@@ -46,7 +46,8 @@ def test_a_block_is_an_object_or_a_flag(block: object) -> None:
 
 
 FLAG, COUNT, PATH = "true or false", "an integer from 1 to 1000", '"auto" or a path'
-MEMORY, SOLVER, TIMEOUT = '"auto" or a finite number > 0', "a finite number >= 0", "a number > 0 and at most 1e7"
+MEMORY = '"auto" or a number > 0 and at most 1e15'
+SOLVER, TIMEOUT = "a finite number >= 0", "a number > 0 and at most 1e7"
 BUFFER = "an integer from 1 to 65536, or null"
 WRONG = [
     *[("enabled", value, FLAG) for value in (1, "true", None)],

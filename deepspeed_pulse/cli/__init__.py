@@ -32,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PulseError as problem:
         return _complain(str(problem))
     except OSError as problem:
-        if problem.filename is None:
-            raise
-        return _complain(f"{problem.filename}: {problem.strerror}")
+        return _complain(f"{problem.filename or 'cannot write'}: {problem.strerror}")
     except KeyboardInterrupt:
         return _complain("interrupted")
 

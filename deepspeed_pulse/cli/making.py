@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deepspeed_pulse.cli.terminal import check_suffixes, print_text, quiet
+from deepspeed_pulse.cli.terminal import check_files, check_suffixes, print_text, quiet
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Constraints, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
@@ -23,6 +23,8 @@ from deepspeed_pulse.report.progress import counting, solving, visiting
 
 TFLOPS = 312.0
 """Peak rate that estimates assume: an A100's in bfloat16, by its data sheet."""
+
+VERIFY_SECONDS = 600.0
 
 
 def profile(arguments: argparse.Namespace) -> None:
@@ -69,6 +71,9 @@ def plan(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.planner.partition.cuts import explicit_cuts
     from deepspeed_pulse.report.tables import plan_table
 
+    if arguments.placement == "linear" and arguments.waves > 1:
+        raise ConfigError("--waves goes with a wave or a loop: --placement linear has none; leave one out")
+    check_files([arguments.out], [*arguments.profile, arguments.cluster, arguments.frozen])
     profile, cluster = load_profiles(arguments.profile), load_cluster(arguments.cluster)
     frozen = FrozenParts.load(arguments.frozen).at(profile.microbatch_size) if arguments.frozen else ()
     with replacing(arguments.out) as out, solving(sys.stderr) as progress:
@@ -104,7 +109,7 @@ def load_profiles(paths: Sequence[str]) -> Profile:
 
 
 def _memory_bytes(arguments: argparse.Namespace) -> int | None:
-    return None if arguments.memory_gb is None else int(arguments.memory_gb * 1e9)
+    return None if arguments.memory_gb is None else round(arguments.memory_gb * 1e9)
 
 
 def tune(arguments: argparse.Namespace) -> None:
@@ -112,6 +117,8 @@ def tune(arguments: argparse.Namespace) -> None:
     from deepspeed_pulse.report.tuning import tuning_table
 
     _check_options_of_tune(arguments)
+    outputs = [arguments.out, arguments.profile_out, arguments.config, arguments.picture]
+    check_files(outputs, [*arguments.profiles, arguments.cluster, arguments.frozen])
     profiles = joined_by_size([Profile.load(path) for path in arguments.profiles])
     cluster = load_cluster(arguments.cluster)
     if arguments.verify and profiles[0].backbones:
@@ -141,6 +148,8 @@ def _check_options_of_tune(arguments: argparse.Namespace) -> None:
         raise ConfigError("--verify K and --model MODEL go together: what is run, and how many choices of it")
     if arguments.verify and arguments.frozen:
         raise ConfigError("--verify beside --frozen: what is run has no encoders; leave one out")
+    if arguments.verify_seconds is not None and arguments.verify is None:
+        raise ConfigError("--verify-seconds goes with --verify")
     if arguments.granularity and arguments.model is None:
         raise ConfigError("--granularity goes with --verify: profiles have the layers they were made with")
 
@@ -170,7 +179,7 @@ def _tuned(arguments: argparse.Namespace, profiles: Sequence[Profile], cluster: 
             arguments.verify,
             model=arguments.model,
             granularity=arguments.granularity,
-            seconds=arguments.verify_seconds,
+            seconds=arguments.verify_seconds or VERIFY_SECONDS,
             progress=progress,
         )
 

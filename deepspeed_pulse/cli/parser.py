@@ -145,8 +145,8 @@ def _tune(add: Add) -> None:
     add("--verify", type=_count, metavar="K", help="run the best K a few steps on this machine and rank by measurement")
     add("--model", metavar="MODEL", help="for --verify: the model of the profiles, as `ds_pulse profile` takes it")
     add("--granularity", choices=("block", "fine"), help="for --verify: the profiles'; default: block")
-    limit = "that one choice may take, start and all"
-    add("--verify-seconds", default=600.0, type=_positive, metavar="T", help=limit)
+    limit = f"for --verify: that one choice may take, start and all; default: {making.VERIFY_SECONDS:g}"
+    add("--verify-seconds", type=_positive, metavar="T", help=limit)
 
 
 def _plan_and_costs(add: Add) -> None:
@@ -161,7 +161,7 @@ def _show(add: Add) -> None:
     times = "real times; without it a forward takes 1 ms, a backward 2 ms"
     add("--profile", nargs="+", help=f"{times}; {_BACKBONES}")
     add("--cluster", help="goes with --profile")
-    add("--memory", action="store_true", help="draw each rank's live bytes too (needs --profile)")
+    add("--memory", action="store_true", help="draw each rank's live bytes too, in pictures (needs --profile)")
     kinds = "page (.html), Perfetto trace (.json), torch's action table (.csv); repeatable"
     add("--out", action="append", default=[], metavar="FILE", help=f"picture (.png .svg .pdf); of a plan also {kinds}")
 

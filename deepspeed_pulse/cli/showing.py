@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import replace
 
 from deepspeed_pulse import __version__
 from deepspeed_pulse.cli.making import load_profiles
-from deepspeed_pulse.cli.terminal import check_suffixes, print_text, quiet, width
+from deepspeed_pulse.cli.terminal import check_files, check_suffixes, print_text, quiet, width
 from deepspeed_pulse.errors import ConfigError, PlanError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.fields import read_file, read_format
-from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.report.files import IMAGES, PICTURES, SUFFIXES, replacing, write, write_rows
 
@@ -55,6 +56,7 @@ def _show_model(arguments: argparse.Namespace, text: str) -> None:
         if getattr(arguments, option):
             raise ConfigError(f"--{option} goes with a plan: {arguments.file} is a profile, whose cuts --plan gives")
     check_suffixes(arguments.out, IMAGES)
+    check_files(arguments.out, [arguments.file, arguments.plan])
     profile = Profile.from_json(text, arguments.file)
     plan = None if arguments.plan is None else Plan.load(arguments.plan)
     if plan is not None:
@@ -69,7 +71,8 @@ def _show_model(arguments: argparse.Namespace, text: str) -> None:
 
 
 def _show_plan(arguments: argparse.Namespace, text: str) -> None:
-    from deepspeed_pulse.planner import simulate
+    from deepspeed_pulse.planner.problem import Problem
+    from deepspeed_pulse.planner.simulator import run, summarize
     from deepspeed_pulse.report.grid import schedule_grid
     from deepspeed_pulse.report.tables import plan_table
 
@@ -77,17 +80,29 @@ def _show_plan(arguments: argparse.Namespace, text: str) -> None:
         raise ConfigError(f"--plan goes with a profile: {arguments.file} is none")
     check_suffixes(arguments.out, SUFFIXES)
     plan = Plan.from_json(text, arguments.file)
+    check_files(arguments.out, [arguments.file, *(arguments.profile or []), arguments.cluster])
     runnable, profile, cluster = _costs(arguments, arguments.file, plan)
-    timeline = simulate(runnable, profile, cluster)
+    if arguments.memory and not any(path.endswith(IMAGES) for path in arguments.out):
+        raise ConfigError(f"--memory is drawn in pictures: give an --out that ends in one of {', '.join(IMAGES)}")
+    problem = Problem(runnable, profile, cluster)
+    timeline = run(problem, runnable.schedule)
     with contextlib.ExitStack() as files:
         for path in arguments.out:
             write(files.enter_context(replacing(path)), plan, timeline, memory=arguments.memory)
     if arguments.profile:
-        print_text(plan_table(plan, profile=profile))
+        print_text(plan_table(_estimated(plan, summarize(problem, timeline)), profile=profile))
     else:
         print_text(plan_table(plan, costs="unit times below: a forward takes 1 ms, a backward 2 ms, a message nothing"))
     names = [part.name for part in plan.backbones]
     print_text(schedule_grid(timeline, plan.placement, width=width(), backbones=names))
+
+
+def _estimated(plan: Plan, found: Estimate) -> Plan:
+    """With the figures of the costs that were given; what a search says of itself is of those that it had."""
+    if plan.estimate is not None and plan.estimate.makespan_ms == found.makespan_ms:
+        return plan
+    solver = None if plan.solver is None else replace(plan.solver, optimal=False, generator=None)
+    return replace(plan, estimate=found, solver=solver)
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -105,10 +120,11 @@ def report(arguments: argparse.Namespace) -> None:
         return
     found = collect(arguments.path)
     if arguments.out:
-        run = found.only_run()
+        check_files(arguments.out, arguments.path)
+        the_run = found.only_run()
         with contextlib.ExitStack() as files:
             for path in arguments.out:
-                write_rows(files.enter_context(replacing(path)), timelines(run), run.plan)
+                write_rows(files.enter_context(replacing(path)), timelines(the_run), the_run.plan)
     print_text(report(found))
 
 

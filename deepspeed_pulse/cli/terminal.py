@@ -30,6 +30,21 @@ def check_suffixes(paths: Sequence[str], suffixes: Sequence[str], option: str = 
             raise ConfigError(f"{option} {path}: expected a name ending in one of {', '.join(suffixes)}")
 
 
+def check_files(outputs: Sequence[str | None], inputs: Sequence[str | None]) -> None:
+    """Each output is a file of its own, and none of those that are read; before anything is done."""
+    seen: dict[str, str] = {}
+    read = {os.path.realpath(name): name for name in inputs if name is not None}
+    for name in filter(None, outputs):
+        path = os.path.realpath(name)
+        if os.path.exists(path) and not os.path.isfile(path):
+            continue  # a device or a pipe
+        if path in read:
+            raise ConfigError(f"{name} is read and would be written: give the output another name")
+        if path in seen:
+            raise ConfigError(f"{seen[path]} and {name} are one file: give each output a name of its own")
+        seen[path] = name
+
+
 def width() -> int:
     return shutil.get_terminal_size((100, 24)).columns
 
@@ -38,7 +53,9 @@ def print_text(content: object) -> None:
     """Coloured where stdout is a terminal. What reads a pipe (head, less) may have seen enough: that is no error."""
     from rich.console import Console
 
-    console = Console(width=width(), highlight=False)
+    if sys.stdout is None:  # closed
+        return
+    console = Console(width=width(), highlight=False, markup=False)
     with console.capture() as capture:
         console.print(content)
     if isinstance(sys.stdout, io.TextIOWrapper):

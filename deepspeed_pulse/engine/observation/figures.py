@@ -42,7 +42,7 @@ def print_plan(planned: Planned, graph: Graph, layers: Sequence[Any]) -> None:
     """The start-up table."""
     names, counts = [layer.name for layer in graph.layers], parameter_counts(layers)
     timed = planned.profile is None or planned.measured
-    Console().print(
+    Console(markup=False).print(
         plan_table(planned.plan, layer_names=names, param_counts=counts, costs=planned.sources, timed=timed)
     )
 
@@ -62,15 +62,15 @@ def print_chosen(chosen: Chosen) -> None:
     """What "auto" stands for in this run, once."""
     if chosen.options:
         notes = [] if chosen.asked.derived is None else [f"global batch: {chosen.asked.derived}"]
-        Console().print(chosen_table(chosen.asked.names, chosen.options, chosen.reasons, notes))
+        Console(markup=False).print(chosen_table(chosen.asked.names, chosen.options, chosen.reasons, notes))
 
 
 def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | None) -> None:
     """Measured figures beside the predicted ones, and a warning where they differ much."""
-    console = Console()
+    console = Console(markup=False)
     console.print(measured_table(plan, measured, difference))
     for line in warning(difference, crowded=_crowded()):
-        console.print(f"pulse: {line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"pulse: {line}", highlight=False, soft_wrap=True)
 
 
 def _crowded() -> str | None:

@@ -108,7 +108,7 @@ def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
 
 
 def _given_bytes(request: PlanRequest) -> int | None:
-    return None if request.pulse.memory_gb == "auto" else int(float(request.pulse.memory_gb) * 10**9)
+    return None if request.pulse.memory_gb == "auto" else round(float(request.pulse.memory_gb) * 1e9)
 
 
 def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs: str) -> Planned:

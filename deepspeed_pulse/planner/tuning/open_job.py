@@ -15,6 +15,9 @@ from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.make import check_cluster, check_counts
 from deepspeed_pulse.planner.tuning.sizes import Sizes
 
+MOST_SAMPLES = 10**6
+"""Of a step: every number of samples a rank up to its share is tried."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpenJob:
@@ -67,6 +70,10 @@ class OpenJob:
     def check(self) -> None:
         """Raise a :class:`ConfigError` for what no choice can run with."""
         check_counts(**{"world size": self.world, "global batch": self.global_batch})
+        if self.global_batch > MOST_SAMPLES:
+            raise ConfigError(
+                f"global batch: expected at most {MOST_SAMPLES} samples a step, found {self.global_batch}"
+            )
         check_cluster(self.cluster, self.world, "world size:")
         dtype = self.sizes.smallest.dtype
         if self.given.backbone_steps == "each" and not may_step_apart(dtype):
