@@ -102,6 +102,10 @@ class DeclaredParts:
                 layers[index] = replace(layers[index], pop=(name, *layers[index].pop))
         return Graph(layers=(*parts, *layers))
 
+    def check_frozen(self) -> None:
+        """Raise a GraphError where a script has let a part train since it was declared."""
+        _refuse_trainable(self._layers)
+
     def build(self, names: Sequence[str], device: torch.device) -> dict[str, FrozenLayers]:
         """All parts; the layers of those in ``names`` on a device, in evaluation mode, the others without functions."""
         found = {}

@@ -150,14 +150,17 @@ class Steps:
         Raises:
             BatchError: another rank begins another one, or cannot draw its first batch.
             ConfigError: the optimizer steps what is none of the module's.
+            GraphError: a frozen part is to train.
             Stopped: a rank was asked to stop, before a step of training; evaluations are made.
             StopIteration: the data of any rank is over.
             RunError: ranks that hold one weight differ in whether it trains.
         """
         training = mode == "train"
         ahead = self.ahead.data(self.engine.data_iterator) if self.ahead is not None and training else None
-        foreign = self.stepped.problem(self.engine.optimizer) if training else None
-        problem = foreign or self.reading.problem_with_first(micro_batches, mode, ahead)
+        problem: Exception | None = self.stepped.problem(self.engine.optimizer) if training else None
+        if self.ahead is not None and training:
+            problem = problem or self.ahead.problem()
+        problem = problem or self.reading.problem_with_first(micro_batches, mode, ahead)
         self.watchdog.go_on("the start of a step: waiting for all ranks to have their first batch", meets=True)
         stops, trains_anew = agree_on_step(
             mode,

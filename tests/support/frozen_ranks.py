@@ -207,8 +207,11 @@ def check_sampling(engine: Any, twin: Any) -> None:
 def ends_with_its_data(_: Any) -> None:
     """An epoch's iterator may end: the last step has nothing ahead, the next epoch begins with its own data.
 
-    What is left of an epoch and is no whole step is nobody's, as without frozen parts.
+    What is left of an epoch and is no whole step is nobody's, as without frozen parts. At the end a part is thawed,
+    which every rank is told.
     """
+    from deepspeed_pulse.errors import GraphError
+
     share_groups()
     engine, twin = engine_of(2, 2, frozen=True), engine_of(2, 2, frozen=False)
     for epoch, microbatches in enumerate((4, 5, 4)):
@@ -220,6 +223,12 @@ def ends_with_its_data(_: Any) -> None:
     print("SO FAR NO WARNING", flush=True)
     for step in range(3):  # a new one in each step, that begins with it: it is told once
         engine.train_batch(data_from(engine, step, frozen=True))
+    parts = engine.module.frozen._layers.values()
+    next(
+        p for layers in parts for m in layers if isinstance(m, torch.nn.Module) for p in m.parameters()
+    ).requires_grad_()
+    with pytest.raises(GraphError, match=r"frozen part .*: parameter .* is trainable, and what runs without gradient"):
+        engine.train_batch(data_from(engine, 3, frozen=True))
     print("PASSED", flush=True)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
+
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.data.batches import StepBatches
 from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.seat import Seat
+from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.carried import Part, fill_of
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, up_front
 from deepspeed_pulse.ir.plan import Plan
@@ -40,9 +43,12 @@ class FrozenAhead:
         self._microbatches = plan.microbatches
         self._rank = seat.rank
         readers = {part.name: tuple(plan.readers_of(part)) for part in fill.parts}
+        parts = module.frozen.build(fill.held_on(seat.rank), seat.device)
+        functions = [function for part in parts.values() for _, function in part.layers]
+        self._parameters = [p for f in functions if isinstance(f, torch.nn.Module) for p in f.parameters()]
         self._runtime = FrozenRuntime(
             rank=seat.rank,
-            parts=module.frozen.build(fill.held_on(seat.rank), seat.device),
+            parts=parts,
             reads=[name for name, ranks in readers.items() if seat.rank in ranks],
             communicator=communicator,
             device=device,
@@ -79,6 +85,15 @@ class FrozenAhead:
             if self._module.global_rank == 0:
                 print(f"pulse: warning: {ANOTHER_ITERATOR}", flush=True)
         return self._ahead
+
+    def problem(self) -> GraphError | None:
+        """A part on this rank that a script lets train, which it would not."""
+        try:
+            if any(parameter.requires_grad for parameter in self._parameters):
+                self._module.frozen.check_frozen()
+        except GraphError as found:
+            return found
+        return None
 
     def take(self) -> StepBatches | None:
         """The data of this training step where it was read ahead; without it the step reads and encodes its own."""
