@@ -432,7 +432,9 @@ def test_a_terminal_that_takes_nothing_is_one_line() -> None:
     line = [sys.executable, "-m", "deepspeed_pulse", "show", "plan.json"]
     with open("/dev/full", "w") as full:
         found = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
-    assert found.returncode == 2 and found.stderr == "ds_pulse: error: cannot write: No space left on device\n"
+    assert (
+        found.returncode == 2 and found.stderr == "ds_pulse: error: cannot write to stdout: No space left on device\n"
+    )
     closed = subprocess.run(
         ["sh", "-c", '"$@" >&-', "sh", *line], stderr=subprocess.PIPE, text=True, timeout=100, check=False
     )

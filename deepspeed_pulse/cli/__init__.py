@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PulseError as problem:
         return _complain(str(problem))
     except OSError as problem:
-        return _complain(f"{problem.filename or 'cannot write'}: {problem.strerror}")
+        if problem.filename is None:
+            raise
+        return _complain(f"{problem.filename}: {problem.strerror}")
     except KeyboardInterrupt:
         return _complain("interrupted")
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.errors import ConfigError, FileError
 
 
 @contextlib.contextmanager
@@ -56,12 +56,14 @@ def print_text(content: object) -> None:
     if sys.stdout is None:  # closed
         return
     console = Console(width=width(), highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(content)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
+        with console.capture() as capture:
+            console.print(content)
         sys.stdout.write(capture.get())
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as problem:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest goes when the process ends
+        if not isinstance(problem, BrokenPipeError):
+            raise FileError(f"cannot write to stdout: {problem.strerror}") from None
