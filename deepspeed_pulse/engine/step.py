@@ -8,7 +8,6 @@ from typing import Any
 
 from deepspeed_pulse.engine.binding import bound_layers, bound_stages
 from deepspeed_pulse.engine.checkpoints.preemption import Preemption, Stopped
-from deepspeed_pulse.engine.checkpoints.record import parameter_groups
 from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.conditioning import Estimates
@@ -18,7 +17,7 @@ from deepspeed_pulse.engine.data.reading import Reading, entry_routes
 from deepspeed_pulse.engine.discovery import Discovery
 from deepspeed_pulse.engine.gradients.placeholders import check_covers
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
-from deepspeed_pulse.engine.gradients.stepped import MOVES_FROZEN, Stepped, moves_frozen
+from deepspeed_pulse.engine.gradients.stepped import MOVES_FROZEN, Stepped, moves_frozen, parameter_groups
 from deepspeed_pulse.engine.observation.observer import Observer
 from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.orders import Orders

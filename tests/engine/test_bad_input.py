@@ -279,7 +279,7 @@ FIRST_STEPS = {
     "all frozen in step 2": ("ConfigError", "no layer has a trainable parameter", "unfreeze some layer"),
     "all frozen after an evaluation": ("ConfigError", "no layer has a trainable parameter", "unfreeze some layer"),
     "a parameter that is none of the module's": ("ConfigError", "found 1, the first of shape [3]"),
-    "averages saved on one rank": ("ConfigError", "save_checkpoint: rank 0 was given ema=, rank 1 no ema="),
+    "averages saved on one rank": ("ConfigError", "save_checkpoint: rank 0", "tag 'one', ema=, rank 1", "no ema="),
     "averages gathered on one rank": ("ConfigError", "gather_model(): rank 0 was given", "no ema=", "every rank calls"),
     "frozen on one replica": ("RunError", "parameter 3.inner.weight trains on rank 0 and is frozen on rank 1"),
     "frozen on one replica from the start": ("RunError", "trains on rank 0 and is frozen on rank 1", "in each replica"),

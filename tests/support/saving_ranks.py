@@ -162,11 +162,11 @@ SAVES: dict[str, tuple[Act, str]] = {
     "a tag that is too long": (save(tag="x" * 300), "the checkpoint cannot be written: File name too long"),
     "another tag on rank 1": (
         lambda engine, folder: engine.save_checkpoint(folder, on_rank(1, "new", "other")),
-        "expected the same folder and tag on every rank",
+        "tag 'other', no ema=; every rank calls it, with the same",
     ),
     "another folder on rank 1": (
         lambda engine, folder: engine.save_checkpoint(on_rank(1, folder, folder / "other"), "new"),
-        "expected the same folder and tag on every rank",
+        "other', tag 'new', no ema=; every rank calls it, with the same",
     ),
     **{
         f"a limit of {limit!r}": (
@@ -265,7 +265,7 @@ LOADS: dict[str, tuple[Act, str]] = {
     },
     "load another tag on rank 1": (
         lambda engine, folder: engine.load_checkpoint(folder, on_rank(1, "good", "other")),
-        "load_checkpoint: expected the same folder and tag on every rank",
+        "load_checkpoint: rank 0 was given tag 'good', rank 1 tag 'other'; every rank calls it, with the same",
     ),
     "load from a file": (lambda engine, folder: engine.load_checkpoint(folder / "latest"), "found a file"),
     "load by a function": (

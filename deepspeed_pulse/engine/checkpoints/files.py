@@ -19,7 +19,6 @@ from deepspeed_pulse.engine.checkpoints.claim import LOCK_FILE, claim, claimed
 from deepspeed_pulse.engine.checkpoints.digests import HashedFile, Verifier
 from deepspeed_pulse.engine.checkpoints.reading import check_loads_again, load_safely
 from deepspeed_pulse.engine.checkpoints.record import RECORD_FILE
-from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.ir.run import RUN_FILE
 
@@ -181,17 +180,6 @@ def check_tag(tag: str) -> None:
         raise ConfigError(
             f"tag: expected the name of one folder, found {tag!r}: no path, not empty, and not {LATEST!r} or another "
             'name that has its own meaning there; for example "step100"'
-        )
-
-
-def check_asked_alike(mine: tuple[str, ...], what: str) -> None:
-    """Raise a :class:`ConfigError` unless every rank of the world asks for the same checkpoint. Collective."""
-    found = told_by_all(mine)
-    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
-    if other is not None:
-        raise ConfigError(
-            f"{what}: expected the same folder and tag on every rank, found {', '.join(found[0])} on rank 0 and "
-            f"{', '.join(found[other])} on rank {other}"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from deepspeed_pulse.engine.checkpoints import averages, universal
 from deepspeed_pulse.engine.checkpoints.backbone import Match, load_layers, own_names, renamed, weights_as_state
 from deepspeed_pulse.engine.checkpoints.digests import read_sums
-from deepspeed_pulse.engine.checkpoints.files import LATEST, CheckpointFolder, check_asked_alike, find_tag
+from deepspeed_pulse.engine.checkpoints.files import LATEST, CheckpointFolder, find_tag
 from deepspeed_pulse.engine.checkpoints.optimizer_state import (
     Groups,
     SavedState,
@@ -75,7 +75,7 @@ class Loading:
 
     def load(self, load_dir: str | os.PathLike[str], tag: Any, wanted: Wanted, ema: Any) -> tuple[Any, Any]:
         """As the engine's ``load_checkpoint``."""
-        check_asked_alike((str(tag),), "load_checkpoint")
+        self._module.ranks.check_alike(f"tag {str(tag)!r}", "load_checkpoint")
         settled = agree(lambda: self._settled_tag(load_dir, tag), f"loading {load_dir}")
         if settled is None:
             return self._load(str(load_dir))  # type: ignore[no-any-return]  # says that there is none

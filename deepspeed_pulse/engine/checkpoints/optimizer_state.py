@@ -21,9 +21,10 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
-from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord, parameter_groups, parameter_names
+from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord, parameter_names
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.gradients.scaling import keep_scale, set_scale
+from deepspeed_pulse.engine.gradients.stepped import parameter_groups
 from deepspeed_pulse.errors import PlanError
 
 MASTER = "fp32"

@@ -8,11 +8,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-
 from deepspeed_pulse.engine.backbones import backbone_layers
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE
 from deepspeed_pulse.engine.collectives import told_by_all
+from deepspeed_pulse.engine.gradients.stepped import parameter_groups
 from deepspeed_pulse.errors import FileError, PlanError
 from deepspeed_pulse.ir.backbones import BackboneLayers, check_parts
 from deepspeed_pulse.ir.codec import Count, File, Form
@@ -142,11 +141,3 @@ class CheckpointRecord(File):
 def parameter_names(optimizer: Any, names: Mapping[Any, str]) -> Names:
     """Per parameter group of an engine's optimizer, the names of its parameters in order."""
     return tuple(tuple(names[p] for p in group) for group in parameter_groups(optimizer))
-
-
-def parameter_groups(optimizer: Any) -> list[list[torch.Tensor]]:
-    """The model's own parameters in each group of an engine's optimizer."""
-    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        if hasattr(optimizer, attribute):
-            return [list(group) for group in getattr(optimizer, attribute)]
-    return [list(group["params"]) for group in optimizer.param_groups]

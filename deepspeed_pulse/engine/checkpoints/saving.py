@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_pulse.engine.checkpoints import averages
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, write_sums
-from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, check_asked_alike, check_tag, sync
+from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, check_tag, sync
 from deepspeed_pulse.engine.checkpoints.reading import check_client_state
 from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, RECORD_FILE, CheckpointRecord
 from deepspeed_pulse.engine.collectives import everywhere, told_by_all
@@ -93,8 +93,9 @@ class Saving:
             return os.fspath(save_dir), name
 
         mine = everywhere(check, "save_checkpoint")
-        self._engine.module.ranks.check_alike(averages.in_words(ema), "save_checkpoint")
-        check_asked_alike(("", mine[1]) if self._engine.use_node_local_storage() else mine, "save_checkpoint")
+        folder = "" if self._engine.use_node_local_storage() else f"folder {mine[0]!r}, "
+        given = f"{folder}tag {mine[1]!r}, {averages.in_words(ema)}"
+        self._engine.module.ranks.check_alike(given, "save_checkpoint")
         return CheckpointFolder(*mine)
 
     def _write_files(self, folder: CheckpointFolder, client_state: dict[str, Any], exclude: bool) -> dict[str, str]:

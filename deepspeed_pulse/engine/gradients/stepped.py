@@ -9,19 +9,29 @@ import torch
 
 from deepspeed_pulse.errors import ConfigError
 
-_STEPPED_IN_ONE = ("bit16_groups", "bf16_groups", "fp16_groups")
-"""Groups of upstream's optimizers that step many weights as one flat tensor, which is what their own groups hold."""
-
 MOVES_FROZEN = (
     "weights were frozen that trained before: ZeRO, bf16 and fp16 step weights in one piece, so moments and weight "
     'decay go on moving them; give them a parameter group of their own and set its "lr" to 0 while they are frozen'
 )
 
 
+def parameter_groups(optimizer: Any) -> list[list[torch.Tensor]]:
+    """The model's own parameters in each group of an engine's optimizer."""
+    found = _stepped_in_one(optimizer)
+    return [list(group["params"]) for group in optimizer.param_groups] if found is None else found
+
+
+def _stepped_in_one(optimizer: Any) -> list[list[torch.Tensor]] | None:
+    """The same of one of upstream's that steps each group as one flat tensor; None of any other."""
+    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        if hasattr(optimizer, attribute):
+            return [list(group) for group in getattr(optimizer, attribute)]
+    return None
+
+
 def moves_frozen(optimizer: Any) -> bool:
     """Weights are frozen now that upstream's optimizer steps in one piece with others: moments and decay move them."""
-    groups = next((getattr(optimizer, kind) for kind in _STEPPED_IN_ONE if hasattr(optimizer, kind)), ())
-    return any(not parameter.requires_grad for group in groups for parameter in group)
+    return any(not parameter.requires_grad for group in _stepped_in_one(optimizer) or () for parameter in group)
 
 
 class Stepped:
@@ -36,7 +46,7 @@ class Stepped:
 
     def problem(self, optimizer: Any) -> ConfigError | None:
         """Of this rank; looked for where the number of stepped parameters has changed."""
-        if optimizer is None or any(hasattr(optimizer, kind) for kind in _STEPPED_IN_ONE):
+        if optimizer is None or _stepped_in_one(optimizer) is not None:
             return None
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if count == self._count:

@@ -114,8 +114,7 @@ def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Mo
     model.load_state_dict({key: tensors[key] for key in origin.state_keys}, assign=True)
     for name, buffer in [*model.named_buffers()]:
         if name in tensors and name not in there and buffer.shape == tensors[name].shape:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = tensors[name]
+            _put(model, name, tensors[name])
     for name, first in shared.items():
         _put(model, name, model.get_parameter(first))
     return model.eval().requires_grad_(False)
@@ -151,6 +150,7 @@ def _shared(model: nn.Module) -> dict[str, str]:
     return {name: first[parameter] for name, parameter in named if first[parameter] != name}
 
 
-def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """In the place of a parameter or buffer."""
     owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner).register_parameter(leaf, parameter)
+    setattr(model.get_submodule(owner), leaf, tensor)

@@ -159,7 +159,7 @@ class Part:
 
     def own_tables(self, engine: Any) -> dict[str, Tensor]:
         """This rank's buffers of it that no state dict has."""
-        saved = self.origin.state_keys
+        saved = frozenset(self.origin.state_keys)
         units = (layer for layer, _ in self.own_states(engine, {}))
         return {name: buffer for unit in units for name, buffer in unit.named_buffers() if name not in saved}
 
