@@ -229,8 +229,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             self._replaced = found
             self.__dict__["_INSTRUCTION_MAP"] = {**PulseEngine._INSTRUCTION_MAP, **found}
         self._steps.meet(micro_batches, mode)
-        if self._runtime.runs_on and micro_batches != self._micro_batches_begun:
-            self.finish_backbones()
+        if self._runtime.runs_on and (mode != "train" or micro_batches != self._micro_batches_begun):
+            self.finish_backbones()  # now that all ranks are known to begin such a step
         runs_on = self._runtime.runs_on
         self._losses.begin(micro_batches, runs_on=runs_on)
         begun = self._steps.begin(micro_batches, mode)
@@ -359,7 +359,6 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream, forward only."""
         torch.clear_autocast_cache()
-        self.finish_backbones()
         with self._watchdog.watching("the start of eval_batch", meets=True):
             found = super().eval_batch(*args, **kwargs)
             self._watchdog.gave()

@@ -70,6 +70,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "loss on one rank": ("ConfigError", "eval_batch(bcast_loss=): expected True with several backbones"),
     "names of the other": (*LACKS, "Backbone base stashes a value 'found', but backbones are independent"),
     "another number on one rank": ("BatchError", "ranks begin different steps: rank 0 one of 2 micro", "of 4 micro"),
+    "evaluated on one rank": ("BatchError", "ranks begin different steps: rank 0 one of", "(train)", "(eval)"),
     "frozen while a step goes on": ("RunError", "weights were frozen", "call engine.finish_backbones() on every rank"),
     "frozen wholly": ("ConfigError", "backbone upper: no layer has a trainable parameter", "leave the backbone out"),
     "unknown here": ("ConfigError", "load_checkpoint: backbone: expected the name of a backbone (base, upper)"),

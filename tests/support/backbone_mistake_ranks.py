@@ -163,6 +163,7 @@ def in_steps() -> dict[str, Case]:
         "loss on one rank": lambda: made.eval_batch(each(), bcast_loss=False),
         "names of the other": lambda: engine(backbones=reading_the_other()).train_batch(each()),
         "another number on one rank": resized_on_one,
+        "evaluated on one rank": evaluated_on_one,
         "frozen while a step goes on": frozen_in_the_midst,
         "frozen wholly": lambda: engine(backbones=pair(upper=frozen_layers())).train_batch(each()),
     }
@@ -175,6 +176,12 @@ def resized_on_one() -> None:
     if rank():
         made.set_train_batch_size(2 * made.train_batch_size())
     made.train_batch(each())
+
+
+def evaluated_on_one() -> None:
+    made = engine(config_with(EACH))
+    made.train_batch(each())
+    (made.eval_batch if rank() else made.train_batch)(each())
 
 
 def frozen_in_the_midst() -> None:
