@@ -85,6 +85,11 @@ class DeclaredParts:
         self.names = self._order()
         self.reading_graph = self._reading_graph(graph, first)
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Parts whose results layers of the model read; those of others only parts read."""
+        return tuple(name for name in self.names if self._targets[name])
+
     def _order(self) -> tuple[str, ...]:
         """Names, what a part needs before it."""
         dummy = FrozenLayer(name="", forward_ms=0.0, param_bytes=0, output_bytes=0, activation_bytes=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -49,7 +50,7 @@ def pipeline(example, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(pipeline, tmp_path_factory) -> dict[str, Path]:
-    """Three steps on two ranks: in one go, resumed with cached latents, in another placement, without pulse, LoRA."""
+    """Three steps on two ranks: in one go, resumed with cached latents, in another placement, without pulse, more."""
     out = tmp_path_factory.mktemp("runs")
     common = [
         *("--pretrained_model_name_or_path", str(pipeline), "--center_crop", "--random_flip"),
@@ -66,6 +67,7 @@ def runs(pipeline, tmp_path_factory) -> dict[str, Path]:
     wave = {"placement": "wave", "solver_seconds": 0, "plan_cache": str(out / "plans")}
     whole = ("--max_train_steps", "3", "--validation_prompts", *PROMPTS)
     cached = ("--max_train_steps", "3", "--cache_latents", "--use_ema")
+    noise = ("--pretrained_model_name_or_path", str(of_noise(pipeline, out / "of_noise")))
     sd3 = [*("--checkpointing_steps", "1", "--checkpoints_total_limit", "1"), *wave_config(out)]
     launch(
         "support.text_to_image_ranks:run_all",
@@ -79,6 +81,7 @@ def runs(pipeline, tmp_path_factory) -> dict[str, Path]:
                 words("linear", wave | {"placement": "linear"}, *whole, "--use_ema"),
                 words("relayed", False, *whole),
                 words("lora", wave, *whole, "--rank", "2"),
+                words("noise", wave, *noise, *whole),  # encoders run in idle time, one for the other
             ],
             "train_sd3_lora": [
                 [*sd3, "--output_dir", str(out / name), "--max_train_steps", str(steps), *more]
@@ -92,6 +95,15 @@ def runs(pipeline, tmp_path_factory) -> dict[str, Path]:
         timeout=550,
     )
     return {path.name: path for path in out.iterdir() if path.is_dir()}
+
+
+def of_noise(pipeline: Path, target: Path) -> Path:
+    """The pipeline for a U-Net that predicts noise."""
+    shutil.copytree(pipeline, target)
+    config = target / "scheduler" / "scheduler_config.json"
+    changed = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    return target
 
 
 def wave_config(out: Path) -> list[str]:
@@ -135,7 +147,7 @@ def test_averages_are_exported_and_survive_a_resume(runs):
     assert other > 3 * same, (same, other)
 
 
-@pytest.mark.parametrize("name", ["whole", "linear", "relayed", "lora"])
+@pytest.mark.parametrize("name", ["whole", "linear", "relayed", "lora", "noise"])
 def test_validation_images_are_those_of_the_pipeline(runs, pipeline, name):
     """The ranks denoise as diffusers does with the folder they leave."""
     loaded = StableDiffusionPipeline.from_pretrained(pipeline if name == "lora" else runs[name])

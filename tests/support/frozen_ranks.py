@@ -61,9 +61,10 @@ def frozen_parts() -> dict[str, Any]:
     from deepspeed_pulse import FrozenSpec, spec
 
     modules = frozen_modules()
-    sample = [*modules["sample"][:-1], spec(modules["sample"][-1], pop=("noise", "text"))]
+    # a chain: no layer of the model reads the first of these
     return {
-        "sample": FrozenSpec(sample, input="pixel_values"),
+        "moments": FrozenSpec(modules["sample"][:-1], input="pixel_values"),
+        "sample": FrozenSpec([spec(modules["sample"][-1], pop=("noise", "text"))], input="moments"),
         "text": FrozenSpec(modules["text"], input="ids"),
     }
 

@@ -402,7 +402,7 @@ class ShapeKeeper:
     _first_is_encoded: bool = field(default=False, init=False)
 
     def _has_results(self, batch: Any) -> bool:
-        """True for a batch that has a result of every frozen part."""
+        """True for a batch that has what layers read of the frozen parts."""
         pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping)
         return bool(self.made) and pair and set(self.made) <= flatten(batch[0]).keys()
 

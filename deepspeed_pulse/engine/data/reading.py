@@ -80,7 +80,7 @@ class Reading:
                 form=form,
                 dynamic=module.dynamic_shape,
                 plain=None if mode == "train" else replace(form, graph=module.job.encoded_graph, made=()),
-                made=() if module.frozen is None else module.frozen.names,
+                made=() if module.frozen is None else module.frozen.results,
             )
             for mode in MODES
         }
