@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any
 from weakref import WeakMethod
 
 import deepspeed
@@ -308,7 +308,7 @@ class PipelineModule(upstream.PipelineModule):
         start = f"{prefix}." if prefix else ""
         return ((start + self.shared.names.get(p, name.removeprefix(start)), p) for name, p in named)
 
-    def train(self, mode: bool = True) -> Self:
+    def train(self, mode: bool = True) -> PipelineModule:
         """As torch. Upstream calls it in every step, where few modules if any have another mode."""
         if not isinstance(mode, bool):  # torch says what it expects
             return super().train(mode)
