@@ -251,6 +251,15 @@ def test_some_of_each_kind_are_stepped_and_no_more_than_a_share_is_held(ranks: i
     assert 0.5 * weights / ranks < held * sum(size for size, _ in found) < 1.2 * weights / ranks
 
 
+@pytest.mark.parametrize("ranks", [8, 32, 64, 128, 512, 4096])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_however_many_ranks_it_is_no_bias_alone_that_is_stepped(ranks: int, dtype: str) -> None:
+    """Its kernels' start would stand for a GB."""
+    trained = [(9437184, dtype), (1536, dtype)] * 200
+    share = sum(size for size, _ in trained) // ((9 if dtype == "bfloat16" else 4) * ranks)
+    assert 0.5 * share <= sum(size for size, _ in optimizer_module._some_of(trained, ranks)) <= 1.5 * share
+
+
 @pytest.mark.parametrize(
     ("trained", "ranks", "found"),
     [

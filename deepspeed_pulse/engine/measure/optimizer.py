@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -32,13 +33,14 @@ def optimizer_ms_per_gb(
 
     Args:
         trained: every parameter, some of which are stepped.
-        ranks: that measure together. What each holds for it is no more than its share of the weights.
+        ranks: that measure together in one memory. What each holds for it is no more than its share of the weights.
         fused: the job's optimizer is.
         shared: ZeRO-1 is on.
     """
-    chosen = _some_of([(size, dtype) for size, dtype in trained if size and dtype in DTYPES], ranks)
-    if not chosen:
+    known = [(size, dtype) for size, dtype in trained if size and dtype in DTYPES]
+    if not known:
         return 0.0
+    chosen = _some_of(known, ranks)
     stepped: list[torch.Tensor] = []
     copies: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for size, dtype in _pieces(chosen, fused, shared):
@@ -75,8 +77,17 @@ def _some_of(trained: Sequence[Trained], ranks: int) -> list[Trained]:
     held = 9 if any(is_16_bit(dtype) for _, dtype in trained) else 4
     most = max(1, min(_MOST_ELEMENTS, total // (held * ranks)))
     every, ordered = max(1, total // most), sorted(trained, reverse=True)
-    chosen = ordered[every // 2 :: every] or ordered[len(ordered) // 2 :][:1]
-    return [(min(size, most), dtype) for size, dtype in chosen]
+    chosen = [(min(size, most), dtype) for size, dtype in ordered[every // 2 :: every]]
+    if 2 * sum(size for size, _ in chosen) < most:  # so few that they may all be biases
+        size, dtype = _in_the_middle(ordered, total)
+        return [(min(size, most), dtype)]
+    return chosen
+
+
+def _in_the_middle(ordered: Sequence[Trained], total: int) -> Trained:
+    """The parameter that half of all elements are in or before."""
+    sums = itertools.accumulate(size for size, _ in ordered)
+    return next(parameter for parameter, so_far in zip(ordered, sums, strict=True) if 2 * so_far >= total)
 
 
 def _pieces(chosen: Sequence[Trained], fused: bool, shared: bool) -> Iterator[Trained]:

@@ -99,6 +99,7 @@ def _measured_optimizer(request: PlanRequest, trained: Sequence[Trained]) -> flo
         "measuring the optimizer",
         RunError,
     )
+    sharing = dist.get_world_size() if request.device.type == "cpu" else 1  # a card's memory is its rank's own
     return float(statistics.mean(told_by_all(mine)))
 
 
