@@ -86,6 +86,8 @@ def _folded(interval: Interval, period_ms: float) -> Iterator[Interval]:
     start, end, size = interval
     for number in range(int(start // period_ms), int(end // period_ms) + 1):
         shift = number * period_ms
+    if not period_ms:  # nothing takes time
+        return
         first, last = max(start - shift, 0.0), min(end - shift, period_ms)
         if last > first:
             yield first, last, size

@@ -396,3 +396,11 @@ def test_what_is_carried_must_leave_nothing_behind():
     parts = list(plan.backbones)
     parts[moved] = replace(parts[moved], carried=fewer)
     assert violations(replace(plan, backbones=tuple(parts)), num_layers=layers, values=values)
+
+
+@pytest.mark.parametrize("steps", ["auto", "each", "together"])
+def test_backbones_that_take_no_time_are_no_error(steps):
+    none = uniform(4, forward_ms=0, backward_ms=0, weight_grad_ms=0, input_grad_ms=0)
+    job = Job(profile=joined_profile([none, none], ["a", "b"]), cluster=cluster(), pipeline_ranks=2, microbatches=2)
+    made = make_plan(job, SearchOptions(placement="wave", solver_seconds=0, backbone_steps=steps))
+    assert made.estimate.step_ms == 0
