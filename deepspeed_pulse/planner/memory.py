@@ -55,7 +55,9 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
 
 def _every_interval(problem: Problem, timeline: Timeline) -> Iterator[tuple[int, str, Interval]]:
     """:func:`_intervals`, of steps alike where the plan carries actions from one to the next."""
-    carried = problem.carried(tuple(tuple(s.work for s in timeline.spans_of(r)) for r in range(problem.num_ranks)))
+    carried: Collection[Action] = ()
+    if problem.plan.carries:
+        carried = problem.carried(tuple(tuple(s.work for s in timeline.spans_of(r)) for r in range(problem.num_ranks)))
     if not carried:
         yield from _intervals(problem, timeline, (timeline.start_ms, timeline.start_ms + timeline.makespan_ms))
         return
@@ -84,10 +86,10 @@ def _isolated(timeline: Timeline, carried: Collection[Action], period_ms: float)
 def _folded(interval: Interval, period_ms: float) -> Iterator[Interval]:
     """What steps alike have at a time, each beginning a period after the one before."""
     start, end, size = interval
-    for number in range(int(start // period_ms), int(end // period_ms) + 1):
-        shift = number * period_ms
     if not period_ms:  # nothing takes time
         return
+    for number in range(int(start // period_ms), int(end // period_ms) + 1):
+        shift = number * period_ms
         first, last = max(start - shift, 0.0), min(end - shift, period_ms)
         if last > first:
             yield first, last, size

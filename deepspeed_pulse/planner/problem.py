@@ -57,6 +57,7 @@ class Problem:
         self._steps: dict[Action, Step] = {}
         self._gives: dict[tuple[Action, bool], tuple[Given, ...]] = {}
         self._readers: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._reading: dict[str, list[int]] = {}
         self._passed_on: dict[tuple[str, int], bool] = {}
         self._communicator_bytes: dict[int, int] = {}
         self.bounds_ms: dict[tuple[int, bool], float] = {}
@@ -188,8 +189,9 @@ class Problem:
         """Stages of a rank that read a named value, ascending."""
         found = self._readers.get((name, rank))
         if found is None:
-            stages = set(map(self.plan.stage_of, self._values[name].targets))
-            found = tuple(sorted(stage for stage in stages if self.placement[stage] == rank))
+            if name not in self._reading:
+                self._reading[name] = sorted(set(map(self.plan.stage_of, self._values[name].targets)))
+            found = tuple(stage for stage in self._reading[name] if self.placement[stage] == rank)
             self._readers[name, rank] = found
         return found
 

@@ -51,9 +51,9 @@ def with_recompute(profile: Profile, layers: Collection[int]) -> Profile:
     """The profile as it is when ``layers`` are recomputed."""
     if not layers:
         return profile
-    kept, stash = _kept_bytes(profile), {value.source for value in profile.values}
+    kept, stash, again = _kept_bytes(profile), {value.source for value in profile.values}, frozenset(layers)
     changed = (
-        _recomputed(x, kept[index], index in stash) if index in layers else x for index, x in enumerate(profile.layers)
+        _recomputed(x, kept[index], index in stash) if index in again else x for index, x in enumerate(profile.layers)
     )
     return replace(profile, layers=tuple(changed))
 
@@ -92,31 +92,31 @@ def held_in_actions(
     With ``split`` the weight half needs the activations of all layers. ``fresh``: a backward makes gradients of weights
     where none are, so that what layers free is taken by what they make.
     """
-    found = []
+    found, recomputed = [], frozenset(plan.recompute)
     for stage in range(plan.num_stages):
         own = plan.stage_layers(stage)
         layers = [profile.layers[i] for i in own]
-        freed = [0 if i in plan.recompute else profile.layers[i].activation_bytes for i in own]
+        freed = [0 if i in recomputed else profile.layers[i].activation_bytes for i in own]
         made = [x.param_bytes if fresh else 0 for x in layers]
         left = [size - more for size, more in zip(freed, made, strict=True)]
         works = [x.workspace_bytes + more for x, more in zip(layers, made, strict=True)]
         beyond = dict(zip(own, _beyond(works, left), strict=True))
-        again = [i for i in own if i in plan.recompute]
+        again = [i for i in own if i in recomputed]
         runs = [again[a:b] for a, b in _runs(again, interval)]
         forward = _forward_workspace(profile, own, runs)
         held = [Held(_made_again([profile.layers[i] for i in run]), max(beyond[i] for i in run)) for run in runs]
         if split:
             late, most = _late_bytes(layers)
-            cut = _cut_bytes(profile, plan, stage)
+            cut = _cut_bytes(profile, own, recomputed)
             left = [size + x.late_bytes for size, x in zip(left, layers, strict=True)]
             works = [
                 _or(x.weight_workspace_bytes, x.workspace_bytes) + more for x, more in zip(layers, made, strict=True)
             ]
             weights = max(_beyond(works, left))
-            recomputed = sum(run.recomputed for run in held)
-            found.append(Held(recomputed, most - late, forward, late=late, cut=cut, weights=weights))
+            remade = sum(run.recomputed for run in held)
+            found.append(Held(remade, most - late, forward, late=late, cut=cut, weights=weights))
         else:
-            kept = Held(0, max((size for i, size in beyond.items() if i not in plan.recompute), default=0))
+            kept = Held(0, max((size for i, size in beyond.items() if i not in recomputed), default=0))
             most_held = max([*held, kept], key=lambda one: one.recomputed + one.workspace)
             found.append(replace(most_held, forward=forward))
     return tuple(found)
@@ -164,12 +164,12 @@ def _late_bytes(layers: Sequence[LayerCost]) -> tuple[int, int]:
     return late, most
 
 
-def _cut_bytes(profile: Profile, plan: Plan, stage: int) -> int:
+def _cut_bytes(profile: Profile, own: Sequence[int], recomputed: Collection[int]) -> int:
     """Outputs that layers of a stage read from one another and do not keep for backward, where that was measured."""
     total = 0
-    for i in plan.stage_layers(stage)[1:]:
+    for i in own[1:]:
         layer = profile.layers[i]
-        if layer.rerun_bytes is not None and i not in plan.recompute:
+        if layer.rerun_bytes is not None and i not in recomputed:
             total += max(0, profile.layers[i - 1].output_bytes - (layer.activation_bytes - layer.rerun_bytes))
     return total
 
