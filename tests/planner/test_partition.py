@@ -14,6 +14,7 @@ from deepspeed_pulse.ir.cluster import Link
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import estimate, simulate
+from deepspeed_pulse.planner.partition import lexicographic
 from deepspeed_pulse.planner.partition.cut_costs import CutCosts
 from deepspeed_pulse.planner.partition.cuts import best_partition, partition
 from deepspeed_pulse.planner.partition.descent import between, descent, mirrored, nearby
@@ -350,3 +351,26 @@ def test_what_leaves_through_one_port_adds_up():
         placement = Placement.linear(3)
         weights = CutCosts(job_on(placement, costs, cluster=cluster(link)), placement)
         assert weights.score((0, 1, 2, 3), (1, 1, 1)).load_ms == load
+
+
+def test_values_on_a_slow_link_do_not_make_a_space_that_memory_cannot_hold(monkeypatch):
+    """Their link takes many times the compute, so within its load nearly all cuts lie."""
+    monkeypatch.setattr(lexicographic, "MAX_EDGES", 10**5)
+    num = 120
+    costs = profile(
+        [layer(1, 2) for _ in range(num)], [skip("text", 0, num // 2, 10**9), skip("text", 0, num - 1, 10**9)]
+    )
+    slow = cluster(Link(bandwidth_gb_per_s=0.1, latency_us=0))
+    placement = Placement.wave(2)
+    made = []
+    space = lexicographic._Search._made
+
+    def counted(self, most_ms):
+        made.append(most_ms)
+        return space(self, most_ms)
+
+    monkeypatch.setattr(lexicographic._Search, "_made", counted)
+    weights = CutCosts(job_on(placement, costs, cluster=slow, microbatches=4), placement)
+    found = best_partition(weights, microbatches=4)
+    assert made and not found.exact
+    assert found.score.load_ms < 1.5 * num * 3 / 2 + 20000

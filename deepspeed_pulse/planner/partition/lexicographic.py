@@ -9,6 +9,7 @@ values' links of the ranks placed so far.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ MAX_NODES = 20_000
 
 MAX_STATES = 400_000
 """Of a space; a larger one is not solved."""
+
+MAX_EDGES = 10**9
+"""Of a space that is searched, each of which takes a byte; a larger one is not."""
 
 _ANY = float("inf")
 _WINDOWS = (1.02, 1.1, 1.3, 1.7, 3.0, _ANY)
@@ -78,7 +82,10 @@ def solve(make: MakeSpace, weights: CutCosts, depth: Cuts, tolerance: float, mos
         exact = plain is not None and weights.score(plain[0], depth).load_ms <= slack(bound)
     if exact:
         return Solution(cuts=cuts, score=score, bound_ms=bound, exact=True)
-    return _Search(make, weights, depth, tolerance).run(cuts, bound)
+    search = _Search(make, weights, depth, tolerance, cuts)
+    with suppress(TooLarge):
+        return search.run(bound)
+    return Solution(cuts=search.best, score=search.score, bound_ms=bound, exact=False)
 
 
 def _smallest(make: MakeSpace, weights: CutCosts, most: float) -> Space | None:
@@ -117,18 +124,18 @@ def _keys(space: Space, load: float, tolerance: float) -> Cuts:
 class _Search:
     """Depth first from the last rank to the first, one key after the other."""
 
-    def __init__(self, make: MakeSpace, weights: CutCosts, depth: Cuts, tolerance: float) -> None:
+    def __init__(self, make: MakeSpace, weights: CutCosts, depth: Cuts, tolerance: float, cuts: Cuts) -> None:
         self.make, self.weights, self.depth, self.tolerance = make, weights, depth, tolerance
         self.nodes = MAX_NODES
+        self.best, self.score = cuts, weights.score(cuts, depth)
 
-    def run(self, cuts: Cuts, bound: float) -> Solution:
-        self.best, self.score = cuts, self.weights.score(cuts, self.depth)
-        space = _within_memory(self.make(self.score.load_ms))
+    def run(self, bound: float) -> Solution:
+        space = self._made(self.score.load_ms)
         space.solve(space.load_ms, total=False)
         self._minimise(space, _ANY, lambda score: score.load_ms)
         least = self.score.load_ms
         load = least * (1 + self.tolerance)
-        space = _within_memory(self.make(load))
+        space = self._made(load)
         space.limit(space.load_ms, load)
         if not self.tolerance:
             space.solve(space.stage_ms, total=False)
@@ -138,6 +145,12 @@ class _Search:
         self._minimise(space, load, lambda score: score.bytes)
         exact = self.nodes > 0
         return Solution(cuts=self.best, score=self.score, bound_ms=least if exact else bound, exact=exact)
+
+    def _made(self, most_ms: float) -> Space:
+        space = self.make(most_ms)
+        if space.num_edges > MAX_EDGES:
+            raise TooLarge
+        return _within_memory(space)
 
     def _minimise(self, space: Space, load: float, key: Callable[[Score], float]) -> None:
         """Replace the best cuts by those with a smaller key, among cuts within ``load``."""

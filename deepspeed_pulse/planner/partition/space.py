@@ -63,6 +63,12 @@ class CutSpace(abc.ABC, Generic[S]):
     def _window(self, state: S) -> Any:
         """Index of all states before this one, in an array over states."""
 
+    @property
+    def num_edges(self) -> int:
+        """How many there are, counted without making anything of them."""
+        anywhere = np.broadcast_to(np.False_, (self.num_layers + 1,) * self.dimensions)
+        return sum(anywhere[self._window(state)].size for states in self.states[1:] for state in states)
+
     @abc.abstractmethod
     def _before(self, state: S, flat: int) -> S:
         """State behind a position of the window, flattened."""
