@@ -525,3 +525,24 @@ def test_the_config_runs_the_choice(dtype, precision):
     assert config["train_batch_size"] == 16 == steps * choice.data_parallel
     assert [key for key in ("bf16", "fp16") if key in config] == ([precision] if precision else [])
     assert parse_pulse(config["pulse"]).plan == "plan.json"
+
+
+def test_a_batch_that_would_do_is_named_with_what_is_settled():
+    costs = replace(uniform(8), microbatch_size=4)
+    with pytest.raises(ConfigError, match=r"global batch: 24 samples .* use 16 or 32, or profile"):
+        tuned(costs, box(), 24, given=Constraints(pipeline_ranks=1))
+    with pytest.raises(ConfigError, match=r"global batch: 24 samples .* use 32, or profile"):
+        tuned(costs, box(), 24, given=Constraints(pipeline_ranks=2, microbatches=4))
+
+
+def test_memory_that_would_do_is_of_microbatches_that_the_batch_has():
+    """Pairs are no whole number of nine samples."""
+    costs = uniform(8, param_bytes=10**6)
+    sizes = [replace(costs, microbatch_size=2), replace(costs, microbatch_size=3)]
+    with pytest.raises(InfeasibleError, match=r"GB a rank would do"):
+        tuned(sizes, box(ranks_per_node=1, memory_bytes=25 * 10**6), 9)
+
+
+def test_an_unknown_schedule_is_named():
+    with pytest.raises(ConfigError, match=r"schedule 'zvb' is not available .did you mean \"zbv\".*; available:"):
+        tuned(uniform(8), box(), 8, given=Constraints(schedule="zvb"))

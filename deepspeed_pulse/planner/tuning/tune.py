@@ -94,7 +94,7 @@ def _memory_that_would_do(tuner: Tuner, limited: Sequence[Trial]) -> int | None:
 def _is_frugal(tuner: Tuner, choice: Choice) -> bool:
     """Nothing that only takes memory: the smallest microbatches, the optimizer shared, one wave at most."""
     given = tuner.given
-    small = choice.microbatch_size == tuner.sizes.smallest.microbatch_size or given.sets_microbatches
+    small = given.sets_microbatches or choice.microbatch_size == tuner.least_size(choice)
     shared = choice.zero_stage == 1 or choice.data_parallel == 1 or given.zero_stage is not None
     plain = choice.layout is Layout.PIPE_MAJOR or given.layout is not None
     fewest = choice.waves <= max(1, min(given.waves or given.loops)) and choice.loop <= (not given.waves)

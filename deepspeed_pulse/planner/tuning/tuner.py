@@ -151,6 +151,10 @@ class Tuner:
                     ):
                         yield choice
 
+    def least_size(self, choice: Choice) -> int:
+        """The smallest microbatches that the choice's ranks could run."""
+        return min(self._sizes(choice.pipeline_ranks, choice.data_parallel))
+
     def _sizes(self, ranks: int, group: int) -> tuple[int, ...]:
         share, rest = divmod(self.job.global_batch, group)
         if rest or self.given.pipeline_ranks not in (None, ranks):
@@ -205,9 +209,11 @@ class Tuner:
         return self._nothing_divides()
 
     def _nothing_divides(self) -> ConfigError:
-        smallest = self.sizes.smallest.microbatch_size
-        below = self.job.global_batch // smallest * smallest
-        near = " or ".join(str(batch) for batch in (below, below + smallest) if batch)
+        smallest, given = self.sizes.smallest.microbatch_size, self.given
+        pipelines = self.job.world // given.pipeline_ranks if given.pipeline_ranks else 1
+        unit = smallest * pipelines * (given.microbatches or 1)
+        below = self.job.global_batch // unit * unit
+        near = " or ".join(str(batch) for batch in (below, below + unit) if batch)
         return ConfigError(
             f"global batch: {self.job.global_batch} samples are no whole number of microbatches on {self.job.world} "
             f"ranks: expected a multiple of (data-parallel pipelines x microbatch size), the smallest profile is for "
