@@ -63,7 +63,7 @@ def _ends(program: Program) -> tuple[_Ends, _Ends]:
     sent_at = {m: (rank, i) for rank, row in enumerate(program) for i, step in enumerate(row) for m in step.sends}
     used_at = {m: (rank, i) for rank, row in enumerate(program) for i, step in enumerate(row) for m in step.receives}
     if sent_at.keys() != used_at.keys():
-        odd = next(iter(sent_at.keys() ^ used_at.keys()))
+        odd = next(m for m in (*sent_at, *used_at) if m not in sent_at or m not in used_at)
         raise PlanError(
             f"the schedule lacks an action: {odd.label} of microbatch {odd.microbatch} from stage "
             f"{odd.source_stage} to stage {odd.target_stage} has only one end"

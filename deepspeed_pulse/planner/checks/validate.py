@@ -194,7 +194,7 @@ def _routes(plan: Plan, values: Sequence[NamedValue]) -> Iterator[str]:
         else:
             yield from _Travel(plan, known[route.name]).problems(route)
         seen.add(route.name)
-    for name in known.keys() - seen:
+    for name in (name for name in known if name not in seen):
         yield from _Travel(plan, known[name]).problems(None)
 
 
