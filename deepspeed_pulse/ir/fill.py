@@ -248,6 +248,10 @@ def check_parts(parts: Sequence[Part], fields: Fields) -> None:
     names = [part.name for part in parts]
     if not names or len(set(names)) != len(names):
         raise fields.error("parts", "at least one part, each with a name of its own")
+    if not all(name and len(name.splitlines()) == 1 for name in names):
+        raise fields.error("parts", "names of one line, none of them empty")
+    if any(part.ranks is not None and len(set(part.ranks)) != len(part.ranks) for part in parts):
+        raise fields.error("parts", "ranks that name each once")
     if any(part.ranks == () for part in parts):
         raise fields.error("parts", "ranks that name at least one, or none in a part that all may run")
     try:

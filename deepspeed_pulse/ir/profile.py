@@ -239,6 +239,8 @@ class Profile(File):
         seen: set[tuple[str, int]] = set()
         for index, skip in enumerate(self.skips):
             place = f"{fields.where}: skips[{index}] ({skip.name})"
+            if not skip.name:
+                raise FileError(f"{place}: field 'name': expected a name, found ''")
             if skip.target >= self.num_layers:
                 raise FileError(
                     f"{place}: field 'target': expected a layer index below {self.num_layers}, found {skip.target}"

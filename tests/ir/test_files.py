@@ -192,6 +192,7 @@ def broken(thing, path, value):
         (PROFILE, ["skips", 0, "source"], 2, ["skips[0] (s)", "runs forward"]),
         (PROFILE, ["skips", 0, "gradient"], 1, ["'gradient'", "true or false", "found 1"]),
         (CLUSTER, ["nodes"], 0, ["'nodes'", "an integer >= 1", "found 0"]),
+        (PROFILE, ["skips", 0, "name"], "", ["skips[0]", "'name'", "expected a name"]),
         (CLUSTER, ["intra_node"], DELETE, ["intra_node", "expected an object"]),
         (CLUSTER, ["intra_node", "bandwidth_gb_per_s"], 0, ["'bandwidth_gb_per_s'", "a finite number > 0"]),
         (CLUSTER, ["intra_node", "bus_gb_per_s"], 0, ["'bus_gb_per_s'", "a finite number > 0"]),

@@ -13,7 +13,17 @@ from toys import cluster, layer, plan, profile, random_profile, rows, uniform
 
 from deepspeed_pulse.errors import FileError, InfeasibleError, PlanError
 from deepspeed_pulse.ir.cluster import Link
-from deepspeed_pulse.ir.fill import Fill, Filling, FrozenLayer, FrozenPart, FrozenRun, HandOver, parse_work
+from deepspeed_pulse.ir.fields import Fields
+from deepspeed_pulse.ir.fill import (
+    Fill,
+    Filling,
+    FrozenLayer,
+    FrozenPart,
+    FrozenRun,
+    HandOver,
+    check_parts,
+    parse_work,
+)
 from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
@@ -405,3 +415,16 @@ def test_a_damaged_row_is_refused(row):
 def test_plans_without_frozen_work_are_written_as_before():
     assert "fill" not in plan((0, 1), 2, schedule=rows("0F0", "1F0")).to_dict()
     assert Placement.wave(2) == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["", "two\nlines"])
+def test_a_part_has_a_name_of_one_line(name):
+    parts = (FrozenPart(name=name, targets=(0,), layers=()),)
+    with pytest.raises(FileError, match="names of one line, none of them empty"):
+        check_parts(parts, Fields({"parts": []}, "frozen.json"))
+
+
+def test_ranks_of_a_part_are_named_once():
+    parts = (FrozenPart(name="z", targets=(0,), layers=(), ranks=(1, 1)),)
+    with pytest.raises(FileError, match="ranks that name each once"):
+        check_parts(parts, Fields({"parts": []}, "frozen.json"))
