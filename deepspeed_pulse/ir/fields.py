@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import json
 import math
-import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,11 +160,14 @@ def write_whole(path: Path, text: str) -> None:
 
     Raises FileError when the folder cannot be written to.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # processes of several hosts may have one number
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except (OSError, ValueError) as problem:
+        with suppress(OSError, ValueError):
+            beside.unlink(missing_ok=True)
         told = f"cannot keep {path.name} in {path.parent}: {getattr(problem, 'strerror', None) or problem}"
         raise FileError(f"plan_cache: {told}; name another folder") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def replacing(name: str) -> Iterator[Path]:
     if target.exists() and not target.is_file() and not target.is_dir():
         yield target
         return
-    beside = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    beside = target.with_name(f".{target.stem}.{secrets.token_hex(8)}{target.suffix}")
     try:
         if target.is_dir():
             raise IsADirectoryError("it is a directory")

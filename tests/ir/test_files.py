@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster, Link
+from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.plan import Estimate, Plan, Route, Solver
 from deepspeed_pulse.ir.profile import LayerCost, Profile, Skip
 from deepspeed_pulse.ir.rules import Rules
@@ -189,10 +192,10 @@ def broken(thing, path, value):
         (PROFILE, ["layers", 1, "input_grad_ms"], 3, ["'input_grad_ms'", "weight_grad_ms beside it"]),
         (PROFILE, ["layers", 1, "output_bytes"], DELETE, ["'output_bytes'", "found nothing"]),
         (PROFILE, ["skips", 0, "target"], 3, ["skips[0] (s)", "'target'", "below 3", "found 3"]),
+        (PROFILE, ["skips", 0, "name"], "", ["skips[0]", "'name'", "expected a name"]),
         (PROFILE, ["skips", 0, "source"], 2, ["skips[0] (s)", "runs forward"]),
         (PROFILE, ["skips", 0, "gradient"], 1, ["'gradient'", "true or false", "found 1"]),
         (CLUSTER, ["nodes"], 0, ["'nodes'", "an integer >= 1", "found 0"]),
-        (PROFILE, ["skips", 0, "name"], "", ["skips[0]", "'name'", "expected a name"]),
         (CLUSTER, ["intra_node"], DELETE, ["intra_node", "expected an object"]),
         (CLUSTER, ["intra_node", "bandwidth_gb_per_s"], 0, ["'bandwidth_gb_per_s'", "a finite number > 0"]),
         (CLUSTER, ["intra_node", "bus_gb_per_s"], 0, ["'bus_gb_per_s'", "a finite number > 0"]),
@@ -268,3 +271,23 @@ def test_another_name_of_a_dtype_is_no_fp32(dtype):
     """Half of the state would be planned, without a word."""
     with pytest.raises(FileError, match=r"field 'dtype': expected torch's name of a floating type, .* found"):
         Profile.from_json(json.dumps(PROFILE.to_dict() | {"dtype": dtype}))
+
+
+def test_a_folder_of_plans_is_written_by_processes_of_one_number(tmp_path, monkeypatch):
+    """Ranks in containers have the same on every host: none may rename what another has begun."""
+    monkeypatch.setattr(os, "getpid", lambda: 77)
+
+    def write(number):
+        for _ in range(100):
+            write_whole(tmp_path / "kept.json", f"{number}")
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(write, range(8))) == [None] * 8
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+
+
+def test_nothing_is_left_of_a_file_that_cannot_be_kept(tmp_path):
+    (tmp_path / "kept.json").mkdir()
+    with pytest.raises(FileError, match=r"plan_cache: cannot keep kept\.json"):
+        write_whole(tmp_path / "kept.json", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
