@@ -20,6 +20,9 @@ Steps = Annotated[list[Step], Field(min_length=1, max_length=20)]
 Megabytes = Annotated[int, Field(ge=1, le=65536)]
 Gigabytes = Annotated[float, Field(gt=0.0, le=1e15)]
 
+START_SECONDS = 300.0
+"""Before the first step, in saving and in loading, ranks that live wait at least so long for one another."""
+
 
 class PulseConfig(BaseModel):
     """One field per key, with its meaning; ``description`` is what an error says was expected."""
@@ -137,6 +140,13 @@ def parse_pulse(block: Any) -> PulseConfig | None:
         config = PulseConfig(**block)
     except (ValidationError, TypeError) as problem:
         raise ConfigError('the "pulse" block: ' + "; ".join(_explain(problem, block))) from None
+    patience = max(config.timeout_seconds, START_SECONDS)
+    if config.solver_seconds > patience / 2:
+        raise ConfigError(
+            f"the \"pulse\" block: key 'solver_seconds': expected at most {patience / 2:g}, half of what ranks wait "
+            f'for the plan ("timeout_seconds", {START_SECONDS:g} if that is less), found {config.solver_seconds:g}; '
+            'plan with ds_pulse plan and name the file ("plan"), or raise "timeout_seconds"'
+        )
     if config.trace_steps is not None and config.trace is None:
         raise ConfigError('the "pulse" block: key \'trace_steps\': expected "trace" beside it, a path to write to')
     return config

@@ -38,6 +38,13 @@ def test_every_key_has_a_default_and_is_documented_for_errors() -> None:
         assert not field.is_required() and field.description, name
 
 
+def test_no_search_outlasts_the_patience_of_other_ranks() -> None:
+    assert parse_pulse({"solver_seconds": 300}) == PulseConfig(solver_seconds=300.0)
+    assert parse_pulse({"solver_seconds": 150, "timeout_seconds": 5}) is not None
+    with pytest.raises(ConfigError, match=r"'solver_seconds': expected at most 150, half .* found 151; .*timeout_sec"):
+        parse_pulse({"solver_seconds": 151, "timeout_seconds": 5})
+
+
 @pytest.mark.parametrize("block", ["on", 1, [], [("waves", 1)]])
 def test_a_block_is_an_object_or_a_flag(block: object) -> None:
     with pytest.raises(ConfigError, match=r"expected an object, true or false, found") as caught:

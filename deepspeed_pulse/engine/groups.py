@@ -13,11 +13,8 @@ import torch
 from deepspeed.comm import comm as upstream_comm
 from deepspeed.comm.torch import TorchBackend
 
-from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.config import START_SECONDS, PulseConfig
 from deepspeed_pulse.errors import ConfigError
-
-START_SECONDS = 300.0
-"""Before the first step, in saving and in loading, ranks that live wait at least so long for one another."""
 
 BACKEND_OF = {"hccl_buffer_size": "hccl", "nccl_high_priority_stream": "nccl"}
 """Keys of the ``"pulse"`` block that are one backend's."""

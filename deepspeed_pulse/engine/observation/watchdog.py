@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_pulse.engine.groups import START_SECONDS
+from deepspeed_pulse.config import START_SECONDS
 from deepspeed_pulse.engine.observation.processes import launchers
 from deepspeed_pulse.engine.observation.program import Program
 from deepspeed_pulse.engine.observation.progress import DeviceProgress
