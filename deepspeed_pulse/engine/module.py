@@ -125,7 +125,7 @@ class PipelineModule(upstream.PipelineModule):
         hook.install()
         hook.guard()
         with watched_start(self.watchdog, self.pulse, 'PipelineModule(): settling what is "auto"'):
-            num_stages = self.job.settle(num_stages, topology)
+            num_stages = self.job.settle(num_stages, topology, self._doing)
             check_world(num_stages, topology)
             self._doing("PipelineModule(): making process groups")
             super().__init__(

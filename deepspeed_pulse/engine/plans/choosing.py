@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deepspeed_pulse.engine.collectives import agree
@@ -31,10 +31,11 @@ class Chosen:
     reasons: tuple[str, ...] = ()
 
 
-def choose(request: PlanRequest, asked: Asked) -> Chosen:
+def choose(request: PlanRequest, asked: Asked, doing: Callable[[str], None]) -> Chosen:
     """The best way to run a job within what the user settled; all ranks call it and get the same, or the same error.
 
     Numbers of ranks and microbatches of ``request`` are not read, its ``microbatch_size`` is the example's.
+    ``doing`` is told what comes next.
     """
     given = asked.given
     if request.pulse.plan is not None:
@@ -50,8 +51,11 @@ def choose(request: PlanRequest, asked: Asked) -> Chosen:
         return Chosen(asked=asked, choice=choice, planned=None)
     _check_costs(request, asked)
     profile, costs = agree(lambda: known_profile(request), "planning")
+    doing("PipelineModule(): measuring layer costs")
     profiles = _measured(request, asked) if profile is None else (profile,)
+    doing("PipelineModule(): measuring links")
     cluster = job_cluster(request, timed=True)
+    doing('PipelineModule(): choosing what is "auto", on rank 0')
     return agree(lambda: _chosen(request, asked, profiles, cluster, costs), "choosing")
 
 

@@ -203,8 +203,11 @@ class TrainingJob:
         if self._example is None and (self.pulse is None or self.pulse.plan is None):
             yield "frozen: pass example_batch=, on which the layers of frozen parts are measured"
 
-    def settle(self, num_stages: Any, topology: Any) -> Any:
-        """The number of pipeline ranks, everything that is "auto" chosen; all ranks call it and get the same."""
+    def settle(self, num_stages: Any, topology: Any, doing: Callable[[str], None]) -> Any:
+        """The number of pipeline ranks, everything that is "auto" chosen; all ranks call it and get the same.
+
+        ``doing`` is told what comes next.
+        """
         pulse = self.pulse
         plan: Plan | None = None
         path, folder = (pulse.plan, pulse.plan_cache) if pulse is not None and pulse.enabled else (None, None)
@@ -236,7 +239,7 @@ class TrainingJob:
             'what "auto" is chosen from',
             RunError,
         )
-        self.chosen = choose(request, asked)
+        self.chosen = choose(request, asked, doing)
         if dist.get_rank() == 0:
             figures.print_chosen(self.chosen)
         self.config = self.settled_config(self.config)
