@@ -49,8 +49,8 @@ EXPECTED = {
 }
 
 
-def test_an_error_on_one_rank_is_every_ranks() -> None:
-    (_, output), *_ = launch("support.measuring_ranks:meets_errors", 3, timeout=200)
+def test_an_error_on_one_rank_is_every_ranks(tmp_path: Path) -> None:
+    (_, output), *_ = launch("support.measuring_ranks:meets_errors", 3, str(tmp_path), timeout=200)
     found = dict(json.loads(line[5:]) for line in output.splitlines() if line.startswith("CASE "))
     assert set(found) == set(EXPECTED)
     for name, text in EXPECTED.items():

@@ -139,7 +139,7 @@ def failing(kind: str, at: int) -> list[Any]:
     return [LayerSpec(Fails, kind if i == at else "none") for i in range(6)]
 
 
-def meets_errors(_: Any) -> None:
+def meets_errors(folder: str) -> None:
     """Whichever rank meets it, all raise it; a size that does not fit is left out where another does."""
     from deepspeed_pulse.engine.plans.measuring import measure_profiles
     from deepspeed_pulse.errors import PulseError
@@ -174,6 +174,10 @@ def meets_errors(_: Any) -> None:
             os.write(1, f"CASE {json.dumps([name, text])}\n".encode())
     left = measure_profiles(request(layers=failing("memory", 3), batch=batch), [1, 2, 4])
     assert [profile.microbatch_size for profile in left] == [1, 2]
+    again = request(layers=failing("memory", 3), batch=batch, pulse={"plan_cache": folder})
+    for _ in range(2):  # the second time smaller ones are kept, and none is measured that fits
+        assert [profile.microbatch_size for profile in measure_profiles(again, [1, 2, 3, 4])] == [1, 2]
+    assert measure_profiles(request(layers=failing("memory", 3), batch=batch), [4], left) == ()
     print("PASSED", flush=True)
 
 

@@ -10,7 +10,7 @@ from deepspeed_pulse.engine.plans.asked import Asked, sizes_to_measure
 from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.engine.plans.planning import Planned, decide, job_cluster, open_job
-from deepspeed_pulse.errors import BatchError, ConfigError
+from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Choice, Decision, Option, Tuning
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.profile import Profile
@@ -68,10 +68,7 @@ def _measured(request: PlanRequest, asked: Asked) -> tuple[Profile, ...]:
     for at in range(_ALWAYS_MEASURED, len(sizes), 2):
         if len(found) < at or _sample_ms(found[-1]) > _WORTH_MEASURING * _sample_ms(found[-2]):
             break
-        try:
-            found += measure_profiles(request, sizes[at : at + 2], found)
-        except BatchError:
-            break
+        found += measure_profiles(request, sizes[at : at + 2], found)
     return found
 
 

@@ -56,20 +56,24 @@ def measure_profiles(request: PlanRequest, sizes: Sequence[int], known: Sequence
     missing = [size for size in sizes if size not in found]
     if missing:
         before = next(iter([*known, *found.values()]), None)
-        measured = _measured(request, missing, None if before is None else before.optimizer_ms_per_gb)
+        stepping = None if before is None else before.optimizer_ms_per_gb
+        measured = _measured(request, missing, stepping, has_others=before is not None)
         agree(lambda: kept.keep_profiles(request, measured), "keeping profiles")
         found.update({profile.microbatch_size: profile for profile in measured})
     return tuple(found[size] for size in sizes if size in found)
 
 
-def _measured(request: PlanRequest, sizes: Sequence[int], stepping: float | None) -> tuple[Profile, ...]:
-    """``stepping``: the optimizer's time; None: it is measured, too."""
+def _measured(
+    request: PlanRequest, sizes: Sequence[int], stepping: float | None, *, has_others: bool
+) -> tuple[Profile, ...]:
+    """``stepping``: the optimizer's time; None: it is measured, too. ``has_others``: profiles of other sizes exist."""
     agreed_hardware(request.device, compared="threads")
     mine: list[Measured | None] = []
     problem: PulseError | None = None
     try:
-        with same_random_numbers(request.device):
-            mine = _measure_share(request, sizes, shares(len(request.layers), dist.get_world_size()))
+        with same_random_numbers(request.device), emptied_after(request.device):
+            shared = shares(len(request.layers), dist.get_world_size())
+            mine = _measure_share(request, sizes, shared, may_be_too_large=has_others or len(sizes) > 1)
     except Exception as met:
         problem = as_pulse_error(met, f"measuring on rank {dist.get_rank()}")
     raise_everywhere(problem, "measuring layer costs")
@@ -81,10 +85,12 @@ def _measured(request: PlanRequest, sizes: Sequence[int], stepping: float | None
             trained = [parameter for part in parts for parameter in part.trained]
         elif dist.get_rank() == 0:
             print(f"pulse: microbatches of {size} do not fit the device's memory: not measured", flush=True)
-    if not profiles:
+    if not profiles and not has_others:
         raise BatchError(
             f"example_batch: expected a microbatch size at which every layer fits the device's memory, found none of "
             f"{', '.join(map(str, sizes))}; give a smaller train_micro_batch_size_per_gpu"
+    if not profiles:
+        return ()
         )
     if stepping is None:
         stepping = _measured_optimizer(request, trained)
@@ -113,8 +119,10 @@ def shares(num_layers: int, world: int) -> list[range]:
     return [range(r * num_layers // ranks, (r + 1) * num_layers // ranks) for r in range(ranks)]
 
 
-def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[range]) -> list[Measured | None]:
-    """Per size this rank's costs, None where memory is too small; nothing on ranks without a share."""
+def _measure_share(
+    request: PlanRequest, sizes: Sequence[int], shared: Sequence[range], *, may_be_too_large: bool
+) -> list[Measured | None]:
+    """Per size this rank's costs, None where memory is too small and may be; nothing on ranks without a share."""
     rank = dist.get_rank()
     if rank >= len(shared):
         return []
@@ -122,7 +130,9 @@ def _measure_share(request: PlanRequest, sizes: Sequence[int], shared: Sequence[
     build = [partial(_built, layer, graph.layers[i].name, request) for i, layer in enumerate(request.layers)]
 
     def fitting(run: Callable[[LayerInputs], T], starts: Sequence[LayerInputs | None]) -> list[T | None]:
-        return [_if_it_fits(partial(run, start), sizes) if start else None for start in starts]
+        if not may_be_too_large:
+            return [run(start) if start else None for start in starts]
+        return [_if_it_fits(partial(run, start)) if start else None for start in starts]
 
     found: list[Any] = [None]
     if rank:
@@ -185,29 +195,15 @@ def _casts(function: Any, request: PlanRequest) -> list[tuple[torch.Tensor, torc
     return [(t, dtype) for t, dtype in found if t.dtype != dtype]
 
 
-def _if_it_fits(run: Callable[[], T], sizes: Sequence[int]) -> T | None:
-    """None where the device's memory is too small and there are other sizes."""
+def _if_it_fits(run: Callable[[], T]) -> T | None:
+    """None where the device's memory is too small."""
     try:
         return run()
     except RuntimeError as problem:
         # torch-npu has a plain RuntimeError of these words too, by its version
-        too_large = isinstance(problem, torch.OutOfMemoryError) or "NPU out of memory" in str(problem)
-        if len(sizes) > 1 and too_large:
+        if isinstance(problem, torch.OutOfMemoryError) or "NPU out of memory" in str(problem):
             return None
         raise
-
-
-@contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Measuring must not change the run that follows."""
-    accelerator = get_accelerator()
-    with torch.random.fork_rng(devices=[]):
-        state = None if device.type == "cpu" else accelerator.get_rng_state()
-        try:
-            yield
-        finally:
-            if state is not None:
-                accelerator.set_rng_state(state)
 
 
 def _joined(request: PlanRequest, size: int, parts: Sequence[Measured]) -> Profile:
