@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -236,3 +237,39 @@ def test_of_a_layer_that_cannot_be_divided_no_halves_are_known(monkeypatch: pyte
     _, once, twice = measured.layers
     assert (once.weight_grad_ms, once.input_grad_ms) == (None, None)
     assert (twice.weight_grad_ms, twice.input_grad_ms, twice.backward_ms) == (0.0, 10.0, 10.0)
+
+
+class Third(nn.Linear):
+    """Its third forward finds no memory."""
+
+    calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("own", [None, torch.ones(4, 4)])
+def test_a_layer_that_does_not_fit_keeps_the_gradients_that_it_had(own: Tensor | None) -> None:
+    layer = Third(4, 4)
+    layer.weight.grad = own
+    start = LayerInputs(hidden=torch.randn(2, 4), values={})
+    with contextlib.suppress(torch.OutOfMemoryError):
+        measure_layers(chain(1), [lambda: layer], start, CPU)
+    assert layer.calls == 3
+    assert layer.weight.grad is own and layer.bias.grad is None
+
+
+def test_layers_are_measured_in_training_mode_and_left_in_their_own() -> None:
+    """As diffusers loads a model, for evaluation, it would lack the masks of dropout."""
+    kept = []
+    for mode in (False, True):
+        layer = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).train(mode)
+        layer[0].eval()
+        start = LayerInputs(hidden=torch.randn(8, 64), values={})
+        (found,) = measure_layers(chain(1), [lambda layer=layer: layer], start, CPU).layers
+        kept.append(found.activation_bytes)
+        assert [part.training for part in layer.modules()] == [mode, False, mode]
+    assert kept[0] == kept[1]

@@ -144,14 +144,17 @@ class Probe:
         """Free what the last run gave."""
         self._last = None
 
+    def put_back(self) -> None:
+        """Parameters get back the gradients they had."""
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
     def leave(self) -> tuple[Any, dict[str, Any]]:
-        """What the next layers read, from the last run; parameters get back the gradients they had.
+        """What the next layers read, from the last run.
 
         The probe lets go of the layer: whoever took it may hold it until the next layer is made.
         """
         assert self._last is not None
-        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-            parameter.grad = gradient
         stashed = {name: map_tensors(value, cut_off) for name, value in self._last.stashed.items()}
         output = map_tensors(self._last.output, cut_off)
         del self._stage, self._last, self.parameters, self._gradients
@@ -215,7 +218,10 @@ class Visits:
             self._begin_backbone(index)
             with _on(module_of(layer), self._device):
                 probe = self._probe(index, layer)
-                yield probe
+                try:
+                    yield probe
+                finally:
+                    probe.put_back()
                 self.dtype = probe.dtype or self.dtype
                 hidden, stashed = probe.leave()
                 if not self._graph.is_last(index):
