@@ -264,17 +264,23 @@ def reach(
 
 @contextmanager
 def _on(module: torch.nn.Module | None, device: torch.device) -> Iterator[None]:
-    """A module on ``device``; it goes back to where it came from, with the buffers (running statistics) it had."""
+    """A module on ``device``, in training mode, as it will run there.
+
+    It goes back to where it came from, with the mode and the buffers (running statistics) it had.
+    """
     if module is None:
         yield
         return
     home = next((t.device for t in (*module.parameters(), *module.buffers())), device)
     # the tensors themselves, too: on another device a module has new ones
     before = {name: (t, t.detach().clone()) for name, t in module.named_buffers(remove_duplicate=False)}
+    modes = [(part, part.training) for part in module.modules()]
     try:
-        module.to(device)
+        module.to(device).train()
         yield
     finally:
+        for part, mode in modes:
+            part.training = mode
         module.to(home)
         for buffer, saved in before.values():
             buffer.data = saved

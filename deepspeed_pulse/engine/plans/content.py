@@ -18,10 +18,16 @@ from deepspeed_pulse.engine.sharing.closures import is_full
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
 from deepspeed_pulse.ir.profile import Profile
 
-MEASURING_VERSION = 7
+MEASURING_VERSION = 8
 """Raised when layers are measured in another way, so that kept profiles are not used any more."""
 
-LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "peft")
+LIBRARIES = ("torch", "torch_npu", "deepspeed", "diffusers", "transformers", "peft")
+_OTHERS = frozenset((*sys.stdlib_module_names, *LIBRARIES))
+"""Modules whose objects are told by their kinds: what is in them need not be the same in every run."""
+
+_DEEPEST = 4
+"""Of objects in objects."""
+
 _OWN_OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 
