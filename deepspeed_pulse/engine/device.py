@@ -56,6 +56,29 @@ def wait(work: Any, tensor: torch.Tensor, timeout_seconds: float) -> None:
         work.wait()
 
 
+@contextmanager
+def emptied_after(device: torch.device) -> Iterator[None]:
+    """A card's memory that torch kept goes back to it: communicators, which come next, do not ask torch for theirs."""
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            get_accelerator().empty_cache()
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """What measures, tries or builds must not change the run that follows: numbers of the host and of the device."""
+    accelerator = get_accelerator()
+    with torch.random.fork_rng(devices=[]):
+        state = None if device.type == "cpu" else accelerator.get_rng_state()
+        try:
+            yield
+        finally:
+            if state is not None:
+                accelerator.set_rng_state(state)
+
+
 class SideStream:
     """A stream of the device beside the rank's own, for work that waits while the rank's own goes on.
 

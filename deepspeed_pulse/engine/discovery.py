@@ -12,8 +12,8 @@ import torch
 from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.conditioning import Estimates
+from deepspeed_pulse.engine.device import same_random_numbers
 from deepspeed_pulse.engine.measure.probe import moved
-from deepspeed_pulse.engine.plans.measuring import same_random_numbers
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import PulseError, RunError, add_note, in_words
 from deepspeed_pulse.ir.effects import Effects, joined

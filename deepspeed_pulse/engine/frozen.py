@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_pulse.engine.backbones import FROZEN, Head
 from deepspeed_pulse.engine.conditioning import DeclaredConditioning
-from deepspeed_pulse.engine.device import DeviceClock
+from deepspeed_pulse.engine.device import DeviceClock, same_random_numbers
 from deepspeed_pulse.engine.plans.costs import built
 from deepspeed_pulse.engine.specs import describe, unwrap
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
@@ -230,7 +230,7 @@ def _refuse_trainable(parts: Mapping[str, Sequence[Any]]) -> None:
 
 def _frozen(layer: Any, seed: int, device: torch.device, dtype: torch.dtype | None) -> Callable[..., Any]:
     """Ready to run; weights that a ``LayerSpec`` draws are the same wherever it is built."""
-    with torch.random.fork_rng(devices=[]):
+    with same_random_numbers(device):
         torch.manual_seed(seed)
         function = built(layer)
     if isinstance(function, torch.nn.Module):

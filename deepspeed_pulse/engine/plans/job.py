@@ -20,6 +20,7 @@ from deepspeed_pulse.engine.collectives import agree, everywhere
 from deepspeed_pulse.engine.conditioning import DeclaredConditioning
 from deepspeed_pulse.engine.data.batches import BatchForm, SplitBatch
 from deepspeed_pulse.engine.data.resizing import num_samples
+from deepspeed_pulse.engine.device import emptied_after, same_random_numbers
 from deepspeed_pulse.engine.frozen import DeclaredParts
 from deepspeed_pulse.engine.gradients.memory import is_fused
 from deepspeed_pulse.engine.gradients.own_steps import refusal
@@ -360,7 +361,8 @@ class TrainingJob:
         inputs = {index: self._example.input_of(index) for index in range(len(self.heads))}
         parts: tuple[FrozenPart, ...] = ()
         if self.frozen is not None:
-            parts, given = self.frozen.measure(entries, device)
+            with same_random_numbers(device), emptied_after(device):
+                parts, given = self.frozen.measure(entries, device)
             inputs |= {index: given.pop(name) for index, name in self.frozen.makes_inputs.items()}
             entries |= given
         if self.conditioning is not None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.backbones import INPUT
 from deepspeed_pulse.engine.collectives import (
@@ -29,6 +27,7 @@ from deepspeed_pulse.engine.collectives import (
     told_by_all,
 )
 from deepspeed_pulse.engine.data.resizing import num_samples, resized
+from deepspeed_pulse.engine.device import emptied_after, same_random_numbers
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware, device_name
 from deepspeed_pulse.engine.measure.layers import Measured, measure_layers
 from deepspeed_pulse.engine.measure.optimizer import Trained, optimizer_ms_per_gb
@@ -89,9 +88,9 @@ def _measured(
         raise BatchError(
             f"example_batch: expected a microbatch size at which every layer fits the device's memory, found none of "
             f"{', '.join(map(str, sizes))}; give a smaller train_micro_batch_size_per_gpu"
+        )
     if not profiles:
         return ()
-        )
     if stepping is None:
         stepping = _measured_optimizer(request, trained)
     return tuple(replace(profile, optimizer_ms_per_gb=stepping) for profile in profiles)
@@ -100,12 +99,12 @@ def _measured(
 def _measured_optimizer(request: PlanRequest, trained: Sequence[Trained]) -> float:
     """The mean of all ranks, which step at the same time, as they will."""
     fused, shared = request.rules.fused_optimizer, request.rules.shards_optimizer
+    sharing = dist.get_world_size() if request.device.type == "cpu" else 1  # a card's memory is its rank's own
     mine = everywhere(
-        lambda: optimizer_ms_per_gb(trained, request.device, ranks=dist.get_world_size(), fused=fused, shared=shared),
+        lambda: optimizer_ms_per_gb(trained, request.device, ranks=sharing, fused=fused, shared=shared),
         "measuring the optimizer",
         RunError,
     )
-    sharing = dist.get_world_size() if request.device.type == "cpu" else 1  # a card's memory is its rank's own
     return float(statistics.mean(told_by_all(mine)))
 
 

@@ -40,7 +40,7 @@ def tried(run: Any, args: Any, kwargs: Any) -> Any:
 
 def _once(run: Any, leaves: Sequence[Any], spec: Any, whole: int) -> Any:
     """``whole``: what whole numbers in tensors are."""
-    torch.manual_seed(whole)
+    torch.default_generator.manual_seed(whole)  # not those of devices, which nothing puts back
     random = np.random.default_rng(whole)
     numbers = [_numbers(one, random, whole) for one in leaves]
     tensors = [one for one in numbers if isinstance(one, Tensor)]

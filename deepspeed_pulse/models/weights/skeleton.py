@@ -93,7 +93,7 @@ class Skeleton:
                 module._parameters[name] = stand_in = _stand_in(parameter)
                 real[id(stand_in)] = (stand_in, parameter)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # not those of devices, which nothing puts back
             change(self.model)
         for module, name, parameter in _parameters(self.model):
             if id(parameter) in real:
