@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse import planner
 from deepspeed_pulse.config import PulseConfig
-from deepspeed_pulse.engine.collectives import agree
+from deepspeed_pulse.engine.collectives import agree, told_by_all
 from deepspeed_pulse.engine.conditioning import for_evaluation
 from deepspeed_pulse.engine.measure.hardware import NO_LIMIT_BYTES
 from deepspeed_pulse.engine.plans.asked import Asked
@@ -103,7 +103,8 @@ def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
         given = _given_bytes(request)
         cluster = cluster if given is None else replace(cluster, memory_bytes=given)
     else:
-        cluster = agree(lambda: known_cluster(request), "planning")
+        least = None if request.device.type == "cpu" else min(told_by_all(int(get_accelerator().total_memory())))
+        cluster = agree(lambda: known_cluster(request, least), "planning")
     return agree(lambda: with_communicators(cluster, request.pulse), "planning")
 
 
@@ -257,15 +258,18 @@ def _explicit_cuts(request: PlanRequest) -> tuple[int, ...] | None:
     return (0, *cuts, len(request.layers))
 
 
-def known_cluster(request: PlanRequest) -> Cluster:
-    """What needs no measuring, with the memory that a rank may use, so that another order keeps to it too."""
-    memory = _given_bytes(request)
-    if memory is None and request.device.type != "cpu":
-        memory = int(get_accelerator().total_memory())
+def known_cluster(request: PlanRequest, least: int | None = None) -> Cluster:
+    """What needs no measuring, with the memory that a rank may use, so that another order keeps to it too.
+
+    ``least``: bytes that each rank's device has at least; None: there are none of its own.
+    """
+    given = _given_bytes(request)
     if request.pulse.cluster == "auto":
-        return default_cluster(request.pipeline_ranks * request.data_parallel, memory or NO_LIMIT_BYTES)
+        memory = given or least or NO_LIMIT_BYTES
+        return default_cluster(request.pipeline_ranks * request.data_parallel, memory)
     cluster = load_cluster(request.pulse.cluster)
-    return cluster if memory is None else replace(cluster, memory_bytes=memory)
+    # a file says what may be used of the devices, but they cannot hold more than they do
+    return replace(cluster, memory_bytes=given or min(cluster.memory_bytes, least or cluster.memory_bytes))
 
 
 def with_schedule(plan: Plan, schedule: Schedule, microbatches: int) -> Plan:
