@@ -32,7 +32,10 @@ def available() -> tuple[str, int]:
     """What ranks run on here, and how many find room: accelerators, or without any the cores of this process."""
     accelerator = get_accelerator()
     name = str(accelerator.device_name())
-    return name, len(os.sched_getaffinity(0)) if name == "cpu" else int(accelerator.device_count())
+    if name != "cpu":
+        return name, int(accelerator.device_count())
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    return name, os.cpu_count() or 1 if affinity is None else len(affinity(0))
 
 
 class _Filled(LayerSpec):

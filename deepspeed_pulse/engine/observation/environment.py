@@ -39,6 +39,11 @@ def environment() -> Iterator[tuple[str, str]]:
             yield name, value
 
 
+def local_ranks() -> int:
+    """On this host, as the launcher says; 1 where it does not."""
+    return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def version_of(name: str) -> str | None:
     """Of an installed package; None where it is not."""
     try:

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 
 from deepspeed_pulse.engine.measure.hardware import boot
+from deepspeed_pulse.engine.observation.environment import local_ranks
 from deepspeed_pulse.engine.plans.choosing import Chosen
 from deepspeed_pulse.engine.plans.costs import parameter_counts
 from deepspeed_pulse.engine.plans.planning import Planned
@@ -75,7 +76,7 @@ def print_measured(plan: Plan, measured: MeasuredStep, difference: Difference | 
 
 def _crowded() -> str | None:
     """How the ranks of this machine share its cores, where they are CPU ranks with more threads than those."""
-    ranks = int(os.environ.get("LOCAL_SIZE", "1"))
+    ranks = local_ranks()
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     if get_accelerator().device_name() != "cpu" or ranks * threads <= cores:
         return None

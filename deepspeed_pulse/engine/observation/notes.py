@@ -10,7 +10,8 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.plans.planning import Planned
+from deepspeed_pulse.engine.observation.environment import local_ranks
+from deepspeed_pulse.engine.plans.planning import Planned, with_neighbours_ms
 from deepspeed_pulse.engine.replaced import clipping_is_replaced
 from deepspeed_pulse.ir.communicators import communicator_bytes, communicators
 from deepspeed_pulse.ir.units import gigabytes
@@ -41,8 +42,7 @@ def crowded(device: str, threads: int, local_ranks: int, cores: int) -> str | No
 
 
 def _notes(engine: Any) -> Iterator[str]:
-    local_ranks = int(os.environ.get("LOCAL_SIZE", "1"))
-    slow = crowded(get_accelerator().device_name(), torch.get_num_threads(), local_ranks, os.cpu_count() or 1)
+    slow = crowded(get_accelerator().device_name(), torch.get_num_threads(), local_ranks(), os.cpu_count() or 1)
     if slow is not None:
         yield slow
     module = engine.module
@@ -58,6 +58,19 @@ def _notes(engine: Any) -> Iterator[str]:
             f"up to {count} communicators a rank, which hold {gigabytes(num_bytes)} GB of its memory: HCCL_BUFFSIZE, "
             '"hccl_buffer_size" and P2P_HCCL_BUFFSIZE say how much each'
         )
+    faster_ms = None if planned is None else with_neighbours_ms(planned)
+    if planned is not None and faster_ms is not None:
+        plan = planned.plan
+        yield (
+            "hosts hold replicas, and pipelines reach over hosts: a step is planned as "
+            f"{plan.estimate.step_ms:.1f} ms, and as {faster_ms:.1f} ms where a host holds whole pipelines, or "
+            'neighbours of one: pass PipelineModule(topology=ProcessTopology(axes=["data", "pipe"], '
+            f"dims=[{plan.data_parallel}, {plan.pipeline_ranks}])) in place of num_stages="
+        )
+    by_default = "gradient_clipping" not in (module.job.config or {})
+    if module.pulse is not None and by_default and engine.gradient_clipping() > 0:
+        clipped = f"gradients are clipped at {engine.gradient_clipping():g}, DeepSpeed's default"
+        yield f'{clipped}: "gradient_clipping" sets it'
     full_precision = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
     clips = engine.num_stages > 1 and engine.gradient_clipping() > 0 and full_precision
     if module.pulse is not None and clips and not clipping_is_replaced():

@@ -28,6 +28,7 @@ from deepspeed_pulse.ir.choice import Decision, Tuning
 from deepspeed_pulse.ir.cluster import MEASURED, Cluster
 from deepspeed_pulse.ir.clusters import load_cluster
 from deepspeed_pulse.ir.codec import to_data
+from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Held, Profile
 from deepspeed_pulse.ir.run import Difference, MeasuredStep
@@ -292,3 +293,21 @@ def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Differen
     if len(measured.timeline.spans) < sum(map(len, plan.schedule)):  # the first step of several that run on
         return None
     return explain(plan, profile, cluster, measured.timeline, step_ms=measured.step_ms, peaks=peaks)
+def with_neighbours_ms(planned: Planned) -> float | None:
+    """A step where the ranks of a pipeline are neighbours, ms; None unless that is planned as clearly faster.
+
+    Hosts hold neighbours. By upstream's numbering these are replicas, and all messages of pipelines go between hosts.
+    """
+    plan, profile, cluster = planned.plan, planned.profile, planned.cluster
+    if not planned.measured or profile is None or cluster is None or cluster.nodes == 1 or plan.data_parallel == 1:
+        return None
+    if plan.estimate is None or plan.layout is Layout.DATA_MAJOR:
+        return None
+    found = estimate(replace(plan, layout=Layout.DATA_MAJOR, estimate=None), profile, cluster).step_ms
+    return found if found < _CLEARLY_FASTER * plan.estimate.step_ms else None
+
+
+_CLEARLY_FASTER = 0.95
+"""What differs by less is not worth another numbering of the ranks."""
+
+
