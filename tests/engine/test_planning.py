@@ -15,13 +15,15 @@ from support.pulse_files import write_files
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.gradients.memory import is_fused
+from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.planning import Planned, known_cluster, make_planned, reorder
-from deepspeed_pulse.errors import InfeasibleError
-from deepspeed_pulse.ir.cluster import Cluster
+from deepspeed_pulse.errors import ConfigError, InfeasibleError, PlanError
+from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
-from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.rules import Rules
 from deepspeed_pulse.planner import Job, SearchOptions, make_plan
 
@@ -146,3 +148,80 @@ def test_the_start_says_how_costs_and_links_were_found(tmp_path: Path, monkeypat
         "measured; a layer's times differ by 4% of their median; links measured: 10 GB/s after 50 us inside a node, "
         "10 GB/s after 50 us between nodes"
     )
+
+
+def test_a_profile_of_smaller_microbatches_is_scaled_and_of_others_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    pulse = PulseConfig.model_validate({"profile": "profile.json"})
+    request, given = request_for(pulse, data_parallel=1), Profile.load("profile.json")
+    skips = {(v.name, v.source, target) for v in request.graph.values for target in v.targets}
+    assert skips == {(skip.name, skip.source, skip.target) for skip in given.skips}
+    monkeypatch.setattr(planning, "known_profile", lambda request: (given, "profile profile.json"))
+    assert planning._profile_of_size(request) == (given, "profile profile.json")
+    found, costs = planning._profile_of_size(replace(request, microbatch_size=3))
+    assert found is not None and found.microbatch_size == 3
+    assert costs == "profile profile.json, scaled from microbatches of 1"
+    assert found.layers[0].activation_bytes == 3 * given.layers[0].activation_bytes
+    pairs = replace(given, microbatch_size=2)
+    monkeypatch.setattr(planning, "known_profile", lambda request: (pairs, "profile profile.json"))
+    with pytest.raises(ConfigError, match=r"profile.json: expected costs of microbatches of 3 samples .* found of 2"):
+        planning._profile_of_size(replace(request, microbatch_size=3))
+
+
+def test_a_plan_of_other_microbatches_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    block = {"profile": "profile.json", "cluster": "cluster.json", "placement": "wave", "solver_seconds": 0}
+    request = request_for(PulseConfig.model_validate(block), data_parallel=1)
+    plan = from_files(request).plan
+    Path("plan.json").write_text(plan.to_json())
+    asked = replace(request, pulse=PulseConfig.model_validate({"plan": "plan.json"}))
+    assert planning._given(asked).plan == plan
+    with pytest.raises(PlanError, match=r"'microbatch_size': expected 4 as this job runs, found 1"):
+        planning._given(replace(asked, microbatch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("card_gb", "block_gb", "used_gb"), [(None, None, 10), (40, None, 10), (4, None, 4), (4, 6, 6)]
+)
+def test_a_cluster_file_says_how_much_of_a_card_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card_gb: int | None, block_gb: int | None, used_gb: int
+) -> None:
+    """The file allows 10 GB; the block has the last word."""
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    block = {"cluster": "cluster.json", "memory_gb": block_gb or "auto"}
+    request = request_for(PulseConfig.model_validate(block), data_parallel=1)
+    assert known_cluster(request, None if card_gb is None else card_gb * 10**9).memory_bytes == used_gb * 10**9
+
+
+def test_pipelines_on_hosts_of_their_own_are_told_where_they_are_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream numbers replicas first, so that two hosts of two have half of each of two pipelines."""
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    profile = Profile.load("profile.json")
+    slow = Link(bandwidth_gb_per_s=0.001, latency_us=1000.0)
+    cluster = replace(Cluster.load("cluster.json"), nodes=2, ranks_per_node=2, inter_node=slow)
+    job = Job(profile=profile, cluster=cluster, pipeline_ranks=2, microbatches=4, data_parallel=2)
+
+    def planned(job: Job) -> Planned:
+        plan = make_plan(job, SearchOptions(placement="wave", solver_seconds=0))
+        return Planned(plan=plan, profile=profile, cluster=cluster, costs="measured")
+
+    upstreams = planned(replace(job, profile=replace(profile, layers=tuple(light(x) for x in profile.layers))))
+    upstreams = replace(upstreams, profile=replace(profile, layers=tuple(light(x) for x in profile.layers)))
+    found = planning.with_neighbours_ms(upstreams)
+    assert found is not None and upstreams.plan.estimate is not None
+    assert found < upstreams.plan.estimate.step_ms
+    assert planning.with_neighbours_ms(planned(replace(job, layout=Layout.DATA_MAJOR))) is None
+    assert planning.with_neighbours_ms(replace(upstreams, cluster=replace(cluster, nodes=1))) is None
+
+
+def light(layer: LayerCost) -> LayerCost:
+    """Of few weights, whose gradients cost next to nothing."""
+    return replace(layer, param_bytes=4)

@@ -39,6 +39,7 @@ from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
 from deepspeed_pulse.planner.recompute import held_in_actions
+from deepspeed_pulse.planner.tuning.sizes import scaled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ def plan_job(request: PlanRequest, doing: Callable[[str], None]) -> Planned:
     """
     if request.pulse.plan is not None:
         return agree(lambda: _given(request), "planning")
-    profile, costs = agree(lambda: known_profile(request), "planning")
+    profile, costs = agree(lambda: _profile_of_size(request), "planning")
     if profile is None:
         doing("PipelineModule(): measuring layer costs")
         (profile,) = measure_profiles(request, [request.microbatch_size])
@@ -92,6 +93,20 @@ def plan_job(request: PlanRequest, doing: Callable[[str], None]) -> Planned:
     cluster = job_cluster(request, timed=profile.device != NO_DEVICE)
     doing("PipelineModule(): planning on rank 0")
     return agree(lambda: make_planned(request, profile, cluster, costs), "planning")
+
+
+def _profile_of_size(request: PlanRequest) -> tuple[Profile | None, str]:
+    """What is known without measuring, for the job's microbatches: in proportion where their size is a multiple."""
+    profile, found = known_profile(request)
+    if profile is None or profile.device == NO_DEVICE or profile.microbatch_size == request.microbatch_size:
+        return profile, found
+    if request.microbatch_size % profile.microbatch_size:
+        raise ConfigError(
+            f"{request.pulse.profile}: expected costs of microbatches of {request.microbatch_size} samples as the job "
+            "runs (train_micro_batch_size_per_gpu), or of a size that divides that, found of "
+            f'{profile.microbatch_size}; profile with --microbatch-size, or set "profile": "auto"'
+        )
+    return scaled(profile, request.microbatch_size), f"{found}, scaled from microbatches of {profile.microbatch_size}"
 
 
 def job_cluster(request: PlanRequest, *, timed: bool) -> Cluster:
@@ -209,7 +224,7 @@ def evaluation_plan(planned: Planned, pulse: PulseConfig, microbatches: int, see
 def _given(request: PlanRequest) -> Planned:
     path = str(request.pulse.plan)
     plan = Plan.load(path)
-    for name in ("pipeline_ranks", "data_parallel", "microbatches"):
+    for name in ("pipeline_ranks", "data_parallel", "microbatches", "microbatch_size"):
         expected, found = getattr(request, name), getattr(plan, name)
         if found != expected:
             raise PlanError(
@@ -285,14 +300,6 @@ def planned_timeline(planned: Planned, plan: Plan) -> Timeline | None:
     return simulate(plan, planned.profile, planned.cluster)
 
 
-def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Difference | None:
-    """Why a measured step took another time, or other memory, than planned; None where nothing was predicted."""
-    profile, cluster, peaks = planned.profile, planned.cluster, [rank.peak_parts for rank in measured.ranks]
-    if not planned.measured or profile is None or cluster is None:
-        return None
-    if len(measured.timeline.spans) < sum(map(len, plan.schedule)):  # the first step of several that run on
-        return None
-    return explain(plan, profile, cluster, measured.timeline, step_ms=measured.step_ms, peaks=peaks)
 def with_neighbours_ms(planned: Planned) -> float | None:
     """A step where the ranks of a pipeline are neighbours, ms; None unless that is planned as clearly faster.
 
@@ -311,3 +318,11 @@ _CLEARLY_FASTER = 0.95
 """What differs by less is not worth another numbering of the ranks."""
 
 
+def difference(planned: Planned, plan: Plan, measured: MeasuredStep) -> Difference | None:
+    """Why a measured step took another time, or other memory, than planned; None where nothing was predicted."""
+    profile, cluster, peaks = planned.profile, planned.cluster, [rank.peak_parts for rank in measured.ranks]
+    if not planned.measured or profile is None or cluster is None:
+        return None
+    if len(measured.timeline.spans) < sum(map(len, plan.schedule)):  # the first step of several that run on
+        return None
+    return explain(plan, profile, cluster, measured.timeline, step_ms=measured.step_ms, peaks=peaks)
