@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from deepspeed_pulse import LayerSpec
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.probe import LayerInputs
-from deepspeed_pulse.engine.plans import kept
+from deepspeed_pulse.engine.plans import content, kept
 from deepspeed_pulse.engine.plans.content import job_content
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, known_profile, skips_of
 from deepspeed_pulse.engine.specs import describe, spec
@@ -72,6 +72,27 @@ def profile_of(asked: PlanRequest) -> Profile:
     return Profile(name="toy", device="cpu", dtype="float32", microbatch_size=2, layers=measured.layers, skips=skips)
 
 
+@dataclass
+class Settings:
+    repeats: int
+
+
+def with_settings(module: nn.Module, *, repeats: int) -> nn.Module:
+    module.settings = Settings(repeats)
+    return module
+
+
+def test_a_base_class_whose_text_has_changed_is_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Derived(Naps):
+        pass
+
+    asked = request(first=spec(Derived(), stash="skip"))
+    expected = name_of(asked)
+    found = content._source
+    monkeypatch.setattr(content, "_source", lambda kind: "edited" if kind is Naps else found(kind))
+    assert name_of(asked) != expected
+
+
 def name_of(asked: PlanRequest, size: int = 2) -> str:
     return kept.named_by([job_content(asked), size])
 
@@ -89,6 +110,8 @@ def test_a_name_says_all_that_costs_depend_on(monkeypatch: pytest.MonkeyPatch) -
         "another batch": request(rows=3),
         "another dtype": request(dtype=torch.float64),
         "another example size": replace(request(), microbatch_size=4),
+        "a settings object": request(first=spec(with_settings(Naps(), repeats=2), stash="skip")),
+        "other settings": request(first=spec(with_settings(Naps(), repeats=3), stash="skip")),
         "a frozen layer": replace(request(), layers=[request().layers[0], frozen, request().layers[2]]),
     }
     names = {what: name_of(asked) for what, asked in others.items()}
@@ -108,6 +131,11 @@ def test_a_name_says_all_that_costs_depend_on(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr("deepspeed_pulse.engine.plans.content._source", lambda kind: "another text")
         names["another source"] = name_of(request())
+    torch.backends.cudnn.benchmark, before = True, torch.backends.cudnn.benchmark
+    names["kernels that are looked for"] = name_of(request())
+    torch.backends.cudnn.benchmark = before
+    with torch.autocast("cpu", torch.bfloat16):
+        names["autocast"] = name_of(request())
     names["the same"] = expected
     assert len(set(names.values())) == len(names), names
 

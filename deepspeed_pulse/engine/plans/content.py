@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.engine.measure.hardware import device_name
-from deepspeed_pulse.engine.observation.environment import version_of
+from deepspeed_pulse.engine.observation.environment import local_ranks, version_of
 from deepspeed_pulse.engine.plans.costs import PlanRequest, stand_in
 from deepspeed_pulse.engine.sharing.closures import is_full
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
@@ -48,8 +52,22 @@ def job_content(request: PlanRequest) -> dict[str, Any]:
         "device": [request.device.type, device_name(request.device)],
         "optimizer": [request.rules.fused_optimizer, request.rules.shards_optimizer],
         # ranks of a host share its cores, and measure at the same time
-        "sharing": [torch.get_num_threads(), _world_size()] if on_cpu else None,
+        "sharing": [torch.get_num_threads(), local_ranks(), _world_size()] if on_cpu else None,
+        "precision": [*_precision(request.device.type)],
     }
+
+
+def _precision(device_type: str) -> Iterator[Any]:
+    """How exactly a device computes in fp32, under which autocast, and whether it looks for the fastest kernels."""
+    yield str(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
+    yield getattr(torch.backends, "fp32_precision", None)
+    reads = (torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32)
+    for read in (*reads, torch.are_deterministic_algorithms_enabled):
+        try:
+            yield read()
+        except RuntimeError:  # set under torch's newer names, which hide the older ones
+            yield None
+    yield torch.backends.cudnn.benchmark
 
 
 def _world_size() -> int:
@@ -72,7 +90,7 @@ def code(layer: Any) -> Any:
     for name, part in module.named_modules():
         own = {attribute: _plain(value) for attribute, value in vars(part).items() if attribute not in _OWN_OF_TORCH}
         modules[name] = [_named(type(part)), part.extra_repr(), own]
-    kinds: set[Any] = {type(part) for part in module.modules()}
+    kinds: set[Any] = {base for part in module.modules() for base in type(part).__mro__}
     return {
         "forward_fn": None if forward_fn is None else _function(forward_fn),
         "modules": modules,
@@ -105,16 +123,34 @@ def _source(kind: Any) -> str:
         return ""
 
 
-def _plain(value: Any) -> Any:
-    """Of values their content where it is plain, of tensors shape and dtype, of anything else the kind."""
+def _plain(value: Any, depth: int = _DEEPEST) -> Any:
+    """Of values their content where it is plain or the program's own, of tensors shape and dtype, else the kind."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
         return [list(value.shape), str(value.dtype)]
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth) for item in value]
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _plain(item, depth) for name, item in value.items()}
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
-    return _named(value if inspect.isroutine(value) or inspect.isclass(value) else type(value))
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return _named(value)
+    kind = type(value)
+    if depth == 0 or not hasattr(value, "__dict__") or not (_is_settings(value) or _is_own(kind)):
+        return _named(kind)
+    return [
+        _named(kind),
+        _source(cast(Any, kind)),
+        {name: _plain(item, depth - 1) for name, item in vars(value).items()},
+    ]
+
+
+def _is_settings(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) or isinstance(value, (types.SimpleNamespace, argparse.Namespace))
+
+
+def _is_own(kind: type) -> bool:
+    """Of the program, and no module: those of a layer are told one by one."""
+    return kind.__module__.split(".")[0] not in _OTHERS and not issubclass(kind, torch.nn.Module)

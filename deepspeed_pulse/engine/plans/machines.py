@@ -16,7 +16,7 @@ from deepspeed_pulse.engine.gradients.buckets import BUCKET_BYTES
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware
 from deepspeed_pulse.engine.measure.links import measure_cluster, shape_of, uneven
 from deepspeed_pulse.engine.plans import kept
-from deepspeed_pulse.engine.plans.content import library_versions
+from deepspeed_pulse.engine.plans.content import MEASURING_VERSION, library_versions
 from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.cluster import HCCL_BUFFER_MB, HCCL_MESSAGE_MB, Cluster, CommunicatorBytes, Link
 from deepspeed_pulse.ir.fields import write_whole
@@ -36,7 +36,8 @@ def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
         return measure_cluster(ranks, device, BUCKET_BYTES)
     described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
     backend = str(torch.distributed.get_backend())
-    content = [described, backend, device.type, *Link.__dataclass_fields__, *library_versions()]
+    measured_by = [MEASURING_VERSION, BUCKET_BYTES, *Link.__dataclass_fields__, *library_versions()]
+    content = [described, backend, device.type, *measured_by, *_settings()]
     path = Path(plan_cache) / f"cluster-{kept.named_by(content)}.json"
     found = agree(lambda: kept.read_cluster(path, nodes, per_node), "reading kept links")
     if found is not None:
@@ -44,6 +45,12 @@ def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
     cluster = measure_cluster(ranks, device, BUCKET_BYTES)
     agree(lambda: write_whole(path, cluster.to_json()), "keeping links")
     return cluster
+
+
+def _settings() -> list[str]:
+    """Environment variables by which messages take other ways, or are sent in another manner."""
+    prefixes = ("NCCL_", "HCCL_", "P2P_HCCL_", "GLOO_")
+    return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
 
 
 def with_communicators(cluster: Cluster, pulse: PulseConfig) -> Cluster:
