@@ -140,6 +140,15 @@ def who_has_data(has_iterator: bool, first_rank: int, pipelines: Sequence[Sequen
     return patterns[0]
 
 
+def same_data(mine: Sequence[int | None] | None) -> list[int]:
+    """Pipelines whose first ranks have read the same as another's before; none where each has its own data.
+
+    Collective in the world. ``mine``: checksums of what this rank has read, on the first rank of each pipeline.
+    """
+    read = [found for found in told_by_all(None if mine is None else list(mine)) if found is not None]
+    return [index for index, found in enumerate(read) if found in read[:index]]
+
+
 def difference_in_data(
     names: Sequence[str], checksums: Sequence[int | None], *, first_rank: int, seat: Seat
 ) -> tuple[str, int] | None:

@@ -246,6 +246,7 @@ class StepBatches:
         device: where tensors are moved when they are read.
         entry_names: batch entries that layers pop.
         checked_entries: those whose checksum is taken.
+        checks_inputs: that of what first layers read is taken, too.
         label_names: of the labels of every backbone.
     """
 
@@ -258,6 +259,8 @@ class StepBatches:
         entry_names: Sequence[str],
         checked_entries: Sequence[str] = (),
         label_names: Sequence[str] = (LABELS,),
+        *,
+        checks_inputs: bool = False,
     ) -> None:
         self._draw, self._num, self._split, self._device = draw, num_microbatches, split, device
         self._entry_names = (*entry_names, *label_names)
@@ -273,6 +276,7 @@ class StepBatches:
         self.input_parts: Mapping[int, str] = {}
         """By backbone, the frozen part that makes its first layer's input."""
         self.checksums = dict.fromkeys(checked_entries, 0)
+        self._checks_inputs, self.checksum_of_inputs = checks_inputs, 0
 
     def _get(self, microbatch: int) -> SplitBatch:
         while self._drawn <= microbatch:
@@ -296,6 +300,8 @@ class StepBatches:
         self._drawn += 1
         for name, checksum in self.checksums.items():
             self.checksums[name] = _checksum(batch.value(name), checksum)
+        if self._checks_inputs:
+            self.checksum_of_inputs = _checksum(batch.inputs, self.checksum_of_inputs)
 
     def first(self) -> SplitBatch | None:
         """The first microbatch, drawn if need be; None without an iterator."""

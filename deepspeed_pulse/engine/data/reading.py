@@ -15,6 +15,7 @@ from deepspeed_pulse.engine.data.agreement import (
     check_optimizer,
     check_something_trains,
     difference_in_data,
+    same_data,
     who_has_data,
 )
 from deepspeed_pulse.engine.data.batches import (
@@ -34,6 +35,13 @@ from deepspeed_pulse.runtime.payload import can_travel
 
 CHECKED_STEPS, CHECK_EVERY = 3, 100
 """Data is compared between ranks in the first steps, then now and then."""
+
+SAME_DATA = (
+    "data-parallel replica {} has read the same inputs, entries and labels as one before it: both train as one would, "
+    "on fewer samples than the batch size says; give each its own: DistributedSampler(dataset, "
+    "num_replicas=engine.grid.data_parallel_size, rank=engine.grid.data_parallel_id), noise and timesteps by "
+    "engine.grid.data_parallel_id too"
+)
 
 MODES = ("train", "eval", "forward")
 """Kinds of step: training, evaluation with a loss, forward only. Each has its own shapes and readers of data."""
@@ -86,7 +94,7 @@ class Reading:
         }
         self._steps = dict.fromkeys(MODES, 0)
         self._is_encoded = dict.fromkeys(MODES, False)
-        self._told_difference = False
+        self._told_difference = self._told_same = False
 
     def problem_with_first(self, micro_batches: int, mode: str, ahead: StepBatches | None) -> Exception | None:
         """Draw the first microbatch of a step that is about to begin; what keeps this rank from it, if anything does.
@@ -184,7 +192,13 @@ class Reading:
             list(dict.fromkeys((*self._names, *self._data_names))),
             self._entries_to_check() if has_data and self._is_checked(steps) else (),
             tuple(self._labels),
+            checks_inputs=has_data and self._compares_replicas(steps),
         )
+
+    def _compares_replicas(self, steps: int) -> bool:
+        """In the first steps, until it was told."""
+        first = self._mode == "train" and steps < CHECKED_STEPS
+        return first and len(self._seat.pipelines) > 1 and not self._told_same
 
     def _next_batch(self) -> Any:
         """A generator that yields inside ``torch.no_grad()`` leaves it on for whoever draws: layers must not see it."""
@@ -259,6 +273,10 @@ class Reading:
             found = difference_in_data(names, sums, first_rank=self._first, seat=self._seat)
             if found is not None:
                 self._tell_difference(*found)
+        if self._compares_replicas(self._steps[self._mode]):
+            is_first = self._seat.rank == self._first
+            sums = [self.batches.checksum_of_inputs, *self.batches.checksums.values()]
+            self._tell_same(same_data(sums if is_first else None))
         self._steps[self._mode] += 1
 
     def _tell_difference(self, name: str, rank: int) -> None:
@@ -273,6 +291,13 @@ class Reading:
         if not self._told_difference and self._seat.rank == self._last:
             print(f"pulse: warning: trained as upstream does, on the last rank's labels: {problem}", flush=True)
         self._told_difference = True
+
+    def _tell_same(self, pipelines: Sequence[int]) -> None:
+        """Of ``pipelines`` that train as others do, once."""
+        if pipelines:
+            self._told_same = True
+            if self._engine.global_rank == 0:
+                print(f"pulse: warning: {SAME_DATA.format(', '.join(map(str, pipelines)))}", flush=True)
 
     def _entries_to_check(self) -> list[str]:
         """What this rank reads of the batch: everything on the first rank."""
