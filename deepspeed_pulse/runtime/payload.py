@@ -101,7 +101,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        stride = None if tensor.is_contiguous() or not _is_dense(tensor) else tuple(tensor.stride())
+        stride = None if tensor.is_contiguous() or not is_dense(tensor) else tuple(tensor.stride())
         wanted = tensor.requires_grad and torch.is_grad_enabled()  # a weight that is handed on, in an evaluation
         return cls(tuple(tensor.shape), tensor.dtype, wanted, stride)
 
@@ -129,7 +129,7 @@ class TensorMeta:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{grad}"
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """True where a tensor fills its memory without a gap, in any order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -17,7 +17,7 @@ from deepspeed_pulse.engine.backbones import DEFAULT_INPUT, LABELS, Head, own_gr
 from deepspeed_pulse.engine.rules import EntryRules
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
-from deepspeed_pulse.runtime.payload import can_travel, plainly
+from deepspeed_pulse.runtime.payload import can_travel, is_dense, plainly
 
 Rules = Sequence[EntryRules]
 
@@ -481,6 +481,8 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on a device, without the host waiting: it waits where it copies from pages that may be swapped out."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
+    if not is_dense(tensor):  # an expanded view, say: pinning writes through its strides
+        tensor = tensor.contiguous()
     accelerator = get_accelerator()
     pinned = tensor if accelerator.is_pinned(tensor) else accelerator.pin_memory(tensor)
     return pinned.to(device, non_blocking=True)
