@@ -338,6 +338,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         for timer in self.timers.get_timers().values():  # upstream leaves them running
             if timer.started_:
                 timer.reset()
+        self._reduction.join()
         if self._own_steps is None:
             self.zero_grad()
             if self.optimizer is not None:

@@ -361,6 +361,11 @@ class EarlyReduction:
         """A stage's last backward runs or has ended, and the sum of its gradients is yet to be started."""
         return self.sums is not None and self.sums.expects
 
+    def join(self) -> None:
+        """What comes next finds done what was given to the device aside: sums of a step that broke off, say."""
+        if self._aside is not None:
+            self._aside.join()
+
     def begin(self, *, training: bool) -> bool:
         """Start a step; False where gradients are summed upstream's way at its end, or by the program."""
         # 1-bit optimizers turn upstream's reduction off in the middle of a run
