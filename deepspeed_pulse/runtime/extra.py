@@ -41,13 +41,17 @@ class OrderedBatches:
     def __init__(self, batches: Batches, order: Sequence[int], entries: Mapping[str, int]) -> None:
         self._batches, self._order, self._entries = batches, order, entries
         self._zeros: dict[Any, torch.Tensor] = {}
+        self._zeros_of: dict[tuple[str, int], torch.Tensor] = {}
 
     def inputs(self, microbatch: int, backbone: int) -> Any:
         return self._batches.inputs(self._order[microbatch], backbone)
 
     def entry(self, name: str, microbatch: int) -> Any:
         if name in self._entries:
-            return self._zeros_like(self.inputs(microbatch, self._entries[name]))
+            place = name, microbatch
+            if place not in self._zeros_of:  # inputs go to the device for it
+                self._zeros_of[place] = self._zeros_like(self.inputs(microbatch, self._entries[name]))
+            return self._zeros_of[place]
         return self._batches.entry(name, self._order[microbatch])
 
     def _zeros_like(self, inputs: Any) -> torch.Tensor:
@@ -61,6 +65,8 @@ class OrderedBatches:
         return name in self._entries or self._batches.has_entry(name)
 
     def release(self, microbatch: int) -> None:
+        for name in self._entries:
+            self._zeros_of.pop((name, microbatch), None)
         self._batches.release(self._order[microbatch])
 
 
