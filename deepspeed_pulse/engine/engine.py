@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceGrads, ReduceTiedGrads
 
 from deepspeed_pulse.engine import schedule
-from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption, Stopped
+from deepspeed_pulse.engine.checkpoints.preemption import EXIT_STATUS, Preemption, Stopped, without_worker
 from deepspeed_pulse.engine.common import CommonEngine
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.conditioning import Estimates
@@ -320,8 +320,11 @@ class PulseEngine(CommonEngine, EngineWithSeams):
                 # at the start of a step: what the script does after one (logs, averaged weights) is done by now
                 self.timers(TRAIN_BATCH_TIMER).reset()
                 self._save_and_exit()
-            except Exception:
+            except Exception as problem:
                 self._break_off()
+                told = without_worker(problem, heard=self._preemption.heard)
+                if told is not None:
+                    raise told from problem
                 raise
             self._watchdog.gave()
             self._watchdog.enter("the figures after a step")
@@ -335,10 +338,10 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def _break_off(self) -> None:
         """Leave nothing of a step that failed: a script that mends a refused batch goes on."""
+        self._reduction.join()
         for timer in self.timers.get_timers().values():  # upstream leaves them running
             if timer.started_:
                 timer.reset()
-        self._reduction.join()
         if self._own_steps is None:
             self.zero_grad()
             if self.optimizer is not None:

@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.groups import start_timeout
+from deepspeed_pulse.errors import RunError
 
 EXIT_STATUS = 128 + signal.SIGTERM
 """What a shell reports for a process that SIGTERM ended."""
@@ -27,6 +28,35 @@ def _hear(number: int, frame: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     for one in _listening:
         one.heard = True
+
+
+def _forget_in_child() -> None:
+    """A process that the program forks takes no part in steps: SIGTERM ends it, as it would any other."""
+    if _listening or signal.getsignal(signal.SIGTERM) is _hear:
+        _listening.clear()
+        if signal.getsignal(signal.SIGTERM) is _hear:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def without_worker(problem: Exception, *, heard: bool) -> RunError | None:
+    """What a step says that failed because SIGTERM, which went to all processes, ended a worker of the data loader.
+
+    ``heard``: this rank was asked to stop. What it shared with a worker that is gone then is a broken connection.
+    """
+    text = str(problem)
+    told = isinstance(problem, RuntimeError) and "DataLoader worker" in text and "signal: Terminated" in text
+    if not told and not (heard and isinstance(problem, (OSError, EOFError))):
+        return None
+    return RunError(
+        "SIGTERM ended a worker of the data loader, so this step cannot end, and nothing is saved "
+        f"({type(problem).__name__}: {text}); let "
+        "workers ignore it, as they end with their rank: DataLoader(..., worker_init_fn=f) with a function f(worker) "
+        "that calls signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        more="data-workers",
+    )
 
 
 class Stopped(Exception):
