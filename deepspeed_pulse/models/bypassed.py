@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -52,6 +52,21 @@ def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type
             for problem in _problems(module, (*kinds, *CONTAINERS)):
                 found.setdefault(problem, []).append(path or "the model itself")
     refuse(model, told({**found, **_global_hooks()}))
+    _warn_of_compiled(model, called)
+
+
+def _warn_of_compiled(model: nn.Module, called: Collection[int]) -> None:
+    """Of modules inside a model that were compiled, and that no layer calls."""
+    modules = dict(model.named_modules())
+    paths = [path for path, x in modules.items() if path and x._compiled_call_impl is not None and id(x) not in called]
+    if paths:
+        inner = (path for path, x in modules.items() if path.startswith(f"{paths[0]}.") and id(x) in called)
+        more = f" (so {len(paths)} modules)" if len(paths) > 1 else ""
+        warnings.warn(
+            f"{paths[0]}.compile() is bypassed{more}: layers call parts of it; compile those instead, for "
+            f"example {next(inner, 'what layers are named after')}",
+            stacklevel=4,
+        )
 
 
 def check_hooks(model: nn.Module, paths: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ units together are the state dict of the model, which is what :mod:`.weights.exp
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -232,8 +233,28 @@ def told(found: Mapping[str, list[str]]) -> Iterator[str]:
             yield f"{paths[0]} {what}" + (f"; so {len(paths)} modules" if len(paths) > 1 else "")
 
 
+_PARALLEL = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+"""Wrappers of torch around a model, which average or shard gradients."""
+
+
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """The model inside peft's ``PeftModel``, adapters included; any other model is returned as it is."""
+    """The model inside peft's ``PeftModel``, adapters included, or in what ``torch.compile`` gives; others as they are.
+
+    Raises :class:`GraphError` for a model inside what averages or shards gradients by itself.
+    """
+    kind = type(model).__name__
+    if kind in _PARALLEL and isinstance(inside := getattr(model, "module", None), nn.Module):
+        raise GraphError(
+            f"to_layers() takes the model itself, found {kind} around a {type(inside).__name__}: replicas are the "
+            "pipeline's, so pass the model inside (.module), and leave it out of accelerate's prepare()"
+        )
+    if kind == "OptimizedModule" and isinstance(inside := getattr(model, "_orig_mod", None), nn.Module):
+        warnings.warn(
+            f"torch.compile({type(inside).__name__}) is bypassed: layers call the model's parts; compile those "
+            "instead (.compile()), for example its resnets and transformer blocks",
+            stacklevel=3,
+        )
+        model = inside
     peft = sys.modules.get("peft")
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 

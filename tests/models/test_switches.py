@@ -142,3 +142,30 @@ def test_recomputing_blocks_is_said_to_be_bypassed():
     model.enable_gradient_checkpointing()
     with pytest.warns(UserWarning, match="most of it is bypassed"):
         to_layers(model)
+
+
+def test_a_compiled_model_is_taken_out_of_its_wrapper():
+    model, batch = small_sd_unet(), sd_entries()
+    with pytest.warns(UserWarning, match=r"torch\.compile\(UNet2DConditionModel\) is bypassed: .* compile those"):
+        layers = to_layers(torch.compile(model, backend="eager"))
+    assert torch.equal(interpret(layers, batch), model(**batch).sample)
+
+
+def test_what_layers_take_apart_is_not_compiled():
+    model = small_sd_unet()
+    model.mid_block.resnets[0].compile(backend="eager")  # a layer calls it
+    to_layers(model)
+    for block in model.down_blocks:
+        block.compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"down_blocks\.0\.compile\(\) is bypassed \(so 4 modules\).*down_blocks\.0\."):
+        to_layers(model)
+
+
+def test_a_model_in_a_wrapper_of_replicas_is_named():
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    with pytest.raises(GraphError, match=r"found DistributedDataParallel around a UNet2DConditionModel: .*\.module"):
+        to_layers(DistributedDataParallel(small_sd_unet()))
