@@ -216,7 +216,8 @@ class Watchdog:
                 allowed = f"{place.patience:g} s, which ranks wait for one another here (or "
                 allowed += '"timeout_seconds" where that is more)'
             doing = f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s"
-            layer = ', or a layer waits for the whole device: then set "receive_ahead": false in the "pulse" block'
+            layer = ", or a layer, or torch where memory is short, waits for the whole device: then set "
+            layer += '"receive_ahead": false in the "pulse" block'
             return f"{doing}, longer than {allowed}: a peer is silent or dead{layer if self.device is not None else ''}"
         return "" if self._whereabouts is None else self._missing_rank(place, seconds)
 
