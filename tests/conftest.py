@@ -4,8 +4,16 @@ import math
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from deepspeed_pulse.report import progress
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same cases in every run: a change must not fail by chance. Soak draws anew."""
+    settings.register_profile("the same", derandomize=True)
+    if "not soak" in config.option.markexpr:
+        settings.load_profile("the same")
 
 
 @pytest.fixture(autouse=True, scope="session")

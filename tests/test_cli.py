@@ -345,7 +345,7 @@ def process(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "deepspeed_pulse", *line.split()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,  # of wall time, where a search may take a minute of the processor's
         env={**os.environ, **environment},
         check=False,
     )

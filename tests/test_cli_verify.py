@@ -12,6 +12,8 @@ from deepspeed_pulse.cli import main
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan
 
+pytestmark = pytest.mark.timeout(900)  # four cold starts of ranks, and a profile
+
 LAYERS = """
 import torch
 from deepspeed_pulse import LayerSpec, spec

@@ -22,7 +22,7 @@ def proofs() -> tuple[dict[str, int], str]:
     command = [sys.executable, "-m", "support.standin_proofs", *PROOFS]
     whole = {**os.environ, **environment(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, env=whole, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1]
+        command, env=whole, capture_output=True, text=True, timeout=350, cwd=Path(__file__).parents[1]
     )
     lines = [line.split() for line in done.stdout.splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[0] in PROOFS}, done.stderr

@@ -16,8 +16,12 @@ from support import bad_ranks
 from support.launch import TESTS, free_port, launch
 
 WORLD = 3
-SHORT, LONG = 5.0, 600.0
-"""``timeout_seconds``: one that a silence reaches, and one that no failure may wait for."""
+SHORT, LONG = 15.0, 600.0
+"""``timeout_seconds``: one that a silence reaches, and one that no failure may wait for.
+
+The short one limits the first step too, to which ranks come at different times; and what a rank says after a silence
+takes seconds, before the watchdog ends it.
+"""
 
 
 def assert_none_alive(output: str) -> None:
@@ -71,12 +75,13 @@ def run_with_launcher(how: str, timeout: float) -> tuple[int, str]:
     return process.returncode, output
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_exception_in_a_layer_ends_the_job_naming_the_place() -> None:
-    status, output = run_with_launcher("exception", timeout=250)
+    status, output = run_with_launcher("exception", timeout=550)
     assert status != 0
     where = r"in layer moody\n.*step \d, pipeline rank \d, stage \d, microbatch 0, action \dF0"
-    assert re.search(f"ValueError: the layer had enough\n.*{where}", output), output[-6000:]
+    told = re.sub(r"^STEP \d.*\n", "", output, flags=re.MULTILINE)  # another rank's may come in between
+    assert re.search(f"ValueError: the layer had enough\n.*{where}", told), output[-6000:]
     # The launcher may end the others before they have printed the step that they did finish.
     assert 1 <= output.count("STEP 0") <= WORLD and "STEP 1" not in output
     assert_none_alive(output)
@@ -128,7 +133,7 @@ def places_are_told(output: str, frozen: int) -> bool:
 
 @pytest.mark.timeout(300)
 def test_peers_of_a_frozen_rank_end_after_the_timeout_naming_what_they_waited_for() -> None:
-    frozen, found = fail_without_launcher("stop", SHORT, grace=4 * SHORT)
+    frozen, found = fail_without_launcher("stop", SHORT, grace=60)
     for rank, (status, output) in enumerate(found):
         if rank == frozen:
             assert status == -signal.SIGKILL, "ended by the test, as a launcher would"
@@ -141,7 +146,7 @@ def test_peers_of_a_frozen_rank_end_after_the_timeout_naming_what_they_waited_fo
 
 @pytest.mark.timeout(300)
 def test_data_that_ends_in_a_step_ends_every_rank() -> None:
-    _, found = fail_without_launcher("data", SHORT, grace=12 * SHORT)
+    _, found = fail_without_launcher("data", SHORT, grace=60)
     for status, output in found:
         assert status == 1, output[-4000:]
         assert any(text in output for text in ("BatchError: ", "PeerError: ", "watchdog: rank")), output[-4000:]
@@ -150,7 +155,7 @@ def test_data_that_ends_in_a_step_ends_every_rank() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_loader_that_fails_in_a_step_on_one_rank_ends_every_rank() -> None:
-    _, found = fail_without_launcher("loader", SHORT, grace=12 * SHORT)
+    _, found = fail_without_launcher("loader", SHORT, grace=60)
     for status, output in found:
         assert status == 1, output[-4000:]
     assert "OSError: shard 3 cannot be read" in found[2][1] and "pipeline rank 2, stage" in found[2][1]

@@ -20,7 +20,9 @@ def mounted(folder: Path) -> bool:
     folder.mkdir()
     if os.geteuid() != 0:
         return False
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, timeout=60
+    )
     return done.returncode == 0
 
 
@@ -33,7 +35,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
         yield folder if found else None
     finally:
         if found:
-            subprocess.run(["umount", str(folder)], check=True)
+            subprocess.run(["umount", str(folder)], check=True, timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -172,7 +172,7 @@ def gone_process() -> dict[str, Any]:
 
 
 def test_all_ranks_are_named_those_gone_or_longest_in_one_place_first(store: Any, gone_process: Any) -> None:
-    dog = begin(store, 0, 6)
+    dog = begin(store, 0, 6, beat=4.0)  # so that a busy machine makes no line of now an old one
     line_of(dog, 1, doing="action 1F0 (stage 1, microbatch 0)")
     line_of(dog, 2, doing="action 2B1 (stage 2, microbatch 1)", at=time.time() - 50)
     line_of(dog, 4, doing="action 4B1", process=gone_process)
@@ -188,7 +188,9 @@ def test_all_ranks_are_named_those_gone_or_longest_in_one_place_first(store: Any
     assert "rank 3: has not begun" in text
     assert f"rank 4: is gone, its process {gone_process['number']} was killed or crashed; it was in action 4B1" in text
     assert "rank 5: gave up in save_checkpoint: FileError: disk full" in text
-    assert "rank 2: no sign of life for 50." in text and "it was in action 2B1 (stage 2, microbatch 1)" in text
+    assert (
+        re.search(r"rank 2: no sign of life for 5\d\.", text) and "it was in action 2B1 (stage 2, microbatch 1)" in text
+    )
     assert "rank 1: in action 1F0 (stage 1, microbatch 0) for" in text
     assert "rank 0: in action 0B0 (stage 0, microbatch 0) for" in text
 
@@ -263,7 +265,7 @@ def test_launchers_are_known_by_their_command_lines(name: str, expected: int, tm
     script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {look!r}], check=True)\n")
     # behind a shell, as --no_python and user scripts have it
     command = ["sh", "-c", f"{sys.executable} -u {script} --local_rank=0; true"]
-    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) == expected
+    assert int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout) == expected
 
 
 def test_a_process_of_another_machine_is_never_said_to_be_gone(gone_process: Any) -> None:
@@ -341,7 +343,7 @@ def test_without_the_store_nobody_is_said_to_be_dead_and_its_host_is_named(
     where._store = StoppedStore()
     text = where.text(Activity("a place"))
     assert "(global rank 0 on host second, or the launcher) is stopped or dead, or its host or the network to" in text
-    assert re.search(r"rank 2 \(host [^)]+\): last heard of 50.\d s ago, in there", text)
+    assert re.search(r"rank 2 \(host [^)]+\): last heard of 5\d.\d s ago, in there", text)
     assert "no sign of life" not in text
 
 

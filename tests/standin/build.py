@@ -64,7 +64,7 @@ def _build(target: Path) -> None:
     folder.mkdir(parents=True)
     environment = {**os.environ, "PATH": _path(), "MAX_JOBS": "2"}
     command = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode != 0:
         raise RuntimeError(f"the stand-in device cannot be built:\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}")
     folder.rename(target.parent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +113,15 @@ def test_mistakes(tmp_path: Path) -> None:
         to_layers(small_unet(), plan_cache=tmp_path)
 
 
-def test_others_wait_for_the_one_that_traces(tmp_path: Path) -> None:
+def test_others_wait_for_the_one_that_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And go on when it is done, or gone."""
+    waits, wait = threading.Event(), keeping._wait
+
+    def waiting(file: object, path: Path) -> None:
+        waits.set()
+        wait(file, path)
+
+    monkeypatch.setattr(keeping, "_wait", waiting)
     path, order = tmp_path / "model-trace-x.json", []
 
     def other() -> None:
@@ -125,8 +131,9 @@ def test_others_wait_for_the_one_that_traces(tmp_path: Path) -> None:
     for dies in (True, False):
         thread = threading.Thread(target=other)
         with keeping.kept_leaves(path) as leaves:
+            waits.clear()
             thread.start()
-            time.sleep(0.3)
+            assert waits.wait(60)
             order.append("first")
             if not dies:
                 leaves.added["a leaf"] = [[], "", False, []]
