@@ -208,6 +208,12 @@ def test_copies_of_gradients_are_put_back_as_they_are_summed(config: dict[str, A
         assert found["kept"] <= 0 and (found["left"], found["waits"]) == (0, []), found
 
 
+@pytest.mark.timeout(200)
+def test_building_and_tracing_leave_the_devices_random_numbers() -> None:
+    ((_, output),) = launch("support.device_ranks:numbers_stay", 1, None, timeout=150, environment=device_of(QUICK))
+    assert "STAYED" in output
+
+
 # -- communicators -------------------------------------------------------------------------
 
 MADE = {

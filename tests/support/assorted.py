@@ -35,9 +35,10 @@ class Mix(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-        shorts, flags, waves, negatives, halves, doubles, nothing, image = values
+        shorts, flags, waves, negatives, halves, doubles, nothing, image, shared = values
         assert nothing.shape == (len(x), 0) and image.is_contiguous(memory_format=torch.channels_last)
         y = 0.1 * shorts + flags * negatives + halves.float() + doubles.float() + nothing.sum() + image.flatten(1)
+        y = y + shared
         return x + torch.tanh(self.inner(y + 0.3 * waves.imag + waves.real))
 
 
@@ -45,10 +46,11 @@ def assorted_layers() -> list[Any]:
     """Made on the first rank, and read by all layers after it: no cut keeps them there."""
     from deepspeed_pulse import LayerSpec
 
-    return [LayerSpec(Source, stash=NAMES), *(LayerSpec(Mix, pop=NAMES) for _ in range(5))]
+    return [LayerSpec(Source, stash=NAMES), *(LayerSpec(Mix, pop=(*NAMES, "shared")) for _ in range(5))]
 
 
 def assorted_batch(step: int, microbatch: int, data_index: int, *, dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + data_index)
     hidden, labels = (torch.randn(2, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
-    return {"hidden": hidden}, labels
+    shared = torch.rand(WIDTH, generator=generator, dtype=dtype).expand(2, WIDTH)  # its rows are one in memory
+    return {"hidden": hidden, "shared": shared}, labels

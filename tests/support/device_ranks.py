@@ -160,3 +160,21 @@ def _tied_engine(*, ranks: int, tied: bool, measured: bool) -> Any:
     module = PipelineModule(layers=layers, num_stages=ranks, loss_fn=mse, config=config, **example)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def numbers_stay(_: Any) -> None:
+    """Building a frozen part, tracing a model and measuring leave the device's random numbers where they were."""
+    from deepspeed.accelerator import get_accelerator
+
+    from deepspeed_pulse import LayerSpec
+    from deepspeed_pulse.engine.frozen import _frozen
+    from deepspeed_pulse.models.traced.trying import tried
+
+    assert torch_world() == 1
+    device = torch.device(get_accelerator().current_device_name())
+    get_accelerator().manual_seed_all(5)
+    before = get_accelerator().get_rng_state().clone()
+    _frozen(LayerSpec(torch.nn.Linear, 4, 4), 7, device, None)
+    tried(torch.nn.Linear(4, 4).to("meta").forward, (torch.ones(2, 4, device="meta"),), {})
+    assert torch.equal(get_accelerator().get_rng_state(), before)
+    print("STAYED", flush=True)
