@@ -13,9 +13,9 @@ NAMES = {
     "deepspeed.accelerator": "get_accelerator",
     "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": """
         Event Stream communication_backend_name create_op_builder current_device_name current_stream device_count
-        device_name get_rng_state is_bf16_supported is_fp16_supported is_pinned manual_seed_all max_memory_allocated
-        memory_allocated pin_memory reset_peak_memory_stats set_device set_rng_state stream synchronize
-        total_memory use_host_timers
+        device_name empty_cache get_rng_state is_bf16_supported is_fp16_supported is_pinned manual_seed_all
+        max_memory_allocated memory_allocated pin_memory reset_peak_memory_stats set_device set_rng_state stream
+        synchronize total_memory use_host_timers
     """,
     "deepspeed.checkpoint.constants": """
         BASE_OPTIMIZER_STATE LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SLICE_MAPPINGS
