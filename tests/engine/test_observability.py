@@ -12,7 +12,7 @@ from support.launch import launch
 from support.observe_ranks import STEPS
 
 from deepspeed_pulse.cli import main
-from deepspeed_pulse.engine.observation.notes import crowded
+from deepspeed_pulse.engine.observation.notes import QUEUES, crowded, too_few_queues
 from deepspeed_pulse.ir.run import RUN_FILE, Run
 
 
@@ -124,3 +124,25 @@ def test_report_prints_and_draws_what_the_run_wrote(
 def test_threads_that_hold_each_other_up(device: str, threads: int, ranks: int, cores: int, told: str | None) -> None:
     found = crowded(device, threads, ranks, cores)
     assert found is None if told is None else found is not None and told in found
+
+
+@pytest.mark.parametrize(
+    ("backend", "queues", "communicators", "told"),
+    [
+        ("nccl", None, 6, False),
+        ("nccl", None, 7, True),
+        ("nccl", "16", 15, True),
+        ("nccl", "32", 50, False),
+        ("hccl", None, 9, False),
+    ],
+)
+def test_streams_that_share_a_queue_are_told(
+    monkeypatch: pytest.MonkeyPatch, backend: str, queues: str | None, communicators: int, told: bool
+) -> None:
+    """A device has 8 where nothing is said, 32 at most."""
+    monkeypatch.delenv(QUEUES, raising=False)
+    if queues is not None:
+        monkeypatch.setenv(QUEUES, queues)
+    found = too_few_queues(backend, communicators)
+    assert (found is not None) is told
+    assert found is None or (f"up to {communicators + 2} streams" in found and f"export {QUEUES}=32" in found)

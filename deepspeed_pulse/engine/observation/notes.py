@@ -16,6 +16,9 @@ from deepspeed_pulse.engine.replaced import clipping_is_replaced
 from deepspeed_pulse.ir.communicators import communicator_bytes, communicators
 from deepspeed_pulse.ir.units import gigabytes
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = 32
+
 
 def print_notes(engine: Any) -> None:
     """Print them; on global rank 0."""
@@ -41,6 +44,17 @@ def crowded(device: str, threads: int, local_ranks: int, cores: int) -> str | No
     )
 
 
+def too_few_queues(backend: str, communicators: int) -> str | None:
+    """Said on NCCL where a rank has more streams than its device has queues: they hold each other up."""
+    needed, queues = communicators + 2, os.environ.get(QUEUES, "8")  # the rank's own, and one for sums
+    if backend != "nccl" or not queues.isdigit() or int(queues) >= min(needed, MOST_QUEUES):
+        return None
+    return (
+        f"up to {needed} streams a rank and {queues} queues of the device ({QUEUES}): messages of streams that share "
+        f"one may wait for each other for ever; export {QUEUES}={MOST_QUEUES} before the start"
+    )
+
+
 def _notes(engine: Any) -> Iterator[str]:
     slow = crowded(get_accelerator().device_name(), torch.get_num_threads(), local_ranks(), os.cpu_count() or 1)
     if slow is not None:
@@ -58,6 +72,9 @@ def _notes(engine: Any) -> Iterator[str]:
             f"up to {count} communicators a rank, which hold {gigabytes(num_bytes)} GB of its memory: HCCL_BUFFSIZE, "
             '"hccl_buffer_size" and P2P_HCCL_BUFFSIZE say how much each'
         )
+    crossed = too_few_queues(str(torch.distributed.get_backend()), max((count for count, _ in held), default=0))
+    if crossed is not None:
+        yield crossed
     faster_ms = None if planned is None else with_neighbours_ms(planned)
     if planned is not None and faster_ms is not None:
         plan = planned.plan
