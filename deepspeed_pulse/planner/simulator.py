@@ -193,9 +193,9 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
         bound = max(bound, sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks)
     gap = makespan / bound - 1.0 if bound > 0 else 0.0
     sent = [(t.message, t.num_bytes) for t in timeline.transfers] + [(c.message, c.num_bytes) for c in timeline.carried]
-    # microbatches with an extra forward send more than others: a mean then
+    # microbatches with an extra forward send more than others, and not all are encoded on one rank: a mean then
     per_microbatch = sum(size for m, size in sent if m.microbatch == 0)
-    if plan.conditioning:
+    if plan.conditioning or timeline.carried:
         per_microbatch = round(sum(size for _, size in sent) / microbatches)
     samples = plan.microbatch_size * microbatches * plan.data_parallel
     return Estimate(

@@ -417,6 +417,29 @@ def test_plans_without_frozen_work_are_written_as_before():
     assert Placement.wave(2) == (0, 1, 1, 0)
 
 
+def test_bytes_of_a_microbatch_are_the_mean_where_parts_run_on_several_ranks():
+    costs = uniform(4)
+    job = Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2)
+    made = make_plan(job, SearchOptions(placement="linear", solver_seconds=0))
+    text = FrozenPart(
+        name="z",
+        targets=(3,),
+        layers=(FrozenLayer(name="0", forward_ms=1.0, param_bytes=1, output_bytes=1000, activation_bytes=1),),
+    )
+
+    def sent(here, there):
+        """The microbatch ``here`` is encoded on the rank that does not read it."""
+        filled = (
+            (Filling(0, FrozenRun("z", 0, 1, here)), Filling(0, HandOver("z", 1, here, 1))),
+            (Filling(0, FrozenRun("z", 0, 1, there)),),
+        )
+        plan = replace(made, fill=Fill(parts=(text,), rows=filled))
+        assert not violations(plan, num_layers=4, values=())
+        return estimate(plan, costs, cluster()).p2p_bytes_per_microbatch
+
+    assert sent(1, 0) == sent(0, 1) == 500
+
+
 @pytest.mark.parametrize("name", ["", "two\nlines"])
 def test_a_part_has_a_name_of_one_line(name):
     parts = (FrozenPart(name=name, targets=(0,), layers=()),)

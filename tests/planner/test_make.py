@@ -347,3 +347,14 @@ def test_a_stage_without_weights_gradients_keeps_its_backward_whole():
     layers = [replace(x, weight_grad_ms=0.0 if i == 7 else 1.0) for i, x in enumerate(uniform(8).layers)]
     found = made(replace(uniform(8), layers=tuple(layers)), 2, 4, split_backward=True, boundaries=(0, 2, 4, 7, 8))
     assert stages_by_op(found)["B"] == {0, 3}
+
+
+@pytest.mark.parametrize(("overhead_us", "parts"), [(0.0, True), (1.0, False)])
+def test_where_hosts_send_skips_are_parted_for_five_percent_alone(overhead_us, parts):
+    """Layers whose pairs cannot be balanced: parting the skip saves 3 % of the step."""
+    times = [20, 21, 20, 20, 20, 20, 20, 21]
+    costs = profile([layer(t, 2 * t, output_bytes=8) for t in times], [skip("s", 1, 7, 8)])
+    link = Link(bandwidth_gb_per_s=1e6, latency_us=0.0, overhead_us=overhead_us)
+    job = Job(profile=costs, cluster=cluster(link), pipeline_ranks=2, microbatches=16)
+    plan = make_plan(job, SearchOptions(placement="wave", part_skips=True, solver_seconds=0))
+    assert any(route.hops for route in plan.routes) is parts
