@@ -34,14 +34,15 @@ def trains(case: dict[str, Any]) -> None:
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), config=config
     )
-    own = case["own"] if engine.grid.data_parallel_id else ()
+    batches = data(case["own"], engine.grid.data_parallel_id)
     for _ in range(4):
-        engine.train_batch(data(own))
+        engine.train_batch(batches)
     engine.destroy()
 
 
-def data(own: tuple[str, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+def data(own: list[str], replica: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Of a replica that has inputs or labels of its own, or neither."""
     for number in itertools.count():
-        made = [torch.Generator().manual_seed(number + 100 * (name in own)) for name in ("inputs", "labels")]
+        seeds = [number + 100 * replica * (name in own) for name in ("inputs", "labels")]
+        made = [torch.Generator().manual_seed(seed) for seed in seeds]
         yield torch.randn(2, 4, generator=made[0]), torch.randn(2, 4, generator=made[1])
