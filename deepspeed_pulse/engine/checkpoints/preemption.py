@@ -47,7 +47,8 @@ def without_worker(problem: Exception, *, heard: bool) -> RunError | None:
     ``heard``: this rank was asked to stop. What it shared with a worker that is gone then is a broken connection.
     """
     text = str(problem)
-    told = isinstance(problem, RuntimeError) and "DataLoader worker" in text and "signal: Terminated" in text
+    ended = heard or "signal: Terminated" in text  # else it "exited unexpectedly"
+    told = isinstance(problem, RuntimeError) and "DataLoader worker" in text and ended
     if not told and not (heard and isinstance(problem, (OSError, EOFError))):
         return None
     return RunError(
