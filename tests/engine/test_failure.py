@@ -133,7 +133,7 @@ def places_are_told(output: str, frozen: int) -> bool:
 
 @pytest.mark.timeout(300)
 def test_peers_of_a_frozen_rank_end_after_the_timeout_naming_what_they_waited_for() -> None:
-    frozen, found = fail_without_launcher("stop", SHORT, grace=60)
+    frozen, found = fail_without_launcher("stop", SHORT, grace=20)
     for rank, (status, output) in enumerate(found):
         if rank == frozen:
             assert status == -signal.SIGKILL, "ended by the test, as a launcher would"
