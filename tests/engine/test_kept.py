@@ -16,7 +16,7 @@ from deepspeed_pulse import LayerSpec
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.probe import LayerInputs
-from deepspeed_pulse.engine.plans import content, kept
+from deepspeed_pulse.engine.plans import content, kept, machines
 from deepspeed_pulse.engine.plans.content import job_content
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, known_profile, skips_of
 from deepspeed_pulse.engine.specs import describe, spec
@@ -185,3 +185,14 @@ def test_a_profile_file_must_be_the_models(tmp_path: Path) -> None:
         (tmp_path / "profile.json").write_text(replace(profile, layers=tuple(layers)).to_json())
         with pytest.raises(ConfigError, match=f"profile.json: .*{text}.*; profile this model, or set"):
             known_profile(asked)
+
+
+def test_links_of_another_network_or_other_threads_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = machines._settings(CPU)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert machines._settings(CPU) == expected
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert machines._settings(CPU) != expected and "GLOO_SOCKET_IFNAME=eth7" in machines._settings(torch.device("meta"))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    assert machines._settings(CPU) != expected

@@ -37,7 +37,7 @@ def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
     described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
     backend = str(torch.distributed.get_backend())
     measured_by = [MEASURING_VERSION, BUCKET_BYTES, *Link.__dataclass_fields__, *library_versions()]
-    content = [described, backend, device.type, *measured_by, *_settings()]
+    content = [described, backend, device.type, *measured_by, *_settings(device)]
     path = Path(plan_cache) / f"cluster-{kept.named_by(content)}.json"
     found = agree(lambda: kept.read_cluster(path, nodes, per_node), "reading kept links")
     if found is not None:
@@ -47,10 +47,13 @@ def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
     return cluster
 
 
-def _settings() -> list[str]:
-    """Environment variables by which messages take other ways, or are sent in another manner."""
+def _settings(device: torch.device) -> list[str]:
+    """What else times depend on: variables by which messages go another way, and on CPUs the threads on the cores."""
     prefixes = ("NCCL_", "HCCL_", "P2P_HCCL_", "GLOO_")
-    return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))
+    found = {name: value for name, value in os.environ.items() if name.startswith(prefixes) and "DEBUG" not in name}
+    if device.type == "cpu":
+        found["threads"] = str(torch.get_num_threads())
+    return sorted(f"{name}={value}" for name, value in found.items())
 
 
 def with_communicators(cluster: Cluster, pulse: PulseConfig) -> Cluster:
