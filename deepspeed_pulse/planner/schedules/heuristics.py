@@ -208,6 +208,12 @@ def halves_tried(options: SearchOptions, profile: Profile) -> tuple[bool, ...]:
     return (False, True) if profile.knows_halves else (False,)
 
 
+def not_available(schedule: str) -> str:
+    """Of a name that no generator has, in words."""
+    names = ", ".join(GENERATORS)
+    return f'schedule {schedule!r} is not available{did_you_mean(schedule, GENERATORS)}; available: "auto", {names}'
+
+
 def generators_for(schedule: str, placement: Placement, *, split: bool = False) -> dict[str, Generator]:
     """The generators that ``schedule`` ("auto" or a name) allows on a placement, with backward split or not.
 
@@ -219,10 +225,7 @@ def generators_for(schedule: str, placement: Placement, *, split: bool = False) 
     if schedule == "auto":
         return fitting
     if schedule not in GENERATORS:
-        raise ConfigError(
-            f"schedule {schedule!r} is not available{did_you_mean(schedule, GENERATORS)}; "
-            f'available: "auto", {", ".join(GENERATORS)}; those that fit {place}: {", ".join(fitting)}'
-        )
+        raise ConfigError(f"{not_available(schedule)}; those that fit {place}: {', '.join(fitting)}")
     if schedule not in fitting:
         needs = " without split backward" if GENERATORS[schedule].fits(placement) else ""
         raise ConfigError(f"schedule {schedule!r} does not fit {place}{needs}; those that do: {', '.join(fitting)}")

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from deepspeed_pulse.errors import ConfigError, did_you_mean
+from deepspeed_pulse.errors import ConfigError
 from deepspeed_pulse.ir.choice import Choice, Constraints, may_step_apart
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.frozen import FrozenParts
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.planner.job import Job
 from deepspeed_pulse.planner.make import check_cluster, check_counts
-from deepspeed_pulse.planner.schedules.heuristics import GENERATORS
+from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, not_available
 from deepspeed_pulse.planner.tuning.sizes import Sizes
 
 MOST_SAMPLES = 10**6
@@ -78,10 +78,7 @@ class OpenJob:
         check_cluster(self.cluster, self.world, "world size:")
         schedule = self.given.schedule
         if schedule != "auto" and schedule not in GENERATORS:
-            raise ConfigError(
-                f"schedule {schedule!r} is not available{did_you_mean(schedule, GENERATORS)}; available: "
-                f'"auto", {", ".join(GENERATORS)}'
-            )
+            raise ConfigError(not_available(schedule))
         dtype = self.sizes.smallest.dtype
         if self.given.backbone_steps == "each" and not may_step_apart(dtype):
             raise ConfigError(
