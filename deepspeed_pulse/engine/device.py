@@ -18,6 +18,10 @@ HOST_BACKENDS = ("gloo", "mpi")
 """Backends that keep messages apart by tag, and that cannot send device memory."""
 
 
+QUEUES, MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+"""The variable that says how many queues a device has for its streams (8 where it is unset), and the most it can be."""
+
+
 def runs_at_once(device: torch.device) -> bool:
     """Whether the device has done what it is given when the call returns, by the rule of upstream's timers."""
     return device.type == "cpu" or bool(get_accelerator().use_host_timers())
@@ -29,10 +33,10 @@ def check_queues(device: torch.device) -> None:
     There the second message of a stream waits at the queue's head for the first, and behind it the kernels and messages
     that the first waits for.
     """
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not runs_at_once(device):
+    if os.environ.get(QUEUES) == "1" and not runs_at_once(device):
         raise ConfigError(
-            "CUDA_DEVICE_MAX_CONNECTIONS: found 1, with which kernels and messages share one queue, and messages of a "
-            "pipeline that wait for one another stand still for ever; unset it, or set 2 or more"
+            f"{QUEUES}: found 1, with which kernels and messages share one queue, and messages of a "
+            f"pipeline that wait for one another stand still for ever; set {MOST_QUEUES}, the most"
         )
 
 

@@ -12,7 +12,8 @@ from support.launch import launch
 from support.observe_ranks import STEPS
 
 from deepspeed_pulse.cli import main
-from deepspeed_pulse.engine.observation.notes import QUEUES, crowded, too_few_queues
+from deepspeed_pulse.engine.device import QUEUES
+from deepspeed_pulse.engine.observation.notes import crowded, too_few_queues
 from deepspeed_pulse.ir.run import RUN_FILE, Run
 
 

@@ -10,14 +10,12 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.engine.device import MOST_QUEUES, QUEUES
 from deepspeed_pulse.engine.observation.environment import local_ranks
 from deepspeed_pulse.engine.plans.planning import Planned, with_neighbours_ms
 from deepspeed_pulse.engine.replaced import clipping_is_replaced
 from deepspeed_pulse.ir.communicators import communicator_bytes, communicators
 from deepspeed_pulse.ir.units import gigabytes
-
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-MOST_QUEUES = 32
 
 
 def print_notes(engine: Any) -> None:
