@@ -52,7 +52,7 @@ class Losses:
             return loss
         if engine.eval_return_logits:
             engine.outputs = output
-        _check_output(loss)
+        _check_output(loss, "the last layer" if loss is output else "loss_fn")
         engine.fwd_outputs.append(_kept(loss) if isinstance(loss, torch.Tensor) else list(map(_kept, loss)))
         engine.total_loss = _added(engine.total_loss, loss)
         additional, totals = engine.module.get_additional_losses(), engine.total_additional_losses
@@ -130,13 +130,13 @@ def _check_loss(loss: Any, loss_fn: Any, head: Head) -> None:
         raise ConfigError(f"{source}: the loss depends on no trainable parameter; unfreeze some layer")
 
 
-def _check_output(found: Any) -> None:
+def _check_output(found: Any, source: str) -> None:
     """What an evaluation gives is a tensor, or several in a row."""
     several = isinstance(found, (tuple, list)) and all(isinstance(one, torch.Tensor) for one in found)
     if not isinstance(found, torch.Tensor) and not several:
         raise ConfigError(
-            f"the last layer: expected a tensor or a tuple of tensors to give to the caller, found "
-            f"{type(found).__name__}; return one of these, or a loss (loss_fn=)"
+            f"{source}: expected a tensor or a tuple of tensors to give to the caller, found {type(found).__name__}; "
+            "return one of these"
         )
 
 

@@ -23,7 +23,9 @@ def test_ranks_sample_together_between_training_steps() -> None:
 
 @pytest.mark.parametrize("found", [{"sample": torch.ones(1)}, 3.0, [torch.ones(1), None]])
 def test_an_output_that_is_no_tensor_is_named(found: object) -> None:
-    with pytest.raises(ConfigError, match=r"expected a tensor or a tuple of tensors .* found (dict|float|list)"):
-        _check_output(found)
-    _check_output(torch.ones(1))
-    _check_output((torch.ones(1), torch.ones(2)))
+    with pytest.raises(
+        ConfigError, match=r"loss_fn: expected a tensor or a tuple of tensors .* found (dict|float|list)"
+    ):
+        _check_output(found, "loss_fn")
+    _check_output(torch.ones(1), "loss_fn")
+    _check_output((torch.ones(1), torch.ones(2)), "loss_fn")

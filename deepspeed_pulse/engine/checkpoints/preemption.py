@@ -32,10 +32,9 @@ def _hear(number: int, frame: Any) -> None:
 
 def _forget_in_child() -> None:
     """A process that the program forks takes no part in steps: SIGTERM ends it, as it would any other."""
-    if _listening or signal.getsignal(signal.SIGTERM) is _hear:
-        _listening.clear()
-        if signal.getsignal(signal.SIGTERM) is _hear:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _listening.clear()
+    if signal.getsignal(signal.SIGTERM) is _hear:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -53,9 +52,9 @@ def without_worker(problem: Exception, *, heard: bool) -> RunError | None:
         return None
     return RunError(
         "SIGTERM ended a worker of the data loader, so this step cannot end, and nothing is saved "
-        f"({type(problem).__name__}: {text}); let "
-        "workers ignore it, as they end with their rank: DataLoader(..., worker_init_fn=f) with a function f(worker) "
-        "that calls signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        f"({type(problem).__name__}: {text}); let workers ignore it, as they end with their rank: "
+        "DataLoader(..., worker_init_fn=f) with a function f(worker) that calls "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
         more="data-workers",
     )
 

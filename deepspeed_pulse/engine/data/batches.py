@@ -481,11 +481,12 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on a device, without the host waiting: it waits where it copies from pages that may be swapped out."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
-    if not is_dense(tensor):  # an expanded view, say: pinning writes through its strides
-        tensor = tensor.contiguous()
     accelerator = get_accelerator()
-    pinned = tensor if accelerator.is_pinned(tensor) else accelerator.pin_memory(tensor)
-    return pinned.to(device, non_blocking=True)
+    if not accelerator.is_pinned(tensor):
+        if tensor.layout is torch.strided and not is_dense(tensor):  # an expanded view: pinning writes by its strides
+            tensor = tensor.contiguous()
+        tensor = accelerator.pin_memory(tensor)
+    return tensor.to(device, non_blocking=True)
 
 
 def _shape(value: Any) -> str:
