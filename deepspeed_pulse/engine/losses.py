@@ -54,7 +54,8 @@ class Losses:
             engine.outputs = output
         _check_output(loss, "the last layer" if loss is output else "loss_fn")
         engine.fwd_outputs.append(_kept(loss) if isinstance(loss, torch.Tensor) else list(map(_kept, loss)))
-        engine.total_loss = _added(engine.total_loss, loss)
+        if torch.is_grad_enabled():  # in an evaluation nobody reads the sum, and outputs may differ in shape
+            engine.total_loss = _added(engine.total_loss, loss)
         additional, totals = engine.module.get_additional_losses(), engine.total_additional_losses
         if additional is not None:
             totals = OrderedDict() if totals is None else totals

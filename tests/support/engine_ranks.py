@@ -329,6 +329,9 @@ def changes_shapes(steps: int) -> None:
             seen.append(live_tensors(at_most=first))
             first = seen[0]
     assert all(count <= first[0] and size <= first[1] for count, size in seen), seen
+    pictures = make_engine(torch_world(), 3, model="unet buckets", dynamic=True)
+    outputs = pictures.eval_batch(data_of(pictures, 1, "unet buckets"), compute_loss=False, reduce_output=None)
+    assert outputs is None or len({tuple(output.shape) for output in outputs}) > 1, "shapes of one evaluation"
     print("PASSED", seen, flush=True)
 
 
