@@ -385,6 +385,22 @@ def test_show_says_of_given_costs_what_simulate_says(capsys: pytest.CaptureFixtu
     assert figures[0] == figures[1] and len(figures[0]) == 2
 
 
+@pytest.mark.usefixtures("planned")
+def test_show_counts_sums_over_the_given_links(capsys: pytest.CaptureFixture[str]) -> None:
+    """Replicas of a whole model send nothing in the order, and sum gradients behind it."""
+    assert run(PLAN.replace("--pipeline-ranks 2", "--pipeline-ranks 1 --data-parallel 2")) == 0
+    cluster = json.loads(Path("cluster.json").read_text())
+    for link in ("intra_node", "inter_node"):
+        cluster[link] |= {"bandwidth_gb_per_s": 1e-6}
+    Path("slow.json").write_text(json.dumps(cluster))
+    capsys.readouterr()
+    steps = []
+    for command, machines in (("simulate", "slow"), ("show", "slow"), ("show", "cluster")):
+        assert run(f"{command} plan.json --profile profile.json --cluster {machines}.json") == 0
+        steps += re.findall(r"step ([\d.]+ m?s)", " ".join(capsys.readouterr().out.split()))[:1]
+    assert steps[0] == steps[1] != steps[2], steps
+
+
 @pytest.mark.usefixtures("folder")
 def test_names_of_layers_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     profile = json.loads(Path("profile.json").read_text())

@@ -99,9 +99,9 @@ def _show_plan(arguments: argparse.Namespace, text: str) -> None:
 
 def _estimated(plan: Plan, found: Estimate) -> Plan:
     """With the figures of the costs that were given; what a search says of itself is of those that it had."""
-    if plan.estimate is not None and plan.estimate.makespan_ms == found.makespan_ms:
-        return plan
-    solver = None if plan.solver is None else replace(plan.solver, optimal=False, generator=None)
+    solver, same = plan.solver, plan.estimate is not None and plan.estimate.makespan_ms == found.makespan_ms
+    if solver is not None and not same:
+        solver = replace(solver, optimal=False, generator=None)
     return replace(plan, estimate=found, solver=solver)
 
 
