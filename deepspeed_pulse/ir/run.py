@@ -161,7 +161,8 @@ class RankMemory:
 class Difference:
     """Why a measured step took longer than the planned one; ms, negative for shorter.
 
-    The four parts add up to ``measured_ms - planned_ms``. ``layers_ms``: actions took longer than the profile says.
+    The five parts add up to ``measured_ms - planned_ms``. ``layers_ms``: actions took longer than the profile says,
+    ``frozen_ms``: frozen work between them did.
     ``pauses_ms``: between two actions a rank did nothing although nothing was missing, for longer than its messages are
     planned to keep it; ``mean_pause_ms`` is all of such a pause. ``messages_ms``: ranks waited longer for messages than
     that explains. ``outside_ms``: before the first action and after the last one.
@@ -179,6 +180,7 @@ class Difference:
     stage_planned_ms: float
     stage_measured_ms: float
     mean_pause_ms: float
+    frozen_ms: Signed = 0.0
     memory: tuple[RankMemory, ...] = ()
 
     @property

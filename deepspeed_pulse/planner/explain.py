@@ -46,8 +46,10 @@ def explain(
     overheads = {action: problem.overhead_ms(action) for action in durations}
     as_paused = {action: ms + overheads[action] for action, ms in durations.items()}
     with_layers = run(problem, plan.schedule, durations=as_paused).makespan_ms
+    frozen = {span.work: span.end_ms - span.start_ms for span in measured.frozen}
+    with_frozen = run(problem, plan.schedule, durations={**as_paused, **frozen}).makespan_ms
     paused = {action: ms + pauses.get(action, 0.0) for action, ms in durations.items()}
-    with_pauses = run(problem, plan.schedule, durations=paused).makespan_ms
+    with_pauses = run(problem, plan.schedule, durations={**paused, **frozen}).makespan_ms
     planned_step = planned if plan.estimate is None else plan.estimate.step_ms
     layers_ms = {action: problem.duration_ms(action) - overheads[action] for action in durations}
     beyond: dict[int, float] = defaultdict(float)
@@ -58,7 +60,8 @@ def explain(
         planned_ms=planned_step,
         measured_ms=step_ms,
         layers_ms=with_layers - planned,
-        pauses_ms=with_pauses - with_layers,
+        frozen_ms=with_frozen - with_layers,
+        pauses_ms=with_pauses - with_frozen,
         messages_ms=measured.makespan_ms - with_pauses,
         outside_ms=(step_ms - measured.makespan_ms) - (planned_step - planned),
         stage=stage,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from deepspeed_pulse.ir.carried import in_step_order
 from deepspeed_pulse.ir.cluster import Cluster
@@ -27,6 +28,9 @@ from deepspeed_pulse.planner.links import Ports, Way
 from deepspeed_pulse.planner.memory import memory_over_time
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.reduction import behind_ms, pieces, reduction_ms
+
+Durations = Mapping[Any, float]
+"""ms by action, and by :class:`~deepspeed_pulse.ir.fill.FrozenRun`."""
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -48,12 +52,12 @@ def estimate(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     return summarize(problem, run(problem, plan.schedule))
 
 
-def run(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, float] | None = None) -> Timeline:
+def run(problem: Problem, schedule: Schedule, *, durations: Durations | None = None) -> Timeline:
     """Simulate an order on a problem, whatever schedule its plan has.
 
     Where the problem's plan carries actions over, it is a step among others alike.
 
-    ``durations``: ms of every action, where they are not the profile's.
+    ``durations``: ms of every action, and of frozen work, where they are not as planned.
     """
     return with_memory(problem, times(problem, schedule, durations=durations))
 
@@ -63,7 +67,7 @@ def with_memory(problem: Problem, timeline: Timeline) -> Timeline:
     return replace(timeline, memory=memory_over_time(problem, timeline))
 
 
-def times(problem: Problem, schedule: Schedule, *, durations: Mapping[Action, float] | None = None) -> Timeline:
+def times(problem: Problem, schedule: Schedule, *, durations: Durations | None = None) -> Timeline:
     """:func:`run`, without what is live: a third of its time."""
     late = problem.carried(schedule)
     clock = _Clock(problem, schedule, durations, late)
@@ -88,11 +92,12 @@ class _Clock:
         self,
         problem: Problem,
         schedule: Schedule,
-        durations: Mapping[Action, float] | None,
+        durations: Durations | None,
         carried: Collection[Action] = (),
     ) -> None:
         self.problem = problem
         self._duration_ms = problem.duration_ms if durations is None else durations.__getitem__
+        self._given_ms: Durations = durations or {}
         self.spans: list[Span[Action]] = []
         self.transfers: list[Transfer[Message]] = []
         self.frozen: list[Span[FrozenRun]] = []
@@ -144,7 +149,7 @@ class _Clock:
             self.carried.append(self._sent(work, way, start))
             end = self.carried[-1].arrive_ms
         else:
-            end = self.rank_free[rank] = start + fill.duration_ms(work)
+            end = self.rank_free[rank] = start + self._given_ms.get(work, fill.duration_ms(work))
             self.frozen.append(Span(rank=rank, work=work, start_ms=start, end_ms=end))
         self._ready[result_of(rank, work)] = end
 

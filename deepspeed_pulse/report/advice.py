@@ -14,6 +14,7 @@ _EXPLAINS = 0.2
 """Share of the difference that a part must explain to be advised on."""
 
 _LAYERS = "layers against their profile"
+_FROZEN = "frozen parts against what they took when they were measured"
 
 
 def warning(difference: Difference | None, *, crowded: str | None = None) -> list[str]:
@@ -38,7 +39,8 @@ def _time(difference: Difference, crowded: str | None) -> Iterator[str]:
     total = difference.measured_ms - difference.planned_ms
     parts = sorted(_parts(difference, crowded), key=lambda part: part[0] / total, reverse=True)
     for part_ms, what, knob in parts:
-        explains = part_ms / total >= _EXPLAINS and (longer or what.startswith(_LAYERS))  # other knobs only shorten
+        measured_anew = what.startswith((_LAYERS, _FROZEN))  # other knobs only shorten
+        explains = part_ms / total >= _EXPLAINS and (longer or measured_anew)
         yield f"  {part_ms:+.3g} ms: {what}{f'; {knob}' if explains else ''}"
 
 
@@ -54,6 +56,8 @@ def _parts(difference: Difference, crowded: str | None) -> Iterator[tuple[float,
         else "measure them again on this device while nothing else runs on it (ds_pulse profile, or example_batch=), "
         "for the plan may cut in the wrong places",
     )
+    if difference.frozen_ms:
+        yield difference.frozen_ms, _FROZEN, "measure them again with batches of this size (example_batch=)"
     yield (
         difference.messages_ms,
         "waiting for messages beyond their planned time",

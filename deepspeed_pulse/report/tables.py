@@ -178,6 +178,7 @@ def _most_of_step(difference: Difference) -> str:
     """The part of the difference that goes furthest in its direction."""
     parts = {
         "layers": difference.layers_ms,
+        "frozen parts": difference.frozen_ms,
         "messages": difference.messages_ms,
         "pauses": difference.pauses_ms,
         "outside actions": difference.outside_ms,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from toys import cluster
 
+from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
 from deepspeed_pulse.ir.run import Difference
@@ -80,6 +81,21 @@ def test_slow_layers_are_named_with_their_stage(plan: Plan) -> None:
     assert parts(found) == pytest.approx((more, 0, 0, 0), abs=1e-9) and more > 5
     assert found.stage == plan.stage_of(2)
     assert (found.stage_planned_ms, found.stage_measured_ms) == pytest.approx((3.0, 7.5))
+
+
+def test_slow_encoders_are_no_slow_links(plan: Plan) -> None:
+    layer = FrozenLayer(name="e", forward_ms=0.5, param_bytes=0, output_bytes=10, activation_bytes=10)
+    part = FrozenPart(name="latents", layers=(layer,), targets=(0,))
+    job = Job(profile=COSTS, cluster=CLUSTER, pipeline_ranks=RANKS, microbatches=MICROBATCHES, frozen=(part,))
+    filled = make_plan(job, SearchOptions(placement="wave", solver_seconds=0))
+    slow = replace(part, layers=(replace(layer, forward_ms=8.0),))
+    assert filled.fill is not None and filled.estimate is not None
+    slower = replace(filled, fill=replace(filled.fill, parts=(slow,)))
+    measured = with_waits(simulate(slower, COSTS, CLUSTER))
+    more = measured.makespan_ms - filled.estimate.makespan_ms
+    found = explain(filled, COSTS, CLUSTER, measured, step_ms=filled.estimate.step_ms + more)
+    assert found.frozen_ms == pytest.approx(more) and more > 5
+    assert parts(found) == pytest.approx((0, 0, 0, 0), abs=1e-9)
 
 
 def test_a_slow_link_is_what_ranks_waited_for(plan: Plan) -> None:

@@ -24,6 +24,7 @@ AS_PLANNED = Difference(
 KNOBS = {
     "layers_ms": "ds_pulse profile",
     "messages_ms": 'key "cluster"',
+    "frozen_ms": "with batches of this size",
     "pauses_ms": "larger microbatches",
     "outside_ms": "slow data loader",
 }
@@ -36,7 +37,7 @@ def test_the_part_that_explains_it_comes_first_with_its_knob(part: str) -> None:
     head, first, *rest = warning(found)
     assert head == "warning: the step took 143 ms, 43 % longer than the planned 100 ms; of that"
     assert first.startswith("  +40 ms: ") and KNOBS[part] in first
-    assert len(rest) == 3 and not any(knob in line for line in rest for knob in KNOBS.values())
+    assert len(rest) == 4 and not any(knob in line for line in rest for knob in KNOBS.values())
 
 
 def test_the_stage_that_exceeds_most_is_named() -> None:
