@@ -64,7 +64,7 @@ def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory
     )
     for rank in range(plan.pipeline_ranks):
         busy = sum(end - start for start, end in timeline.intervals(rank))
-        sent = sum(t.num_bytes for t in timeline.every_transfer if t.source_rank == rank and t.message.microbatch == 0)
+        sent = sum(t.num_bytes for t in timeline.every_transfer if t.source_rank == rank)
         peak = estimate.peak_bytes[rank]
         over = memory_bytes is not None and peak > memory_bytes
         table.add_row(
@@ -72,7 +72,7 @@ def estimate_table(plan: Plan, timeline: Timeline, estimate: Estimate, *, memory
             ", ".join(map(str, plan.stages_of(rank))),
             words.milliseconds(busy),
             words.milliseconds(timeline.makespan_ms - busy),
-            words.megabytes(sent),
+            words.megabytes(round(sent / plan.microbatches)),
             words.gigabytes(peak),
             "does not fit" if over else "",
         )

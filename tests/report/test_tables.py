@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.plan import Solver
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, RankMemory
+from deepspeed_pulse.planner import Job, SearchOptions, make_plan, simulate
 from deepspeed_pulse.report.tables import estimate_table, measured_table, plan_table
 
 
@@ -51,6 +53,19 @@ def test_start_up_table_names_the_skips_that_travel(sample: Any) -> None:
 def test_a_step_says_what_of_it_is_the_optimizer_s(sample: Any, optimizer_ms: float, said: str) -> None:
     figures = dataclasses.replace(sample.plan.estimate, step_ms=60.0, optimizer_ms=optimizer_ms)
     assert said in text_of(estimate_table(sample.plan, sample.timeline, figures))
+
+
+def test_ranks_send_together_what_a_microbatch_sends(sample: Any) -> None:
+    """Also where one rank encodes the first microbatch and another the second."""
+    layer = FrozenLayer(name="e", forward_ms=5.0, param_bytes=1, output_bytes=3_000_000, activation_bytes=1)
+    part = FrozenPart(name="text", layers=(layer,), targets=(0, 3))
+    job = Job(profile=sample.profile, cluster=sample.cluster, pipeline_ranks=4, microbatches=8, frozen=(part,))
+    plan = make_plan(job, SearchOptions(placement="wave", solver_seconds=0))
+    timeline = simulate(plan, sample.profile, job.cluster)
+    assert timeline.carried and plan.estimate is not None
+    rows = rows_of(estimate_table(plan, timeline, plan.estimate))
+    sent = sum(float(row[4].split()[0]) for row in rows)
+    assert sent == pytest.approx(plan.estimate.p2p_bytes_per_microbatch / 1e6, abs=0.05 * len(rows))
 
 
 def test_plan_alone(sample: Any) -> None:
