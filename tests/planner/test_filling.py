@@ -30,6 +30,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan, reorder, simulate, violations
 from deepspeed_pulse.planner.filling.assignment import Assignment, gaps_of
 from deepspeed_pulse.planner.filling.fill import allowed_ranks, fill_plan
+from deepspeed_pulse.planner.making import ordered as ordering
 from deepspeed_pulse.planner.problem import Problem
 
 
@@ -410,6 +411,24 @@ def test_a_damaged_row_is_refused(row):
     data["fill"]["rows"][1] = row
     with pytest.raises(FileError, match="rows"):
         Plan.from_json(json.dumps(data))
+
+
+def test_planning_anew_within_less_memory_takes_no_longer_than_ranks_wait(monkeypatch):
+    given, filled = [], ordering._filled
+
+    def too_much_at_first(plan, job, memory_bytes, options, progress):
+        given.append(options.solver_seconds)
+        if len(given) == 1:
+            raise InfeasibleError("too much", needed_bytes=job.limit_bytes + 1)
+        return filled(plan, job, memory_bytes, replace(options, solver_seconds=0.0), progress)
+
+    monkeypatch.setattr(ordering, "_filled", too_much_at_first)
+    costs = uniform(8)
+    job = Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, frozen=[part("latents", 1)])
+    made = make_plan(replace(job, frozen=()), SearchOptions(placement="wave", solver_seconds=0.0))
+    assert ordering.ordered(made, job, SearchOptions(solver_seconds=300.0)).fill is not None
+    # each takes up to 1.5 times what it is given: an order, and as long again for both kinds of filling
+    assert 1.5 * sum(given) <= 600
 
 
 def test_plans_without_frozen_work_are_written_as_before():

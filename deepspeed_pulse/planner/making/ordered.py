@@ -80,7 +80,8 @@ def _ordered(plan: Plan, job: Job, options: SearchOptions, progress: Progress | 
         spare = job.limit_bytes - (reason.needed_bytes - job.limit_bytes)
         if spare <= 0:
             raise
-    return _filled(plan, job, spare, options, progress)
+    # what both take is at most twice what was given, which is what ranks wait for
+    return _filled(plan, job, spare, replace(options, solver_seconds=options.solver_seconds / 3), progress)
 
 
 def _is_proven(plan: Plan) -> bool:
