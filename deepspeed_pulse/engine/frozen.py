@@ -92,6 +92,11 @@ class DeclaredParts:
 
     def _order(self) -> tuple[str, ...]:
         """Names, what a part needs before it."""
+    @property
+    def described(self) -> dict[str, tuple[Graph, list[Any]]]:
+        """By name, what a part's layers read and the layers themselves."""
+        return {name: (self._graphs[name], self._layers[name]) for name in self.names}
+
         dummy = FrozenLayer(name="", forward_ms=0.0, param_bytes=0, output_bytes=0, activation_bytes=0)
         try:
             return tuple(part.name for part in in_order([self.part(name, (dummy,)) for name in self._specs]))

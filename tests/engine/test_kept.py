@@ -17,10 +17,12 @@ from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.plans import content, kept, machines
-from deepspeed_pulse.engine.plans.content import job_content
+from deepspeed_pulse.engine.plans.content import frozen_content, job_content
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, known_profile, skips_of
+from deepspeed_pulse.engine.plans.kept import with_kept_times
 from deepspeed_pulse.engine.specs import describe, spec
 from deepspeed_pulse.errors import ConfigError, FileError
+from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import Profile
 
@@ -70,6 +72,35 @@ def profile_of(asked: PlanRequest) -> Profile:
     measured = measure_layers(asked.graph, [lambda x=x: built(x) for x in asked.layers], start, CPU)
     skips = skips_of(asked.graph, measured.value_bytes)
     return Profile(name="toy", device="cpu", dtype="float32", microbatch_size=2, layers=measured.layers, skips=skips)
+
+
+def encoder(*ms: float) -> FrozenPart:
+    layers = [FrozenLayer(name="e", forward_ms=x, param_bytes=1, output_bytes=1, activation_bytes=1) for x in ms]
+    return FrozenPart(name="text", layers=tuple(layers), targets=(0,))
+
+
+def test_times_of_encoders_are_those_of_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan is found by its costs: with times of its own no run would find that of another."""
+    layers = [nn.Embedding(9, 4), nn.Linear(4, 4)]
+    graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
+
+    def content_of(width: int = 4, rows: int = 2) -> Any:
+        found = [layers[0], nn.Linear(4, width)]
+        return frozen_content({"text": (graph, found)}, {"ids": torch.zeros(rows, dtype=torch.long)}, CPU)
+
+    folder = str(tmp_path)
+    first, later = encoder(1.0, 2.0), encoder(1.5, 2.5)
+    assert with_kept_times(folder, content_of(), [first]) == (first,)
+    assert with_kept_times(folder, content_of(), [later]) == (first,)
+    assert with_kept_times(folder, content_of(width=8), [later]) == (later,), "other layers"
+    assert with_kept_times(folder, content_of(rows=4), [later]) == (later,), "other batches"
+    assert capsys.readouterr().out == ""
+    for damage in ("{", "[]", '{"text": [1.0]}', '{"text": [1.0, null]}'):
+        for path in tmp_path.glob("frozen-*.json"):
+            path.write_text(damage)
+        assert with_kept_times(folder, content_of(), [later]) == (later,)
+        assert "are not this job's and are measured anew" in capsys.readouterr().out
+        assert with_kept_times(folder, content_of(), [first]) == (later,)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed_pulse.engine.observation.environment import local_ranks, version_
 from deepspeed_pulse.engine.plans.costs import PlanRequest, stand_in
 from deepspeed_pulse.engine.sharing.closures import is_full
 from deepspeed_pulse.engine.specs import TiedCall, unwrap
+from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.profile import Profile
 
 MEASURING_VERSION = 8
@@ -39,21 +40,40 @@ def job_content(request: PlanRequest) -> dict[str, Any]:
     """Of a job, all but the microbatch size that it is measured at."""
     assert request.example is not None
     inputs, entries = request.example
-    on_cpu = request.device.type == "cpu"
     return {
         "versions": [MEASURING_VERSION, *Profile.FORMATS, *library_versions()],
-        "layers": [
-            [declared.name, declared.stash, declared.pop, code(layer)]
-            for declared, layer in zip(request.graph.layers, request.layers, strict=True)
-        ],
+        "layers": _layers(request.graph, request.layers),
         "batch": {name: _plain(value) for name, value in {"": inputs, **entries}.items()},
         "cast": [str(request.dtype), str(request.buffer_dtype)],
         "microbatch size of the batch": request.microbatch_size,
-        "device": [request.device.type, device_name(request.device)],
         "optimizer": [request.rules.fused_optimizer, request.rules.shards_optimizer],
+        **_machine(request.device),
+    }
+
+
+def frozen_content(
+    parts: Mapping[str, tuple[Graph, Sequence[Any]]], entries: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """The same of frozen parts, by name their graph and layers, for a batch of these entries."""
+    return {
+        "versions": [MEASURING_VERSION, *library_versions()],
+        "layers": {name: _layers(graph, layers) for name, (graph, layers) in parts.items()},
+        "batch": {name: _plain(value) for name, value in entries.items()},
+        **_machine(device),
+    }
+
+
+def _layers(graph: Graph, layers: Sequence[Any]) -> list[Any]:
+    pairs = zip(graph.layers, layers, strict=True)
+    return [[declared.name, declared.stash, declared.pop, code(layer)] for declared, layer in pairs]
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    return {
+        "device": [device.type, device_name(device)],
         # ranks of a host share its cores, and measure at the same time
-        "sharing": [torch.get_num_threads(), local_ranks(), _world_size()] if on_cpu else None,
-        "precision": [*_precision(request.device.type)],
+        "sharing": [torch.get_num_threads(), local_ranks(), _world_size()] if device.type == "cpu" else None,
+        "precision": [*_precision(device.type)],
     }
 
 

@@ -29,8 +29,9 @@ from deepspeed_pulse.engine.gradients.scaling import trained_dtype
 from deepspeed_pulse.engine.observation import figures
 from deepspeed_pulse.engine.plans.asked import AUTO, asked_of, layout_of, num_stages_of, settled, trial_config
 from deepspeed_pulse.engine.plans.choosing import Chosen, choose
+from deepspeed_pulse.engine.plans.content import frozen_content
 from deepspeed_pulse.engine.plans.costs import PlanRequest
-from deepspeed_pulse.engine.plans.kept import check_folder
+from deepspeed_pulse.engine.plans.kept import check_folder, with_kept_times
 from deepspeed_pulse.engine.plans.planning import Planned, plan_job
 from deepspeed_pulse.engine.recomputing import RecomputeArguments, Recomputing
 from deepspeed_pulse.engine.rules import EntryRules, rules_of
@@ -363,6 +364,7 @@ class TrainingJob:
         if self.frozen is not None:
             with same_random_numbers(device), emptied_after(device):
                 parts, given = self.frozen.measure(entries, device)
+            parts = self._with_kept_times(parts, entries, device)
             inputs |= {index: given.pop(name) for index, name in self.frozen.makes_inputs.items()}
             entries |= given
         if self.conditioning is not None:
@@ -370,6 +372,17 @@ class TrainingJob:
         # of further backbones, the first layer finds its input among the values
         entries |= {head.value(INPUT): inputs[index] for index, head in enumerate(self.heads) if index}
         return (inputs[0], entries), parts
+
+    def _with_kept_times(
+        self, parts: tuple[FrozenPart, ...], entries: Mapping[str, Any], device: torch.device
+    ) -> tuple[FrozenPart, ...]:
+        """Those of an earlier run where there is a ``plan_cache``; collective then."""
+        assert self.frozen is not None and self.pulse is not None
+        folder = self.pulse.plan_cache
+        if folder is None:
+            return parts
+        content = frozen_content(self.frozen.described, entries, device)
+        return agree(lambda: with_kept_times(folder, content, parts), "planning")
 
 
 def _parsed(config: dict[str, Any] | None, grid: Any) -> deepspeed.DeepSpeedConfig | None:

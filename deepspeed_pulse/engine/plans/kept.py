@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,7 @@ from deepspeed_pulse.engine.plans.costs import PlanRequest, misfits
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.fields import write_whole
+from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.profile import Profile
 
 T = TypeVar("T")
@@ -62,6 +64,40 @@ def keep_profiles(request: PlanRequest, measured: Sequence[Profile]) -> None:
         files = dict(_files(request, [profile.microbatch_size for profile in measured]))
         for profile in measured:
             write_whole(files[profile.microbatch_size], profile.to_json())
+
+
+def with_kept_times(plan_cache: str, content: object, measured: Sequence[FrozenPart]) -> tuple[FrozenPart, ...]:
+    """Frozen parts with the times of an earlier run that measured the same; without one these, which are kept.
+
+    A plan's file is named by its costs: with new times in every run no run would find it.
+    """
+    path = Path(plan_cache) / f"frozen-{named_by(content)}.json"
+    rows = _times(path, measured)
+    if rows is None:
+        write_whole(path, json.dumps({part.name: [layer.forward_ms for layer in part.layers] for part in measured}))
+        return tuple(measured)
+    return tuple(
+        replace(
+            part,
+            layers=tuple(replace(layer, forward_ms=ms) for layer, ms in zip(part.layers, row, strict=True)),
+        )
+        for part, row in zip(measured, rows, strict=True)
+    )
+
+
+def _times(path: Path, parts: Sequence[FrozenPart]) -> list[list[float]] | None:
+    """ms a layer, of every part; None, which is said, where a file is none of these."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [[float(ms) for ms in found[part.name]] for part in parts]
+    except (OSError, ValueError, TypeError, KeyError):
+        rows = []
+    if [len(row) for row in rows] == [len(part.layers) for part in parts]:
+        return rows
+    print(f"pulse: the kept times of frozen parts {path} are not this job's and are measured anew", flush=True)
+    return None
 
 
 def check_folder(plan_cache: str) -> None:
