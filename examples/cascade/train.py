@@ -154,7 +154,7 @@ class LossTable:
         if not self.is_first:
             return
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerow([step, *losses.values()])
+            csv.writer(file).writerow([step, *(losses.get(name, "") for name in MODELS)])
         if step % SHOWN_EVERY == 0 or step == self.num_steps:
             means = ", ".join(f"{name} {mean:.4f}" for name, mean in self.means.items())
             speed = (step - self.start) / (time.perf_counter() - self.begun)

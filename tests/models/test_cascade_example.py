@@ -85,6 +85,16 @@ def test_exported_folders_are_sampled_and_drawn(example, batches, tmp_path):
         assert min(picture.size) > 200
 
 
+def test_a_loss_stands_under_its_model(example, tmp_path):
+    """Where backbones make their own steps, one may have ended none yet."""
+    engine = SimpleNamespace(global_rank=0, global_steps=0, losses={"upscaler": torch.tensor(0.5)})
+    table = example.train.LossTable(tmp_path / "loss.csv", engine, 2)
+    table.add(1)
+    engine.losses = {"upscaler": torch.tensor(0.25), "base": torch.tensor(1.0)}
+    table.add(2)
+    assert (tmp_path / "loss.csv").read_text().split() == ["step,base,upscaler", "1,,0.5", "2,1.0,0.25"]
+
+
 def test_no_trained_model_is_one_readable_line(example, tmp_path):
     with pytest.raises(SystemExit, match=r"no trained model in .*; train one with train\.py"):
         example.sample.Cascade(tmp_path)
