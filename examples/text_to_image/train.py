@@ -25,6 +25,7 @@ from losses import Losses
 from run import Run
 from validate import save_row
 
+from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.models import EMA, save_lora, save_pretrained
 
 AVERAGES = "ema"  # inside a checkpoint
@@ -147,6 +148,8 @@ def main(words: list[str] | None = None) -> Run:
         Training(run).all_steps()
     except DataError as problem:  # known where data is read
         refuse(str(problem), alone=True)
+    except BatchError as problem:  # in a step's first batch: told to every rank
+        refuse(str(problem))
     return run
 
 

@@ -29,6 +29,8 @@ from deepspeed_pulse.models import from_pretrained, gather_model, save_lora
 
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
 DTYPE = torch.bfloat16
+MEET_EVERY = 64
+"""Images that the first rank encodes while the others wait: not for longer than ranks wait for one another."""
 Sample = dict[str, Tensor]
 
 
@@ -73,6 +75,8 @@ def encoded(folder: Path, entries: Sequence[Captioned], resolution: int, device:
         )
         latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
         samples.append({"latents": latents[0], "text": text[0], "pooled": pooled[0]})
+        if len(samples) % MEET_EVERY == 0:
+            torch.distributed.barrier()
     return samples
 
 
@@ -119,8 +123,13 @@ def sample(engine: Any, folder: Path, args: argparse.Namespace) -> None:
 
 def pipeline_folder(args: argparse.Namespace, entries: Sequence[Captioned]) -> Path:
     """The one given, or a small one that the first rank makes."""
-    if args.pretrained_model_name_or_path is not None:
-        return args.pretrained_model_name_or_path
+    if (given := args.pretrained_model_name_or_path) is not None:
+        if not all((given / part / "config.json").is_file() for part in ("transformer", "vae")):
+            raise DataError(
+                f"--pretrained_model_name_or_path {given}: expected the folder of a StableDiffusion3Pipeline, found no "
+                "transformer/config.json and vae/config.json in it"
+            )
+        return given
     folder = args.output_dir / "small_pipeline"
     if torch.distributed.get_rank() == 0 and not (folder / "model_index.json").is_file():
         import small_sd3
@@ -164,8 +173,14 @@ def main(words: list[str] | None = None) -> list[float]:
     data = None
     if engine.is_first_stage():
         first = engine.global_steps * engine.gradient_accumulation_steps()
-        samples = encoded(folder, entries, args.resolution, engine.device)
+        try:
+            samples = encoded(folder, entries, args.resolution, engine.device)
+        except DataError as problem:  # known where images are read
+            refuse(str(problem), alone=True)
         data = batches(samples, args, engine.train_micro_batch_size_per_gpu(), first=first)
+    else:
+        for _ in range(len(entries) // MEET_EVERY):
+            torch.distributed.barrier()
     losses: list[float] = []
     if engine.global_rank == 0 and engine.global_steps >= args.max_train_steps:
         print(f"all {args.max_train_steps} steps are done: --max_train_steps trains further, another --output_dir anew")

@@ -83,6 +83,8 @@ def runs(pipeline, tmp_path_factory) -> dict[str, Path]:
                 words("lora", wave, *whole, "--rank", "2"),
                 words("noise", wave, *noise, *whole),  # encoders run in idle time, one for the other
             ],
+            "broken": [*words("broken", wave, *whole), "--train_data_dir", str(no_images(out / "no_images"))],
+            "no_pipeline": [*sd3, "--output_dir", str(out / "sd3"), "--pretrained_model_name_or_path", str(out)],
             "train_sd3_lora": [
                 [*sd3, "--output_dir", str(out / name), "--max_train_steps", str(steps), *more]
                 for name, steps, more in (
@@ -104,6 +106,14 @@ def of_noise(pipeline: Path, target: Path) -> Path:
     changed = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
     config.write_text(json.dumps(json.loads(config.read_text()) | changed))
     return target
+
+
+def no_images(folder: Path) -> Path:
+    """A folder of data whose images are texts."""
+    folder.mkdir()
+    (folder / "cat.png").write_text("no picture")
+    (folder / "metadata.jsonl").write_text('{"file_name": "cat.png", "text": "a ginger cat"}')
+    return folder
 
 
 def wave_config(out: Path) -> list[str]:

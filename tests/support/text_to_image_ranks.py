@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_to_image"
 
@@ -22,8 +29,19 @@ def run_all(runs: dict[str, Any]) -> None:
     for words in runs["train"]:
         train.main(words).engine.destroy()
         print("DONE", flush=True)
+    refused(partial(train.main, runs["broken"]), "cat.png is no image that can be read")
+    refused(partial(train_sd3_lora.main, runs["no_pipeline"]), "expected the folder of a StableDiffusion3Pipeline")
     losses = [train_sd3_lora.main(words) for words in runs["train_sd3_lora"]]
     Path(runs["out"], "sd3_losses.json").write_text(json.dumps(losses))
+
+
+def refused(run: Callable[[], object], why: str) -> None:
+    """A mistake ends every rank with status 2, and is one line of the first one."""
+    with redirect_stdout(io.StringIO()) as told, pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 2
+    lines = [line for line in told.getvalue().splitlines() if why in line]
+    assert len(lines) == (os.environ["RANK"] == "0"), told.getvalue()
 
 
 def keep_images(save_row: Any) -> Any:
