@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.engine.backbones import FROZEN, Head
+from deepspeed_pulse.engine.collectives import told_by_all
 from deepspeed_pulse.engine.conditioning import DeclaredConditioning
 from deepspeed_pulse.engine.device import DeviceClock, same_random_numbers
 from deepspeed_pulse.engine.plans.costs import built
@@ -23,6 +24,8 @@ from deepspeed_pulse.runtime.frozen import FrozenLayers
 from deepspeed_pulse.runtime.payload import map_tensors, num_bytes, tensors_in
 
 _TIMED_RUNS = 3
+_DIGESTED = 4096
+"""Numbers of a tensor that are compared between ranks, about."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class FrozenSpec:
 
     The first layer reads ``input``, an entry of the batch or another part's name; any layer may ``pop`` more of them.
     The last layer's output, a tensor or a tuple of tensors, is what the model's layers pop under the part's name.
+
+    Modules are not copied: they move to the device of a rank that runs them, in ``dtype``, and to the CPU elsewhere. A
+    script that uses one itself, a VAE's encoder say, finds it there; it must not move it or cast it back.
 
     Args:
         layers: modules, functions, ``spec(...)`` or ``LayerSpec``s; modules must have no trainable parameter.
@@ -82,8 +88,14 @@ class DeclaredParts:
             estimated = {name: conditioning.reads_input(name) for name in specs}
             self._targets = {name: tuple(sorted({*found, *estimated[name]})) for name, found in self._targets.items()}
         _refuse_trainable(self._layers)
+        _check_dtypes(specs, self._layers)
         self.names = self._order()
         self.reading_graph = self._reading_graph(graph, first)
+
+    @property
+    def described(self) -> dict[str, tuple[Graph, list[Any]]]:
+        """By name, what a part's layers read and the layers themselves."""
+        return {name: (self._graphs[name], self._layers[name]) for name in self.names}
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -92,11 +104,6 @@ class DeclaredParts:
 
     def _order(self) -> tuple[str, ...]:
         """Names, what a part needs before it."""
-    @property
-    def described(self) -> dict[str, tuple[Graph, list[Any]]]:
-        """By name, what a part's layers read and the layers themselves."""
-        return {name: (self._graphs[name], self._layers[name]) for name in self.names}
-
         dummy = FrozenLayer(name="", forward_ms=0.0, param_bytes=0, output_bytes=0, activation_bytes=0)
         try:
             return tuple(part.name for part in in_order([self.part(name, (dummy,)) for name in self._specs]))
@@ -233,6 +240,21 @@ def _refuse_trainable(parts: Mapping[str, Sequence[Any]]) -> None:
                     )
 
 
+def _check_dtypes(specs: Mapping[str, FrozenSpec], parts: Mapping[str, Sequence[Any]]) -> None:
+    """Raise a ConfigError where two parts have a weight in common and cast it to different dtypes."""
+    owners: dict[torch.Tensor, str] = {}
+    for name, layers in parts.items():
+        for bare in map(unwrap, layers):
+            for weight, tensor in bare.named_parameters() if isinstance(bare, torch.nn.Module) else ():
+                other = owners.setdefault(tensor, name)
+                if specs[other].dtype != specs[name].dtype:
+                    raise ConfigError(
+                        f"frozen parts {other!r} and {name!r}: expected one dtype for {weight}, which both hold, found "
+                        f"{specs[other].dtype} and {specs[name].dtype}; give both the same dtype, or one of them a "
+                        "copy (copy.deepcopy)"
+                    )
+
+
 def _frozen(layer: Any, seed: int, device: torch.device, dtype: torch.dtype | None) -> Callable[..., Any]:
     """Ready to run; weights that a ``LayerSpec`` draws are the same wherever it is built."""
     with same_random_numbers(device):
@@ -241,6 +263,36 @@ def _frozen(layer: Any, seed: int, device: torch.device, dtype: torch.dtype | No
     if isinstance(function, torch.nn.Module):
         return function.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return function
+
+
+def check_same_weights(parts: Mapping[str, FrozenLayers], held: Collection[str]) -> None:
+    """Raise a ConfigError where ranks that hold a part have other weights in it; collective over the world.
+
+    Results come from whichever rank the plan names, so a part that each rank initialised anew would be many.
+    """
+    told = told_by_all({name: [_digest(function) for _, function in parts[name].layers] for name in held})
+    for name, part in parts.items():
+        holders = [(rank, digests[name]) for rank, digests in enumerate(told) if name in digests]
+        for rank, found in holders[1:]:
+            first, expected = holders[0]
+            index = next((i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b), None)
+            if index is not None:
+                raise ConfigError(
+                    f"frozen part {name!r}: expected the same weights on every rank, found others in layer "
+                    f"{part.layers[index][0].name} on rank {rank} than on rank {first}; load them from one file, or "
+                    "call torch.manual_seed with the same number on every rank before the part is built"
+                )
+
+
+def _digest(function: Callable[..., Any]) -> int:
+    """Of some numbers of every parameter and kept buffer: enough to tell weights drawn from weights loaded."""
+    found = 0
+    for tensor in function.state_dict().values() if isinstance(function, torch.nn.Module) else ():
+        if isinstance(tensor, torch.Tensor):
+            flat = tensor.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _DIGESTED)].cpu().contiguous()
+            found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
+    return found
 
 
 def _nowhere(*_: Any) -> Any:

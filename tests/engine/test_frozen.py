@@ -45,6 +45,11 @@ def test_a_plan_file_with_frozen_work(tmp_path: Path) -> None:
         assert "PASSED" in output
 
 
+def test_encoders_drawn_anew_on_every_rank_are_refused(tmp_path: Path) -> None:
+    for _, output in launch("support.frozen_ranks:differ_in_weights", 2, str(tmp_path), timeout=150):
+        assert "PASSED" in output
+
+
 def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
@@ -87,6 +92,18 @@ def test_parts_that_cannot_be(parts: dict[str, FrozenSpec], problem: str) -> Non
 def test_other_things_than_specs_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected a FrozenSpec for 'text', found Identity"):
         DeclaredParts({"text": nn.Identity()}, graph("text"), heads_of_one("hidden"))  # type: ignore[dict-item]
+
+
+def test_parts_that_cast_one_encoder_to_two_dtypes_are_refused() -> None:
+    encoder = frozen(nn.Linear(2, 2))
+    parts = {
+        "text": FrozenSpec([encoder], input="ids"),
+        "more": FrozenSpec([encoder], input="ids", dtype=torch.bfloat16),
+    }
+    with pytest.raises(ConfigError, match=r"'text' and 'more': expected one dtype for weight, .* and torch.bfloat16"):
+        DeclaredParts(parts, graph("text", "more"), heads_of_one("hidden"))
+    same = {name: FrozenSpec([encoder], input="ids", dtype=torch.bfloat16) for name in parts}
+    assert DeclaredParts(same, graph("text", "more"), heads_of_one("hidden")).results == ("text", "more")
 
 
 def test_a_plan_of_other_parts_is_refused() -> None:

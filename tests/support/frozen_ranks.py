@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -48,8 +49,8 @@ class Joined(nn.Module):
         return pair[0] - 0.5 * pair[1].tanh()
 
 
-def frozen_modules() -> dict[str, list[Any]]:
-    torch.manual_seed(7)
+def frozen_modules(seed: int = 7) -> dict[str, list[Any]]:
+    torch.manual_seed(seed)
     pixels = [nn.Linear(12, 24), nn.Dropout(0.5), nn.Linear(24, WIDTH), Split(), Joined(), Noised()]
     text = [nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH)]
     for module in (*pixels, *text):
@@ -57,10 +58,10 @@ def frozen_modules() -> dict[str, list[Any]]:
     return {"sample": pixels, "text": text}
 
 
-def frozen_parts() -> dict[str, Any]:
+def frozen_parts(seed: int = 7) -> dict[str, Any]:
     from deepspeed_pulse import FrozenSpec, spec
 
-    modules = frozen_modules()
+    modules = frozen_modules(seed)
     # a chain: no layer of the model reads the first of these
     return {
         "moments": FrozenSpec(modules["sample"][:-1], input="pixel_values"),
@@ -110,7 +111,7 @@ def mse(output: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, labels)
 
 
-def engine_of(ranks: int, microbatches: int, *, frozen: bool, **pulse: Any) -> Any:
+def engine_of(ranks: int, microbatches: int, *, frozen: bool, seed: int = 7, **pulse: Any) -> Any:
     import deepspeed
 
     from deepspeed_pulse import PipelineModule
@@ -131,7 +132,7 @@ def engine_of(ranks: int, microbatches: int, *, frozen: bool, **pulse: Any) -> A
         input="sample",
         partition_method="uniform",
         example_batch=(raw_batch if frozen else encoded_batch)(0, 0, 0),
-        frozen=frozen_parts() if frozen else None,
+        frozen=frozen_parts(seed) if frozen else None,
     )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
@@ -243,6 +244,22 @@ def runs_a_plan_file(folder: str) -> None:
     if engine.global_rank == 0:
         path.write_text(engine.module.plan.to_json())
     torch.distributed.barrier()
+def differ_in_weights(folder: str) -> None:
+    """Ranks that drew encoders of their own are told before the first step; the same job plans once."""
+    from deepspeed_pulse.errors import ConfigError
+
+    share_groups()
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
+    with pytest.raises(ConfigError, match=r"frozen part '.*': expected the same weights on every rank, found others"):
+        engine_of(2, 8, frozen=True, seed=rank)
+    found = [engine_of(2, 2, frozen=True, plan_cache=folder) for _ in range(2)]
+    fills = [engine.module.plan.fill for engine in found]
+    assert fills[0] == fills[1], "measured anew"
+    assert found[0].pulse_timeline() is None, "before the first step"
+    assert len(list(Path(folder).glob("frozen-*.json"))) == 1
+    print("PASSED", flush=True)
+
+
     given = engine_of(2, 2, frozen=True, plan=str(path))
     assert given.module.plan == engine.module.plan
     for each in (engine, given):

@@ -11,6 +11,7 @@ from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.data.batches import StepBatches
 from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.seat import Seat
+from deepspeed_pulse.engine.frozen import check_same_weights
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.carried import Part, fill_of
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, up_front
@@ -43,7 +44,9 @@ class FrozenAhead:
         self._microbatches = plan.microbatches
         self._rank = seat.rank
         readers = {part.name: tuple(plan.readers_of(part)) for part in fill.parts}
-        parts = module.frozen.build(fill.held_on(seat.rank), seat.device)
+        held = fill.held_on(seat.rank)
+        parts = module.frozen.build(held, seat.device)
+        check_same_weights(parts, held)
         functions = [function for part in parts.values() for _, function in part.layers]
         self._parameters = [p for f in functions if isinstance(f, torch.nn.Module) for p in f.parameters()]
         self._runtime = FrozenRuntime(
