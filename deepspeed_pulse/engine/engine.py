@@ -122,7 +122,9 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             bucket_bytes=held_in_bucket(self),
             timeout_seconds=timeout,
         )
-        self._ahead = None if module.frozen is None else FrozenAhead(module, seat, communicator, self._device, timeout)
+        count = partial(self._runtime.holdings.count, "frozen")
+        known = (module, seat, communicator, self._device, timeout, count)
+        self._ahead = None if module.frozen is None else FrozenAhead(*known)
         self._reduction = EarlyReduction(self, timeout, partial(self._runtime.holdings.count, "gradients"))
         share_monitor(self)
         self._observer = Observer(self, self._device)
@@ -402,7 +404,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         return {**asdict(self._runtime.stats), "idle_ms": self._runtime.stopwatch.idle_ms + frozen_ms}
 
     def pulse_timeline(self) -> Timeline | None:
-        """The last step as it ran on this pipeline, on its first rank; None on the others. Collective.
+        """The last step as it ran on this pipeline, on its first rank; None on the others, and before any. Collective.
 
         Times are those of the device; it ends the step first.
         """
@@ -416,7 +418,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         counted = self.pulse_stats()
         del counted["metadata_bytes"]
         rows = self.module.ranks.gather_to_first((spans, figures.clock(), RankFigures(**counted)))
-        if rows is None:
+        if rows is None or not any(spans for spans, *_ in rows):
             return None
         return figures.joined_timeline([(spans, clock) for spans, clock, _ in rows]), [found for *_, found in rows]
 

@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.ir.program import Channel, Message
 from deepspeed_pulse.ir.schedule import Direction
 from deepspeed_pulse.runtime.owning import copied
-from deepspeed_pulse.runtime.payload import Signature, as_payload, map_tensors
+from deepspeed_pulse.runtime.payload import Signature, as_payload, map_tensors, num_bytes, tensors_in
 from deepspeed_pulse.runtime.protocols import Communicator, Device
 from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import naming
@@ -91,13 +91,25 @@ class FrozenRuntime:
         """What a part gave for the first microbatch of a mode."""
         self._held: dict[Key, Any] = {}
         self._coming: dict[Key, Message] = {}
+        self._count: Callable[[int, int], None] = _uncounted
         self.stopwatch: Stopwatch[FrozenRun] = Stopwatch(rank, device)
         """Of what was begun last."""
         self.sent_bytes: dict[str, int] = {}
 
-    def begin(self, fill: Fill, entry: Callable[[str, int], Any], *, microbatches: int, mode: str) -> None:
-        """Get ready to encode the batch of ``entry(name, microbatch)``; batches of one ``mode`` have one shape."""
-        self._fill, self._entry, self._mode = fill, entry, mode
+    def begin(
+        self,
+        fill: Fill,
+        entry: Callable[[str, int], Any],
+        *,
+        microbatches: int,
+        mode: str,
+        count: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Get ready to encode the batch of ``entry(name, microbatch)``; batches of one ``mode`` have one shape.
+
+        ``count``: told of bytes that results add, and of those that are there in that moment alone.
+        """
+        self._fill, self._entry, self._mode, self._count = fill, entry, mode, count or _uncounted
         self._row = deque(fill.rows[self._rank])
         self.stopwatch.begin()
         channels = channels_of(fill)
@@ -122,12 +134,14 @@ class FrozenRuntime:
             self._receive(key)
         self._transport.drain()
         self.sent_bytes = dict(self._transport.sent_bytes)
-        held, self._held = self._held, {}
-        return {
-            (name, m): value
-            for (name, done, m), value in held.items()
-            if name in self._reads and done == len(self._fill.part(name).layers)
-        }
+        found = {}
+        for key in list(self._held):
+            name, done, m = key
+            if name in self._reads and done == len(self._fill.part(name).layers):
+                found[name, m] = self._held.pop(key)
+            else:
+                self._drop(key)
+        return found
 
     def _run_layers(self, run: FrozenRun) -> None:
         part, m = self._parts[run.part], run.microbatch
@@ -135,16 +149,20 @@ class FrozenRuntime:
         if run.first:
             key = (run.part, run.first, m)
             self._receive(key)
-            before = self._held.pop(key)
+            before = self._held[key]
         for name in self._fill.part(run.part).needs:
             self._receive((name, len(self._fill.part(name).layers), m))
+        layers = self._fill.part(run.part).layers[run.first : run.end]
+        self._count_now(0, max(layer.activation_bytes for layer in layers))
         with self.stopwatch.running(run):
             # copies: an encoder may change its input in place, and others read the same
             result = part.run(before, run.first, run.end, lambda name: copied(self._read(name, m)))
         if run.end == len(part.layers):
             result = as_payload(result, f"the result of frozen part {run.part!r}")
             self._check_shape(run.part, result)
-        self._held[run.part, run.end, m] = result
+        if run.first:
+            self._drop(key)
+        self._keep((run.part, run.end, m), result)
 
     def _read(self, name: str, microbatch: int) -> Any:
         if name in self._parts:
@@ -165,13 +183,28 @@ class FrozenRuntime:
         what = f"the result of {work.done} layers of frozen part {work.part!r}"
         self._transport.send(_message(self._rank, work), as_payload(self._held[key], what))
         if work.done < len(self._fill.part(work.part).layers):
-            del self._held[key]  # the transport keeps it until it has arrived
+            self._drop(key)  # the transport keeps it until it has arrived
 
     def _receive(self, key: Key) -> None:
         """Wait for a result that comes from another rank and is not here yet."""
         if key in self._coming:
             with self.stopwatch.waiting():
-                self._held[key] = self._transport.receive(self._coming.pop(key))
+                found = self._transport.receive(self._coming.pop(key))
+            self._keep(key, found)
+
+    def _keep(self, key: Key, result: Any) -> None:
+        self._held[key] = result
+        self._count_now(num_bytes(tensors_in(result)))
+
+    def _drop(self, key: Key) -> None:
+        self._count_now(-num_bytes(tensors_in(self._held.pop(key))))
+
+    def _count_now(self, change: int, workspace: int = 0) -> None:
+        self._count(change, workspace + self._transport.buffer_bytes + self._transport.leaving_bytes)
+
+
+def _uncounted(*_: int) -> None:
+    """Before a step, whose figures are none of it."""
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:

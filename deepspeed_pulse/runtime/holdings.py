@@ -62,7 +62,7 @@ class Holdings:
         lacking = (p for p in self._parameters if fresh and p.requires_grad and p.grad is None)
         self._no_gradient = {id(p): p.nbytes for p in lacking}
         if not goes_on:
-            self.live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0, "step": 0}
+            self.live = {"activations": 0, "received": 0, "recomputed": 0, "gradients": 0, "frozen": 0, "step": 0}
             self._waiting, self._extra = {}, 0
         self._no_bucket = self._bucket_bytes if training else 0
         self.live["state"] = self._state_bytes - sum(self._no_gradient.values()) - self._no_bucket

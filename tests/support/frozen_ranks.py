@@ -16,6 +16,8 @@ from support.parity import TOLERANCE, share_groups
 from support.reference import error
 from torch import Tensor, nn
 
+from deepspeed_pulse.runtime.payload import tensors_in
+
 WIDTH, SIZE = 8, 2
 
 
@@ -169,6 +171,7 @@ def train_case(folder: Path, case: dict[str, Any]) -> None:
         assert error(loss.detach(), expected.detach()) < TOLERANCE, (case, step, loss, expected)
         assert engine.microbatches_ahead == microbatches
         check_ahead(engine, step + 1)
+        check_held(engine, step)
         for count in (1, 3) if step in (0, 2) else ():
             evaluated = engine.eval_batch(data_from(engine, 50, frozen=True), num_micro_batches=count)
             reference = twin.eval_batch(data_from(twin, 50, frozen=False), num_micro_batches=count)
@@ -193,6 +196,13 @@ def check_ahead(engine: Any, step: int) -> None:
     reads = {name for name, _ in found}
     mine = engine.module._local_layers
     assert reads == {*(["sample"] if 0 in mine else []), *(["text"] if {2, 7} & set(mine) else [])}
+
+
+def check_held(engine: Any, step: int) -> None:
+    """Results count among what the rank holds; after a step those for the next one are left."""
+    of_next = sum(x.nbytes for value in engine._ahead._ahead.values.values() for x in tensors_in(value))
+    assert engine._runtime.holdings.live["frozen"] == of_next, step
+    assert "frozen" in engine.pulse_stats()["peak_parts"], step
 
 
 def check_sampling(engine: Any, twin: Any) -> None:
@@ -234,16 +244,6 @@ def ends_with_its_data(_: Any) -> None:
     print("PASSED", flush=True)
 
 
-def runs_a_plan_file(folder: str) -> None:
-    """A plan with frozen work from a file; without frozen parts in the module it is refused."""
-    from deepspeed_pulse.errors import ConfigError, PlanError
-
-    share_groups()
-    engine = engine_of(2, 2, frozen=True)
-    path = Path(folder) / "plan.json"
-    if engine.global_rank == 0:
-        path.write_text(engine.module.plan.to_json())
-    torch.distributed.barrier()
 def differ_in_weights(folder: str) -> None:
     """Ranks that drew encoders of their own are told before the first step; the same job plans once."""
     from deepspeed_pulse.errors import ConfigError
@@ -260,6 +260,16 @@ def differ_in_weights(folder: str) -> None:
     print("PASSED", flush=True)
 
 
+def runs_a_plan_file(folder: str) -> None:
+    """A plan with frozen work from a file; without frozen parts in the module it is refused."""
+    from deepspeed_pulse.errors import ConfigError, PlanError
+
+    share_groups()
+    engine = engine_of(2, 2, frozen=True)
+    path = Path(folder) / "plan.json"
+    if engine.global_rank == 0:
+        path.write_text(engine.module.plan.to_json())
+    torch.distributed.barrier()
     given = engine_of(2, 2, frozen=True, plan=str(path))
     assert given.module.plan == engine.module.plan
     for each in (engine, given):

@@ -272,6 +272,8 @@ class StepBatches:
 
         Several layers may read an entry, and it goes there once.
         """
+        self.on_release: Callable[[int], None] = lambda microbatch: None
+        """Called with each microbatch whose data is needed no more."""
         self.is_encoded = False
         self.input_parts: Mapping[int, str] = {}
         """By backbone, the frozen part that makes its first layer's input."""
@@ -374,6 +376,7 @@ class StepBatches:
         self._held.pop(microbatch, None)
         for key in [key for key in self.values if key[1] == microbatch]:
             del self.values[key]
+        self.on_release(microbatch)
 
     def finish(self) -> None:
         """Draw what this rank did not read, so that all iterators advance alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
 from deepspeed_pulse.engine.data.batches import StepBatches
 from deepspeed_pulse.engine.device import EngineDevice
-from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.frozen import check_same_weights
+from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.ir.carried import Part, fill_of
 from deepspeed_pulse.ir.fill import Fill, FrozenRun, up_front
@@ -19,6 +20,7 @@ from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.frozen import FrozenRuntime, channels_of
 from deepspeed_pulse.runtime.holdings import Stats
+from deepspeed_pulse.runtime.payload import num_bytes, tensors_in
 
 ANOTHER_ITERATOR = (
     "frozen parts had read this step's data from the last step's iterator when another one was given: the step trains "
@@ -32,16 +34,23 @@ class FrozenAhead:
     Args:
         module: the ``PipelineModule``; its plan has a fill.
         communicator, device, timeout_seconds: as for the pipeline.
+        count: of the rank's holdings, told of bytes that results add and of those that are there for a moment.
     """
 
     def __init__(
-        self, module: Any, seat: Seat, communicator: PipelineCommunicator, device: EngineDevice, timeout_seconds: float
+        self,
+        module: Any,
+        seat: Seat,
+        communicator: PipelineCommunicator,
+        device: EngineDevice,
+        timeout_seconds: float,
+        count: Callable[[int, int], None],
     ) -> None:
         self._module, self._communicator = module, communicator
         plan: Plan = module.plan
         fill = plan.fill
         assert fill is not None
-        self._microbatches = plan.microbatches
+        self._microbatches, self._count = plan.microbatches, count
         self._rank = seat.rank
         readers = {part.name: tuple(plan.readers_of(part)) for part in fill.parts}
         held = fill.held_on(seat.rank)
@@ -125,15 +134,30 @@ class FrozenAhead:
         self._ahead, self._iterator = following, iterator
         fill = self._fills(rows)
         assert fill is not None
-        self._begin(fill, following, self._microbatches, "train")
+        self._begin(fill, following, self._microbatches, "train", self._count)
         self._running = True
         return frozenset(filling.position for filling in fill.rows[self._rank])
 
-    def _begin(self, fill: Fill, batches: StepBatches, micro_batches: int, mode: str) -> None:
+    def count_read(self, batches: StepBatches) -> None:
+        """A step begins that holds these results, of each microbatch until the rank has read it."""
+        held: dict[int, int] = {}
+        for (_, m), value in batches.values.items():
+            held[m] = held.get(m, 0) + num_bytes(tensors_in(value))
+        self._count(sum(held.values()), 0)
+        batches.on_release = lambda m: self._count(-held.pop(m, 0), 0)
+
+    def _begin(
+        self,
+        fill: Fill,
+        batches: StepBatches,
+        micro_batches: int,
+        mode: str,
+        count: Callable[[int, int], None] | None = None,
+    ) -> None:
         if id(fill) not in self._opened:
             self._opened.add(id(fill))
             self._communicator.open(channels_of(fill))
-        self._runtime.begin(fill, batches.data_entry, microbatches=micro_batches, mode=mode)
+        self._runtime.begin(fill, batches.data_entry, microbatches=micro_batches, mode=mode, count=count)
 
     def run(self, position: int) -> None:
         """Frozen work that the plan puts before the action at this position."""
