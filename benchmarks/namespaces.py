@@ -33,8 +33,15 @@ networks of real clusters have nothing like it, nor slow starts after a pause, w
 BURST_BYTES = 32 * 1024
 """What a link that was idle lets through at once: small beside a message, so that it does not count."""
 
-TBF_SHARE = 0.96
-"""Of a link's rate, what is left for a message: headers take the rest."""
+MTU = 9000
+"""Bytes of a packet, as clusters have them: a token bucket cuts messages into packets, and each costs the host time."""
+
+TBF_SHARE = 0.985
+"""Of a link's rate, what is left for a message: headers take the rest, and acknowledgements of what comes."""
+
+_SYSCTL = "/proc/sys/net/ipv4"
+_CALM = (f"echo 0 > {_SYSCTL}/tcp_slow_start_after_idle", f"echo reno > {_SYSCTL}/tcp_congestion_control")
+"""A host's own choice may be BBR, which measures links by leaving them idle now and then, and splits one unevenly."""
 
 _CLONE_NEWNET = 0x40000000
 
@@ -58,10 +65,10 @@ def namespaces(
     """
     with _made(count, INTERFACE) as made:
         for space in made:
-            _ip("link set lo up", f"link add {INTERFACE} type bridge", within=space)
+            _ip("link set lo up", f"link add {INTERFACE} mtu {MTU} type bridge", within=space)
             _ip(f"addr add {space.address}/32 dev {INTERFACE}", f"link set {INTERFACE} up", within=space)
         for (i, a), (j, b) in itertools.combinations(enumerate(made), 2):
-            _ip(f"link add to{j} type veth peer name to{i} netns {b.name}", within=a)
+            _ip(f"link add to{j} mtu {MTU} type veth peer name to{i} mtu {MTU} netns {b.name}", within=a)
             _connect(a, b, f"to{j}", mbit(i, j), burst_bytes)
             _connect(b, a, f"to{i}", mbit(j, i), burst_bytes)
         yield made
@@ -71,9 +78,9 @@ def namespaces(
 def bridged(count: int) -> Iterator[Sequence[Namespace]]:
     """So many namespaces, each with one card on a bridge; ``limit_card`` sets its rate from inside, at any time."""
     with _made(count + 1, CARD) as (*made, hub):
-        _ip("link add bridge type bridge", "link set bridge up", within=hub)
+        _ip(f"link add bridge mtu {MTU} type bridge", "link set bridge up", within=hub)
         for i, space in enumerate(made):
-            _ip(f"link add to{i} type veth peer name {CARD} netns {space.name}", within=hub)
+            _ip(f"link add to{i} mtu {MTU} type veth peer name {CARD} mtu {MTU} netns {space.name}", within=hub)
             _ip(f"link set to{i} master bridge up", within=hub)
             _ip("link set lo up", f"addr add {space.address}/24 dev {CARD}", f"link set {CARD} up", within=space)
             _ip(f"route replace 10.91.7.0/24 dev {CARD} src {space.address} {PROMPT}", within=space)
@@ -108,8 +115,7 @@ def _made(count: int, interface: str) -> Iterator[list[Namespace]]:
     try:
         for space in made:
             _ip(f"netns add {space.name}")
-            calm = "echo 0 > /proc/sys/net/ipv4/tcp_slow_start_after_idle"
-            _run(["ip", "netns", "exec", space.name, "sh", "-c", calm])
+            _run(["ip", "netns", "exec", space.name, "sh", "-ec", "; ".join(_CALM)])
         yield made
     finally:
         for space in made:
