@@ -52,9 +52,14 @@ def test_layers_run_where_the_fill_puts_them_without_gradient_in_their_own_dtype
 
 
 def test_what_goes_on_elsewhere_is_dropped_and_what_is_read_here_stays():
-    frozen, sent = runtime(lambda x: x + 1, lambda x: 2 * x), []
+    frozen, sent, counted = runtime(lambda x: x + 1, lambda x: 2 * x), [], []
     frozen._transport = SimpleNamespace(
-        begin=lambda *a: None, send=lambda message, value: sent.append(message.name), drain=lambda: None, sent_bytes={}
+        begin=lambda *a: None,
+        send=lambda message, value: sent.append(message.name),
+        drain=lambda: None,
+        sent_bytes={},
+        buffer_bytes=100,
+        leaving_bytes=10,
     )
     runs = [
         FrozenRun("text", 0, 1, 0),
@@ -63,8 +68,11 @@ def test_what_goes_on_elsewhere_is_dropped_and_what_is_read_here_stays():
         HandOver("text", 2, 1, 1),
     ]
     fill = replace(fill_of(), rows=(tuple(Filling(0, work) for work in runs), ()))
-    frozen.begin(fill, lambda name, m: torch.ones(2), microbatches=2, mode="train")
+    count = lambda *given: counted.append(given)  # noqa: E731
+    frozen.begin(fill, lambda name, m: torch.ones(2), microbatches=2, mode="train", count=count)
     frozen.run(0)
+    assert [change for change, _ in counted] == [0, 16, -16, 0, 16], "two numbers of eight bytes"
+    assert [now for _, now in counted] == [111, 110, 110, 111, 110], "what runs needs a byte, and messages are there"
     assert sent == ["text[1]", "text[2]"]
     assert [*frozen._held] == [("text", 2, 1)]
 
