@@ -163,7 +163,6 @@ class RankRuntime:
         self._late: dict[tuple[int, int], Tape] = {}
         self.runs_on = False
         """The last step has left something, which the next one runs or :meth:`end_last` begins."""
-        """The last step has left something."""
         self._data: _Data
         self._earlier: _Data | None = None
         """Of the step before, where that has left something."""
