@@ -89,7 +89,7 @@ def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: P
 
 
 def some_apart(world: int) -> list[dict[str, Any]]:
-    """Steps of their own: with clipping, schedules, replicas, another number of microbatches, layers run again."""
+    """Steps of their own: with clipping, schedules, replicas, more microbatches, recomputing, infinite gradients."""
     P = max(p for p in (1, 2, 4) if world % p == 0)
     opposite = {"P": P, "directions": "opposite", "set": "two toys"}
     return [
@@ -100,6 +100,8 @@ def some_apart(world: int) -> list[dict[str, Any]]:
         {**opposite, "P": max(1, P // 2), "M": 2, "precision": "bf16", "zero": 1, "accumulate": "fp32", "clip": 0.1},
         {**opposite, "P": max(1, P // 2), "M": 2, "zero": 1, "clip": 0.1, "schedule": True},
         {**opposite, "P": max(1, P // 2), "M": 2, "precision": "bf16", "zero": 1, "then M": 4},
+        {**opposite, "P": max(1, P // 2), "M": 2, "precision": "bf16", "zero": 1, "spoilt": 0},
+        {**opposite, "P": max(1, P // 2), "M": 2, "zero": 1, "spoilt": 1, "clip": 0.1},
         {**opposite, "set": "two encoded", "M": 4, "clip": 0.1},
         {"P": max(1, P // 2), "M": 2, "directions": "same", "set": "encoded and toy"},
     ]

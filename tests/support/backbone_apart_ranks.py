@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def trains_alike(case: dict[str, Any]) -> None:
         scheduled(engine)
     replica, names = engine.grid.data_parallel_id, list(parts_of(case))
     starts = [head.layers.start for head in engine.module.job.heads]
+    if "spoilt" in case:
+        spoil(engine, starts[case["spoilt"]], case["M"])
     losses: dict[str, list[float]] = {name: [] for name in names}
     data = joint_data(case, 0, replica)
     for step in range(STEPS):
@@ -60,8 +63,8 @@ def trains_alike(case: dict[str, Any]) -> None:
     engine.finish_backbones()
     found = weights(engine)
     engine.destroy()
-    for name, start in zip(names, starts, strict=True):
-        alike_alone(case, name, start, found, losses[name])
+    for k, (name, start) in enumerate(zip(names, starts, strict=True)):
+        alike_alone(case, name, start, found, losses[name], is_spoilt=k == case.get("spoilt"))
 
 
 def note(losses: dict[str, list[float]], engine: Any, limit: int = STEPS) -> None:
@@ -72,13 +75,21 @@ def note(losses: dict[str, list[float]], engine: Any, limit: int = STEPS) -> Non
 
 
 def alike_alone(
-    case: dict[str, Any], name: str, start: int, found: dict[str, torch.Tensor], losses: list[float]
+    case: dict[str, Any],
+    name: str,
+    start: int,
+    found: dict[str, torch.Tensor],
+    losses: list[float],
+    *,
+    is_spoilt: bool,
 ) -> None:
     precision = case.get("precision", "fp32")
     tolerance, rounding = TOLERANCES[precision], ROUNDING[precision]
     alone = alone_engine(case, name, start)
     if "schedule" in case:
         scheduled(alone)
+    if is_spoilt:
+        spoil(alone, 0, case["M"])
     data = alone_data(case, name, 0, alone.grid.data_parallel_id)
     for step, expected in enumerate(losses):
         loss = float(alone.train_batch(data))
@@ -90,6 +101,14 @@ def alike_alone(
         mine = found[f"{int(index) + start}.{rest}" if index.isdigit() else f"{index}.{name}/{rest}"]
         assert error(mine, value) < tolerance, (name, weight, error(mine, value))
     alone.destroy()
+
+
+def spoil(engine: Any, start: int, microbatches: int) -> None:
+    """A gradient of the backbone whose layers begin at ``start`` is not finite in its second step."""
+    parameter = dict(engine.module.named_parameters()).get(f"{start + 3}.inner.weight")
+    if parameter is not None:
+        count = itertools.count()
+        parameter.register_hook(lambda grad: torch.full_like(grad, torch.inf) if next(count) == microbatches else grad)
 
 
 def scheduled(engine: Any) -> None:

@@ -93,7 +93,7 @@ _ZERO_1 = _Flat(
     ),
     newer=("round_robin_bit16_offsets", "round_robin_bit16_padding"),
     # A norm of its own would be read by nothing: backbones are clipped before.
-    changes={"clip_grad": 0.0, "check_grad_overflow": False, "compute_grad_norm": False},
+    changes={"clip_grad": 0.0, "compute_grad_norm": False},
 )
 
 _OWN = 'use "backbone_steps": "together" in the "pulse" block'
@@ -179,6 +179,9 @@ class OwnSteps:
         optimizer = engine.optimizer
         kinds = ((BF16_Optimizer, _BF16), (DeepSpeedZeroOptimizer, _ZERO_1))
         self._flat = next((flat for kind, flat in kinds if isinstance(optimizer, kind)), None)
+        self._changes = {} if self._flat is None else {**self._flat.changes, "_hp_optimizer_states_linked": True}
+        if self._flat is _ZERO_1:
+            self._changes["check_grad_overflow"] = _skips(optimizer)
         unknown = isinstance(optimizer, ZeROOptimizer) and self._flat is None
         if unknown or not hasattr(optimizer, "param_groups") or engine.fp16_enabled():
             raise self._refused(f"the optimizer {type(optimizer).__name__}")
@@ -288,7 +291,7 @@ class OwnSteps:
             return
         linked, newer = optimizer._hp_optimizer_states_linked, [n for n in self._flat.newer if hasattr(optimizer, n)]
         with ExitStack() as stack:
-            for name, value in {**self._flat.changes, "_hp_optimizer_states_linked": True}.items():
+            for name, value in self._changes.items():
                 stack.enter_context(_changed(optimizer, name, value))
             for name in (*self._flat.by_group, *newer):
                 stack.enter_context(_items_of(optimizer, name, mine))
@@ -296,6 +299,15 @@ class OwnSteps:
             yield
         if not linked and all(part in optimizer.optimizer.state for part in getattr(optimizer, self._flat.partitions)):
             optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _skips(zero: Any) -> bool:
+    """Whether ZeRO-1's optimizer alone skips a step whose gradients are not finite.
+
+    It looks at them, or from some version on at their norm. A step of one backbone has no norm, and looks at them.
+    """
+    by_norm = getattr(zero, "compute_grad_norm", False) and zero.dtype != torch.bfloat16
+    return bool(by_norm or getattr(zero, "check_grad_overflow", False))
 
 
 @contextmanager
