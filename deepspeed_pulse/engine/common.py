@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_pulse.engine.checkpoints.files import SafeCheckpointEngine
 from deepspeed_pulse.engine.checkpoints.loading import Loading, Wanted
-from deepspeed_pulse.engine.checkpoints.optimizer_state import full_precision_copies
+from deepspeed_pulse.engine.checkpoints.optimizer_state import address_in_turn, full_precision_copies
 from deepspeed_pulse.engine.checkpoints.saving import Saving
 from deepspeed_pulse.engine.checkpoints.universal import name_once
 from deepspeed_pulse.engine.data.evaluation import Evaluation
@@ -51,6 +51,7 @@ class CommonEngine(PipelineEngine):
                 "writers finish after save_checkpoint() returns, so a save could not be complete or absent; remove "
                 '"checkpoint.writer" (and "nebula"/"datastates") from the config'
             )
+        address_in_turn(self.optimizer)
         name_once(self.optimizer, self.param_names)
         self.checkpoint_engine: Any = SafeCheckpointEngine(self._config)
         self.module.full_precision_copies = full_precision_copies(self.optimizer)

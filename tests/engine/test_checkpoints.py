@@ -25,9 +25,11 @@ def with_zero(*jobs: dict) -> list[dict]:
 def test_any_plan_resumes_any_checkpoint(tmp_path: Path) -> None:
     """World of 4: P = 2 means two replicas, so data-parallel size changes with P."""
     sgd, groups = {"optimizer": "sgd"}, {"optimizer": "two groups"}
+    in_turn = {**WAVE2, "zero": 1, "in_turn": True}
     cases = [
         (WAVE4, [WAVE4, LINEAR4, WAVE2, TWO_WAVES, OFF4, *with_zero(WAVE2)]),
-        ({**WAVE2, "zero": 1}, [*with_zero(WAVE2, TWO_WAVES, WAVE4, LINEAR4, OFF2), WAVE4]),
+        ({**WAVE2, "zero": 1}, [*with_zero(WAVE2, TWO_WAVES, WAVE4, LINEAR4, OFF2), WAVE4, in_turn]),
+        (in_turn, [in_turn, *with_zero(WAVE2, LINEAR4)]),
         ({**OFF2, "zero": 1}, with_zero(WAVE4, WAVE2)),
         ({**TWO_WAVES, **sgd}, [{**LINEAR4, **sgd}]),
         ({**WAVE4, **groups}, [{**LINEAR4, **groups}, *with_zero({**WAVE2, **groups})]),
@@ -39,6 +41,7 @@ def test_bf16_resumes_under_another_plan(tmp_path: Path) -> None:
     bf16 = {"dtype": "bfloat16"}
     cases = [
         ({**WAVE2, **bf16, "zero": 1}, with_zero({**WAVE2, **bf16}, {**LINEAR4, **bf16})),
+        ({**WAVE2, **bf16, "zero": 1, "in_turn": True}, with_zero({**WAVE2, **bf16})),
         ({**WAVE4, **bf16}, [{**WAVE4, **bf16}, {**TWO_WAVES, **bf16}, *with_zero({**LINEAR4, **bf16})]),
     ]
     case = {"folder": str(tmp_path), "cases": cases, "tolerance": 1e-2}

@@ -47,10 +47,14 @@ class Job:
     off: bool = False
     dtype: str = "float32"
     optimizer: str = "adamw"
+    gain: bool = False
+    in_turn: bool = False
+    """Flat buffers take weights in turn for each replica."""
 
     def __str__(self) -> str:
         plan = "1F1B without pulse" if self.off else f"{self.placement} W={self.waves}"
-        return f"{plan}, P={self.ranks}, ZeRO-{self.zero}, {self.dtype}, {self.optimizer}"
+        more = f"{', a gain' if self.gain else ''}{', in turn' if self.in_turn else ''}"
+        return f"{plan}, P={self.ranks}, ZeRO-{self.zero}, {self.dtype}, {self.optimizer}{more}"
 
 
 def engine_of(job: Job) -> Any:
@@ -65,7 +69,10 @@ def engine_of(job: Job) -> Any:
         "gradient_accumulation_steps": GLOBAL_MICROBATCHES // replicas,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
-        "zero_optimization": {"stage": job.zero},
+        "zero_optimization": {
+            "stage": job.zero,
+            "round_robin_gradients": job.in_turn,
+        },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": job.dtype == "bfloat16"},
         # the scale grows in every step, so that a new one is not where the saved one was

@@ -20,6 +20,7 @@ from deepspeed.checkpoint.constants import (
     PARAM_SLICE_MAPPINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord, parameter_names
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
@@ -65,6 +66,30 @@ def full_precision_copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
         for group, full in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             copies.update({p: copy.data for p, copy in zip(group, full, strict=True)})
     return copies
+
+
+def address_in_turn(optimizer: Any) -> None:
+    """Correct the addresses of weights in flat buffers, where ``round_robin_gradients`` puts them in another order.
+
+    Upstream counts them in the order of their groups, in files too.
+    """
+    if not (isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.round_robin_gradients):
+        return
+    link = optimizer._link_all_hp_params
+
+    def link_in_turn() -> None:
+        groups = optimizer.bit16_groups
+        optimizer.bit16_groups = optimizer.round_robin_bit16_groups
+        try:
+            link()
+        finally:
+            optimizer.bit16_groups = groups
+
+    optimizer._link_all_hp_params = link_in_turn
+    link_in_turn()
+    optimizer._param_slice_mappings = optimizer._create_param_mapping()
+    if optimizer.cpu_offload:
+        optimizer._create_optimizer_mapping()
 
 
 def refresh_copies(optimizer: Any) -> None:

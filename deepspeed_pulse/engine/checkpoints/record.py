@@ -39,7 +39,7 @@ class CheckpointRecord(File):
         layers: names of the layers.
         zero_stage, dtype, optimizer: decide how upstream writes optimizer state.
         backbones: where there are several, the layers of each.
-        parameters: per pipeline rank and parameter group, the names of what the optimizer trains, in its order.
+        parameters: per pipeline rank and parameter group, the names of what the optimizer trains, as its state lies.
     """
 
     FORMATS = (FORMAT, UNVERIFIED)
@@ -64,7 +64,7 @@ class CheckpointRecord(File):
     def of(cls, engine: Any) -> CheckpointRecord:
         """How a job's state lies on its ranks. Collective in the pipeline."""
         module, optimizer, plan = engine.module, engine.optimizer, engine.module.plan
-        mine = () if optimizer is None else parameter_names(optimizer, engine.param_names)
+        mine = () if optimizer is None else _names_in_state(optimizer, engine.param_names)
         return cls(
             pipeline_ranks=engine.num_stages,
             data_parallel=engine.grid.data_parallel_size,
@@ -141,3 +141,9 @@ class CheckpointRecord(File):
 def parameter_names(optimizer: Any, names: Mapping[Any, str]) -> Names:
     """Per parameter group of an engine's optimizer, the names of its parameters in order."""
     return tuple(tuple(names[p] for p in group) for group in parameter_groups(optimizer))
+
+
+def _names_in_state(optimizer: Any, names: Mapping[Any, str]) -> Names:
+    """The same in the order in which state is saved: flat buffers may take parameters in turn for each replica."""
+    in_turn = getattr(optimizer, "round_robin_bit16_groups", None)
+    return parameter_names(optimizer, names) if in_turn is None else tuple(tuple(names[p] for p in g) for g in in_turn)

@@ -38,10 +38,10 @@ NAMES = {
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": """
-        _hp_grad _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _link_all_hp_params
-        _param_slice_mappings _update_hp_grad bf16_groups clear_lp_grads clip_grad fp32_groups_flat_partition
-        fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm grad_acc_dtype immediate_grad_update
-        optimizer param_groups refresh_fp32_params scale_if_loss state step zero_grad
+        _create_param_mapping _hp_grad _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state
+        _link_all_hp_params _param_slice_mappings _update_hp_grad bf16_groups clear_lp_grads clip_grad
+        fp32_groups_flat_partition fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm grad_acc_dtype
+        immediate_grad_update optimizer param_groups refresh_fp32_params scale_if_loss state step zero_grad
     """,
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": "TorchCheckpointEngine",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",
@@ -120,10 +120,11 @@ NAMES = {
     "deepspeed.runtime.zero.config": "ZeroStageEnum",
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
-        _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _link_all_hp_params
-        _param_slice_mappings averaged_gradients bit16_groups clip_grad gradient_accumulation_dtype loss_scale
-        loss_scaler optimizer param_groups params_in_partition reduce_bucket_size refresh_fp32_params scale_if_loss
-        single_partition_of_fp32_groups state step use_grad_accum_attribute zero_grad
+        _create_optimizer_mapping _create_param_mapping _hp_mapping _hp_optimizer_states_linked
+        _lazy_init_hp_params_optimizer_state _link_all_hp_params _param_slice_mappings averaged_gradients bit16_groups
+        clip_grad cpu_offload gradient_accumulation_dtype loss_scale loss_scaler optimizer param_groups
+        params_in_partition reduce_bucket_size refresh_fp32_params round_robin_bit16_groups round_robin_gradients
+        scale_if_loss single_partition_of_fp32_groups state step use_grad_accum_attribute zero_grad
     """,
     "deepspeed.utils": "safe_get_full_fp32_param",
     "deepspeed.utils.tensor_fragment": "fragment_address",
