@@ -43,6 +43,15 @@ class CommonEngine(PipelineEngine):
             self._destroyed = True
             super().destroy()
 
+    def _broadcast_model(self) -> None:
+        """As upstream, which views weights as bytes; torch has no such view of one without dimensions."""
+        bare = [p for p in self.module.parameters() if p.dim() == 0]
+        for parameter in bare:
+            parameter.data = parameter.data.view(1)
+        super()._broadcast_model()
+        for parameter in bare:
+            parameter.data = parameter.data.view(())
+
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
         if type(self.checkpoint_engine) is not TorchCheckpointEngine:

@@ -64,6 +64,21 @@ def test_fp16_and_its_loss_scale_resume_under_another_plan(tmp_path: Path) -> No
     launch("support.resume_ranks:resumes", 4, case, timeout=200)
 
 
+def test_state_of_other_shapes_resumes_under_another_plan(tmp_path: Path) -> None:
+    """Of a weight without dimensions, whose moments have none either; of rows and columns of matrices."""
+    gain, rows = {"ranks": 2, "gain": True}, {"ranks": 2, "optimizer": "adafactor"}
+    linear = {"placement": "linear"}
+    cases = [
+        (gain, [gain, {**gain, **linear}, *with_zero({**gain, **linear})]),
+        ({**gain, "zero": 1}, [{**gain, **linear}]),
+        (rows, [rows, {**rows, **linear}]),
+    ]
+    launch("support.resume_ranks:resumes", 2, {"folder": str(tmp_path / "fp32"), "cases": cases}, timeout=200)
+    fp16 = {**gain, "dtype": "float16"}
+    case = {"folder": str(tmp_path / "fp16"), "cases": [(fp16, [{**fp16, **linear}])], "tolerance": 2e-3}
+    launch("support.resume_ranks:resumes", 2, case, timeout=200)
+
+
 def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
     launch("support.resume_ranks:refuses", 2, {"folder": str(tmp_path)}, timeout=200)
 

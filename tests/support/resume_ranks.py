@@ -33,7 +33,23 @@ OPTIMIZERS: dict[str, Any] = {
     "fused": lambda parameters: fused_adamw(parameters, lr=1e-2),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "two groups": lambda parameters: adamw_by_group(list(parameters)),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
 }
+
+
+class Gain(torch.nn.Module):
+    """A weight without dimensions, as gates have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * x
+
+
+def gained_layers() -> list[Any]:
+    return [*toy_layers()[:4], Gain(), *toy_layers()[4:]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +95,8 @@ def engine_of(job: Job) -> Any:
         "fp16": {"enabled": job.dtype == "float16", "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 2},
         "pulse": False if job.off else pulse,
     }
-    module = PipelineModule(layers=toy_layers(), num_stages=job.ranks, loss_fn=mse, seed_layers=True, config=config)
+    layers = gained_layers() if job.gain else toy_layers()
+    module = PipelineModule(layers=layers, num_stages=job.ranks, loss_fn=mse, seed_layers=True, config=config)
     optimizer: Any = OPTIMIZERS[job.optimizer](module.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)
@@ -215,6 +232,21 @@ def refuses(case: dict[str, Any]) -> None:
     engine = engine_of(Job(ranks=2, placement="linear"))
     expect(engine, folder / "grouped", "in one group of this job's optimizer and were trained in groups with different")
     engine.destroy()
+    factored = engine_of(Job(ranks=2, optimizer="adafactor"))
+    train(factored, range(1))
+    factored.save_checkpoint(folder / "factored")
+    factored.destroy()
+    engine = engine_of(Job(ranks=2, optimizer="adafactor", zero=1))
+    expect(engine, folder / "factored", "Adafactor: expected ZeRO stage 0, with which it was written, found 1")
+    engine.destroy()
+    partitioned = engine_of(Job(ranks=2, zero=1))
+    train(partitioned, range(1))
+    partitioned.save_checkpoint(folder / "elastic")
+    partitioned.destroy()
+    as_elastic(folder / "elastic" / "global_step1")
+    engine = engine_of(Job(ranks=2, placement="linear"))
+    expect(engine, folder / "elastic", "written with zero_optimization.elastic_checkpoint, which leaves learning rates")
+    engine.destroy()
     engine = engine_of(Job(ranks=2, dtype="bfloat16"))
     expect(engine, folder, "dtype: written with float32, this job runs bfloat16")
     engine.destroy()
@@ -246,6 +278,19 @@ def refuses(case: dict[str, Any]) -> None:
     torch.distributed.barrier()
     expect(engine, folder, "mp_rank_01_model_states.pt: expected a whole file, found a damaged one")
     print("PASSED", flush=True)
+
+
+def as_elastic(place: Path) -> None:
+    """What DeepSpeed keeps with ``zero_optimization.elastic_checkpoint``: state by group, without their options."""
+    if torch.distributed.get_rank() == 0:
+        for path in place.glob("*_optim_states.pt"):
+            content = torch.load(path, weights_only=False)
+            state = content["optimizer_state_dict"]
+            state["base_optimizer_state"] = list(state["base_optimizer_state"]["state"].values())
+            torch.save(content, path)
+        sums = place / SUMS_FILE
+        write_sums(place, {path.name: digest_of(path) for path in place.iterdir() if path != sums})
+    torch.distributed.barrier()
 
 
 def expect(engine: Any, folder: Path, message: str, **options: Any) -> None:

@@ -8,7 +8,7 @@ the order of its parameters. Either way the name of a parameter leads to its sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,8 +43,8 @@ class SavedState:
     """What a checkpoint holds of some parameters.
 
     Attributes:
-        tensors: per parameter, flat tensors by key (``exp_avg``, ..., and :data:`MASTER`).
-        scalars: per parameter that was read, everything else (``step``); nothing of one that has made no step.
+        tensors: per parameter, tensors by key (``exp_avg``, ..., and :data:`MASTER`), flat ones out of flat buffers.
+        scalars: per parameter that was read, what counts for all of it (``step``); nothing where it has made no step.
         options: per parameter, learning rate and the like of its group.
         scale: where dynamic loss scaling stands; empty without it.
     """
@@ -143,7 +143,8 @@ def _read_whole(
             start = 0
             for name in group:
                 if name in names:
-                    _sort_in(saved, name, _cut_out(flat, start, sizes[name]))
+                    piece = _cut_out(flat, start, sizes[name])
+                    _sort_in(saved, name, piece, _counters([piece]))
                     if names <= saved.tensors.keys():
                         break
                 if name not in sizes and not is_placeholder(name):
@@ -154,9 +155,11 @@ def _read_whole(
                 start += 1 if is_placeholder(name) else sizes[name]
     else:
         copies = [copy for group in state.get("fp32_groups", ()) for copy in group]
+        counters = _counters(base["state"].values())
         for index, name in enumerate(name for group in groups for name in group):
             if name in names:
-                _sort_in(saved, name, {**base["state"].get(index, {}), **({MASTER: copies[index]} if copies else {})})
+                full = {MASTER: copies[index]} if copies else {}
+                _sort_in(saved, name, {**base["state"].get(index, {}), **full}, counters)
     keep_options(saved, groups, base["param_groups"])
     saved.scale.update(keep_scale(state))
 
@@ -166,6 +169,12 @@ def _read_partitioned(saved: SavedState, groups: Groups, names: set[str], files:
     for file in files:
         state = file[OPTIMIZER_STATE_DICT]
         base = state[BASE_OPTIMIZER_STATE]
+        if not isinstance(base, Mapping):
+            raise PlanError(
+                "optimizer state written with zero_optimization.elastic_checkpoint, which leaves learning rates and "
+                "other options out: it goes on under the plan, number of ranks and ZeRO stage that wrote it only; "
+                "resume so, and save without that option, or load no optimizer state (load_optimizer_states=False)"
+            )
         for index, mapping in enumerate(state[PARAM_SLICE_MAPPINGS]):
             flat = {**base["state"].get(index, {}), MASTER: state[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
             for name, address in mapping.items():
@@ -176,16 +185,40 @@ def _read_partitioned(saved: SavedState, groups: Groups, names: set[str], files:
     for name, found in pieces.items():
         # replicas hold the fragments of a parameter in order
         whole = {k: torch.cat([piece[k] for piece in found]) if _is_flat(v) else v for k, v in found[0].items()}
-        _sort_in(saved, name, whole)
+        _sort_in(saved, name, whole, _counters([whole]))
 
 
 def _cut_out(flat: Mapping[str, Any], start: int, count: int) -> dict[str, Any]:
+    """A parameter's part of a flat buffer's state; a PlanError where that has fewer numbers than the buffer."""
+    total = flat[MASTER].numel()
+    for key, value in flat.items():
+        if _is_flat(value) and value.numel() < total:
+            raise PlanError(
+                f"optimizer state {key}: expected a number for each of the {total} of its flat buffer, found "
+                f"{value.numel()}, which cannot be parted by parameter; resume under the plan, number of ranks and "
+                "ZeRO stage that it was saved with, or load no optimizer state (load_optimizer_states=False)"
+            )
     return {k: v.reshape(-1)[start : start + count].clone() if _is_flat(v) else v for k, v in flat.items()}
 
 
-def _sort_in(saved: SavedState, name: str, state: Mapping[str, Any]) -> None:
-    saved.tensors[name] = {key: value.reshape(-1) for key, value in state.items() if _is_flat(value)}
-    saved.scalars[name] = {key: value for key, value in state.items() if not _is_flat(value)}
+def _counters(states: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Keys of what counts for a whole parameter, whose others have dimensions.
+
+    Everything that belongs to a parameter without dimensions looks like that; so those that have some tell.
+    """
+    telling = [state for state in states if any(map(_is_flat, state.values()))]
+    return {"step"} | {key for state in telling for key, value in state.items() if not _is_flat(value)}
+
+
+def _sort_in(saved: SavedState, name: str, state: Mapping[str, Any], counters: Collection[str]) -> None:
+    """Note a parameter's state; ``counters``: keys whose tensors without dimensions are no numbers of its own."""
+    tensors = {
+        key: value
+        for key, value in state.items()
+        if _is_flat(value) or (isinstance(value, torch.Tensor) and key not in counters)
+    }
+    saved.tensors[name] = tensors
+    saved.scalars[name] = {key: value for key, value in state.items() if key not in tensors}
 
 
 def _is_flat(value: Any) -> bool:
@@ -200,16 +233,35 @@ def keep_options(saved: SavedState, groups: Groups, options: list[dict[str, Any]
 
 
 def check_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> None:
-    """Raise a :class:`PlanError` for state of another size, and for one group trained with different options."""
+    """Raise a :class:`PlanError` for state of another size, and for one group trained with different options.
+
+    An optimizer that steps each parameter by itself may keep less than a number for each (rows and columns of it).
+    """
     for members in parameter_names(optimizer, names):
         _options_of(members, saved)
+    in_buffers = _buffers(optimizer) is not None
     for parameter, name in names.items():
         for key, value in saved.tensors.get(name, {}).items():
-            if value.numel() != parameter.numel():
+            if value.numel() != parameter.numel() and (in_buffers or key == MASTER):
                 raise PlanError(
-                    f"optimizer state {key} of {name}: expected {parameter.numel()} numbers, found {value.numel()}; "
-                    "build the same model, or load no optimizer state (load_optimizer_states=False)"
+                    f"optimizer state {key} of {name}: expected {parameter.numel()} numbers, one for each of the "
+                    f"weight's, as flat buffers (ZeRO-1, bf16) have them, found {value.numel()}; use the ZeRO stage "
+                    "that it was saved with, and the same model, or load no optimizer state "
+                    "(load_optimizer_states=False)"
                 )
+
+
+def _buffers(optimizer: Any) -> list[torch.Tensor] | None:
+    """What an optimizer of upstream's steps in place of each group; None of one that steps parameters."""
+    if hasattr(optimizer, "bit16_groups"):
+        found = optimizer.single_partition_of_fp32_groups
+    elif hasattr(optimizer, "bf16_groups"):
+        found = optimizer.fp32_groups_flat_partition
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        found = optimizer.fp32_groups_flat
+    else:
+        return None
+    return list(found)
 
 
 def write_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState, *, keeps: bool = False) -> None:
@@ -217,14 +269,11 @@ def write_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState, *, 
 
     ``keeps``: the state of other parameters than those stays.
     """
-    if hasattr(optimizer, "bit16_groups"):
-        _write_flat(optimizer, optimizer.single_partition_of_fp32_groups, names, saved, keeps)
-    elif hasattr(optimizer, "bf16_groups"):
-        _write_flat(optimizer, optimizer.fp32_groups_flat_partition, names, saved, keeps)
-    elif hasattr(optimizer, "fp32_groups_flat"):
-        _write_flat(optimizer, optimizer.fp32_groups_flat, names, saved, keeps)
-    else:
+    buffers = _buffers(optimizer)
+    if buffers is None:
         _write_plain(optimizer, names, saved, keeps)
+    else:
+        _write_flat(optimizer, buffers, names, saved, keeps)
     for group, members in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
         group.update(_options_of(members, saved))
     set_scale(optimizer, saved.scale)
@@ -248,7 +297,10 @@ def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState, ke
     state: dict[int, dict[str, Any]] = dict(before["state"]) if keeps else {}
     for index, parameter in enumerate(p for group in parameter_groups(optimizer) for p in group):
         name = names[parameter]
-        tensors = {key: value.reshape(parameter.shape) for key, value in saved.tensors.get(name, {}).items()}
+        tensors = {
+            key: value.reshape(parameter.shape) if value.numel() == parameter.numel() else value
+            for key, value in saved.tensors.get(name, {}).items()
+        }
         full = tensors.pop(MASTER, None)
         if full is not None and parameter in copies:
             copies[parameter].copy_(full)
@@ -277,7 +329,7 @@ def _write_flat(
             state.update({key: _copy(value) for key, value in saved.scalars.get(name, {}).items()})
             for key, value in saved.tensors.get(name, {}).items():
                 target = partition.data if key == MASTER else state.setdefault(key, torch.zeros_like(partition.data))
-                target[high : high + count].copy_(value[low : low + count])
+                target[high : high + count].copy_(value.reshape(-1)[low : low + count])
         if state:
             optimizer.optimizer.state[partition] = state
     if hasattr(optimizer, "_link_all_hp_params"):

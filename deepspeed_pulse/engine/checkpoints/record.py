@@ -26,6 +26,9 @@ PLAN_FILE = "pulse_plan.json"
 CHOICE_FILE = "pulse_ds_config.json"
 """DeepSpeed's config with what was chosen for "auto" in it."""
 
+FACTORED = ("Adafactor",)
+"""Optimizers that keep rows and columns of a matrix, and another state of a flat buffer."""
+
 Names = tuple[tuple[str, ...], ...]
 
 
@@ -122,6 +125,13 @@ class CheckpointRecord(File):
                     f"{where}: {name}: written with {there}, this job runs {here}; use the same, or {way}",
                     more="other-layers",
                 )
+        if self.optimizer in FACTORED and self.partitioned != mine.partitioned:
+            raise PlanError(
+                f"{where}: {self.optimizer}: expected ZeRO stage {self.zero_stage}, with which it was written, found "
+                f"{mine.zero_stage}: of a matrix it keeps rows and columns, and of the flat buffers of ZeRO-1 all "
+                f"numbers; use the same, or {way}",
+                more="other-layers",
+            )
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord | None:
