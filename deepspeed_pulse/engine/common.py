@@ -18,6 +18,7 @@ from deepspeed_pulse.engine.data.evaluation import Evaluation
 from deepspeed_pulse.engine.gradients.completion import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.replaced import clipping_is_replaced
+from deepspeed_pulse.engine.starting.supported import check_kept
 from deepspeed_pulse.errors import ConfigError
 
 
@@ -54,6 +55,7 @@ class CommonEngine(PipelineEngine):
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
+        check_kept(self)
         if type(self.checkpoint_engine) is not TorchCheckpointEngine:
             raise ConfigError(
                 f"checkpoint: expected upstream's default writer, found {type(self.checkpoint_engine).__name__}: other "

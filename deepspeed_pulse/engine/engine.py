@@ -31,7 +31,7 @@ from deepspeed_pulse.engine.gradients.completion import (
 )
 from deepspeed_pulse.engine.gradients.memory import held_always, held_in_bucket, held_in_step
 from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
-from deepspeed_pulse.engine.gradients.placeholders import completed
+from deepspeed_pulse.engine.gradients.placeholders import check_groups, completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.gradients.stepped import Stepped
 from deepspeed_pulse.engine.groups import GroupOptions
@@ -51,7 +51,7 @@ from deepspeed_pulse.engine.sharing.unseen import check_buffers
 from deepspeed_pulse.engine.starting.kernels import compile_kernel
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts
 from deepspeed_pulse.engine.starting.setting_up import watched_start
-from deepspeed_pulse.engine.starting.supported import check_same_block, check_supported
+from deepspeed_pulse.engine.starting.supported import check_data, check_same_block, check_supported
 from deepspeed_pulse.engine.step import Lowering, Steps
 from deepspeed_pulse.engine.waist.older import EngineWithSeams
 from deepspeed_pulse.ir.program import Step
@@ -84,6 +84,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             if isinstance(config, dict):
                 kwargs["config"] = module.settled_config(config)
             check_supported(kwargs["config_class"], module)
+            check_data(kwargs["config_class"], kwargs.get("training_data"))
             super().__init__(*args, **kwargs)
             self._prepare_running(module)
 
@@ -293,7 +294,9 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             offloads=bool(self.zero_use_cpu_optimizer()),
             is_first=self.global_rank == 0,
         )
-        return super()._configure_basic_optimizer(model_parameters)
+        optimizer = super()._configure_basic_optimizer(model_parameters)
+        check_groups(optimizer, self)
+        return optimizer
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         """As upstream; of several backbones, each is clipped by its own norm before."""

@@ -202,6 +202,15 @@ CONSTRUCTION = {
     "tensor parallel": ("ConfigError", "tensor_parallel.autotp_size: expected none, found 2", "leave it out"),
     "sequence parallel": ("ConfigError", "sequence_parallel_size: expected none, found 2", "leave it out"),
     "dropped tokens": ("ConfigError", "random_ltd.enabled: expected false, found true", "leave it out"),
+    "a curriculum of samples": ("ConfigError", "curriculum_learning.enabled beside training_data=", "a loader of your"),
+    "weights stepped within a backward": ("ConfigError", "zero_optimization.zenflow: expected none", "leave it out"),
+    "elastic checkpoints": ("ConfigError", "elastic_checkpoint: expected false", "leave it out"),
+    "storage of each host": ("ConfigError", "use_node_local_storage: expected false", "all machines share"),
+    "storage of each host without pulse": ("ConfigError", "use_node_local_storage: expected false", "leave it out"),
+    "unequal halves": (
+        "ConfigError",
+        "expected as many parameter groups of MuonWithAuxAdam on every rank of the pipeline, found 1, 2",
+    ),
     "groups that a schedule has not counted": (
         "ConfigError",
         "the optimizer lacks 1 parameter groups that other ranks of the pipeline have",

@@ -238,6 +238,30 @@ def counted_groups() -> None:
     deepspeed.initialize(model=made, optimizer=optimizer, lr_scheduler=schedule, config=config)
 
 
+def unequal_halves() -> None:
+    """The first rank has matrices only, so that Muon makes one group there and two on the other."""
+    import deepspeed
+
+    from deepspeed_pulse import LayerSpec
+
+    muon = {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}}
+    config = config_with({"placement": "linear"}, zero_optimization={"stage": 1}, optimizer=muon)
+    layers = [LayerSpec(nn.Linear, 2, 2, bias=number > 1) for number in range(4)]
+    made = module(config=config, layers=layers, partition_method=[2])
+    deepspeed.initialize(model=made, model_parameters=made.parameters(), config=config)
+
+
+def with_a_curriculum() -> None:
+    import deepspeed
+
+    sampling = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": {}}}
+    config = config_with(data_efficiency={"enabled": True, "data_sampling": sampling})
+    made = module(config=config)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    data = [toy_batch(0, m, 0, size=1) for m in range(4)]
+    deepspeed.initialize(model=made, optimizer=optimizer, training_data=data, config=config)
+
+
 def initialized_with_mpu(config: dict[str, Any]) -> None:
     import deepspeed
 
@@ -351,6 +375,20 @@ def construction(paths: dict[str, str]) -> None:
         "tensor parallel": lambda: engine(config=config_with(tensor_parallel={"autotp_size": 2})),
         "sequence parallel": lambda: engine(config=config_with(sequence_parallel_size=2)),
         "dropped tokens": lambda: engine(config=config_with(data_efficiency=DROPPED_TOKENS)),
+        "a curriculum of samples": with_a_curriculum,
+        "weights stepped within a backward": lambda: engine(
+            config=config_with(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}, "zenflow": {}})
+        ),
+        "elastic checkpoints": lambda: engine(
+            config=config_with(
+                zero_optimization={"stage": 1, "elastic_checkpoint": True}, zero_allow_untested_optimizer=True
+            )
+        ),
+        "storage of each host": lambda: engine(config=config_with(checkpoint={"use_node_local_storage": True})),
+        "storage of each host without pulse": lambda: engine(
+            config=config_with({"enabled": False}, checkpoint={"use_node_local_storage": True})
+        ),
+        "unequal halves": unequal_halves,
         "groups that a schedule has not counted": counted_groups,
         "another interval in the config": lambda: engine(
             initialize=config_with(pipeline={"activation_checkpoint_interval": 1})

@@ -44,7 +44,7 @@ class Saving:
         client_state = {} if client_state is None else client_state
         folder = self._checked_folder(save_dir, tag, client_state, ema, limit)
         record = CheckpointRecord.of(engine)
-        leader = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+        leader = engine.global_rank == 0
 
         def on_leader(act: Callable[[], Any]) -> None:
             everywhere(lambda: _writing(folder.save_dir, act) if leader else None, f"saving {folder.save_dir}")
@@ -93,8 +93,7 @@ class Saving:
             return os.fspath(save_dir), name
 
         mine = everywhere(check, "save_checkpoint")
-        folder = "" if self._engine.use_node_local_storage() else f"folder {mine[0]!r}, "
-        given = f"{folder}tag {mine[1]!r}, {averages.in_words(ema)}"
+        given = f"folder {mine[0]!r}, tag {mine[1]!r}, {averages.in_words(ema)}"
         self._engine.module.ranks.check_alike(given, "save_checkpoint")
         return CheckpointFolder(*mine)
 
@@ -132,10 +131,10 @@ class Saving:
             (where / CHOICE_FILE).write_text(text, encoding="utf-8")
         there = {path.name for path in where.iterdir() if path.is_file()}
         missing = sorted(digests.keys() - there)
-        if missing and not engine.use_node_local_storage():
+        if missing:
             raise FileError(
                 f"{where}: expected the files of all ranks, {len(missing)} are not seen by rank 0, the first is "
-                f"{missing[0]}; save into a folder that all machines share, or set checkpoint.use_node_local_storage"
+                f"{missing[0]}; save into a folder that all machines share"
             )
         write_sums(where, {name: digests.get(name) or digest_of(where / name) for name in there})
         for name in (there - digests.keys()) | {SUMS_FILE}:

@@ -59,16 +59,12 @@ def completed(
         return found
 
     def missing(count: int) -> range:
-        # upstream's optimizers for ZeRO-1 and fp16 reduce norms over the pipeline once a parameter group
-        if not (engine.zero_optimization_stage() or engine.fp16_enabled()):
-            return range(0)
-        counts = told_by_all(count, engine.module._grid.get_pipe_parallel_group())
-        return range(max(counts) - count)
+        return range(max(_counts(count, engine)) - count)
 
     def checked(optimizer: Any) -> Any:
         filled(optimizer.param_groups)
         lacking = missing(len(optimizer.param_groups))
-        raise_everywhere(_counted(len(lacking)) if lacking and _counts(engine) else None, "the optimizer")
+        raise_everywhere(_counted(len(lacking)) if lacking and _has_counted(engine) else None, "the optimizer")
         for _ in lacking:
             optimizer.add_param_group({"params": [placeholder()]})
         check_covers(optimizer.param_groups, engine.module)
@@ -85,7 +81,31 @@ def completed(
     return None, groups
 
 
-def _counts(engine: Any) -> bool:
+def _counts(count: int, engine: Any) -> list[int]:
+    """Parameter groups of the ranks of the pipeline, where they must have as many; collective there.
+
+    Upstream's optimizers for ZeRO-1 and fp16 reduce norms over the pipeline once a group.
+    """
+    if not (engine.zero_optimization_stage() or engine.fp16_enabled()):
+        return [count]
+    return told_by_all(count, engine.module._grid.get_pipe_parallel_group())
+
+
+def check_groups(optimizer: Any, engine: Any) -> None:
+    """Refuse an optimizer of the config (Muon) that has parted the groups otherwise on each rank; collective."""
+    counts = _counts(len(optimizer.param_groups), engine)
+    problem = None
+    if len(set(counts)) > 1:
+        problem = ConfigError(
+            f"optimizer: expected as many parameter groups of {type(optimizer).__name__} on every rank of the "
+            f"pipeline, found {', '.join(map(str, counts))}: it parts matrices from other weights, and where a rank "
+            "has one kind only, the others would wait for its norm for ever; give every rank both kinds (other cuts "
+            "or fewer ranks), do without ZeRO and fp16, or take another optimizer"
+        )
+    raise_everywhere(problem, "the optimizer")
+
+
+def _has_counted(engine: Any) -> bool:
     """Whether a script's learning rate schedule has counted the groups of its optimizer."""
     return hasattr(engine.client_lr_scheduler, "step")
 

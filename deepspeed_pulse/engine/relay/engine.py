@@ -18,7 +18,7 @@ from deepspeed_pulse.engine.observation import events, notes
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
 from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
-from deepspeed_pulse.engine.starting.supported import check_same_block
+from deepspeed_pulse.engine.starting.supported import check_data, check_same_block
 from deepspeed_pulse.engine.waist.older import EngineDividingOnce
 from deepspeed_pulse.errors import did_you_mean
 
@@ -32,6 +32,7 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_same_block(kwargs["model"], kwargs.get("config"))
+        check_data(kwargs["config_class"], kwargs.get("training_data"))
         super().__init__(*args, **kwargs)
         norm_of_nothing_is_zero(self.optimizer)
         if self.module.pulse is not None:

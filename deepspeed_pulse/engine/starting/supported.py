@@ -8,6 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.config import PulseConfig, parse_pulse
+from deepspeed_pulse.engine.collectives import raise_everywhere
 from deepspeed_pulse.engine.device import runs_at_once
 from deepspeed_pulse.engine.gradients.scaling import check_precision
 from deepspeed_pulse.errors import ConfigError
@@ -41,6 +42,12 @@ def check_zero_stage(stage: int) -> int:
 def check_supported(config: Any, module: Any) -> None:
     """Refuse settings of upstream's parsed config that a plan would not follow."""
     check_zero_stage(int(config.zero_optimization_stage))
+    if getattr(config.zero_config, "zenflow", None) is not None:
+        raise ConfigError(
+            "zero_optimization.zenflow: expected none, found one: it steps some weights between the backwards of a "
+            "whole model, which no rank of a pipeline runs; leave it out (offload_optimizer works without it)",
+            more="unsupported",
+        )
     if config.wall_clock_breakdown and config.steps_per_print is None:
         key = "flops_profiler.enabled" if config.flops_profiler_config.enabled else "wall_clock_breakdown"
         raise ConfigError(
@@ -56,6 +63,43 @@ def check_supported(config: Any, module: Any) -> None:
             f"pipeline.activation_checkpoint_interval: the module was planned with {planned}, "
             f"deepspeed.initialize brings {interval}; pass config= to PipelineModule, the same as to initialize"
         )
+
+
+def check_data(config: Any, training_data: Any) -> None:
+    """Refuse data of which no checkpoint could be saved: DeepSpeed looks for a curriculum's sampler, hidden by then."""
+    sampling = config.data_efficiency_config.get("data_sampling", {})
+    if training_data is not None and sampling.get("curriculum_learning", {}).get("enabled"):
+        raise ConfigError(
+            "data_efficiency.data_sampling.curriculum_learning.enabled beside training_data=: expected false, found "
+            "true: DeepSpeed's pipelines do not find its sampler again when they save; order the data in a loader of "
+            "your own, and give its batches to train_batch",
+            more="unsupported",
+        )
+
+
+def check_kept(engine: Any) -> None:
+    """Refuse ways of saving of which no run could go on, or not under another plan.
+
+    With storage of each host's own the first process of a host writes the state of its stage, and those of other
+    stages there write none; layers are written by replicas in turn, each on its own host.
+    """
+    if engine.zero_optimization_stage() and engine.zero_elastic_checkpoint():
+        raise ConfigError(
+            "zero_optimization.elastic_checkpoint: expected false, found true: it leaves learning rates and other "
+            "options out, so that no other plan goes on with its state; leave it out, and any number of ranks and "
+            "replicas does",
+            more="unsupported",
+        )
+    if not engine.use_node_local_storage():
+        return
+    problem = None
+    if engine.module.num_stages > 1 or engine.local_rank != engine.global_rank:
+        problem = ConfigError(
+            "checkpoint.use_node_local_storage: expected false, found true: a host would hold some of a checkpoint's "
+            "files only, from which no run can go on; leave it out, and save into a folder that all machines share",
+            more="unsupported",
+        )
+    raise_everywhere(problem, "checkpoint")
 
 
 def _check_parallel(config: Any) -> None:

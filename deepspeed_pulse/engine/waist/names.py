@@ -89,8 +89,8 @@ NAMES = {
         pipeline_enable_backward_allreduce postscale_gradients reset_activation_shape save_16bit_model save_checkpoint
         save_zero_checkpoint set_dataiterator set_dataloader set_train_batch_size stage_id steps_per_print timers
         total_additional_losses total_loss train_batch train_micro_batch_size_per_gpu training_dataloader
-        use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_grad zero_optimization
-        zero_optimization_stage zero_use_cpu_optimizer
+        use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_elastic_checkpoint zero_grad
+        zero_optimization zero_optimization_stage zero_use_cpu_optimizer
     """,
     "deepspeed.runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
     "deepspeed.runtime.pipe.module.LayerSpec": "build typename",
