@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.launch import launch
@@ -13,7 +14,7 @@ from support.observe_ranks import STEPS
 
 from deepspeed_pulse.cli import main
 from deepspeed_pulse.engine.device import QUEUES
-from deepspeed_pulse.engine.observation.notes import crowded, too_few_queues
+from deepspeed_pulse.engine.observation.notes import crowded, too_few_queues, unheard
 from deepspeed_pulse.ir.run import RUN_FILE, Run
 
 
@@ -147,3 +148,27 @@ def test_streams_that_share_a_queue_are_told(
     found = too_few_queues(backend, communicators)
     assert (found is not None) is told
     assert found is None or (f"up to {communicators + 2} streams" in found and f"export {QUEUES}=32" in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled: "),
+        ({"autotuning": {"enabled": True}}, "autotuning.enabled: "),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled: "),
+        ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing: "),
+        ({"checkpoint": {"parallel_write": {"pipeline_stage": False}}}, "checkpoint.parallel_write.pipeline_stage: "),
+        ({"checkpoint": {"tag_validation": "Ignore"}}, "checkpoint.tag_validation: "),
+        (
+            {
+                "flops_profiler": {"enabled": False},
+                "activation_checkpointing": {},
+                "checkpoint": {"parallel_write": {"pipeline_stage": True}, "tag_validation": "Fail"},
+            },
+            None,
+        ),
+    ],
+)
+def test_settings_that_do_nothing_in_a_pipeline_are_told(config: dict[str, Any], told: str | None) -> None:
+    found = list(unheard(config))
+    assert [line.startswith(told or "") for line in found] == ([] if told is None else [True])

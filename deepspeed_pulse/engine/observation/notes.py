@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -17,6 +17,35 @@ from deepspeed_pulse.engine.replaced import clipping_is_replaced
 from deepspeed_pulse.ir.communicators import communicator_bytes, communicators
 from deepspeed_pulse.ir.units import gigabytes
 
+Asked = Callable[[Any], bool]
+"""Whether a setting of the config, None where it is absent, asks for what it does not get."""
+
+_UNHEARD: dict[str, tuple[Asked, str]] = {
+    "flops_profiler.enabled": (
+        bool,
+        "DeepSpeed profiles a forward of the whole model, which no rank of a pipeline runs, so no profile is printed; "
+        "ds_pulse report says where a step's time goes",
+    ),
+    "autotuning.enabled": (
+        bool,
+        "a pipeline gives DeepSpeed's tuner no figures; ds_pulse tune chooses ranks, microbatches and waves",
+    ),
+    "hybrid_engine.enabled": (bool, "DeepSpeed makes no hybrid engine of a pipeline"),
+    "activation_checkpointing": (
+        bool,
+        "read by deepspeed.checkpointing.configure() only, for its own checkpoint function; what a pipeline recomputes "
+        "is said by pipeline.activation_checkpoint_interval",
+    ),
+    "checkpoint.parallel_write.pipeline_stage": (
+        lambda found: found is False,
+        "replicas share the writing all the same",
+    ),
+    "checkpoint.tag_validation": (
+        lambda found: isinstance(found, str) and found.lower() != "fail",
+        "tags that differ between ranks are an error in any case",
+    ),
+}
+
 
 def print_notes(engine: Any) -> None:
     """Print them; on global rank 0."""
@@ -29,6 +58,16 @@ def _communicators(planned: Planned) -> Iterator[tuple[int, int]]:
     plan, cluster = planned.plan, planned.cluster
     for rank in range(plan.pipeline_ranks):
         yield communicators(plan, rank, cluster=cluster).count, communicator_bytes(plan, rank, cluster)
+
+
+def unheard(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of settings of DeepSpeed's that do nothing in a pipeline, or less than one may trust."""
+    for path, (asks, what) in _UNHEARD.items():
+        found: Any = config
+        for key in path.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if asks(found):
+            yield f"{path}: {what}"
 
 
 def crowded(device: str, threads: int, local_ranks: int, cores: int) -> str | None:
@@ -57,6 +96,7 @@ def _notes(engine: Any) -> Iterator[str]:
     slow = crowded(get_accelerator().device_name(), torch.get_num_threads(), local_ranks(), os.cpu_count() or 1)
     if slow is not None:
         yield slow
+    yield from unheard(engine._config._param_dict)
     module = engine.module
     recomputing = getattr(module.job, "recomputing", None)  # known once planned
     absent = None if recomputing is None else recomputing.note(module.layer_list)

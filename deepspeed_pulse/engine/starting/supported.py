@@ -49,9 +49,12 @@ def check_supported(config: Any, module: Any) -> None:
             more="unsupported",
         )
     if config.wall_clock_breakdown and config.steps_per_print is None:
-        key = "flops_profiler.enabled" if config.flops_profiler_config.enabled else "wall_clock_breakdown"
+        profiles = config.flops_profiler_config.enabled
+        key = "flops_profiler.enabled" if profiles else "wall_clock_breakdown"
+        more = "; of a pipeline it prints no profile, so leave it out" if profiles else ""
         raise ConfigError(
-            f"{key}: expected steps_per_print beside it, which says how often upstream prints the breakdown; found none"
+            f"{key}: expected steps_per_print beside it, which says how often upstream prints the breakdown of a step; "
+            f"found none{more}"
         )
     check_precision(config)
     _check_parallel(config)
