@@ -290,6 +290,8 @@ FIRST_STEPS = {
     "a parameter that is none of the module's": ("ConfigError", "found 1, the first of shape [3]"),
     "averages saved on one rank": ("ConfigError", "save_checkpoint: rank 0", "tag 'one', ema=, rank 1", "no ema="),
     "averages gathered on one rank": ("ConfigError", "gather_model(): rank 0 was given", "no ema=", "every rank calls"),
+    "averages of diffusers saved": ("ConfigError", "ema: expected a deepspeed_pulse.models.EMA, found diffusers."),
+    "averages of diffusers gathered": ("ConfigError", "ema: expected a deepspeed_pulse.models.EMA, found diffusers."),
     "frozen on one replica": ("RunError", "parameter 3.inner.weight trains on rank 0 and is frozen on rank 1"),
     "frozen on one replica from the start": ("RunError", "trains on rank 0 and is frozen on rank 1", "in each replica"),
     "a tied copy frozen on one rank": ("RunError", "parameter tied_modules.square.weight trains on rank 0", "a tied"),

@@ -530,15 +530,27 @@ def stepped_but_not_there() -> None:
     made.train_batch(batches())
 
 
-def averages_on_one_rank(act: Callable[[Any, Any], Any]) -> None:
-    from deepspeed_pulse.models import EMA, to_layers
+def with_averages(act: Callable[[Any, Any], Any], averages: Callable[[Any], Any]) -> None:
+    from deepspeed_pulse.models import to_layers
 
     inputs = torch.zeros(2, WIDTH)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     layers = to_layers(model, example_batch=inputs)
     made = engine({"placement": "linear"}, layers=layers, loss_fn=nn.functional.mse_loss)
     made.train_batch(iter([(inputs, inputs)] * MICROBATCHES))
-    act(made, None if rank() else EMA(made))
+    act(made, averages(made))
+
+
+def on_one_rank(made: Any) -> Any:
+    from deepspeed_pulse.models import EMA
+
+    return None if rank() else EMA(made)
+
+
+def of_diffusers(made: Any) -> Any:
+    from diffusers.training_utils import EMAModel
+
+    return EMAModel(list(made.module.parameters()))
 
 
 def saved_with(made: Any, ema: Any) -> None:
@@ -643,8 +655,10 @@ def first_steps(plan: str) -> None:
         "all frozen in step 2": lambda: frozen_from_step(1, lambda _: True),
         "all frozen after an evaluation": lambda: frozen_from_step(1, lambda _: True, evaluates=True),
         "a parameter that is none of the module's": stepped_but_not_there,
-        "averages saved on one rank": lambda: averages_on_one_rank(saved_with),
-        "averages gathered on one rank": lambda: averages_on_one_rank(gathered_with),
+        "averages saved on one rank": lambda: with_averages(saved_with, on_one_rank),
+        "averages gathered on one rank": lambda: with_averages(gathered_with, on_one_rank),
+        "averages of diffusers saved": lambda: with_averages(saved_with, of_diffusers),
+        "averages of diffusers gathered": lambda: with_averages(gathered_with, of_diffusers),
         "frozen on one replica": lambda: frozen_from_step(1, lambda name: given and name.startswith("3."), stages=1),
         "frozen on one replica from the start": lambda: frozen_from_step(0, lambda _: given, stages=1),
         "a tied copy frozen on one rank": lambda: frozen_from_step(

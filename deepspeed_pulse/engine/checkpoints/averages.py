@@ -11,8 +11,16 @@ from deepspeed_pulse.errors import ConfigError, FileError
 
 
 def listed(ema: Any) -> Sequence[Any]:
-    """None, one or several, as a list; a ConfigError for two of one backbone."""
+    """None, one or several, as a list; a ConfigError for two of one backbone, and for averages of another kind."""
     found = [] if ema is None else list(ema) if isinstance(ema, (list, tuple)) else [ema]
+    for one in found:
+        # by what it has: the class stands in a part that this one does not import
+        if not hasattr(one, "averages_of"):
+            kind = f"{type(one).__module__}.{type(one).__qualname__}"
+            raise ConfigError(
+                f"ema: expected a deepspeed_pulse.models.EMA, found {kind}: a rank holds some of the layers only; make "
+                "it with EMA(engine, decay=...)"
+            )
     names = [one.backbone for one in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if len(found) > 1 and len(set(names)) < len(names):

@@ -145,6 +145,8 @@ class Part:
         given = f"backbone={backbone!r}, dtype={dtype}, {'no ema=' if ema is None else 'ema='}"
         engine.module.ranks.check_alike(given, what)
         check_dtype(dtype)
+        if ema is not None:
+            check_averages(ema)
         layers = engine.module.backbone_layers(backbone, what)
         engine.finish_backbones()
         mine = engine.module.layer_list[layers.start : layers.stop]
@@ -307,3 +309,13 @@ class _Writer:
         for path in list(self._folder.iterdir()):
             if self._files.is_shard(path.name) and path.name not in layout.files:
                 path.unlink()
+
+
+def check_averages(ema: Any) -> None:
+    """Raises a :class:`ConfigError` for averages of another kind, diffusers' ``EMAModel`` for one."""
+    if not hasattr(ema, "averages_of"):
+        kind = f"{type(ema).__module__}.{type(ema).__qualname__}"
+        raise ConfigError(
+            f"ema: expected a deepspeed_pulse.models.EMA, found {kind}: a rank holds some of the layers only; make "
+            "it with EMA(engine, decay=...)"
+        )
