@@ -82,6 +82,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "other layers": ("PlanError", "backbone base has 10 layers there and 11 here", "its layer 10: none there, Linear"),
     "no name": ("ConfigError", "load_checkpoint: backbone: expected a name or None, found 3"),
     "other names": ("ConfigError", "expected the same on every rank, found ['base', 'upper']"),
+    "a schedule of other groups": (
+        "PlanError",
+        "expected a learning rate schedule of 2 parameter groups, as this run has, found one of 1",
+        "load_lr_scheduler_states=False",
+    ),
     "no averages": ("FileError", "expected averages in its folder ema/base, found none"),
     "two averages of one": ("ConfigError", "ema: expected one EMA for each backbone, found 2 of backbone base"),
     "averages of another": ("ConfigError", "ema: expected averages of backbone upper, found those of base"),

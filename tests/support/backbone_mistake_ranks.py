@@ -196,10 +196,23 @@ def frozen_layers() -> list[Any]:
     return [nn.Linear(WIDTH, width).requires_grad_(False) for width in (WIDTH, WIDTH, WIDTH, 3)]
 
 
+def with_schedule(pulse: Any) -> Any:
+    """One that counts the groups of the optimizer when it is made: one, or one of each backbone."""
+    import deepspeed
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    made, config = module(pulse), config_with(pulse)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    return deepspeed.initialize(model=made, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+
+
 def checkpoints(folder: Path) -> dict[str, Case]:
     from deepspeed_pulse.models import EMA
 
-    joint, single = engine(), alone()
+    joint, single, scheduled = engine(), alone(), with_schedule({})
+    scheduled.save_checkpoint(str(folder / "scheduled"))
     ema = EMA(joint, backbone="base")
     joint.save_checkpoint(str(folder / "joint"))
     single.save_checkpoint(str(folder / "alone"))
@@ -214,6 +227,7 @@ def checkpoints(folder: Path) -> dict[str, Case]:
         "other layers": lambda: engine(backbones=wider).load_checkpoint(str(folder / "alone"), backbone="base"),
         "no name": lambda: joint.load_checkpoint(str(folder / "alone"), backbone=3),
         "other names": lambda: joint.load_checkpoint(str(folder / "joint"), backbone=("base", "upper")[rank()]),
+        "a schedule of other groups": lambda: with_schedule(EACH).load_checkpoint(str(folder / "scheduled")),
         "no averages": lambda: joint.load_checkpoint(str(folder / "joint"), ema=ema),
         "two averages of one": lambda: joint.save_checkpoint(str(folder / "joint"), ema=[ema, ema]),
         "averages of another": lambda: joint.load_checkpoint(str(folder / "joint"), backbone="upper", ema=ema),

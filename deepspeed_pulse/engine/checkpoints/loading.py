@@ -182,11 +182,23 @@ class Loading:
     def _check_schedule(self, own: str, wanted: Wanted) -> None:
         """A learning rate schedule has its state in the rank's own file."""
         engine = self._engine
-        asked = wanted.load_lr_scheduler_states and not wanted.load_module_only and engine.lr_scheduler is not None
-        if asked and engine.checkpoint_engine.load(own).get("lr_scheduler") is None:
+        if not wanted.load_lr_scheduler_states or wanted.load_module_only or engine.lr_scheduler is None:
+            return
+        saved = engine.checkpoint_engine.load(own).get("lr_scheduler")
+        if saved is None:
             raise FileError(
                 f"{own}: expected the state of a learning rate schedule, as this run has one, found none; the run that "
                 "wrote it had no schedule: begin one anew with load_lr_scheduler_states=False"
+            )
+        # torch's schedules would go on with the rates of as many groups as they had
+        there = len(saved.get("base_lrs") or ()) if isinstance(saved, dict) else 0
+        here = len(getattr(engine.lr_scheduler, "base_lrs", None) or ())
+        if self._module.has_several and there and here and there != here:
+            raise PlanError(
+                f"{own}: expected a learning rate schedule of {here} parameter groups, as this run has, found one of "
+                f'{there}: backbones that make steps of their own ("backbone_steps" in the "pulse" block) have groups '
+                "of their own; set it as then, or give each backbone a group in both runs "
+                "(module.backbone_parameters(name)), or begin the schedule anew with load_lr_scheduler_states=False"
             )
 
     def _read_universal(self, where: Path, wanted: Wanted, groups: Groups | None) -> _Found:
