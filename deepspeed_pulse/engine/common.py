@@ -64,7 +64,7 @@ class CommonEngine(PipelineEngine):
             )
         address_in_turn(self.optimizer)
         name_once(self.optimizer, self.param_names)
-        self.checkpoint_engine: Any = SafeCheckpointEngine(self._config)
+        self.checkpoint_engine: Any = SafeCheckpointEngine(self._config, self.module.ranks.got_on)
         self.module.full_precision_copies = full_precision_copies(self.optimizer)
         self._saving = Saving(self, super().save_checkpoint)
         self._loading = Loading(self, super().load_checkpoint)

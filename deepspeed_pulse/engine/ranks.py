@@ -26,6 +26,11 @@ class Ranks:
         watchdog = self._module.watchdog
         return nullcontext() if watchdog is None else watchdog.watching_patiently(what)
 
+    def got_on(self) -> None:
+        """A file is written or read: the next may take as long as a rank has patience."""
+        if self._module.watchdog is not None:
+            self._module.watchdog.got_on()
+
     def gather_to_first(self, item: Any) -> list[Any] | None:
         """``item`` of every rank of the pipeline, in order, on its first rank; None on the others."""
         grid = self._module._grid

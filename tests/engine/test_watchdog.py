@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,25 @@ def test_what_lies_inside_another_place_leads_back_to_it() -> None:
             assert dog._place.doing == "save_checkpoint" and dog._place.patience == 1000.0
         assert (dog._place.doing, dog._place.inside) == ("train_batch", True)
     assert dog._place.doing == OUTSIDE
+
+
+def test_each_file_of_a_checkpoint_may_take_as_long() -> None:
+    dog = Watchdog(0, 1000.0)
+    before = dog._place
+    dog.got_on()
+    assert dog._place is before, "nothing of pulse's goes on"
+    with dog.watching_patiently("save_checkpoint"):
+        dog._place = replace(dog._place, since=time.monotonic() - 1500)
+        assert dog._problem(dog._place)
+        dog.got_on()
+        assert dog._place.doing == "save_checkpoint" and not dog._problem(dog._place)
+
+
+def test_what_may_be_long_while_all_live_says_so() -> None:
+    dog = Watchdog(0, 600.0)
+    long_ago = time.monotonic() - 700
+    assert 'then raise "timeout_seconds"' in dog._problem(Activity("s", long_ago, patience=600.0, may_be_long=True))
+    assert dog._problem(Activity("action 0F0", long_ago, patience=600.0)).endswith("a peer is silent or dead")
 
 
 @pytest.fixture

@@ -25,6 +25,9 @@ class FakeModule:
     def backbone_layers(self, name: str | None, what: str = "") -> range:
         return range(len(self.layer_list))
 
+    def got_on(self) -> None:
+        """Nobody watches."""
+
     def meet(self, item: Any) -> list[Any]:
         self.shared.slots[self.stage_id] = item
         self.shared.barrier.wait()

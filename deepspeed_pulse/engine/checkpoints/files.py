@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,13 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
     """Upstream's files: hashed and synced when written, verified and read without running code.
 
     :meth:`stage` reads what upstream will ask for; it is given out when all ranks have read theirs.
+
+    ``got_on``: called when a file is written or read.
     """
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: Any = None, got_on: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
+        self._got_on = got_on
         self.digests: dict[str, str] = {}
         """Of the files this rank has saved since the owner emptied it, by name."""
         self.verifier = Verifier(None)
@@ -57,6 +60,7 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
             file.close()
         sync(where)
         self.digests[where.name] = file.digest
+        self._got_on()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         where = Path(path)
@@ -85,6 +89,7 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
                 self.verifier.check(path)  # says more
             raise
         self.verifier.check(path)
+        self._got_on()
         return content
 
 

@@ -35,6 +35,8 @@ UNANSWERED_SECONDS = 20.0
 READ_SECONDS = 10.0
 """The longest time between two looks at the others' lines while a rank waits long."""
 
+_LONG = ', or all live and it takes longer (a slow disk): then raise "timeout_seconds" in the "pulse" block'
+
 
 def beat_seconds(timeout_seconds: float) -> float:
     """How often the watchdog looks, and tells the other ranks."""
@@ -124,6 +126,11 @@ class Watchdog:
         """The next part of the same, with as much patience; ``meets``: it waits for all ranks."""
         self._place = replace(self._place, doing=doing, since=time.monotonic(), meets=meets)
 
+    def got_on(self) -> None:
+        """A part of what may last long is done (a file), and the next may last as long; nothing outside of pulse."""
+        if self._place.inside:
+            self._place = replace(self._place, since=time.monotonic())
+
     def gave(self) -> None:
         """The device was given all of what the rank was doing so far."""
         if self.device is not None:
@@ -150,7 +157,7 @@ class Watchdog:
 
     def watching_patiently(self, doing: str) -> AbstractContextManager[None]:
         """The same for what may take long while all ranks live: starting, planning, saving, loading."""
-        return self._within(Activity(doing, patience=max(self.timeout_seconds, START_SECONDS)))
+        return self._within(Activity(doing, patience=max(self.timeout_seconds, START_SECONDS), may_be_long=True))
 
     @contextmanager
     def _within(self, place: Activity) -> Iterator[None]:
@@ -218,7 +225,8 @@ class Watchdog:
             doing = f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s"
             layer = ", or a layer, or torch where memory is short, waits for the whole device: then set "
             layer += '"receive_ahead": false in the "pulse" block'
-            return f"{doing}, longer than {allowed}: a peer is silent or dead{layer if self.device is not None else ''}"
+            more = _LONG if place.may_be_long else layer if self.device is not None else ""
+            return f"{doing}, longer than {allowed}: a peer is silent or dead{more}"
         return "" if self._whereabouts is None else self._missing_rank(place, seconds)
 
     def _unanswered(self, place: Activity) -> str:

@@ -47,6 +47,8 @@ class Activity:
     """The rank waits for all others there, so that none can answer anything else."""
     communication: str = ""
     """What the training program has called of torch's communication and is in; empty where it is not."""
+    may_be_long: bool = False
+    """No sign of a silent rank by itself that it lasts: files may be large, a disk slow."""
 
 
 class Whereabouts:

@@ -199,6 +199,7 @@ class EMA:
             except (OSError, SafetensorError) as problem:
                 reason = getattr(problem, "strerror", None) or problem
                 raise FileError(f"{path}: expected the averages of layer {index}, found: {reason}") from None
+            self._engine.module.ranks.got_on()
         state[SHADOW] = averages
         self._check(state)
         return state
@@ -245,6 +246,7 @@ class EMA:
             content = save(apart({name: average.cpu().contiguous() for name, average in averages.items()}))
             digests[_file_of(index)] = hashlib.sha256(content).hexdigest()
             _put(folder / _file_of(index), content)
+            self._engine.module.ranks.got_on()
         return digests
 
 
