@@ -205,6 +205,10 @@ class Odd(nn.Module):
         self.step += 1
         return self.second(self.first(x))
 
+
+    def scale_or_none(self, x: Tensor, mask: Any, scale: float | None) -> Tensor:
+        return self.third(self.second(self.first(x) * (3.0 if scale is None else scale)))
+
     def unregistered(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         return self.second(self.first(x) * self.loose[0])
 

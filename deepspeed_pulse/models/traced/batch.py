@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import enum
+import numbers
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +16,9 @@ from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.models.traced.names import pytree
 
 DEFAULT_INPUT = "hidden"
+
+_PLAIN = (numbers.Number, np.generic, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, tuple, set, slice)
+"""What two batches can be compared by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +59,14 @@ class Entry:
 class Given:
     """The example: entries in order; ``first`` is the first layer's input. ``positional``: inputs are no dict.
 
-    ``empty``: arguments that are dicts without entries.
+    ``empty``: arguments that are dicts without entries. ``absent``: those that are None, in dicts too.
     """
 
     entries: tuple[Entry, ...]
     first: str
     positional: bool = False
     empty: tuple[tuple[str, ...], ...] = ()
+    absent: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, example_batch: Any) -> Given:
@@ -83,7 +90,8 @@ class Given:
                     f"example_batch: its first entry {first!r} is the first layer's input, so it must be a tensor, "
                     f"found {entries[0].plain!r}; put the entry that the model works on first"
                 )
-            return cls(entries=entries, first=first, empty=tuple(_empty(inputs, ())))
+            empty, absent = (tuple(_paths(inputs, which)) for which in (_is_empty, _is_none))
+            return cls(entries=entries, first=first, empty=empty, absent=absent)
         entry = _entry((DEFAULT_INPUT,), inputs)
         if entry is None or not entry.forms:
             raise BatchError(
@@ -140,13 +148,25 @@ def _entries(inputs: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[Entr
         if isinstance(value, Mapping):
             yield from _entries(value, (*above, key))
         elif (entry := _entry((*above, key), value)) is not None:
+            _check_plain(entry)
             yield entry
 
 
-def _empty(inputs: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _paths(inputs: Mapping[str, Any], which: Callable[[Any], bool]) -> Iterator[tuple[str, ...]]:
+    """Keys of what is ``which``, in dicts too."""
     for key, value in inputs.items():
-        if isinstance(value, Mapping):
-            yield from _empty(value, (*above, key)) if value else [(*above, key)]
+        if which(value):
+            yield (key,)
+        elif isinstance(value, Mapping):
+            yield from ((key, *keys) for keys in _paths(value, which))
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
 def _entry(keys: tuple[str, ...], value: Any) -> Entry | None:
@@ -162,3 +182,13 @@ def _entry(keys: tuple[str, ...], value: Any) -> Entry | None:
             "entries of their own, or tensors"
         )
     return Entry(keys=keys, forms=tuple(map(form_of, tensors)), spec=spec)
+
+
+def _check_plain(entry: Entry) -> None:
+    """Raises a :class:`BatchError` for an object that two batches cannot be compared by."""
+    for one in pytree.tree_leaves(entry.plain):
+        if not isinstance(one, _PLAIN):
+            raise BatchError(
+                f"example_batch: entry {entry.name!r}: expected a tensor, a number, a word, or lists of these, found "
+                f"{type(one).__name__}; make it a tensor"
+            )

@@ -39,6 +39,7 @@ def file_of(
         ("model", told, [(name, p.requires_grad) for name, p in model.named_parameters()]),
         ("outline", sorted(outline.opened), sorted(outline.items), outline.whole),
         ("given", [(one, str(one.spec)) for one in given.entries], given.first, given.positional, given.empty),
+        ("absent", given.absent),
         ("options", options, torch.get_default_dtype()),
         ("sources", [(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(sources)]),
     )

@@ -133,7 +133,7 @@ def _traced(
     before = plain_state(model, outline.opened)
     recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful, leaves)
     _note_training(model, recorder, reads)
-    positional, keywords, symbols = _arguments(mode, recorder, given)
+    positional, keywords, symbols = _arguments(mode, recorder, given, inspect.signature(model.forward).parameters)
     if leaves is not None:
         leaves.begin([*symbols], mode.shape_env)
     _add_weights(model, recorder)
@@ -201,8 +201,10 @@ def _traced(
     )
 
 
-def _arguments(mode: Any, recorder: Recorder, given: Given) -> tuple[list[Any], dict[str, Any], dict[Any, Any]]:
-    """What forward is called with; and the symbols."""
+def _arguments(
+    mode: Any, recorder: Recorder, given: Given, parameters: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any], dict[Any, Any]]:
+    """What forward, which has these parameters, is called with; and the symbols."""
     symbols: dict[Any, Any] = {}
     keywords: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -218,6 +220,9 @@ def _arguments(mode: Any, recorder: Recorder, given: Given) -> tuple[list[Any], 
         _put(keywords, entry.keys, value)
     for keys in given.empty:
         _put(keywords, keys, {})
+    for keys in given.absent:
+        if keys[0] in keywords or keys[0] in parameters:
+            _put(keywords, keys, None)
     if given.positional:
         inputs = values[given.first]
         return (list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]), {}, symbols

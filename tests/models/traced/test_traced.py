@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import small_models as unets
@@ -58,6 +59,7 @@ def test_a_plain_unet_under_every_plan():
         ("checks", {}),
         ("late_input", {}),
         ("own_backward", {}),
+        ("scale_or_none", {"mask": None, "scale": None}),
         ("tuples", {}),
         ("shared_weight", {}),
     ],
@@ -68,7 +70,7 @@ def test_what_stands_between_blocks(kind, others):
     layers = to_layers(model, example_batch=batch)
     assert len(layers) == 3
     for count in (5, 1):
-        mine = {"mask": torch.eye(8)[:count], "scale": 2.0} if others else {}
+        mine = {"mask": torch.eye(8)[:count], "scale": 2.0} if kind == "batch_alone" else others
         assert_equal(model, layers, batch, {**odd_batch(count, seed=1), **mine})
     model.eval()
     assert_equal(model, [turned(layer) for layer in layers], batch)
@@ -112,6 +114,26 @@ def test_buffers_that_are_cast_or_stay(buffers):
         for buffer in module.buffers():
             buffer.data = buffer.data.to(buffers)
     assert_equal(model, layers, {"x": odd_batch()["x"].bfloat16()})
+
+
+class Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cond: dict[str, Tensor | None], mask: Tensor | None) -> Tensor:
+        y = self.first(x) * cond["a"]
+        return self.last(y if cond["b"] is None and mask is None else -y)
+
+
+def test_an_entry_that_is_none_stays_none():
+    model, cond = Conditioned(), {"a": torch.ones(8), "b": None}
+    batch = {**odd_batch(), "cond": cond, "mask": None, "not an argument": None}
+    layers = to_layers(model, example_batch=batch)
+    found = interpret(layers, {**odd_batch(), "cond": {"a": torch.ones(8)}})
+    assert torch.equal(found, model(**odd_batch(), cond=cond, mask=None))
+    with pytest.raises(BatchError, match=r"the batch has 'mask', which Conditioned reads and no layer of this"):
+        layers[0].layer.entry_rules.apply({"mask": torch.ones(8)})
 
 
 def test_dropout_of_a_batch_entry_draws_once():
@@ -216,6 +238,8 @@ def test_a_new_user_is_told_what_to_pass():
         to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 3, 8, 8)})
     with pytest.raises(BatchError, match=r"PlainUNet.forward needs 't', too; found a tensor$"):
         to_layers(PlainUNet(), example_batch=torch.ones(1, 3, 8, 8))
+    with pytest.raises(BatchError, match=r"entry 't': expected a tensor, a number.*found ndarray; make it a tensor"):
+        to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 3, 8, 8), "t": np.ones(1)})
     with pytest.raises(GraphError, match=r"forward fails at .*plain_nets.py:\d+"):
         to_layers(PlainUNet(), example_batch={"x": torch.ones(1, 5, 8, 8), "t": torch.ones(1)})
     with pytest.raises(GraphError, match=r"forward fails at .*got \[2, 7\] X \[8, 8\]"):
