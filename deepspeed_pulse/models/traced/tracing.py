@@ -6,8 +6,9 @@ import inspect
 import logging
 import random
 import re
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,6 @@ def _traced(
     stateful = {path for path, module in model.named_modules() if not _can_be_repeated(module)}
     before = plain_state(model, outline.opened)
     recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful, leaves)
-    _note_training(model, recorder, reads)
     positional, keywords, symbols = _arguments(mode, recorder, given, inspect.signature(model.forward).parameters)
     if leaves is not None:
         leaves.begin([*symbols], mode.shape_env)
@@ -146,6 +146,7 @@ def _traced(
             _quietly(),
             torch.enable_grad(),
             _without_checkpoints(),
+            _noting_training(paths, recorder, reads),
             sizes_can_be_keys(),
             sizes_can_be_texts(),
             enable_python_dispatcher(),
@@ -305,25 +306,54 @@ def _content(name: str, problem: BaseException, leaf: str | None) -> str:
     )
 
 
-def _note_training(model: nn.Module, recorder: Recorder, reads: set[str]) -> None:
-    """Let modules tell when code between blocks asks whether they train."""
+class _Training:
+    """Stands for ``training`` of all modules while forwards are traced, and lets these know when it is read."""
 
-    def asked(self: nn.Module) -> Any:
-        if not recorder.is_inside:
+    def __init__(self) -> None:
+        self._lock, self._notes = threading.Lock(), list[Callable[[nn.Module], None]]()
+
+    def __get__(self, module: nn.Module | None, kind: type) -> Any:
+        if module is None or "training" not in vars(module):
+            raise AttributeError("training")
+        for note in tuple(self._notes):
+            note(module)
+        return vars(module)["training"]
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        vars(module)["training"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)["training"]
+
+    @contextmanager
+    def noted(self, note: Callable[[nn.Module], None]) -> Iterator[None]:
+        """While ``note`` gets every module that is asked, by any thread."""
+        with self._lock:
+            self._notes.append(note)
+            nn.Module.training = self  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._notes.remove(note)
+                if not self._notes:
+                    del nn.Module.training
+
+
+_TRAINING = _Training()
+
+
+@contextmanager
+def _noting_training(paths: Mapping[int, str], recorder: Recorder, reads: set[str]) -> Iterator[None]:
+    """While modules tell when code between blocks asks whether they train."""
+    thread = threading.get_ident()
+
+    def note(module: nn.Module) -> None:
+        if id(module) in paths and not recorder.is_inside and threading.get_ident() == thread:
             reads.add("training")
-        return vars(self)["training"]
 
-    def told(self: nn.Module, value: Any) -> None:
-        vars(self)["training"] = value
-
-    telling = {"training": property(asked, told)}
-    kinds: dict[type, type] = {}
-    for module in model.modules():
-        kind = type(module)
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        if kind not in kinds:
-            kinds[kind] = type(kind.__name__, (kind,), {**telling, **names})
-        module.__class__ = kinds[kind]
+    with _TRAINING.noted(note):
+        yield
 
 
 def _can_be_repeated(module: nn.Module) -> bool:

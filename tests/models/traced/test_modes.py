@@ -145,3 +145,29 @@ def test_a_forward_that_seeds_is_refused_and_leaves_no_trace() -> None:
     with pytest.raises(GraphError):
         to_layers(model, example_batch=batch())
     assert torch.equal(torch.random.get_rng_state(), state) and before is not None
+
+
+class AsksForTheKind(Net):
+    """Code that tells modules by their class, and a class that no other can be derived from."""
+
+    class Last(Block):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("no class is derived from this one")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.Last()
+
+    def each(self, c: Tensor) -> Tensor:
+        return F.dropout(c, 0.5, self.training) if type(self.stem) is Stem else -c
+
+
+def test_modules_keep_their_class_in_a_trace() -> None:
+    torch.manual_seed(0)
+    model = AsksForTheKind()
+    layers = to_layers(model, example_batch=batch())
+    torch.manual_seed(1)
+    found = interpret(layers, batch())
+    torch.manual_seed(1)
+    assert torch.equal(found, model(**batch()))
+    assert "training" not in vars(nn.Module)
