@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models.traced.alike import Alike, Attributes
+from deepspeed_pulse.models.traced.draws import Draws
 from deepspeed_pulse.models.traced.keeping import Leaves
 from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, TorchDispatchMode, free_unbacked_symbols, pytree
 from deepspeed_pulse.models.traced.trying import Unrecognised, tried
@@ -29,6 +30,7 @@ ENTRY, PARAMETER, BUFFER, CONSTANT = "entry", "parameter", "buffer", "constant"
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 HERE = str(Path(__file__).parent)
 TORCH_FOLDER = str(Path(torch.__file__).parent)
+SEED_ELSEWHERE = "seed in the script, draw in the data, or name the module around it with blocks=[...]"
 
 
 @dataclass(frozen=True)
@@ -139,12 +141,13 @@ class Recorder(TorchFunctionMode):
         device: torch.device,
         shape_env: Any,
         is_once: Any,
+        draws: Draws,
         leaves: Leaves | None = None,
     ) -> None:
         super().__init__()
         self._leaves = leaves
         self._paths, self._opened, self._device, self._env = paths, opened, device, shape_env
-        self._is_once, self._alike = is_once, Alike()
+        self._is_once, self._alike, self._draws = is_once, Alike(), draws
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.scopes: list[Scope] = []
@@ -222,7 +225,8 @@ class Recorder(TorchFunctionMode):
                 f"{_line()}: hands a module ({type(modules[0]).__name__}) to the glue function "
                 f"{function.__qualname__}, so its layer would not have its weights; hand it tensors, numbers and words"
             )
-        return self._recorded(None, function, functools.partial(self._glue_result, function), args, kwargs)
+        with self._draws.of_a_leaf():
+            return self._recorded(None, function, functools.partial(self._glue_result, function), args, kwargs)
 
     def _glue_result(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -254,7 +258,8 @@ class Recorder(TorchFunctionMode):
         if self._inside or path is None:
             return module.forward(*args, **kwargs)
         if path not in self._opened:
-            return self._recorded(path, None, module.forward, args, kwargs)
+            with self._draws.of_a_leaf():
+                return self._recorded(path, None, module.forward, args, kwargs)
         number = len(self.scopes)
         self.scopes.append(Scope(path=path, returns=[]))
         self._open_scopes.append(number)
@@ -268,13 +273,20 @@ class Recorder(TorchFunctionMode):
 
     def _recorded(self, path: str | None, function: Any, run: Any, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if any(isinstance(one, torch.Generator) for one in leaves):
+            raise GraphError(f"{_line()}: draws with a torch.Generator, which layers would not seed; {SEED_ELSEWHERE}")
         tensors = [one for one in leaves if isinstance(one, Tensor)]
-        before = [one._version for one in tensors]
+        before, seeded = [one._version for one in tensors], self._draws.seeded
         self._inside, self.leaf, self._tried = self._inside + 1, path, False
         try:
             result, random = self._result(path, run, args, kwargs, leaves, spec, tensors)
         finally:
             self._inside -= 1
+        if random and seeded:
+            raise GraphError(
+                f"{_line()}: draws random numbers with a seed that code between blocks has set, which layers would "
+                f"not; {SEED_ELSEWHERE}"
+            )
         was_tried = self._tried  # what is asked of tensors below comes here again
         self._guards_seen = len(self._env.guards)
         changed = [one for one, version in zip(tensors, before, strict=True) if one._version != version]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 import re
 import threading
 import warnings
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +20,7 @@ from deepspeed_pulse.models.families import PlanCache
 from deepspeed_pulse.models.traced import names
 from deepspeed_pulse.models.traced.batch import Given, on_device
 from deepspeed_pulse.models.traced.content import file_of
+from deepspeed_pulse.models.traced.draws import Draws, drawing
 from deepspeed_pulse.models.traced.glue import kept_whole
 from deepspeed_pulse.models.traced.keeping import Leaves, kept_leaves
 from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, enable_python_dispatcher, pytree
@@ -30,6 +29,7 @@ from deepspeed_pulse.models.traced.recording import (
     BUFFER,
     ENTRY,
     PARAMETER,
+    SEED_ELSEWHERE,
     Call,
     Recorder,
     Scope,
@@ -113,8 +113,8 @@ def trace(
     ``plan_cache``: folder where what its leaves gave is kept by content.
     """
     path = None if plan_cache is None else file_of(plan_cache, bare.model, outline, given, cast, training)
-    with kept_leaves(path) as leaves:
-        return _traced(bare, outline, given, cast, training, leaves)
+    with kept_leaves(path) as leaves, drawing() as draws:
+        return _traced(bare, outline, given, cast, training, leaves, draws)
 
 
 def _traced(
@@ -124,6 +124,7 @@ def _traced(
     cast: Cast,
     training: bool,
     leaves: Leaves | None,
+    draws: Draws,
 ) -> Trace:
     mode, device = new_mode(), given.device
     model = bare.stand_in(mode, device, cast, training)
@@ -132,7 +133,7 @@ def _traced(
     reads = set[str]()
     stateful = {path for path, module in model.named_modules() if not _can_be_repeated(module)}
     before = plain_state(model, outline.opened)
-    recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful, leaves)
+    recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful, draws, leaves)
     positional, keywords, symbols = _arguments(mode, recorder, given, inspect.signature(model.forward).parameters)
     if leaves is not None:
         leaves.begin([*symbols], mode.shape_env)
@@ -140,7 +141,6 @@ def _traced(
     if "return_dict" in inspect.signature(model.forward).parameters and "return_dict" not in keywords:
         keywords["return_dict"] = False
     _check_arguments(model, positional, keywords)
-    drawn, drawn_by_numpy, drawn_by_torch = random.getstate(), _state_of_numpy(), torch.random.get_rng_state()
     try:
         with (
             _quietly(),
@@ -166,19 +166,7 @@ def _traced(
             f"{type(problem).__name__}: {_with_sizes(str(problem), symbols, given)}; where the model runs "
             "with this batch, name the module around that line with blocks=[...], so that it is kept whole"
         ) from problem
-    by_numpy = _state_of_numpy() != drawn_by_numpy
-    if random.getstate() != drawn or by_numpy:
-        source = "numpy" if by_numpy else "Python"
-        raise GraphError(
-            f"{name} draws from {source}'s random in its forward, which a trace would fix to what was drawn once; draw "
-            "in the data, or inside a block named with blocks=[...]"
-        )
-    if not torch.equal(torch.random.get_rng_state(), drawn_by_torch):
-        torch.random.set_rng_state(drawn_by_torch)
-        raise GraphError(
-            f"{name} seeds torch's random numbers in its forward (torch.manual_seed), which layers would not; seed in "
-            "the script, draw in the data, or name the module around it with blocks=[...]"
-        )
+    _check_draws(name, draws)
     after = plain_state(model, outline.opened)
     if changed := [key for key, value in after.items() if key in before and value != before[key]]:
         raise GraphError(
@@ -200,6 +188,20 @@ def _traced(
         reads=frozenset(reads),
         shape_env=env,
     )
+
+
+def _check_draws(name: str, draws: Draws) -> None:
+    """Raises a :class:`GraphError` for what layers would not draw as the model does."""
+    if draws.others is not None:
+        raise GraphError(
+            f"{name} draws from {draws.others}'s random in its forward, and a trace would fix what was drawn once; "
+            "draw in the data, or inside a block named with blocks=[...]"
+        )
+    if draws.seeded:
+        raise GraphError(
+            f"{name} seeds torch's random numbers in its forward (torch.manual_seed), which layers would not; "
+            f"{SEED_ELSEWHERE}"
+        )
 
 
 def _arguments(
@@ -273,12 +275,6 @@ def _with_sizes(text: str, symbols: Mapping[Any, tuple[str, int, int]], given: G
     """A message of torch with the example's sizes in place of symbols."""
     sizes = {str(symbol): given[name].forms[at].shape[dim] for symbol, (name, at, dim) in symbols.items()}
     return re.sub(r"\bs\d+\b", lambda found: str(sizes.get(found[0], found[0])), text)
-
-
-def _state_of_numpy() -> tuple[bytes, int]:
-    """Of its global generator."""
-    state: Any = np.random.get_state()
-    return state[1].tobytes(), state[2]
 
 
 @contextmanager

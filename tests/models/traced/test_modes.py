@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -137,7 +139,9 @@ class Seeds(Net):
 
 def test_a_forward_that_seeds_is_refused_and_leaves_no_trace() -> None:
     before = torch.random.get_rng_state()
-    with pytest.raises(GraphError, match=r"Seeds seeds torch's random numbers in its forward"):
+    with pytest.raises(
+        GraphError, match=r"\(begin\): draws random numbers with a seed that code between blocks has set"
+    ):
         to_layers(Seeds(), example_batch=batch())
     torch.manual_seed(5)
     model = Seeds()
@@ -145,6 +149,54 @@ def test_a_forward_that_seeds_is_refused_and_leaves_no_trace() -> None:
     with pytest.raises(GraphError):
         to_layers(model, example_batch=batch())
     assert torch.equal(torch.random.get_rng_state(), state) and before is not None
+
+
+class SeedsForATime(Net):
+    def begin(self, x: Tensor, c: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.drop(x)
+
+
+class SeedsForOthers(Net):
+    def end(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return x
+
+
+class Generates(Net):
+    def begin(self, x: Tensor, c: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (SeedsForATime, r"\(begin\): draws random numbers with a seed that code between blocks has set.*in the data"),
+        (Generates, r"\(begin\): draws with a torch.Generator, which layers would not seed.*draw in the data"),
+        (SeedsForOthers, r"SeedsForOthers seeds torch's random numbers in its forward.*draw in the data"),
+    ],
+)
+def test_a_forward_that_draws_with_a_seed_is_refused(kind: Callable[[], Net], told: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(GraphError, match=told):
+        to_layers(kind(), example_batch=batch())
+
+
+class SeedsItself(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(int(7 * random.Random(3).random()))
+        return super().forward(F.dropout(x)) * (1 if random.random() < 2 and np.random.rand() < 2 else 0)
+
+
+def test_a_block_may_draw_and_seed() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[1] = SeedsItself()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()
+    layers = to_layers(model, example_batch=batch())
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist())
+    assert torch.equal(interpret(layers, batch()), model(**batch()))
 
 
 class AsksForTheKind(Net):
