@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,8 @@ class Odd(nn.Module):
         self.waves = torch.polar(torch.ones(4), torch.linspace(0, 3, 4))
         self.step = 0
         self.loose = [nn.Parameter(torch.ones(8))]
+        self.cache: Tensor | None = None
+        self.state = self.first.state = SimpleNamespace(height=0)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Any:
         return getattr(self, self.kind)(x, mask, scale)
@@ -205,6 +208,41 @@ class Odd(nn.Module):
         self.step += 1
         return self.second(self.first(x))
 
+    def sets_a_block(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        self.first.height = x.shape[0]  # type: ignore[assignment]
+        return self.second(self.first(x))
+
+    def sets_a_state(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        """An object that a block holds, too."""
+        self.state.height = x.shape[0]
+        return self.second(self.first(x))
+
+    def swaps_weights(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        return self.second(torch.func.functional_call(self.first, {"weight": self.second.weight}, (x,)))
+
+    def averages(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        self.saved = 0.9 * self.saved + 0.1 * x.mean(0).detach()
+        return self.second(self.first(x) - self.saved)
+
+    def counts_in_a_buffer(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        self.saved = self.saved + 1
+        return self.second(self.first(x))
+
+    def leaves_a_loss(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x)
+        self.step = (y**2).mean()  # type: ignore[assignment]
+        return self.second(y)
+
+    def leaves_another_loss(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.first(x)
+        self.waves = (y**2).mean()
+        return self.second(y)
+
+    def fills_caches(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        """Nobody reads them after the forward."""
+        self.saved, self.table = self.saved.to(x), torch.linspace(-1, 1, x.shape[1])
+        self.cache = self.first(x)
+        return self.third(self.second(self.cache * self.saved) + self.table)
 
     def scale_or_none(self, x: Tensor, mask: Any, scale: float | None) -> Tensor:
         return self.third(self.second(self.first(x) * (3.0 if scale is None else scale)))

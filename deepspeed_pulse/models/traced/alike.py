@@ -95,16 +95,3 @@ def _told(one: Any, told_size: Callable[[Any], str]) -> Any:
 
 def _autocast(kind: str) -> tuple[bool, str]:
     return torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))
-
-
-class Attributes:
-    """What modules hold as attributes: a leaf that changes any is run each time, as others may read them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._had = [(part, dict(vars(part))) for part in module.modules()]
-
-    def same(self) -> bool:
-        return all(
-            vars(part).keys() == had.keys() and all(vars(part)[name] is value for name, value in had.items())
-            for part, had in self._had
-        )

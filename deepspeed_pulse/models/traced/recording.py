@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.models.traced.alike import Alike, Attributes
+from deepspeed_pulse.models.traced.alike import Alike
+from deepspeed_pulse.models.traced.attributes import Attributes, Change, reached
 from deepspeed_pulse.models.traced.draws import Draws
 from deepspeed_pulse.models.traced.keeping import Leaves
 from deepspeed_pulse.models.traced.names import CONTENT, FakeTensor, TorchDispatchMode, free_unbacked_symbols, pytree
@@ -155,6 +156,8 @@ class Recorder(TorchFunctionMode):
         self.reads_dtype = False
         self.leaf: str | None = None
         self._ids: dict[int, int] = {}
+        self._attributes = Attributes([])
+        self._reached: dict[str, list[nn.Module]] = {}
         self._storages: dict[int, list[int]] = {}
         self._kept: list[Any] = []
         self._open_scopes: list[int] = []
@@ -172,6 +175,10 @@ class Recorder(TorchFunctionMode):
         self._ids[id(fake)] = value.index
         self._storages.setdefault(fake.untyped_storage()._cdata, []).append(value.index)
         return value.index
+
+    def known(self, tensor: Tensor) -> int | None:
+        """The value of a tensor, if it is one."""
+        return self._ids.get(id(tensor))
 
     def value_of(self, tensor: Tensor, where: str) -> int:
         """The value of a tensor; one that is real is a constant."""
@@ -258,8 +265,7 @@ class Recorder(TorchFunctionMode):
         if self._inside or path is None:
             return module.forward(*args, **kwargs)
         if path not in self._opened:
-            with self._draws.of_a_leaf():
-                return self._recorded(path, None, module.forward, args, kwargs)
+            return self._call_leaf(path, module, args, kwargs)
         number = len(self.scopes)
         self.scopes.append(Scope(path=path, returns=[]))
         self._open_scopes.append(number)
@@ -270,6 +276,28 @@ class Recorder(TorchFunctionMode):
         found = (self._ids.get(id(one)) for one in pytree.tree_leaves(result) if isinstance(one, Tensor))
         self.scopes[number].returns.extend(one for one in found if one is not None)
         return result
+
+    def _call_leaf(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if path not in self._reached:
+            self._reached[path] = reached(module, self._paths)
+        for change in self._attributes.changes(self._reached[path]):
+            raise GraphError(
+                f"{_line()}: calls {path}, which can read {self.told(change)}, and code between blocks has set that, "
+                "which layers would not do; hand it over as an argument, or name the module around that line with "
+                "blocks=[...], so that it is kept whole"
+            )
+        with self._draws.of_a_leaf():
+            result = self._recorded(path, None, module.forward, args, kwargs)
+        self._attributes.renew(self._reached[path])
+        return result
+
+    def told(self, change: Change) -> str:
+        """The path of an attribute."""
+        return f"{self._paths[id(change.module)]}.{change.name}".lstrip(".")
+
+    def changes(self, modules: Iterable[nn.Module]) -> Iterator[Change]:
+        """What code between blocks has set of some modules."""
+        return self._attributes.changes(modules)
 
     def _recorded(self, path: str | None, function: Any, run: Any, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -336,7 +364,7 @@ class Recorder(TorchFunctionMode):
         if self._leaves is not None and name is not None and (found := self._leaves.find(name)) is not None:
             self._alike.put(key, found)
             return found.tensors(), found.once
-        guards, had = len(self._env.guards), None if key is None else Attributes(run.__self__)
+        guards = len(self._env.guards)
         before = [one._version for one in tensors]
         try:
             with _Watch() as watch:
@@ -351,7 +379,7 @@ class Recorder(TorchFunctionMode):
             self._tried = True
             return result, True
         untouched = all(one._version == version for one, version in zip(tensors, before, strict=True))
-        if untouched and had is not None and had.same():
+        if untouched and path is not None and not any(self._attributes.changes(self._reached[path])):
             kept = self._alike.keep(key, result, tensors, watch.random)
             if kept is not None and name is not None and self._leaves is not None:
                 self._leaves.add(name, kept, self._env.guards[guards:])
@@ -406,8 +434,9 @@ class Recorder(TorchFunctionMode):
         self._first_setting = self._first_setting or now
         return None if now == self._first_setting else now
 
-    def start(self) -> None:
-        """What is set now is what is set around the model."""
+    def start(self, modules: Iterable[nn.Module]) -> None:
+        """What is set now is what is set around the model, and what modules hold is what they come with."""
+        self._attributes.renew(modules)
         self._setting()
         self._guards_seen = len(self._env.guards)
 

@@ -11,7 +11,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,10 @@ NO_CAST = Cast()
 
 
 class Bare:
-    """A copy of a model without weights, of which every trace takes a copy."""
+    """A copy of a model without weights, of which every trace takes a copy.
+
+    ``made``: paths of attributes that a forward has left.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         memo: dict[int, Any] = {}
@@ -51,10 +54,12 @@ class Bare:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
-        for module in model.modules():
-            for kept in vars(module).values():
+        self.made = set[str]()
+        for path, module in model.named_modules():
+            for name, kept in vars(module).items():
                 if isinstance(kept, Tensor) and kept.grad_fn is not None:
                     memo[id(kept)] = kept.detach()
+                    self.made.add(f"{path}.{name}".lstrip("."))
         try:
             self.model = copy.deepcopy(model, memo)
         except Exception as problem:
@@ -138,14 +143,3 @@ def _is_own_text() -> bool:
 def _caches() -> list[Any]:
     kind = type(functools.lru_cache(lambda: None))
     return [one for one in gc.get_objects() if type(one) is kind]
-
-
-def plain_state(model: nn.Module, opened: frozenset[str]) -> dict[str, Any]:
-    """Numbers, words and switches that opened modules keep as attributes."""
-    modules: Mapping[str, nn.Module] = dict(model.named_modules())
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path in opened
-        for name, value in vars(modules[path]).items()
-        if isinstance(value, (int, float, str, bool, type(None)))
-    }

@@ -42,11 +42,11 @@ from deepspeed_pulse.models.traced.standins import (
     Bare,
     Cast,
     new_mode,
-    plain_state,
     sizes_can_be_keys,
     sizes_can_be_texts,
     symbolic,
 )
+from deepspeed_pulse.models.traced.state import check_state
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -129,10 +129,10 @@ def _traced(
     mode, device = new_mode(), given.device
     model = bare.stand_in(mode, device, cast, training)
     name = type(model).__name__
-    paths = {id(module): path for path, module in model.named_modules()}
+    modules = dict(model.named_modules())
+    paths = {id(module): path for path, module in modules.items()}
     reads = set[str]()
-    stateful = {path for path, module in model.named_modules() if not _can_be_repeated(module)}
-    before = plain_state(model, outline.opened)
+    stateful = {path for path, module in modules.items() if not _can_be_repeated(module)}
     recorder = Recorder(paths, outline.opened, device, mode.shape_env, lambda path: path in stateful, draws, leaves)
     positional, keywords, symbols = _arguments(mode, recorder, given, inspect.signature(model.forward).parameters)
     if leaves is not None:
@@ -152,8 +152,8 @@ def _traced(
             enable_python_dispatcher(),
             mode,
         ):
-            recorder.start()
             with calling(recorder), kept_whole(outline.glue, model, recorder.call_glue):
+                recorder.start(modules.values())
                 result = nn.Module.__call__(model, *positional, **keywords)
             recorder.finish()
     except PulseError:
@@ -167,12 +167,7 @@ def _traced(
             "with this batch, name the module around that line with blocks=[...], so that it is kept whole"
         ) from problem
     _check_draws(name, draws)
-    after = plain_state(model, outline.opened)
-    if changed := [key for key, value in after.items() if key in before and value != before[key]]:
-        raise GraphError(
-            f"{name} changes {changed[0]} in its forward (from {before[changed[0]]!r} to {after[changed[0]]!r}), which "
-            "layers would not; keep such a counter outside of forward, or name the module around it with blocks=[...]"
-        )
+    check_state(name, recorder, [modules[path] for path in sorted(outline.opened)], bare.made)
     if recorder.reads_dtype:
         reads.add("dtype")
     env = mode.shape_env

@@ -59,6 +59,7 @@ def test_a_plain_unet_under_every_plan():
         ("checks", {}),
         ("late_input", {}),
         ("own_backward", {}),
+        ("fills_caches", {}),
         ("scale_or_none", {"mask": None, "scale": None}),
         ("tuples", {}),
         ("shared_weight", {}),
@@ -265,11 +266,56 @@ def test_a_new_user_is_told_what_to_pass():
         ("tensor_hook", r"plain_nets.py:\d+ \(tensor_hook\): puts a hook on a tensor between blocks.*blocks="),
         ("numpy_random", r"draws from numpy's random in its forward"),
         ("unregistered", r"plain_nets.py:\d+ \(unregistered\): reads a weight of shape \[8\] that no module"),
+        ("sets_a_block", r"\(sets_a_block\): calls first, which can read first.height, and code between blocks has"),
+        ("sets_a_state", r"calls first, which can read first.state.height, and code between blocks has set that"),
+        ("swaps_weights", r"calls first, which can read first.weight, and code between blocks has set that"),
+        ("averages", r"sets saved to a tensor that its forward computes.*return it with the output"),
+        ("counts_in_a_buffer", r"sets saved to a tensor that its forward computes"),
+        ("leaves_a_loss", r"sets step to a tensor that its forward computes"),
+        ("leaves_another_loss", r"sets waves to a tensor that its forward computes"),
     ],
 )
 def test_what_cannot_be_traced_is_named(kind, told):
     with pytest.raises(GraphError, match=told):
         to_layers(Odd(kind), example_batch=odd_batch())
+
+
+class Tells(nn.Module):
+    """A block reads what the model around it has set, and counts its own calls."""
+
+    class Reads(nn.Linear):
+        calls = 0
+
+        def __init__(self, around: list[Any]) -> None:
+            super().__init__(8, 8)
+            self.around = around
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) + self.around[0].condition
+
+    def __init__(self, tells: bool) -> None:
+        super().__init__()
+        self.block, self.last = self.Reads([self]), nn.Linear(8, 8)
+        self.condition, self.tells = 0.5, tells
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tells:
+            self.condition = x.shape[0]
+        return self.last(self.block(self.block(x)))
+
+
+def test_what_a_block_reads_of_the_model_around_it():
+    model = Tells(tells=False)
+    assert_equal(model, to_layers(model, example_batch=odd_batch()), odd_batch(), odd_batch(5))
+    with pytest.raises(GraphError, match=r"calls block, which can read condition, and code between blocks has set"):
+        to_layers(Tells(tells=True), example_batch=odd_batch())
+
+
+def test_what_an_earlier_forward_has_left_is_a_cache():
+    model = Odd("fills_caches")
+    model(**odd_batch())
+    assert_equal(model, to_layers(model, example_batch=odd_batch()), odd_batch())
 
 
 def test_hooks_between_blocks_are_refused():
