@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -45,14 +45,15 @@ def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type
     :class:`GraphError` naming each module with what was changed. Classes derived from ``kinds`` pass as long as they
     override nothing that the list computes in its own code.
     """
-    called = {id(module) for layer in layers for module in _modules(layer)}
-    found: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
-        if id(module) not in called:
-            for problem in _problems(module, (*kinds, *CONTAINERS)):
-                found.setdefault(problem, []).append(path or "the model itself")
+    called = _called(layers)
+    found = _by_problem(_bypassed(model, called), lambda module: _problems(module, (*kinds, *CONTAINERS)))
     refuse(model, told({**found, **_global_hooks()}))
     _warn_of_compiled(model, called)
+
+
+def check_modes(model: nn.Module, layers: Iterable[Any]) -> None:
+    """Refuse a ``train`` of modules that no layer calls: an engine sets the mode of layers, at every step."""
+    refuse(model, told(_by_problem(_bypassed(model, _called(layers)), _mode_problems)))
 
 
 def _warn_of_compiled(model: nn.Module, called: Collection[int]) -> None:
@@ -70,11 +71,9 @@ def _warn_of_compiled(model: nn.Module, called: Collection[int]) -> None:
 
 
 def check_hooks(model: nn.Module, paths: Iterable[str]) -> None:
-    """Refuse hooks on modules at ``paths``, which no layer calls, and hooks on all modules."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(paths):
-        for problem in _hook_problems(model.get_submodule(path)):
-            found.setdefault(problem, []).append(path or "the model itself")
+    """Refuse hooks on modules at ``paths``, which no layer calls, a ``train`` of theirs, and hooks on all modules."""
+    bypassed = {path: model.get_submodule(path) for path in sorted(paths)}
+    found = _by_problem(bypassed, lambda module: (*_hook_problems(module), *_mode_problems(module)))
     refuse(model, told({**found, **_global_hooks()}))
 
 
@@ -160,6 +159,26 @@ def _hook_problems(module: nn.Module) -> Iterator[str]:
         yield f"has {hooks}, and no layer calls it: remove them, or put them on what layers are named after"
 
 
+def _mode_problems(module: nn.Module) -> Iterator[str]:
+    if change := _change(module, nn.Module, "train"):
+        yield (
+            f"{change}, and no layer calls it: steps would put all modules in training mode; take the change back, and "
+            "keep modules that layers call in evaluation mode one by one: module.eval(), then module.train = lambda "
+            "mode=True: module"
+        )
+
+
+def _by_problem(
+    modules: Mapping[str, nn.Module], problems: Callable[[nn.Module], Iterable[str]]
+) -> dict[str, list[str]]:
+    """Problems, each with the paths of the modules that have it."""
+    found: dict[str, list[str]] = {}
+    for path, module in modules.items():
+        for problem in problems(module):
+            found.setdefault(problem, []).append(path or "the model itself")
+    return found
+
+
 def _problems(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> Iterator[str]:
     """What about one module no layer would see."""
     yield from _hook_problems(module)
@@ -205,6 +224,14 @@ def _functions(attribute: Any) -> Iterator[FunctionType]:
 def _source(function: FunctionType) -> str:
     """The module that a function was written in; a decorated one names another in ``__module__``."""
     return str(function.__globals__.get("__name__", ""))
+
+
+def _called(layers: Iterable[Any]) -> set[int]:
+    return {id(module) for layer in layers for module in _modules(layer)}
+
+
+def _bypassed(model: nn.Module, called: Collection[int]) -> dict[str, nn.Module]:
+    return {path: module for path, module in model.named_modules() if id(module) not in called}
 
 
 def _modules(layer: Any) -> Iterator[nn.Module]:

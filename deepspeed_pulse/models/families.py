@@ -13,7 +13,7 @@ from torch import nn
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError, did_you_mean
-from deepspeed_pulse.models.bypassed import check_bypassed, check_switches
+from deepspeed_pulse.models.bypassed import check_bypassed, check_modes, check_switches
 from deepspeed_pulse.models.entries import NOT_ENTRIES, set_entry_rules
 from deepspeed_pulse.models.units import Origin, check_cover, without_wrapper
 
@@ -153,6 +153,7 @@ def to_layers(
     layers: list[Declared] = list(family.to_layers(model, origin, fine=granularity == "fine", **what_the_batch_has))
     check_cover(layers, origin)
     check_bypassed(model, layers, family.TAKES_APART)
+    check_modes(model, layers)
     set_entry_rules(model, kind, layers, family.to_layers)
     return layers
 

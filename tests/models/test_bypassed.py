@@ -186,6 +186,17 @@ def test_classes_that_override_nothing_else(family, granularity, small):
         assert not refusal(model, granularity)
 
 
+def test_a_train_of_its_own_is_refused_where_no_layer_calls_it(small):
+    model, _ = small(next(iter(FAMILIES)))
+    called = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    with patched(called, "train", lambda mode=True: called):
+        assert not refusal(model, "block")
+    with derived(model, train=lambda self, mode=True: nn.Module.train(self, mode)):
+        assert re.search(
+            r"  the model itself has a train of its own \(.*, and no layer calls it", refusal(model, "block")
+        )
+
+
 HOOKS = {
     "forward hooks": "register_forward_hook",
     "forward pre-hooks": "register_forward_pre_hook",

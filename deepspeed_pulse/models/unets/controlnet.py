@@ -30,7 +30,7 @@ from torch import Tensor
 
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.models.bypassed import check_bypassed, check_switches
+from deepspeed_pulse.models.bypassed import check_bypassed, check_modes, check_switches
 from deepspeed_pulse.models.entries import set_entry_rules
 from deepspeed_pulse.models.unets.unet_2d import BLOCKS, CONFIG, IN_BLOCKS, SAMPLERS
 from deepspeed_pulse.models.unets.units import Stem
@@ -169,6 +169,7 @@ def controlled_layers(
     layers = ControlledWalk(unet, origin, control, scale=conditioning_scale, fine=fine, **options).layers()
     check_cover(layers, control.origin)
     check_bypassed(controlnet, layers, (ControlNetModel, *IN_BLOCKS))
+    check_modes(controlnet, layers)
     set_entry_rules(controlnet, ControlNetModel, layers, controlled_layers)
     return layers
 

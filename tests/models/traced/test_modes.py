@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from support.families import interpret
 from torch import Tensor, nn
 
+from deepspeed_pulse.engine.module import set_mode
 from deepspeed_pulse.errors import GraphError
 from deepspeed_pulse.models import to_layers
 
@@ -197,6 +198,38 @@ def test_a_block_may_draw_and_seed() -> None:
     layers = to_layers(model, example_batch=batch())
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist())
     assert torch.equal(interpret(layers, batch()), model(**batch()))
+
+
+class Freezes(Net):
+    def train(self, mode: bool = True) -> Net:
+        super().train(mode)
+        self.stem.eval()
+        return self
+
+
+def stays(module: nn.Module) -> nn.Module:
+    """In the mode that it has."""
+    module.train = lambda mode=True: module  # type: ignore[assignment, method-assign]
+    return module
+
+
+def test_a_train_that_no_layer_would_run_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"the model itself has a train of its own \(Freezes's\), and no layer calls"):
+        to_layers(Freezes(), example_batch=batch())
+    model = Net()
+    stays(model.blocks)
+    with pytest.raises(GraphError, match=r"blocks has a train set on the instance.*module.train = lambda mode=True"):
+        to_layers(model, example_batch=batch())
+
+
+def test_a_train_of_what_a_layer_calls_runs() -> None:
+    model = AsksAMethod()
+    stays(model.blocks[1].eval())
+    layers = to_layers(model, example_batch=batch())
+    for mode in (True, False, True):
+        [set_mode(layer.layer, mode) for layer in layers]
+        assert (model.stem.inner.training, model.blocks[0].a.training) == (mode, mode)
+        assert not model.blocks[1].a.training
 
 
 class AsksForTheKind(Net):
