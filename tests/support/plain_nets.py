@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,18 @@ class Straight(torch.autograd.Function):
         return grad * 3, None
 
 
+class State:
+    """What a model and its blocks share."""
+
+    height = 1
+    _reads = 0
+
+    @cached_property
+    def twice(self) -> int:
+        self._reads += 1
+        return 2 * self.height
+
+
 class Odd(nn.Module):
     """What tracing has to get right one by one; ``kind`` says which."""
 
@@ -105,7 +117,7 @@ class Odd(nn.Module):
         self.step = 0
         self.loose = [nn.Parameter(torch.ones(8))]
         self.cache: Tensor | None = None
-        self.state = self.first.state = SimpleNamespace(height=0)  # type: ignore[assignment]
+        self.state = self.first.state = State()  # type: ignore[assignment]
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Any:
         return getattr(self, self.kind)(x, mask, scale)
@@ -243,6 +255,10 @@ class Odd(nn.Module):
         self.saved, self.table = self.saved.to(x), torch.linspace(-1, 1, x.shape[1])
         self.cache = self.first(x)
         return self.third(self.second(self.cache * self.saved) + self.table)
+
+    def reads_a_state(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        """What an object caches of itself when it is read."""
+        return self.third(self.second(self.first(x * self.state.twice)))
 
     def scale_or_none(self, x: Tensor, mask: Any, scale: float | None) -> Tensor:
         return self.third(self.second(self.first(x) * (3.0 if scale is None else scale)))

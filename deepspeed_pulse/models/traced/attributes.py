@@ -56,7 +56,7 @@ class Attributes:
             had = self._had.get(id(module), now)
             for key in had if had.keys() == now.keys() else {**had, **now}:
                 before, after = had.get(key, ABSENT), now.get(key, ABSENT)
-                if before is not after and not _same(before, after):
+                if before is not after and not _same(before, after) and not _is_cached(module, key):
                     yield Change(module, key, before, after)
 
 
@@ -84,7 +84,15 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if isinstance(value, list):
         return enumerate(value)
-    return vars(value).items() if _is_plain_object(value) else ()
+    if not _is_plain_object(value):
+        return ()
+    return [(name, part) for name, part in vars(value).items() if not name.startswith("_")]  # others are caches
+
+
+def _is_cached(module: nn.Module, key: _Key) -> bool:
+    """Whether it is a property that was computed when it was first read."""
+    owner = module if len(key) == 1 else vars(module).get(key[0])
+    return isinstance(inspect.getattr_static(type(owner), str(key[-1]), None), functools.cached_property)
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -60,6 +60,7 @@ def test_a_plain_unet_under_every_plan():
         ("late_input", {}),
         ("own_backward", {}),
         ("fills_caches", {}),
+        ("reads_a_state", {}),
         ("scale_or_none", {"mask": None, "scale": None}),
         ("tuples", {}),
         ("shared_weight", {}),
