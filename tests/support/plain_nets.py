@@ -229,6 +229,10 @@ class Odd(nn.Module):
         self.state.height = x.shape[0]
         return self.second(self.first(x))
 
+    def hooks_a_block(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        self.first.register_forward_hook(lambda *_: None)
+        return self.second(self.first(x))
+
     def swaps_weights(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         return self.second(torch.func.functional_call(self.first, {"weight": self.second.weight}, (x,)))
 

@@ -35,7 +35,10 @@ class Change(NamedTuple):
 
     @property
     def name(self) -> str:
-        return ".".join(map(str, self.key[1:] if self.key[0] in REGISTRIES else self.key))
+        """Of a hook only that it is one: torch counts them by process."""
+        if self.key[0] in REGISTRIES:
+            return str(self.key[-1])
+        return str(self.key[0]) if self.key[0].startswith("_") else ".".join(map(str, self.key))
 
 
 class Attributes:

@@ -269,6 +269,7 @@ def test_a_new_user_is_told_what_to_pass():
         ("unregistered", r"plain_nets.py:\d+ \(unregistered\): reads a weight of shape \[8\] that no module"),
         ("sets_a_block", r"\(sets_a_block\): calls first, which can read first.height, and code between blocks has"),
         ("sets_a_state", r"calls first, which can read first.state.height, and code between blocks has set that"),
+        ("hooks_a_block", r"calls first, which can read first._forward_hooks, and code between blocks has set that"),
         ("swaps_weights", r"calls first, which can read first.weight, and code between blocks has set that"),
         ("averages", r"sets saved to a tensor that its forward computes.*return it with the output"),
         ("counts_in_a_buffer", r"sets saved to a tensor that its forward computes"),
