@@ -13,6 +13,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.errors import BatchError
 
+EXAMPLE = "make the list with an example_batch that has it"
+"""What to do where a list was made with an example."""
+
 WITHOUT_FLOAT64 = ("mps", "npu")
 """Accelerators on which models make shorter numbers."""
 
@@ -43,6 +46,12 @@ class EntryRules:
     """Other entries that its layers pop."""
     unread: Mapping[str, str]
     """Entries that its own forward would read and its layers do not, each with what to do."""
+    read: frozenset[str] = frozenset()
+    """Dotted names of the entries that it was made with."""
+    nested: frozenset[str] = frozenset()
+    """Entries that are dicts, which it reads whole: names below them that are not among ``read`` are unread."""
+    takes_any: bool = False
+    """Whether its own forward takes any name, so that each that is not among ``read`` is unread."""
 
     def __deepcopy__(self, memo: Any) -> EntryRules:
         return self  # copies of a layer come from the same model
@@ -53,13 +62,12 @@ class EntryRules:
         A BatchError for one that the layers should read and do not, or a number where a tensor is expected.
         """
         for name in entries:
-            for argument in (name, name.partition(".")[0]):
-                if argument in self.unread:
-                    raise BatchError(
-                        f"the batch has {name!r}, which {self.model} reads and no layer of this list does: "
-                        f"{self.unread[argument]}, or leave it out of the batch",
-                        more="unread-entry",
-                    )
+            if (advice := self._advice(name)) is not None:
+                raise BatchError(
+                    f"the batch has {name!r}, which {self.model} reads and no layer of this list does: {advice}, or "
+                    "leave it out of the batch",
+                    more="unread-entry",
+                )
         found = dict(entries)
         for name, value in entries.items():
             if isinstance(value, numbers.Real) and name in self.numbers:
@@ -70,6 +78,13 @@ class EntryRules:
                     f"torch.full((batch_size,), {value})"
                 )
         return found
+
+    def _advice(self, name: str) -> str | None:
+        """For an entry that is not read and would be; None for others."""
+        first = name.partition(".")[0]
+        if name not in self.read and (self.takes_any or first in self.nested):
+            return EXAMPLE
+        return self.unread.get(name, self.unread.get(first))
 
 
 def rules_of(layers: Iterable[Any], read: Iterable[str]) -> tuple[EntryRules, ...]:
@@ -83,7 +98,9 @@ def rules_of(layers: Iterable[Any], read: Iterable[str]) -> tuple[EntryRules, ..
                     found[id(rules)] = rules
     known = set(read)
     known |= {name.partition(".")[0] for name in known}
-    return tuple(
-        replace(one, unread={name: what for name, what in one.unread.items() if name not in known})
-        for one in found.values()
-    )
+    return tuple(_without(one, known) for one in found.values())
+
+
+def _without(rules: EntryRules, known: set[str]) -> EntryRules:
+    unread = {name: what for name, what in rules.unread.items() if name not in known}
+    return replace(rules, unread=unread, read=rules.read | known)

@@ -11,10 +11,11 @@ from support import small_models as unets
 from support import small_transformers as small
 from support.every_family import FAMILIES, forward, layers_of
 from support.families import interpret
+from torch import nn
 
 from deepspeed_pulse.engine.data.batches import SplitBatch, flatten
 from deepspeed_pulse.engine.rules import rules_of
-from deepspeed_pulse.engine.specs import describe
+from deepspeed_pulse.engine.specs import describe, spec
 from deepspeed_pulse.errors import BatchError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.models import to_layers
@@ -165,3 +166,48 @@ def test_numbers_where_the_model_takes_none():
 
 def test_flattened_numbers_of_other_lists_stay():
     assert flatten({"a": {"n": 3}}) == {"a.n": 3}
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, cond: Any = None) -> torch.Tensor:
+        return self.second(self.first(x) + sum(one for one in (cond or {}).values() if isinstance(one, torch.Tensor)))
+
+
+class Keywords(Nested):
+    def forward(self, x: torch.Tensor, **cond: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, cond)
+
+
+HIDDEN, TEXT = torch.ones(2, 8), torch.full((2, 8), 2.0)
+BESIDE = [
+    (Nested, {"cond": {"text": TEXT}}, {"cond": {"text": TEXT, "image": TEXT}}),
+    (Nested, {"cond": {"deep": {}, "text": TEXT}}, {"cond": {"deep": {"image": TEXT}, "text": TEXT}}),
+    (Nested, {"cond": {}}, {"cond": {"image": TEXT}}),
+    (Keywords, {"text": TEXT}, {"text": TEXT, "image": TEXT}),
+    (Keywords, {}, {"image": TEXT}),
+]
+
+
+@pytest.mark.parametrize(("kind", "had", "more"), BESIDE)
+def test_what_a_traced_model_would_read_beside_its_example(kind, had, more):
+    model = kind()
+    layers = to_layers(model, example_batch={"x": HIDDEN, **had})
+    assert torch.equal(through(layers, {"x": HIDDEN, **had}), model(x=HIDDEN, **had))
+    told = rf"the batch has '(cond\.)?(deep\.)?image', which {kind.__name__} reads .* an example_batch that has it, or"
+    with pytest.raises(BatchError, match=told):
+        split(layers, {"x": HIDDEN, **more})
+
+
+def test_a_traced_model_that_was_listed_with_a_tensor():
+    layers = to_layers(Nested(), example_batch=HIDDEN)
+    with pytest.raises(BatchError, match=r"the batch has 'cond', which Nested reads"):
+        split(layers, {"hidden": HIDDEN, "cond": TEXT})
+
+
+def test_a_traced_model_leaves_other_layers_their_entries():
+    layers = [*to_layers(Keywords(), example_batch={"x": HIDDEN}), spec(torch.add, pop=["image"])]
+    assert split(layers, {"x": HIDDEN, "image": TEXT}).unread() == []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_pulse.engine.rules import EntryRules
+from deepspeed_pulse.engine.rules import EXAMPLE, EntryRules
 from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import BatchError, GraphError
 from deepspeed_pulse.models.bypassed import check_hooks
@@ -33,6 +33,7 @@ from deepspeed_pulse.models.traced.code import (
 )
 from deepspeed_pulse.models.traced.cutting import Dependencies, cut
 from deepspeed_pulse.models.traced.glue import functions
+from deepspeed_pulse.models.traced.names import pytree
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
 from deepspeed_pulse.models.traced.standins import NO_CAST, Bare, Cast
 from deepspeed_pulse.models.traced.tracing import Trace, trace
@@ -373,14 +374,21 @@ class TracedLayer(Unit):
 
 def _rules(model: nn.Module, given: Given) -> EntryRules:
     """What a batch of a traced model may have: the entries of its example, which are what layers read."""
-    had = {entry.keys[0] for entry in given.entries}
-    parameters = () if given.positional else inspect.signature(model.forward).parameters.values()
+    keys = [*(entry.keys for entry in given.entries), *given.empty]
+    had = {first for first, *_ in keys}
+    parameters = list(inspect.signature(model.forward).parameters.values())
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if given.positional:
+        inputs = pytree.tree_unflatten(list(given[given.first].forms), given[given.first].spec)
+        named = named[len(inputs) if isinstance(inputs, (tuple, list)) else 1 :]
     return EntryRules(
         model=type(model).__name__,
         numbers={},
         tensors=frozenset(entry.name for entry in given.entries if entry.forms and entry.name != given.first),
-        unread={name: "make the list with an example_batch that has it" for name in named if name not in had},
+        unread=dict.fromkeys((name for name in named if name not in had), EXAMPLE),
+        read=frozenset(entry.name for entry in given.entries),
+        nested=frozenset(one[0] for one in keys if len(one) > 1 or one in given.empty),
+        takes_any=any(one.kind is one.VAR_KEYWORD for one in parameters),
     )
 
 
