@@ -271,18 +271,30 @@ def base_keys(model: nn.Module) -> dict[str, str]:
     return {key: base for key in model.state_dict() if (base := _base_key(model, key)) is not None}
 
 
-def _base_key(model: nn.Module, key: str) -> str | None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+def base_name(module: nn.Module) -> str | None:
+    """Of the child that was there before peft put an adapter around it; None for a module without an adapter."""
+    for home, (kind, name) in _AROUND.items():
+        if home in sys.modules and isinstance(module, getattr(sys.modules[home], kind)):
+            return name
+    return None
 
+
+_AROUND = {
+    "peft.tuners.tuners_utils": ("BaseTunerLayer", "base_layer"),
+    "peft.utils.other": ("AuxiliaryTrainingWrapper", "original_module"),
+}
+"""Where peft has its classes of modules around others; without peft no model has them."""
+
+
+def _base_key(model: nn.Module, key: str) -> str | None:
     kept: list[str] = []  # peft wraps a module that it changes: to_q.weight becomes to_q.base_layer.weight
     module: Any = model
     for part in key.split("."):
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            if part != ("base_layer" if isinstance(module, BaseTunerLayer) else "original_module"):
-                return None
-        else:
+        base = base_name(module)
+        if base is None:
             kept.append(part)
+        elif part != base:
+            return None
         module = getattr(module, part, None)
     return ".".join(kept)
 

@@ -25,7 +25,7 @@ from deepspeed_pulse.engine.specs import describe
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.models import to_layers
 
-LORA_PARTS = ("to_q", "to_v", "qkv", "conv1")
+LORA_PARTS = ("to_q", "to_v", "to_out.0", "qkv", "conv1")
 
 
 def with_dropout(model: nn.Module, *, seeded: bool = False) -> None:
@@ -51,7 +51,8 @@ def add_adapters(model: nn.Module) -> int:
 
     kinds = (nn.Linear, nn.Conv2d, nn.Conv1d)
     names = [name for name, module in model.named_modules() if type(module) in kinds and _groups(module) == 1]
-    targets = [name for name in names if name.rpartition(".")[2] in LORA_PARTS] or names[1:4]
+    ends = tuple(f".{part}" for part in LORA_PARTS)
+    targets = [name for name in names if f".{name}".endswith(ends)] or names[1:4]
     torch.manual_seed(3)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=targets, init_lora_weights=False), model)
     model.requires_grad_(True).train()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,7 @@ from deepspeed_pulse.models.traced.names import pytree
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
 from deepspeed_pulse.models.traced.standins import NO_CAST, Bare, Cast
 from deepspeed_pulse.models.traced.tracing import Trace, trace
-from deepspeed_pulse.models.units import Origin, Unit, hold_part
+from deepspeed_pulse.models.units import Origin, Unit, base_keys, hold_part
 
 MOST = 64
 """Traces of one model in one process."""
@@ -157,7 +157,8 @@ class TracedModel:
         self._plan_cache = plan_cache
         self.name, self.outline, self.given = type(model).__name__, outlined, given
         self._bare = Bare(model)
-        self.weights = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
+        adapters = model.state_dict().keys() - base_keys(model).keys()
+        self.weights = {path: _count(module, path, adapters) for path, module in model.named_modules()}
         saved = model.state_dict().keys()
         self.persistent = frozenset(path for path, _ in model.named_buffers() if path in saved)
         self.training = True
@@ -396,6 +397,11 @@ def _nothing(hidden: Any) -> Tensor:
     """A hidden state without content, where a layer hands on named values only."""
     first = hidden if isinstance(hidden, Tensor) else hidden[0]
     return first.detach().new_zeros(0)
+
+
+def _count(module: nn.Module, path: str, adapters: Collection[str]) -> int:
+    """Of a module's own parameters: layers are the same with adapters and without."""
+    return sum(one.numel() for name, one in module.named_parameters(path) if name not in adapters)
 
 
 def _within(path: str, leaves: tuple[str, ...]) -> bool:

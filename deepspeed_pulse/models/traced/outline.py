@@ -2,7 +2,8 @@
 
 A *list of blocks* is a container most of whose weights lie in modules with parts of their own: ``down_blocks``,
 ``transformer_blocks``, but not the linear layer and dropout of ``to_out``. A module with such a list somewhere inside
-is *opened*: its own forward is traced. Every other module is a *leaf*: it is called as it is.
+is *opened*: its own forward is traced. Every other module is a *leaf*: it is called as it is. Adapters and
+parametrizations on a module are no parts of it: a model is cut alike with and without them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from typing import Any, Literal
 from torch import nn
 
 from deepspeed_pulse.errors import GraphError, did_you_mean
+from deepspeed_pulse.models.units import base_name
 
 Blocks = Literal["auto"] | Sequence[str]
+
+PARAMETRIZATIONS = "parametrizations"
+"""The child in which torch keeps how the weights of a module are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,7 @@ def outline(
     items, parts_of = set(items), model.get_submodule
     if fine and blocks == "auto":
         for path in sorted(items - opened):
-            parts_inside = [name for name, part in parts_of(path).named_children() if _is_composite(part)]
+            parts_inside = [name for name, part in _parts(parts_of(path)).items() if _is_composite(part)]
             if path not in kept and len(parts_inside) > 1 and not isinstance(parts_of(path), nn.Sequential):
                 opened.add(path)
                 items |= {f"{path}.{name}" for name in parts_inside}
@@ -74,7 +79,7 @@ def _items(model: nn.Module, kept: frozenset[str]) -> set[str]:
     found = set[str]()
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{one}.") for one in kept)
-        if path and not inside and _is_list_of_blocks(module):
+        if path and not inside and not _is_added(model, path, module) and _is_list_of_blocks(module):
             found |= {f"{path}.{name}" for name, item in module.named_children() if has_weights(item)}
     return found
 
@@ -89,7 +94,23 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    return any(has_weights(child) for child in module.children())
+    while (base := base_name(module)) is not None:
+        module = getattr(module, base)
+    return any(map(has_weights, _parts(module).values()))
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module by name; none of one with an adapter, which is called as it is."""
+    if base_name(module) is not None:
+        return {}
+    return {name: child for name, child in module.named_children() if name != PARAMETRIZATIONS}
+
+
+def _is_added(model: nn.Module, path: str, module: nn.Module) -> bool:
+    """Whether a module computes weights of another, or is a container of adapters."""
+    *above, last = path.split(".")
+    has_adapter = base_name(model.get_submodule(".".join(above))) is not None
+    return PARAMETRIZATIONS in (*above, last) or (has_adapter and isinstance(module, nn.ModuleDict))
 
 
 def has_weights(module: nn.Module) -> bool:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from support import small_models as unets
 from support.families import assert_transparent, interpret
-from support.plain_nets import ExpertNet, Odd, PlainUNet, plain_unet_batch
+from support.plain_nets import ExpertNet, Odd, PlainLevel, PlainUNet, plain_unet_batch
 from support.traced import assert_equal
 from support.zoo import ZOO
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import BatchError, FileError, GraphError
@@ -220,6 +222,40 @@ def test_fine_layers_open_the_blocks():
     whole, fine = (to_layers(model, example_batch=batch, granularity=how) for how in ("block", "fine"))
     assert len(fine) > len(whole)
     assert_equal(model, fine, batch)
+
+
+def adapted(model: nn.Module, *targets: str) -> nn.Module:
+    torch.manual_seed(3)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False), model)
+    return model.requires_grad_(True).train()
+
+
+def test_adapters_do_not_change_the_layers():
+    """The targets that diffusers' own scripts have: a list is in each block, and an adapter has parts with weights."""
+    name = "SanaTransformer2DModel"
+    model, batch = ZOO[name].model(name), ZOO[name].example()
+    plain = [layer.name for layer in to_layers(model, example_batch=batch)]
+    layers = to_layers(adapted(model, "to_q", "to_k", "to_v", "to_out.0"), example_batch=batch)
+    assert [layer.name for layer in layers] == plain
+    assert_equal(model, layers, batch)
+
+
+@pytest.mark.parametrize("how", ["adapters", "whole copies", "parametrizations"])
+def test_what_stands_around_a_part_is_no_block(how):
+    model = PlainLevel()
+    if how == "adapters":
+        adapted(model, "net.0", "net.2")
+    elif how == "whole copies":
+        config = LoraConfig(r=2, target_modules=["mid.net.0"], modules_to_save=["inc"])
+        model = get_peft_model(model, config).get_base_model().requires_grad_(True)
+    else:
+        for module in [one for one in model.modules() if isinstance(one, nn.Conv2d)]:
+            parametrizations.weight_norm(module)
+    batch = plain_unet_batch()
+    for granularity in ("block", "fine"):
+        layers = to_layers(model, example_batch=batch, granularity=granularity)
+        assert [layer.name for layer in layers] == ["inc", "mid", "up"]
+    assert_equal(model, layers, batch)
 
 
 # ------------------------------------------------------------------------------------------ what is refused
