@@ -29,7 +29,8 @@ class Origin:
 
     ``config_json``: empty for a model that is none of diffusers'. ``state_keys``: of the model's state dict.
     ``base_keys``: those without the adapters' (all, when there are none), each to the key it has in the folder of a
-    model without adapters. ``peft_config``: adapter name to its config.
+    model without adapters. ``peft_config``: adapter name to its config. ``scales``: what each adapter is multiplied
+    with, by path of its module and by name. ``processors``: the class of what a module attends with, by path.
     """
 
     model_class: type[nn.Module]
@@ -37,6 +38,8 @@ class Origin:
     state_keys: tuple[str, ...] = field(repr=False)
     base_keys: Mapping[str, str] = field(repr=False)
     peft_config: Mapping[str, Any] = field(repr=False)
+    scales: Mapping[str, Mapping[str, float]] = field(repr=False, default_factory=dict)
+    processors: Mapping[str, type] = field(repr=False, default_factory=dict)
 
     @classmethod
     def of(cls, model: Any) -> Origin:
@@ -47,6 +50,8 @@ class Origin:
             state_keys=tuple(model.state_dict()),
             base_keys=base_keys(model),
             peft_config=peft_configs(model),
+            scales={path: dict(module.scaling) for path, module in _with_scales(model)},
+            processors=processors_of(model),
         )
 
     @property
@@ -262,6 +267,17 @@ def without_wrapper(model: nn.Module) -> nn.Module:
 def peft_configs(model: nn.Module) -> Mapping[str, Any]:
     """Adapter name to the config it was made from; empty for a model without adapters."""
     return dict(getattr(model, "peft_config", None) or {})
+
+
+def _with_scales(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    adapted = ((path, module) for path, module in model.named_modules() if base_name(module) is not None)
+    return ((path, one) for path, one in adapted if isinstance(getattr(one, "scaling", None), dict))
+
+
+def processors_of(model: nn.Module) -> dict[str, type]:
+    """Class of the object without weights that a module hands its attention to, by path, where a user may set it."""
+    found = ((path, getattr(module, "processor", None)) for path, module in model.named_modules())
+    return {path: type(one) for path, one in found if one is not None and not isinstance(one, nn.Module)}
 
 
 def base_keys(model: nn.Module) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 from peft import LoraConfig, get_peft_model
 from support.small_models import pixel_entries, sd_entries, small_sd_unet, small_unet
 from support.small_transformers import hunyuan_dit_batch, small_hunyuan_dit
@@ -90,6 +91,34 @@ def test_adapters_keep_their_config_and_can_be_switched():
     assert found.peft_config["default"].to_dict() == model.peft_config["default"].to_dict()
     found.disable_adapters(), model.disable_adapters()
     assert torch.equal(output(found, sd_entries), output(model, sd_entries))
+
+
+def test_adapters_keep_the_scale_that_they_train_with():
+    model = lora_unet(lora_alpha=6)
+    model.set_adapters("default", 0.3)
+    found = gathered(to_layers(model))
+    assert torch.equal(output(found, sd_entries), output(model, sd_entries))
+
+
+class Halved(AttnProcessor):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) / 2
+
+
+def halved_unet() -> Any:
+    model = small_sd_unet()
+    model.set_attn_processor(Halved())
+    return model
+
+
+def test_a_processor_of_the_users_is_there_or_missed():
+    model = halved_unet()
+    with pytest.raises(ConfigError, match=r"the processor Halved at down_\S+, as .*found Attn.*; pass build="):
+        gathered(to_layers(model))
+    found = gathered(to_layers(model), build=halved_unet)
+    assert torch.equal(output(found, sd_entries), output(model, sd_entries))
+    model.set_attn_processor(AttnProcessor())
+    assert torch.allclose(output(gathered(to_layers(model)), sd_entries), output(model, sd_entries), atol=1e-5)
 
 
 def test_dtypes():

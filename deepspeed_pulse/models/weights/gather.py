@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.models.families import construct
-from deepspeed_pulse.models.units import Origin, without_wrapper
+from deepspeed_pulse.models.units import Origin, processors_of, without_wrapper
 from deepspeed_pulse.models.weights.shards import Part, gather
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
@@ -38,9 +38,10 @@ def gather_model(
 ) -> Any:
     """The trained model on the CPU of global rank 0, in evaluation mode; None on the other ranks.
 
-    A collective call: every rank makes it. Weights are copies: training may go on. LoRA adapters are on the model.
-    The other ranks wait for rank 0 at their next step, and no longer than ``timeout_seconds``. A model too large for
-    one rank is sampled by all of them, with ``engine.eval_batch``.
+    A collective call: every rank makes it. Weights are copies: training may go on. LoRA adapters are on the model,
+    with the scales that they had when the list was made. The other ranks wait for rank 0 at their next step, and no
+    longer than ``timeout_seconds``. A model too large for one rank is sampled by all of them, with
+    ``engine.eval_batch``.
 
     Args:
         engine: trains a list that ``to_layers``, ``from_pretrained`` or ``from_config`` made.
@@ -53,7 +54,7 @@ def gather_model(
 
     Raises:
         ConfigError: the layer list was not made from a model or layers of it were left out; nothing says how the model
-            is made; it has several adapters, or parts that a new one has not; on every rank.
+            is made; it has several adapters, or parts or attention processors that a new one has not; on every rank.
     """
     part = Part.asked(engine, WHAT, model_class, backbone, dtype=dtype, ema=ema)
     origin = part.origin
@@ -105,12 +106,15 @@ def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Mo
     shared = _shared(model)
     expected = {key: tensor.shape for key, tensor in model.state_dict().items()}
     there = {key: tensors[key].shape for key in origin.state_keys}
+    source = "of the config" if build is None else "that build= returns"
     if other := next((key for key in expected | there if expected.get(key) != there.get(key)), None):
-        source = "of the config" if build is None else "that build= returns"
         raise ConfigError(
             f"{WHAT}: the {type(model).__name__} {source} has other parts than the one that trains, the first is "
             f"{other}; pass build=, a function that returns one like it"
         )
+    _check_processors(origin, model, source)
+    for path, scales in origin.scales.items():
+        model.get_submodule(path).scaling.update(scales)
     model.load_state_dict({key: tensors[key] for key in origin.state_keys}, assign=True)
     for name, buffer in [*model.named_buffers()]:
         if name in tensors and name not in there and buffer.shape == tensors[name].shape:
@@ -118,6 +122,27 @@ def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Mo
     for name, first in shared.items():
         _put(model, name, model.get_parameter(first))
     return model.eval().requires_grad_(False)
+
+
+def _check_processors(origin: Origin, model: nn.Module, source: str) -> None:
+    """Diffusers' own compute the same in several ways; what a user has written computes something else."""
+    new = processors_of(model)
+    for path, kind in origin.processors.items():
+        other = new.get(path, type(None))
+        if _named(other) != _named(kind) and not (_is_of_diffusers(kind) and _is_of_diffusers(other)):
+            raise ConfigError(
+                f"{WHAT}: expected the processor {kind.__name__} at {path}, as in the model that trains, found "
+                f"{other.__name__} in the {type(model).__name__} {source}; pass build=, a function that returns one "
+                "with the processors set (set_attn_processor)"
+            )
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_of_diffusers(kind: type) -> bool:
+    return _named(kind).startswith("diffusers.")
 
 
 def _new(origin: Origin) -> Any:
