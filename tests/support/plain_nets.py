@@ -133,6 +133,12 @@ class Odd(nn.Module):
         y = self.second(self.drop(y))
         return self.third(y * 2 if self.training else y)
 
+    def head_dtype(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        """Its first part is what the head may be, and looks at what the head is."""
+        y = self.first(x) + torch.linspace(0, 1, 8, dtype=self.third.weight.dtype)
+        y = self.second(y.to(self.second.weight.dtype))
+        return self.third(y.to(self.third.weight.dtype))
+
     def dtypes(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         """Code that asks for the dtypes of the weights and of the batch."""
         y = self.first(x.to(self.first.weight.dtype))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +170,10 @@ class TracedModel:
         self.dtypes = tuple(form.dtype for entry in given.entries for form in entry.forms)
         """Of the example, in the order in which layers are told those of the batch."""
         self.kept = Kept()
-        self.cast = NO_CAST
+        self.floats = tuple(frozenset(_by_dtype(tensors)) for tensors in _weights(model))
+        """Floating dtypes of the model's parameters, and of its buffers."""
+        self.layers = WeakSet[TracedLayer]()
+        """Those of this process, copies included."""
         self._variants: dict[Any, Traced] = {}
         self._lock = threading.Lock()
 
@@ -256,8 +259,8 @@ class TracedLayer(Unit):
             if kind == "buffer" and not _within(path, code.leaves):
                 _hold_buffer(self, model, path)
         self.training = model.training
-        self._dtypes = {name: p.dtype for name, p in self.named_parameters() if p.is_floating_point()}
-        self._buffer_dtypes = {name: b.dtype for name, b in self.named_buffers() if b.is_floating_point()}
+        self._floats = tuple(map(_by_dtype, _weights(self)))
+        shared.layers.add(self)
         plain = [entry.name for entry in shared.given.entries if not entry.forms]
         self._plain = tuple(plain)
         self.pops = (
@@ -266,6 +269,10 @@ class TracedLayer(Unit):
             *plain,
             *([SIZES] if shared.with_sizes and number else []),
         )
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.shared.layers.add(self)
 
     def hold(self, model: nn.Module, path: str) -> None:
         """Take in a weight that the example batch does not use, so that it is trained and saved with the rest."""
@@ -344,19 +351,25 @@ class TracedLayer(Unit):
     def _cast(self) -> Cast:
         """What weights were cast to since the trace, where the model's code looks at dtypes.
 
-        A layer without parameters, or without buffers, takes what another one has found: all are cast alike.
+        All are cast alike. A layer that cannot tell by its own, which has none or had that dtype before, looks at what
+        became of the others of this process.
         """
-        shared = self.shared
-        if "dtype" not in shared.reads:
+        if "dtype" not in self.shared.reads:
             return NO_CAST
-        for kind, dtypes, now in (
-            ("parameters", self._dtypes, self.get_parameter),
-            ("buffers", self._buffer_dtypes, self.get_buffer),
-        ):
-            for name, dtype in itertools.islice(dtypes.items(), 1):
-                found = now(name).dtype
-                shared.cast = shared.cast._replace(**{kind: None if found == dtype else found})
-        return shared.cast
+        return Cast(*(self._cast_of(number, all_of) for number, all_of in enumerate(self.shared.floats)))
+
+    def _cast_of(self, number: int, all_of: frozenset[torch.dtype]) -> torch.dtype | None:
+        found = self._changed(number)
+        if found is not None or all_of == self._floats[number].keys():
+            return found
+        changed = (other._changed(number) for other in list(self.shared.layers))
+        return next((one for one in changed if one is not None), None)
+
+    def _changed(self, number: int) -> torch.dtype | None:
+        """The dtype of own parameters (0) or buffers (1) that had another one."""
+        now = self.get_buffer if number else self.get_parameter
+        found = ((dtype, now(name).dtype) for dtype, name in self._floats[number].items())
+        return next((new for old, new in found if new != old), None)
 
     def _check_others(self, found: Traced, plain: Any, cast: Any, training: Any) -> None:
         """Layers that know no sizes go on as they are: the trace must say so."""
@@ -397,6 +410,19 @@ def _nothing(hidden: Any) -> Tensor:
     """A hidden state without content, where a layer hands on named values only."""
     first = hidden if isinstance(hidden, Tensor) else hidden[0]
     return first.detach().new_zeros(0)
+
+
+def _weights(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return dict(module.named_parameters()), dict(module.named_buffers())
+
+
+def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[torch.dtype, str]:
+    """The first of each floating dtype."""
+    found: dict[torch.dtype, str] = {}
+    for name, one in tensors.items():
+        if one.is_floating_point():
+            found.setdefault(one.dtype, name)
+    return found
 
 
 def _count(module: nn.Module, path: str, adapters: Collection[str]) -> int:

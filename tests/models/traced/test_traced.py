@@ -108,6 +108,20 @@ def test_a_batch_in_another_dtype(weights, batch):
     assert_equal(model, layers, {"x": odd_batch()["x"].to(batch)}, {"x": odd_batch(3)["x"].to(batch)}, odd_batch())
 
 
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
+def test_parts_of_two_dtypes_that_are_cast_to_one(first):
+    """DeepSpeed casts what a model keeps in float32, too; a layer that had that dtype before cannot tell by itself."""
+    model = Odd("head_dtype")
+    model.first.to(first), model.second.bfloat16()
+    batch = {"x": odd_batch()["x"].to(first)}
+    layers = to_layers(model, example_batch=batch)
+    assert_equal(model, layers, batch)
+    model.bfloat16()
+    assert_equal(model, layers, {"x": batch["x"].bfloat16()})
+    model.float()
+    assert_equal(model, layers, odd_batch())
+
+
 @pytest.mark.parametrize("buffers", [torch.float32, torch.bfloat16])
 def test_buffers_that_are_cast_or_stay(buffers):
     """DeepSpeed casts parameters alone."""
