@@ -214,6 +214,13 @@ def test_building_and_tracing_leave_the_devices_random_numbers() -> None:
     assert "STAYED" in output
 
 
+@pytest.mark.timeout(200)
+def test_a_model_that_asks_for_its_device_runs_where_it_was_not_listed() -> None:
+    target = "support.device_ranks:runs_where_it_was_not_listed"
+    ((_, output),) = launch(target, 1, None, timeout=150, environment=device_of(QUICK))
+    assert "AGREES" in output
+
+
 # -- communicators -------------------------------------------------------------------------
 
 MADE = {

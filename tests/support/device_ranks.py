@@ -178,3 +178,25 @@ def numbers_stay(_: Any) -> None:
     tried(torch.nn.Linear(4, 4).to("meta").forward, (torch.ones(2, 4, device="meta"),), {})
     assert torch.equal(get_accelerator().get_rng_state(), before)
     print("STAYED", flush=True)
+
+
+def runs_where_it_was_not_listed(_: Any) -> None:
+    """A model that was listed on the CPU, and sets autocast for the kind of its device, computes on it as it does."""
+    from deepspeed.accelerator import get_accelerator
+    from support.families import interpret
+    from support.plain_nets import Odd
+
+    from deepspeed_pulse.models import to_layers
+
+    assert torch_world() == 1
+    device = torch.device(get_accelerator().current_device_name())
+    model, x = Odd("device_kind"), torch.randn(2, 8)
+    for example in (x, x.to("meta")):
+        layers = to_layers(model.cpu(), example_batch={"x": example})
+        for where in (device, torch.device("cpu")):
+            for module in (model, *(layer.layer for layer in layers)):
+                module.to(where)
+            batch = {"x": x.to(where)}
+            for found, expected in zip(interpret(layers, batch), model(**batch), strict=True):
+                assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected.cpu()), where
+    print("AGREES", flush=True)

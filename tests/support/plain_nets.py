@@ -170,6 +170,24 @@ class Odd(nn.Module):
             z = self.table * y.float().mean()
         return self.third(y.float() + z)
 
+    def island(self, x: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+        """Its last part is in full precision, whatever is around the model; so is what it makes of a table."""
+        y = self.second(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            waves = self.table[:, None] @ self.table[None]
+            return self.third(y.float()), y @ waves.to(y.dtype)
+
+    def asks_for_autocast(self, x: Tensor, mask: Any, scale: float) -> Tensor:
+        y = self.second(self.first(x))
+        return self.third(y.float() * 2 if torch.is_autocast_enabled("cpu") else y)
+
+    def device_kind(self, x: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+        """Mixed precision of its own, and another way on the CPU."""
+        y = self.first(x)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y = self.second(y) @ self.third.weight
+        return self.third(y.float()) * (1 if x.device.type == "cpu" else 2), y
+
     def batch_alone(self, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         bias = (1 - mask.to(x.dtype))[:, None] * -3
         return self.third(self.second(self.first(x) + bias) * bias + bias.sum()) * scale

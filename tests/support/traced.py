@@ -19,7 +19,7 @@ def assert_equal(model: nn.Module, layers: Sequence[Any], *batches: dict[str, An
         for name, wanted in expected.items():
             got = found[name]
             assert (got is None) == (wanted is None), name
-            assert got is None or torch.equal(got, wanted), name
+            assert got is None or (got.dtype == wanted.dtype and torch.equal(got, wanted)), name
 
 
 def assert_close(model: nn.Module, layers: Sequence[Any], batch: dict[str, Any]) -> None:

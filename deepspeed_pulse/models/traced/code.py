@@ -28,6 +28,7 @@ from deepspeed_pulse.models.traced.recording import (
     Setting,
     Size,
     Value,
+    autocast_around,
 )
 
 SIZES = "batch sizes"
@@ -292,7 +293,7 @@ class LayerCode:
             place for index in self._trace.calls_behind([value]) for place in self._places(self._makes[index].arguments)
         }
         sizes = tuple(int(env[v].shape[dim]) for v, dim in sorted(places))
-        return kept.get((id(self._trace), value), make, tensors, (device, sizes))
+        return kept.get((id(self._trace), value), make, tensors, (device, sizes, autocast_around(device)))
 
     @staticmethod
     def _places(arguments: Iterable[Any]) -> Iterator[tuple[int, int]]:
@@ -458,9 +459,12 @@ class Kept:
 
 def _enter(stack: ExitStack, setting: Setting) -> None:
     stack.enter_context(torch.set_grad_enabled(setting.gradients and torch.is_grad_enabled()))
-    for kind, enabled, dtype in setting.autocast:
+    if setting.autocast is None:
+        return
+    for kind, enabled, dtype in setting.autocast.states:
         if enabled != torch.is_autocast_enabled(kind) or enabled:
-            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            keeps = setting.autocast.keeps
+            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=keeps))
 
 
 def first_unknown(problem: Unknown, model: str) -> GraphError:

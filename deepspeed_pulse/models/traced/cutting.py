@@ -104,7 +104,8 @@ class Dependencies:
                 found.add(value.index)
         for call in self.trace.calls:
             made = [value for _, value in call.outputs]
-            pure = not call.once and not call.changes and not call.setting
+            with_gradients = call.setting is None or call.setting.gradients
+            pure = not call.once and not call.changes and with_gradients
             shared = any(values[value].fake.untyped_storage()._cdata in spoilt for value in made)
             if pure and not shared and all(value in found for value in call.reads):
                 found.update(made)

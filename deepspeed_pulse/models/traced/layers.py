@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -18,7 +18,7 @@ from deepspeed_pulse.engine.specs import Declared, spec
 from deepspeed_pulse.errors import BatchError, GraphError
 from deepspeed_pulse.models.bypassed import check_hooks
 from deepspeed_pulse.models.families import Glue, PlanCache
-from deepspeed_pulse.models.traced.batch import Given, TensorForm, as_given, form_of
+from deepspeed_pulse.models.traced.batch import Given, TensorForm, as_given, form_of, on_device
 from deepspeed_pulse.models.traced.code import (
     SIZES,
     Kept,
@@ -31,10 +31,11 @@ from deepspeed_pulse.models.traced.code import (
     from_numbers,
     from_shapes,
 )
-from deepspeed_pulse.models.traced.cutting import Dependencies, cut
+from deepspeed_pulse.models.traced.cutting import Dependencies, Piece, cut
 from deepspeed_pulse.models.traced.glue import functions
 from deepspeed_pulse.models.traced.names import pytree
 from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
+from deepspeed_pulse.models.traced.recording import autocast_around
 from deepspeed_pulse.models.traced.standins import NO_CAST, Bare, Cast
 from deepspeed_pulse.models.traced.tracing import Trace, trace
 from deepspeed_pulse.models.units import Origin, Unit, base_keys, hold_part
@@ -93,18 +94,20 @@ def _check_glue(shared: TracedModel) -> None:
 class Traced:
     """One trace, cut: the code of each layer.
 
-    ``with_sizes``: whether layers are told the sizes of the batch, and its dtypes; None: where they need it.
+    ``base``: the first trace of the model; one with the same calls is cut alike, and tells its layers the same.
     """
 
     def __init__(
         self,
         shared: TracedModel,
         found: Trace,
-        with_sizes: bool | None = None,
+        base: Traced | None = None,
     ) -> None:
         self.trace = found
-        depends = Dependencies(found, shared.persistent, shared.weights)
-        self.pieces = cut(depends, shared.outline)
+        self._depends = depends = Dependencies(found, shared.persistent, shared.weights)
+        like = base if base is not None and self._is_like(base) else None
+        self.pieces: tuple[Piece, ...] = cut(depends, shared.outline) if like is None else like.pieces
+        with_sizes: bool | None = None if base is None else base.with_sizes
         sizes = tuple(found.shape_env.replace(symbol) for symbol in found.symbols)
         if with_sizes is None:
             try:
@@ -115,7 +118,7 @@ class Traced:
                 with_sizes = with_sizes and len(self.codes) > 1
             except Unknown:
                 with_sizes = True
-        self.with_sizes = with_sizes
+        self.with_sizes: bool = with_sizes
         try:
             self.codes = self._codes(depends, sizes if with_sizes else None)
         except Unknown as problem:
@@ -125,6 +128,9 @@ class Traced:
         return [
             LayerCode(depends, piece, first=number == 0, with_sizes=sizes) for number, piece in enumerate(self.pieces)
         ]
+
+    def _is_like(self, other: Traced) -> bool:
+        return self.trace.is_like(other.trace) and self._depends.anywhere == other._depends.anywhere
 
     def routing(self) -> frozenset[str]:
         """Modules that hand on values whose sizes follow from numbers in tensors, as a choice of experts does."""
@@ -150,11 +156,31 @@ class Told:
     dtypes: tuple[torch.dtype, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What the model runs in: the kind of its device, and autocast that is on, by kind of device."""
+
+    kind: str
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    device: torch.device = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Of the model beside its batch, as far as its code looks at it; ``training`` None: as in the first trace."""
+
+    cast: Cast
+    training: bool | None
+    around: Around
+
+
 class TracedModel:
     """What the layers of one model share: the trace, and those for other sizes, modes and dtypes."""
 
     def __init__(self, model: nn.Module, given: Given, outlined: Outline, plan_cache: PlanCache = None) -> None:
         self._plan_cache = plan_cache
+        self.state = State(cast=NO_CAST, training=None, around=_around(given.device))
+        """Of :attr:`base`."""
         self.name, self.outline, self.given = type(model).__name__, outlined, given
         self._bare = Bare(model)
         adapters = model.state_dict().keys() - base_keys(model).keys()
@@ -184,21 +210,21 @@ class TracedModel:
     def reads(self) -> frozenset[str]:
         return self.base.trace.reads
 
-    def variant(self, told: Told, plain: Mapping[str, Any], cast: Cast, training: bool | None) -> Traced:
-        """The trace for sizes and dtypes of the batch, other entries, a dtype of the weights and a mode.
+    def variant(self, told: Told, plain: Mapping[str, Any], state: State) -> Traced:
+        """The trace for sizes and dtypes of the batch, other entries, and a state of the model.
 
         Raises :class:`BatchError` where the model then hands other values from layer to layer.
         """
-        key = (told, repr(plain), cast, training)
+        key = (told, repr(plain), state)
         with self._lock:
             if key not in self._variants:
-                self._variants[key] = self._find(told, plain, cast, training)
+                self._variants[key] = self._find(told, plain, state)
             return self._variants[key]
 
-    def _find(self, told: Told, plain: Mapping[str, Any], cast: Cast, training: bool | None) -> Traced:
-        given = self.given.with_plain(plain).with_forms(self._forms(told))
-        asked = (told.dtypes, repr(plain), cast, training)
-        for (had, *others), one in [((self.example, repr({}), NO_CAST, None), self.base), *self._variants.items()]:
+    def _find(self, told: Told, plain: Mapping[str, Any], state: State) -> Traced:
+        given = self.given.with_plain(plain).with_forms(self._forms(told, state.around.device))
+        asked = (told.dtypes, repr(plain), state)
+        for (had, *others), one in [((self.example, repr({}), self.state), self.base), *self._variants.items()]:
             if (had.dtypes, *others) == asked and one.holds(self._by_symbol(one, told.sizes)):
                 return one
         if len(set(map(id, self._variants.values()))) >= MOST:
@@ -206,17 +232,23 @@ class TracedModel:
                 f"{self.name} was traced {MOST} times for different batches; make numbers that change from batch to "
                 f"batch tensors, and sizes fewer; the last: {self._in_words(told, plain)}"
             )
-        trains = self.training if training is None else training
-        other = trace(self._bare, self.outline, given, cast=cast, training=trains, plan_cache=self._plan_cache)
-        found = Traced(self, other, self.with_sizes)
+        trains = self.training if state.training is None else state.training
+        other = trace(self._bare, self.outline, given, cast=state.cast, training=trains, plan_cache=self._plan_cache)
+        found = Traced(self, other, self.base)
         handed, expected = ([code.interface for code in one.codes] for one in (found, self.base))
         if handed != expected:
             raise BatchError(
-                f"{self.name} hands other values from layer to layer at {self._in_words(told, plain)} than with the "
-                "example_batch that the list was made with, so its layers cannot take this batch; make a list with an "
-                "example_batch like this one"
+                f"{self.name} hands other values from layer to layer at {self._in_words(told, plain)}"
+                f"{self._where(state)} than with the example_batch that the list was made with, so its layers cannot "
+                f"take this batch; make a list with an example_batch like this one{self._where(state)}"
             )
         return found
+
+    def _where(self, state: State) -> str:
+        around = state.around
+        autocast = [f"torch.autocast({kind!r}, {dtype})" for kind, dtype in around.autocast]
+        inside = f" inside {' and '.join(autocast)}" if autocast else " outside of torch.autocast"
+        return "" if around == self.state.around else f" on {around.kind}{inside}"
 
     @cached_property
     def example(self) -> Told:
@@ -224,14 +256,14 @@ class TracedModel:
         sizes = (self.given[name].forms[at].shape[dim] for name, at, dim in self.slots)
         return Told(sizes=tuple(sizes), dtypes=self.dtypes)
 
-    def _forms(self, told: Told) -> dict[tuple[str, int], TensorForm]:
-        """Shapes and dtypes of all entries."""
+    def _forms(self, told: Told, device: torch.device) -> dict[tuple[str, int], TensorForm]:
+        """Of all entries; ``device``: for what lay on the first layer's in the example."""
         known, dtypes = dict(zip(self.slots, told.sizes, strict=True)), iter(told.dtypes)
         return {
             (entry.name, at): TensorForm(
                 shape=tuple(known[entry.name, at, dim] for dim in range(len(form.shape))),
                 dtype=next(dtypes),
-                device=form.device,
+                device=device if on_device(form.device) == self.given.device else form.device,
             )
             for entry in self.given.entries
             for at, form in enumerate(entry.forms)
@@ -241,7 +273,7 @@ class TracedModel:
         return dict(zip(one.trace.symbols, sizes, strict=True))
 
     def _in_words(self, told: Told, plain: Mapping[str, Any]) -> str:
-        forms = self._forms(told).items()
+        forms = self._forms(told, self.given.device).items()
         shapes = [f"{name} {list(form.shape)} of {form.dtype}" for (name, _), form in forms]
         return ", ".join([*shapes, *(f"{name} {value!r}" for name, value in plain.items())])
 
@@ -283,7 +315,7 @@ class TracedLayer(Unit):
         shared = self.shared
         values = dict(zip(self.pops, popped, strict=True))
         told = self._told(hidden, values)
-        code = self._code(told, values)
+        code = self._code(told, values, _first(hidden).device)
         env = code.run(self, hidden, values, shared.kept)
         piece = code.piece
         given = tuple(self._own(env[value]) for value in piece.gives)
@@ -300,18 +332,18 @@ class TracedLayer(Unit):
         """A weight as a value, which autograd knows to come from it."""
         return value.view_as(value) if isinstance(value, nn.Parameter) else value
 
-    def _code(self, told: Told | None, values: Mapping[str, Any]) -> LayerCode:
+    def _code(self, told: Told | None, values: Mapping[str, Any], device: torch.device) -> LayerCode:
         shared = self.shared
-        cast = self._cast()
         training = self.training if "training" in shared.reads and self.training != shared.training else None
+        state = State(cast=self._cast(), training=training, around=self._around(device))
         fixed = {entry.name: entry.plain for entry in shared.given.entries if not entry.forms}
         now = {name: as_given(fixed[name], values[name]) for name in self._plain}
         plain = {name: value for name, value in now.items() if value != fixed[name]}
-        found = shared.base if told is None and not plain and cast == NO_CAST and training is None else None
+        found = shared.base if told is None and not plain and state == shared.state else None
         if found is None:
-            found = shared.variant(told or shared.example, plain, cast, training)
+            found = shared.variant(told or shared.example, plain, state)
             if self.number == 0 and not shared.with_sizes:
-                self._check_others(found, plain, cast, training)
+                self._check_others(found, plain, state)
         return found.codes[self.number]
 
     def _told(self, hidden: Any, values: Mapping[str, Any]) -> Told | None:
@@ -348,6 +380,14 @@ class TracedLayer(Unit):
                         f"found the shape {list(found.shape)}; make the list with an example_batch like this one"
                     )
 
+    def _around(self, device: torch.device) -> Around:
+        """The trace's own, where the model's code does not look at what is around it now."""
+        reads, had = self.shared.reads, self.shared.state.around
+        now = _around(had.device if device.type == "meta" else device)
+        autocast = now.autocast if reads & {"autocast", "dtype"} else had.autocast
+        looks = bool(reads & {"autocast", "device"}) or autocast != had.autocast
+        return Around(kind=now.kind, autocast=autocast, device=now.device) if looks else had
+
     def _cast(self) -> Cast:
         """What weights were cast to since the trace, where the model's code looks at dtypes.
 
@@ -371,10 +411,10 @@ class TracedLayer(Unit):
         found = ((dtype, now(name).dtype) for dtype, name in self._floats[number].items())
         return next((new for old, new in found if new != old), None)
 
-    def _check_others(self, found: Traced, plain: Any, cast: Any, training: Any) -> None:
+    def _check_others(self, found: Traced, plain: Any, state: State) -> None:
         """Layers that know no sizes go on as they are: the trace must say so."""
         shared = self.shared
-        base = shared.variant(shared.example, plain, cast, training)
+        base = shared.variant(shared.example, plain, state)
         if found is base:
             return
         for mine, other in zip(base.codes[1:], found.codes[1:], strict=True):
@@ -408,8 +448,15 @@ def _rules(model: nn.Module, given: Given) -> EntryRules:
 
 def _nothing(hidden: Any) -> Tensor:
     """A hidden state without content, where a layer hands on named values only."""
-    first = hidden if isinstance(hidden, Tensor) else hidden[0]
-    return first.detach().new_zeros(0)
+    return _first(hidden).detach().new_zeros(0)
+
+
+def _first(hidden: Any) -> Tensor:
+    return next(one for one in pytree.tree_leaves(hidden) if isinstance(one, Tensor))
+
+
+def _around(device: torch.device) -> Around:
+    return Around(kind=device.type, autocast=autocast_around(device), device=device)
 
 
 def _weights(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

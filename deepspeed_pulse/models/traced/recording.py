@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from deepspeed_pulse.models.traced.trying import Unrecognised, tried
 
 ENTRY, PARAMETER, BUFFER, CONSTANT = "entry", "parameter", "buffer", "constant"
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_is_autocast_enabled, _device = torch.is_autocast_enabled, FakeTensor.__dict__["device"]
 HERE = str(Path(__file__).parent)
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 SEED_ELSEWHERE = "seed in the script, draw in the data, or name the module around it with blocks=[...]"
@@ -62,11 +64,19 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Autocast:
+    """For each kind of device whether it is on, and its dtype; and whether casts of weights are kept."""
+
+    states: tuple[tuple[str, bool, torch.dtype], ...]
+    keeps: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is set around a call: gradients on, and autocast's (type of device, on, dtype)."""
+    """What the code between blocks has set around a call: gradients on, and autocast; None where it entered none."""
 
     gradients: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: Autocast | None
 
 
 @dataclass(kw_only=True)
@@ -132,7 +142,7 @@ class Recorder(TorchFunctionMode):
         calls, values, scopes: what was recorded.
         leaf: path of the leaf that was called last, if it was the last call.
         branches: guards that Python code of the model met, not what it calls.
-        reads_training, reads_dtype: paths and lines where that was asked for.
+        reads: of "dtype", "device" (its kind) and "autocast", what that code looked at or set.
     """
 
     def __init__(
@@ -153,7 +163,7 @@ class Recorder(TorchFunctionMode):
         self.values: list[Value] = []
         self.scopes: list[Scope] = []
         self.branches: list[Any] = []
-        self.reads_dtype = False
+        self.reads = set[str]()
         self.leaf: str | None = None
         self._ids: dict[int, int] = {}
         self._attributes = Attributes([])
@@ -163,7 +173,7 @@ class Recorder(TorchFunctionMode):
         self._open_scopes: list[int] = []
         self._inside = 0
         self._tried = False
-        self._first_setting: Setting | None = None
+        self._around, self._nesting = self._autocast(), _nesting()
         self._guards_seen = 0
 
     # ------------------------------------------------------------------------------------------ what is known
@@ -212,9 +222,13 @@ class Recorder(TorchFunctionMode):
                 f"{_line()}: puts a hook on a tensor between blocks, which layers would lose; name the module around "
                 "that line with blocks=[...], so that it is kept whole"
             )
-        if _asks_for_dtype(func):
-            self.reads_dtype = True
+        self.reads |= _asked_of(func)
         return self._recorded(None, func, func, args, kwargs)
+
+    def note(self, what: str) -> None:
+        """Code asks for something; what runs inside of a call does not count."""
+        if not self._inside:
+            self.reads.add(what)
 
     @property
     def is_inside(self) -> bool:
@@ -423,21 +437,26 @@ class Recorder(TorchFunctionMode):
         return tuple(found)
 
     def _setting(self) -> Setting | None:
-        """Where it is not what it was at the start."""
-        now = Setting(
-            gradients=torch.is_grad_enabled(),
-            autocast=tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in dict.fromkeys(("cpu", self._device.type))
-            ),
-        )
-        self._first_setting = self._first_setting or now
-        return None if now == self._first_setting else now
+        """What code between blocks has set, if anything; an autocast that sets what is set already counts, too.
+
+        It would not be the same under another one around the model.
+        """
+        gradients, autocast = torch.is_grad_enabled(), self._autocast()
+        entered = autocast != self._around or _nesting() != self._nesting
+        if entered:
+            self.reads.add("autocast")
+        if gradients and not entered:
+            return None
+        return Setting(gradients=gradients, autocast=autocast if entered else None)
+
+    def _autocast(self) -> Autocast:
+        kinds = _kinds(self._device)
+        states = tuple((kind, _is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        return Autocast(states=states, keeps=torch.is_autocast_cache_enabled())
 
     def start(self, modules: Iterable[nn.Module]) -> None:
-        """What is set now is what is set around the model, and what modules hold is what they come with."""
+        """Guards so far are not of the model's code, and what modules hold is what they come with."""
         self._attributes.renew(modules)
-        self._setting()
         self._guards_seen = len(self._env.guards)
 
     def _python_guards(self) -> None:
@@ -462,11 +481,17 @@ class Applied:
 _TELL_DTYPE = {"is_floating_point", "is_complex", "is_signed", "element_size", "result_type", "type"}
 """Functions of torch's whose answer follows from a tensor's dtype."""
 
+_TELL_KIND = {f"is_{kind}" for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xpu")} | {"get_device", "type"}
+"""Functions and attributes that follow from the kind of a tensor's device."""
 
-def _asks_for_dtype(function: Any) -> bool:
+
+def _asked_of(function: Any) -> set[str]:
+    """Of "dtype" and "device", what a function of torch's tells."""
     name = getattr(function, "__name__", "")
     read = getattr(function, "__self__", None) if name == "__get__" else None
-    return name in _TELL_DTYPE or any(read is one for one in (Tensor.dtype, Tensor.itemsize, Tensor.nbytes))
+    dtype = name in _TELL_DTYPE or any(read is one for one in (Tensor.dtype, Tensor.itemsize, Tensor.nbytes))
+    kind = name in _TELL_KIND or getattr(read, "__name__", "") in _TELL_KIND
+    return {what for what, asked in (("dtype", dtype), ("device", kind)) if asked}
 
 
 def _has_sizes(one: Any) -> bool:
@@ -507,18 +532,40 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _line() -> str:
     """The line of the model's code that runs."""
+    frame = _frame()
+    return "the model" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _frame() -> FrameType | None:
+    """Of the model's code that runs."""
     frame = inspect.currentframe()
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((HERE, TORCH_FOLDER)):
-            return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
+    while frame is not None and frame.f_code.co_filename.startswith((HERE, TORCH_FOLDER)):
         frame = frame.f_back
-    return "the model"
+    return frame
+
+
+def autocast_around(device: torch.device) -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of devices, of the CPU's and this one's, for which autocast is on, each with its dtype."""
+    kinds = [kind for kind in _kinds(device) if _is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def _kinds(device: torch.device) -> list[str]:
+    return [kind for kind in sorted({"cpu", device.type}) if torch.amp.is_autocast_available(kind)]
+
+
+def _nesting() -> int:
+    """How many autocasts were entered."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @contextmanager
 def calling(recorder: Recorder) -> Iterator[None]:
-    """While modules and functions of autograd are called as the recorder says, by this thread."""
+    """While modules and functions of autograd are called as the recorder says, by this thread.
+
+    It is told, too, when code asks for a device whose kind it may look at, or for autocast, as entering one does.
+    """
     call, thread = nn.Module.__call__, threading.get_ident()
     apply = torch.autograd.Function.__dict__["apply"]
 
@@ -533,14 +580,30 @@ def calling(recorder: Recorder) -> Iterator[None]:
             return call(module, *args, **kwargs)
         return recorder.call_module(module, args, kwargs)
 
+    def device_of(tensor: FakeTensor) -> torch.device:
+        if threading.get_ident() == thread and not recorder.is_inside and "device" not in recorder.reads:
+            frame = _frame()
+            if frame is not None and "type" in frame.f_code.co_names:
+                recorder.note("device")
+        return _device.fget(tensor)  # type: ignore[no-any-return]
+
+    def is_autocast_enabled(*kind: str) -> bool:
+        if threading.get_ident() == thread:
+            recorder.note("autocast")
+        return _is_autocast_enabled(*kind)
+
     nn.Module.__call__ = recorded  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+    FakeTensor.device = _device.getter(device_of)  # type: ignore[method-assign]
+    torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
     try:
         with recorder:
             yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        FakeTensor.device = _device  # type: ignore[method-assign]
+        torch.is_autocast_enabled = _is_autocast_enabled
 
 
 def line_of(problem: BaseException) -> str:

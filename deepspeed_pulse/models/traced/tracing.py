@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from deepspeed_pulse.models.traced.recording import (
     Recorder,
     Scope,
     Value,
+    autocast_around,
     calling,
     line_of,
 )
@@ -56,7 +58,8 @@ class Trace:
     """``outputs``: the tensors that the model returned. ``symbols``: each to entry, index in it and dimension.
 
     ``guards``: what must hold for sizes that the trace is right for; ``branches``: those of them that the model's own
-    code asked for. ``reads``: of "training" and "dtype", what that code looked at.
+    code asked for. ``reads``: of "training", "dtype", "device" (its kind) and "autocast", what that code looked at or
+    set.
     """
 
     given: Given
@@ -87,6 +90,17 @@ class Trace:
     def shape(self, value: int) -> tuple[Any, ...]:
         return tuple(self.expr(size) for size in self.values[value].fake.shape)
 
+    def is_like(self, other: Trace) -> bool:
+        """Whether it has the same calls, of and with the same values: they may be cut alike."""
+        return bool(self._told == other._told)
+
+    @cached_property
+    def _told(self) -> Any:
+        values = [(value.call, value.kind, value.name, value.at) for value in self.values]
+        calls = [(call.name, call.reads, call.outputs, call.changes, call.once, call.scopes) for call in self.calls]
+        gradients = [call.setting is None or call.setting.gradients for call in self.calls]
+        return values, calls, gradients, self.outputs
+
     def num_bytes(self, value: int) -> int:
         """Of a value, at the sizes of the example."""
         fake, count = self.values[value].fake, 1
@@ -112,7 +126,8 @@ def trace(
 
     ``plan_cache``: folder where what its leaves gave is kept by content.
     """
-    path = None if plan_cache is None else file_of(plan_cache, bare.model, outline, given, cast, training)
+    around = autocast_around(given.device)
+    path = None if plan_cache is None else file_of(plan_cache, bare.model, outline, given, cast, training, around)
     with kept_leaves(path) as leaves, drawing() as draws:
         return _traced(bare, outline, given, cast, training, leaves, draws)
 
@@ -168,8 +183,7 @@ def _traced(
         ) from problem
     _check_draws(name, draws)
     check_state(name, recorder, [modules[path] for path in sorted(outline.opened)], bare.made)
-    if recorder.reads_dtype:
-        reads.add("dtype")
+    reads |= recorder.reads
     env = mode.shape_env
     return Trace(
         given=given,

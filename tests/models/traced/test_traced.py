@@ -108,6 +108,36 @@ def test_a_batch_in_another_dtype(weights, batch):
     assert_equal(model, layers, {"x": odd_batch()["x"].to(batch)}, {"x": odd_batch(3)["x"].to(batch)}, odd_batch())
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("kind", ["island", "dtypes", "asks_for_autocast", "autocast"])
+def test_autocast_around_the_model(kind, made_inside):
+    """What the code between blocks has switched off stays off, and a dtype that it reads is the one of now."""
+    model = Odd(kind)
+    with torch.autocast("cpu", torch.bfloat16, enabled=made_inside):
+        layers = to_layers(model, example_batch=odd_batch())
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert_equal(model, layers, odd_batch(), odd_batch(3))
+
+
+def test_a_cut_stays_where_autocast_makes_another_one_cheaper():
+    class Narrows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.LayerNorm(8), nn.SiLU()
+            self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("turn", torch.rand(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.norm(x)) @ self.turn
+            return self.third(self.second(y + torch.ones(8, dtype=y.dtype)))
+
+    model = Narrows()
+    layers = to_layers(model, example_batch=odd_batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(model, layers, odd_batch())
+
+
 @pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
 def test_parts_of_two_dtypes_that_are_cast_to_one(first):
     """DeepSpeed casts what a model keeps in float32, too; a layer that had that dtype before cannot tell by itself."""
