@@ -86,7 +86,7 @@ def check_kept(engine: Any) -> None:
     With storage of each host's own the first process of a host writes the state of its stage, and those of other
     stages there write none; layers are written by replicas in turn, each on its own host.
     """
-    if engine.zero_optimization_stage() and engine.zero_elastic_checkpoint():
+    if getattr(engine.optimizer, "elastic_checkpoint", False):
         raise ConfigError(
             "zero_optimization.elastic_checkpoint: expected false, found true: it leaves learning rates and other "
             "options out, so that no other plan goes on with its state; leave it out, and any number of ranks and "

@@ -89,8 +89,8 @@ NAMES = {
         pipeline_enable_backward_allreduce postscale_gradients reset_activation_shape save_16bit_model save_checkpoint
         save_zero_checkpoint set_dataiterator set_dataloader set_train_batch_size stage_id steps_per_print timers
         total_additional_losses total_loss train_batch train_micro_batch_size_per_gpu training_dataloader
-        use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_elastic_checkpoint zero_grad
-        zero_optimization zero_optimization_stage zero_use_cpu_optimizer
+        use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_grad zero_optimization
+        zero_optimization_stage zero_use_cpu_optimizer
     """,
     "deepspeed.runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
     "deepspeed.runtime.pipe.module.LayerSpec": "build typename",
@@ -122,9 +122,10 @@ NAMES = {
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
         _create_optimizer_mapping _create_param_mapping _hp_mapping _hp_optimizer_states_linked
         _lazy_init_hp_params_optimizer_state _link_all_hp_params _param_slice_mappings averaged_gradients bit16_groups
-        clip_grad cpu_offload gradient_accumulation_dtype loss_scale loss_scaler optimizer param_groups
-        params_in_partition reduce_bucket_size refresh_fp32_params round_robin_bit16_groups round_robin_gradients
-        scale_if_loss single_partition_of_fp32_groups state step use_grad_accum_attribute zero_grad
+        clip_grad cpu_offload elastic_checkpoint gradient_accumulation_dtype loss_scale loss_scaler optimizer
+        param_groups params_in_partition reduce_bucket_size refresh_fp32_params round_robin_bit16_groups
+        round_robin_gradients scale_if_loss single_partition_of_fp32_groups state step use_grad_accum_attribute
+        zero_grad
     """,
     "deepspeed.utils": "safe_get_full_fp32_param",
     "deepspeed.utils.tensor_fragment": "fragment_address",
