@@ -157,10 +157,10 @@ def test_where_hosts_send_what_sends_least_is_taken_of_choices_about_as_fast():
     """Three waves are 1.8 % faster than one by plan, and send three times as much."""
     halves = {"backward_ms": 10.0, "weight_grad_ms": 5.0, "input_grad_ms": 5.0}
     costs = profile([layer(forward_ms=5.0, **halves, output_bytes=10**4, param_bytes=10**9) for _ in range(32)])
-    found = {}
+    found, given = {}, Constraints(microbatch_size=1, loops=())
     for overhead_us in (0.0, 100.0):
         link = Link(bandwidth_gb_per_s=1.0, latency_us=0.0, overhead_us=overhead_us)
-        found[overhead_us] = tuned(costs, replace(box(), intra_node=link, inter_node=link), 16)
+        found[overhead_us] = tuned(costs, replace(box(), intra_node=link, inter_node=link), 16, given=given)
     assert found[0.0].best.choice.waves == 3
     best, *others = found[100.0].ranked
     assert best.choice.waves == 1

@@ -61,7 +61,13 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
         "zero_optimization": {"stage": case.get("zero", 0)},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "pulse": {"solver_seconds": 0, "placement": case["placement"], **case.get("pulse", {})},
+        # halves where they are asked for: which are faster is told by times of a millisecond
+        "pulse": {
+            "solver_seconds": 0,
+            "placement": case["placement"],
+            "split_backward": False,
+            **case.get("pulse", {}),
+        },
     }
 
 
