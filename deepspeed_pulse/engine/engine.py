@@ -123,9 +123,10 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             bucket_bytes=held_in_bucket(self),
             timeout_seconds=timeout,
         )
-        count = partial(self._runtime.holdings.count, "frozen")
-        known = (module, seat, communicator, self._device, timeout, count)
-        self._ahead = None if module.frozen is None else FrozenAhead(*known)
+        self._ahead: FrozenAhead | None = None
+        if module.frozen is not None:
+            count = partial(self._runtime.holdings.count, "frozen")
+            self._ahead = FrozenAhead(module, seat, communicator, self._device, timeout, count)
         self._reduction = EarlyReduction(self, timeout, partial(self._runtime.holdings.count, "gradients"))
         share_monitor(self)
         self._observer = Observer(self, self._device)
