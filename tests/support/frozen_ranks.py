@@ -51,8 +51,8 @@ class Joined(nn.Module):
         return pair[0] - 0.5 * pair[1].tanh()
 
 
-def frozen_modules(seed: int = 7) -> dict[str, list[Any]]:
-    torch.manual_seed(seed)
+def frozen_modules() -> dict[str, list[Any]]:
+    torch.manual_seed(7)
     pixels = [nn.Linear(12, 24), nn.Dropout(0.5), nn.Linear(24, WIDTH), Split(), Joined(), Noised()]
     text = [nn.Embedding(20, WIDTH), nn.Linear(WIDTH, WIDTH)]
     for module in (*pixels, *text):
@@ -60,10 +60,10 @@ def frozen_modules(seed: int = 7) -> dict[str, list[Any]]:
     return {"sample": pixels, "text": text}
 
 
-def frozen_parts(seed: int = 7) -> dict[str, Any]:
+def frozen_parts() -> dict[str, Any]:
     from deepspeed_pulse import FrozenSpec, spec
 
-    modules = frozen_modules(seed)
+    modules = frozen_modules()
     # a chain: no layer of the model reads the first of these
     return {
         "moments": FrozenSpec(modules["sample"][:-1], input="pixel_values"),
@@ -113,7 +113,7 @@ def mse(output: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, labels)
 
 
-def engine_of(ranks: int, microbatches: int, *, frozen: bool, seed: int = 7, **pulse: Any) -> Any:
+def engine_of(ranks: int, microbatches: int, *, frozen: bool, **pulse: Any) -> Any:
     import deepspeed
 
     from deepspeed_pulse import PipelineModule
@@ -134,7 +134,7 @@ def engine_of(ranks: int, microbatches: int, *, frozen: bool, seed: int = 7, **p
         input="sample",
         partition_method="uniform",
         example_batch=(raw_batch if frozen else encoded_batch)(0, 0, 0),
-        frozen=frozen_parts(seed) if frozen else None,
+        frozen=frozen_parts() if frozen else None,
     )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
@@ -245,12 +245,31 @@ def ends_with_its_data(_: Any) -> None:
 
 
 def differ_in_weights(folder: str) -> None:
-    """Ranks that drew encoders of their own are told before the first step; the same job plans once."""
+    """Ranks that drew encoders of their own are told before the first step; the same job plans once.
+
+    Which ranks hold a part is told by measured times, so all are compared as if each rank held them.
+    """
+    from deepspeed_pulse.engine.data import frozen_ahead
+    from deepspeed_pulse.engine.frozen import check_same_weights
     from deepspeed_pulse.errors import ConfigError
 
     share_groups()
-    with pytest.raises(ConfigError, match=r"frozen part '.*': expected the same weights on every rank, found others"):
-        engine_of(2, 8, frozen=True, seed=int(os.environ["RANK"]))
+    compared: list[set[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        compare = frozen_ahead.check_same_weights
+        patch.setattr(
+            frozen_ahead, "check_same_weights", lambda parts, held: [compared.append({*held}), compare(parts, held)]
+        )
+        engine = engine_of(2, 2, frozen=True)
+    assert compared == [{*engine.module.plan.fill.held_on(engine.stage_id)}], "at the start, what a rank holds"
+    declared = engine.module.frozen
+    check_same_weights(declared.build(declared.names, torch.device("cpu")), declared.names)
+    drawn = engine_of(2, 2, frozen=True).module.frozen
+    torch.manual_seed(int(os.environ["RANK"]))
+    torch.nn.init.normal_(drawn.described["text"][1][1].weight)
+    told = r"frozen part 'text': expected the same weights on every rank, found others in layer 1.Linear on rank 1 than"
+    with pytest.raises(ConfigError, match=told):
+        check_same_weights(drawn.build(drawn.names, torch.device("cpu")), drawn.names)
     found = [engine_of(2, 2, frozen=True, plan_cache=folder) for _ in range(2)]
     fills = [engine.module.plan.fill for engine in found]
     assert fills[0] == fills[1], "measured anew"
