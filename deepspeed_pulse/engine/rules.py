@@ -61,11 +61,11 @@ class EntryRules:
 
         A BatchError for one that the layers should read and do not, or a number where a tensor is expected.
         """
-        for name in entries:
-            if (advice := self._advice(name)) is not None:
+        for name, value in entries.items():
+            if (advice := self._advice(name, value)) is not None:
                 raise BatchError(
-                    f"the batch has {name!r}, which {self.model} reads and no layer of this list does: {advice}, or "
-                    "leave it out of the batch",
+                    f"the batch has {name!r}, which {self.model} {self._how(name)} and no layer of this list does: "
+                    f"{advice}, or leave it out of the batch",
                     more="unread-entry",
                 )
         found = dict(entries)
@@ -79,12 +79,22 @@ class EntryRules:
                 )
         return found
 
-    def _advice(self, name: str) -> str | None:
-        """For an entry that is not read and would be; None for others."""
+    def _how(self, name: str) -> str:
+        return "reads" if {name, name.partition(".")[0]} & {*self.unread, *self.nested} else "may read"
+
+    def _advice(self, name: str, value: Any) -> str | None:
+        """For an entry that is not read and would be; None for others.
+
+        A forward that takes any name is not meant by a script's own words.
+        """
         first = name.partition(".")[0]
-        if name not in self.read and (self.takes_any or first in self.nested):
+        if name not in self.read and (first in self.nested or (self.takes_any and not _are_words(value))):
             return EXAMPLE
         return self.unread.get(name, self.unread.get(first))
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value))
 
 
 def rules_of(layers: Iterable[Any], read: Iterable[str]) -> tuple[EntryRules, ...]:

@@ -37,6 +37,16 @@ HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
 OWN = ("torch", "diffusers", "deepspeed_pulse", "contextlib", "functools")
 """Packages whose functions methods of models are made of, decorators included."""
 
+CHECKPOINTING = (
+    ("is_activation_checkpointing", "gradient_checkpointing_enable", "gradient_checkpointing_disable"),
+    ("is_gradient_checkpointing", "gradient_checkpointing_enable", "gradient_checkpointing_disable"),
+    ("is_gradient_checkpointing", "enable_gradient_checkpointing", "disable_gradient_checkpointing"),
+)
+"""By library, whether a model recomputes blocks, and how that is switched on and off."""
+
+SETTING_MODES = ("torch", "diffusers", "transformers", "peft")
+"""Packages whose models' ``train`` sets the mode of all modules, as torch's does, and none of them apart."""
+
 
 def check_bypassed(model: nn.Module, layers: Iterable[Any], kinds: Sequence[type[nn.Module]]) -> None:
     """Refuse hooks and changed methods on modules that no layer calls: the model itself and what lists take apart.
@@ -80,10 +90,13 @@ def check_hooks(model: nn.Module, paths: Iterable[str]) -> None:
 def check_switches(model: nn.Module) -> None:
     """Raise a :class:`GraphError` naming every switch for sampling; warn of checkpointing and of a compiled model."""
     refuse(model, _for_sampling(model))
-    if getattr(model, "is_gradient_checkpointing", False):
+    known = {*dir(type(model))}
+    checkpointing = next((names for names in CHECKPOINTING if known.issuperset(names)), None)
+    if checkpointing is not None and getattr(model, checkpointing[0]):
+        _, enable, disable = checkpointing
         warnings.warn(
-            f"{type(model).__name__}.enable_gradient_checkpointing() works on whole blocks, which a layer list takes "
-            "apart: most of it is bypassed. Call model.disable_gradient_checkpointing() and let the pipeline recompute "
+            f"{type(model).__name__}.{enable}() works on whole blocks, which a layer list takes "
+            f"apart: most of it is bypassed. Call model.{disable}() and let the pipeline recompute "
             "layers instead (activation_checkpoint_interval, or the plan)",
             stacklevel=3,
         )
@@ -160,12 +173,18 @@ def _hook_problems(module: nn.Module) -> Iterator[str]:
 
 
 def _mode_problems(module: nn.Module) -> Iterator[str]:
-    if change := _change(module, nn.Module, "train"):
+    if not _has_known_train(module) and (change := _change(module, nn.Module, "train")):
         yield (
             f"{change}, and no layer calls it: steps would put all modules in training mode; take the change back, and "
             "keep modules that layers call in evaluation mode one by one: module.eval(), then module.train = lambda "
             "mode=True: module"
         )
+
+
+def _has_known_train(module: nn.Module) -> bool:
+    """Whether the class's ``train`` is of one of SETTING_MODES; transformers has one that also loads kernels."""
+    sources = {_source(function).partition(".")[0] for function in _functions(_lookup(type(module), "train"))}
+    return "train" not in vars(module) and bool(sources) and sources <= {*SETTING_MODES}
 
 
 def _by_problem(

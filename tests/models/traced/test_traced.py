@@ -17,6 +17,7 @@ from support.traced import assert_equal
 from support.zoo import ZOO
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from transformers import PreTrainedModel, ViTConfig, ViTModel
 
 from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import BatchError, FileError, GraphError
@@ -217,6 +218,33 @@ def test_a_class_without_a_family(name):
     model = ZOO[name].model(name)
     layers = to_layers(model, example_batch=ZOO[name].example())
     assert_equal(model, layers, ZOO[name].example(), ZOO[name].example(1))
+
+
+class OwnTransformer(PreTrainedModel):
+    """A user's model on transformers' base class, around one of theirs; its forward takes any name."""
+
+    config_class = ViTConfig
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.vit, self.head = ViTModel(config, add_pooling_layer=False), nn.Linear(16, 8)
+        self.post_init()
+
+    def forward(self, pixel_values: Tensor, **kwargs: Any) -> Tensor:
+        return self.head(self.vit(pixel_values, **kwargs).last_hidden_state)
+
+
+def test_a_model_of_transformers():
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = OwnTransformer(ViTConfig(image_size=8, patch_size=4, **size))
+    batch, other = ({"pixel_values": torch.randn(samples, 3, 8, 8)} for samples in (2, 3))
+    layers = to_layers(model, example_batch=batch)
+    assert len(layers) > 3
+    assert_equal(model, layers, batch, other)
+    words = {"file_names": ["a", "b"]}
+    assert layers[0].layer.entry_rules.apply(words) == words, "a script's own"
+    with pytest.raises(BatchError, match="the batch has 'head_mask', which OwnTransformer may read"):
+        layers[0].layer.entry_rules.apply({"head_mask": torch.ones(2)})
 
 
 def test_a_profile_is_estimated_without_memory(tmp_path: Path) -> None:
