@@ -218,7 +218,8 @@ class Steps:
             part = self.lowering.part(micro_batches, mode, readers, rows)
         # before gradients are counted: some are there from the start
         reduces_early = not part.carried and self.reduction.begin(training=training)
-        counted = self.runtime.runs_on  # results that the last step has made for this one
+        # results that the last step has made for this one
+        counted = self.runtime.runs_on and ahead is not None
         self.runtime.begin(
             part,
             self.reading.batches,
@@ -228,8 +229,8 @@ class Steps:
             number=engine.global_steps + 1,
             order=order,
         )
-        if self.ahead is not None and training and not counted:
-            self.ahead.count_read(self.reading.batches)
+        if self.ahead is not None and training:
+            self.ahead.count_read(self.reading.batches, counted=counted)
         return PulseSchedule(
             part.traffic.program[engine.stage_id],
             training=training,

@@ -41,10 +41,12 @@ def trains_alike(case: dict[str, Any]) -> None:
     if "spoilt" in case:
         spoil(engine, starts[case["spoilt"]], case["M"])
     losses: dict[str, list[float]] = {name: [] for name in names}
+    results: list[int] = []
     data = joint_data(case, 0, replica)
     for step in range(STEPS):
         total = engine.train_batch(data)
         note(losses, engine)
+        results.append(engine._runtime.holdings.live.get("frozen", 0))
         assert abs(float(total) - sum(map(float, engine.losses.values()))) <= 1e-6 * abs(float(total))
         assert engine.global_steps == step + 1
         assert {len(found) for found in losses.values()} == ({step, step + 1} if step != 1 else {1, 2})
@@ -55,6 +57,7 @@ def trains_alike(case: dict[str, Any]) -> None:
             note(losses, engine, step + 1)
             evaluated = engine.eval_batch(joint_data(case, 9, replica))
             assert set(engine.losses) == set(names) and float(evaluated) > 0
+    assert results[-1] == results[-2], "bytes of frozen results are counted down as they were counted up"
     left = [part.name for part in engine.module.plan.backbones if part.carried]
     assert engine._unfinished.text.startswith(f"backbone {left[0]}: step {STEPS}" if len(left) == 1 else "backbones ")
     engine.finish_backbones()

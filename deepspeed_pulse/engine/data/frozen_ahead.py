@@ -138,12 +138,16 @@ class FrozenAhead:
         self._running = True
         return frozenset(filling.position for filling in fill.rows[self._rank])
 
-    def count_read(self, batches: StepBatches) -> None:
-        """A step begins that holds these results, of each microbatch until the rank has read it."""
+    def count_read(self, batches: StepBatches, *, counted: bool) -> None:
+        """A step begins that holds these results, of each microbatch until the rank has read it.
+
+        ``counted``: they were while they were made, and the count goes on.
+        """
         held: dict[int, int] = {}
         for (_, m), value in batches.values.items():
             held[m] = held.get(m, 0) + num_bytes(tensors_in(value))
-        self._count(sum(held.values()), 0)
+        if not counted:
+            self._count(sum(held.values()), 0)
         batches.on_release = lambda m: self._count(-held.pop(m, 0), 0)
 
     def _begin(
