@@ -98,6 +98,11 @@ class DeclaredParts:
         return {name: (self._graphs[name], self._layers[name]) for name in self.names}
 
     @property
+    def given(self) -> dict[str, tuple[str, torch.dtype | None]]:
+        """By name, the entry that a part's first layer reads, and the dtype that the part runs in."""
+        return {name: (self._specs[name].input, self._specs[name].dtype) for name in self.names}
+
+    @property
     def results(self) -> tuple[str, ...]:
         """Parts whose results layers of the model read; those of others only parts read."""
         return tuple(name for name in self.names if self._targets[name])

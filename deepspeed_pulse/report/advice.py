@@ -57,7 +57,11 @@ def _parts(difference: Difference, crowded: str | None) -> Iterator[tuple[float,
         "for the plan may cut in the wrong places",
     )
     if difference.frozen_ms:
-        yield difference.frozen_ms, _FROZEN, "measure them again with batches of this size (example_batch=)"
+        yield (
+            difference.frozen_ms,
+            _FROZEN,
+            "measure them again with batches of this size (example_batch=); of a plan_cache, remove frozen-*.json",
+        )
     yield (
         difference.messages_ms,
         "waiting for messages beyond their planned time",

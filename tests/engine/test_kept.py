@@ -84,15 +84,16 @@ def test_times_of_encoders_are_those_of_the_first_run(tmp_path: Path, capsys: py
     layers = [nn.Embedding(9, 4), nn.Linear(4, 4)]
     graph = Graph(layers=tuple(describe(i, layer) for i, layer in enumerate(layers)))
 
-    def content_of(width: int = 4, rows: int = 2) -> Any:
-        found = [layers[0], nn.Linear(4, width)]
-        return frozen_content({"text": (graph, found)}, {"ids": torch.zeros(rows, dtype=torch.long)}, CPU)
+    def content_of(width: int = 4, rows: int = 2, dtype: torch.dtype | None = None) -> Any:
+        found, entries = [layers[0], nn.Linear(4, width)], {"ids": torch.zeros(rows, dtype=torch.long)}
+        return frozen_content({"text": (graph, found)}, {"text": ("ids", dtype)}, entries, CPU)
 
     folder = str(tmp_path)
     first, later = encoder(1.0, 2.0), encoder(1.5, 2.5)
     assert with_kept_times(folder, content_of(), [first]) == (first,)
     assert with_kept_times(folder, content_of(), [later]) == (first,)
     assert with_kept_times(folder, content_of(width=8), [later]) == (later,), "other layers"
+    assert with_kept_times(folder, content_of(dtype=torch.bfloat16), [later]) == (later,), "in another dtype"
     assert with_kept_times(folder, content_of(rows=4), [later]) == (later,), "other batches"
     assert capsys.readouterr().out == ""
     for damage in ("{", "[]", '{"text": [1.0]}', '{"text": [1.0, null]}'):

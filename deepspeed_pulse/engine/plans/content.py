@@ -52,12 +52,19 @@ def job_content(request: PlanRequest) -> dict[str, Any]:
 
 
 def frozen_content(
-    parts: Mapping[str, tuple[Graph, Sequence[Any]]], entries: Mapping[str, Any], device: torch.device
+    parts: Mapping[str, tuple[Graph, Sequence[Any]]],
+    given: Mapping[str, tuple[str, torch.dtype | None]],
+    entries: Mapping[str, Any],
+    device: torch.device,
 ) -> dict[str, Any]:
-    """The same of frozen parts, by name their graph and layers, for a batch of these entries."""
+    """The same of frozen parts, by name their graph and layers, for a batch of these entries.
+
+    ``given``: by name, the entry that the first layer reads, and the dtype that the part runs in.
+    """
     return {
         "versions": [MEASURING_VERSION, *library_versions()],
         "layers": {name: _layers(graph, layers) for name, (graph, layers) in parts.items()},
+        "given": {name: [first, str(dtype)] for name, (first, dtype) in given.items()},
         "batch": {name: _plain(value) for name, value in entries.items()},
         **_machine(device),
     }

@@ -37,7 +37,7 @@ from deepspeed_pulse.engine.recomputing import RecomputeArguments, Recomputing
 from deepspeed_pulse.engine.rules import EntryRules, rules_of
 from deepspeed_pulse.engine.starting.start import load_config
 from deepspeed_pulse.engine.waist.older import cast_of_buffers
-from deepspeed_pulse.errors import BatchError, ConfigError, RunError
+from deepspeed_pulse.errors import BatchError, ConfigError, GraphError, RunError
 from deepspeed_pulse.ir.fill import FrozenPart
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.ir.layout import Layout
@@ -381,8 +381,16 @@ class TrainingJob:
         folder = self.pulse.plan_cache
         if folder is None:
             return parts
-        content = frozen_content(self.frozen.described, entries, device)
-        return agree(lambda: with_kept_times(folder, content, parts), "planning")
+        frozen = self.frozen
+
+        def kept() -> tuple[FrozenPart, ...]:
+            try:
+                content = frozen_content(frozen.described, frozen.given, entries, device)
+            except GraphError:  # a part that can be built, but not without memory: measured in every run
+                return parts
+            return with_kept_times(folder, content, parts)
+
+        return agree(kept, "planning")
 
 
 def _parsed(config: dict[str, Any] | None, grid: Any) -> deepspeed.DeepSpeedConfig | None:
