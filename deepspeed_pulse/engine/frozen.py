@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.engine.backbones import FROZEN, Head
-from deepspeed_pulse.engine.collectives import told_by_all
+from deepspeed_pulse.engine.collectives import everywhere, told_by_all
 from deepspeed_pulse.engine.conditioning import DeclaredConditioning
 from deepspeed_pulse.engine.device import DeviceClock, same_random_numbers
 from deepspeed_pulse.engine.plans.costs import built
@@ -275,7 +275,12 @@ def check_same_weights(parts: Mapping[str, FrozenLayers], held: Collection[str])
 
     Results come from whichever rank the plan names, so a part that each rank initialised anew would be many.
     """
-    told = told_by_all({name: [_digest(function) for _, function in parts[name].layers] for name in held})
+    digests = everywhere(
+        lambda: {name: [_digest(function) for _, function in parts[name].layers] for name in held},
+        "comparing the weights of frozen parts",
+        ConfigError,
+    )
+    told = told_by_all(digests)
     for name, part in parts.items():
         holders = [(rank, digests[name]) for rank, digests in enumerate(told) if name in digests]
         for rank, found in holders[1:]:
@@ -290,10 +295,13 @@ def check_same_weights(parts: Mapping[str, FrozenLayers], held: Collection[str])
 
 
 def _digest(function: Callable[..., Any]) -> int:
-    """Of some numbers of every parameter and kept buffer: enough to tell weights drawn from weights loaded."""
+    """Of some numbers of every parameter and kept buffer: enough to tell weights drawn from weights loaded.
+
+    Quantised weights are tensors of classes of their own, of which many cannot be taken apart; those are left out.
+    """
     found = 0
     for tensor in function.state_dict().values() if isinstance(function, torch.nn.Module) else ():
-        if isinstance(tensor, torch.Tensor):
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
             flat = tensor.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _DIGESTED)].cpu().contiguous()
             found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
