@@ -179,14 +179,18 @@ class Odd(nn.Module):
 
     def asks_for_autocast(self, x: Tensor, mask: Any, scale: float) -> Tensor:
         y = self.second(self.first(x))
-        return self.third(y.float() * 2 if torch.is_autocast_enabled("cpu") else y)
+        return self.third(y.float() * 2 if torch.is_autocast_enabled(device_type="cpu") else y)
 
     def device_kind(self, x: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
-        """Mixed precision of its own, and another way on the CPU."""
+        """Mixed precision of its own, and another way on the CPU; the model has a property, as diffusers' models do."""
         y = self.first(x)
-        with torch.autocast(x.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16):
             y = self.second(y) @ self.third.weight
-        return self.third(y.float()) * (1 if x.device.type == "cpu" else 2), y
+        return self.third(y.float()) * (1 if self.device.type == "cpu" else 2), y
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     def batch_alone(self, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         bias = (1 - mask.to(x.dtype))[:, None] * -3

@@ -544,6 +544,14 @@ def _frame() -> FrameType | None:
     return frame
 
 
+def _frames() -> Iterator[FrameType]:
+    """The same frame, and those that called it inside the module whose code it is."""
+    frame = _frame()
+    while frame is not None and not frame.f_code.co_filename.startswith((HERE, TORCH_FOLDER)):
+        yield frame
+        frame = frame.f_back
+
+
 def autocast_around(device: torch.device) -> tuple[tuple[str, torch.dtype], ...]:
     """The kinds of devices, of the CPU's and this one's, for which autocast is on, each with its dtype."""
     kinds = [kind for kind in _kinds(device) if _is_autocast_enabled(kind)]
@@ -581,21 +589,21 @@ def calling(recorder: Recorder) -> Iterator[None]:
         return recorder.call_module(module, args, kwargs)
 
     def device_of(tensor: FakeTensor) -> torch.device:
-        if threading.get_ident() == thread and not recorder.is_inside and "device" not in recorder.reads:
-            frame = _frame()
-            if frame is not None and "type" in frame.f_code.co_names:
-                recorder.note("device")
+        is_new = threading.get_ident() == thread and not recorder.is_inside and "device" not in recorder.reads
+        # a property, like that of diffusers' models, hands the device to code that looks at it
+        if is_new and any("type" in frame.f_code.co_names for frame in _frames()):
+            recorder.note("device")
         return _device.fget(tensor)  # type: ignore[no-any-return]
 
-    def is_autocast_enabled(*kind: str) -> bool:
+    def is_autocast_enabled(*kind: str, **named: str) -> bool:
         if threading.get_ident() == thread:
             recorder.note("autocast")
-        return _is_autocast_enabled(*kind)
+        return _is_autocast_enabled(*kind, **named)
 
     nn.Module.__call__ = recorded  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
     FakeTensor.device = _device.getter(device_of)  # type: ignore[method-assign]
-    torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
+    torch.is_autocast_enabled = is_autocast_enabled
     try:
         with recorder:
             yield
