@@ -290,7 +290,7 @@ def base_keys(model: nn.Module) -> dict[str, str]:
 def base_name(module: nn.Module) -> str | None:
     """Of the child that was there before peft put an adapter around it; None for a module without an adapter."""
     for home, (kind, name) in _AROUND.items():
-        if home in sys.modules and isinstance(module, getattr(sys.modules[home], kind)):
+        if home in sys.modules and isinstance(module, getattr(sys.modules[home], kind, ())):
             return name
     return None
 
@@ -299,7 +299,7 @@ _AROUND = {
     "peft.tuners.tuners_utils": ("BaseTunerLayer", "base_layer"),
     "peft.utils.other": ("AuxiliaryTrainingWrapper", "original_module"),
 }
-"""Where peft has its classes of modules around others; without peft no model has them."""
+"""Where peft has its classes of modules around others; without peft, or with one that lacks them, no model does."""
 
 
 def _base_key(model: nn.Module, key: str) -> str | None:
