@@ -56,6 +56,9 @@ class Whereabouts:
 
     def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
+        self._connection: Any = None
+        """This object's own to the store: the process group's waits would hold that one up. It is made once, as a new
+        one may take seconds where names of hosts are slow to find, and a store is taken for dead after three."""
         self._beat_seconds = beat_seconds
         self._mine = this_process()
         self._ended = threading.Event()
@@ -71,10 +74,9 @@ class Whereabouts:
 
     def start(self, place: Callable[[], Activity]) -> None:
         """Begin to write where this rank is; the first line is there when this returns."""
-        # A connection of its own: the process group's own waits would hold it up.
-        store = self._store.clone()
-        _quietly(lambda: self._write(store, place()))
-        self._thread = threading.Thread(target=self._beat, args=(store, place), name="pulse-whereabouts", daemon=True)
+        self._connection = self._store.clone()
+        _quietly(lambda: self._write(self._connection, place()))
+        self._thread = threading.Thread(target=self._beat, args=(place,), name="pulse-whereabouts", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -194,18 +196,23 @@ class Whereabouts:
         return f"host {self._known[rank]['host']}" if several and rank in self._known else ""
 
     def _ask(self, act: Callable[[Any], None]) -> bool:
-        """Run ``act`` with a connection of its own; False where the store does not answer in time."""
+        """Run ``act`` beside this thread; False where the store does not answer in time."""
         done: list[bool] = []
-        thread = threading.Thread(target=lambda: done.append(_quietly(lambda: act(self._store.clone()))), daemon=True)
+
+        def ask() -> None:
+            store = self._store.clone() if self._connection is None else self._connection
+            done.append(_quietly(lambda: act(store)))
+
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         # a store that has been waited for in vain is not waited for again
         thread.join(ANSWER_SECONDS if self._answers else ANSWER_SECONDS / 10)
         self._answers = bool(done)
         return done == [True]
 
-    def _beat(self, store: Any, place: Callable[[], Activity]) -> None:
+    def _beat(self, place: Callable[[], Activity]) -> None:
         going_on = True
-        while going_on and _quietly(lambda: self._write(store, place())):
+        while going_on and _quietly(lambda: self._write(self._connection, place())):
             going_on = not self._ended.is_set()  # the last line says that this rank has ended
             self._ended.wait(self._beat_seconds)
 
