@@ -1,12 +1,16 @@
 """What all tests have in common."""
 
 import math
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from deepspeed_pulse.report import progress
+
+# torch asks for the name of each address that it connects to; a name server that loses a question costs 5 s without
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
