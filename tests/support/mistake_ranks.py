@@ -217,17 +217,22 @@ def handed_on(_: Any) -> None:
     """One rank; the cut lies before, between and behind the two layers, and both are recomputed."""
     cases: dict[str, Case] = {}
     ways = {"cut between": ([2], 0), "cut before": ([1], 0), "cut behind": ([3], 0), "recomputed": ([1], 1)}
-    for (what, value), stashes, (way, (cuts, interval)) in itertools.product(
-        HANDED.items(), (True, False), ways.items()
-    ):
-        role = "stash" if stashes else "hidden state"
-        cases[f"{role} is {what}, {way}"] = lambda value=value, stashes=stashes, cuts=cuts, interval=interval: engine(
+    for stashes, (way, (cuts, interval)) in itertools.product((True, False), ways.items()):
+        made = engine(
             {"placement": "wave"},
-            layers=handing(value, stashes),
+            layers=handing(None, stashes),
             stages=1,
             partition_method=cuts,
             activation_checkpoint_interval=interval,
-        ).train_batch(batches())
+        )
+        hands = next(layer for layer in made.module.modules() if isinstance(layer, Hands))
+        for what, value in HANDED.items():
+
+            def act(made: Any = made, hands: Hands = hands, value: Any = value) -> None:
+                hands.value = value
+                made.train_batch(batches())
+
+            cases[f"{'stash' if stashes else 'hidden state'} is {what}, {way}"] = act
     cases["measured on an example"] = lambda: module(
         layers=handing(None, True), stages=1, example_batch=toy_batch(0, 0, 0)
     )
