@@ -160,6 +160,11 @@ def _end_with_the_device() -> None:
         torch.distributed.barrier()
 
 
+def _is_stopped(process: int) -> bool:
+    """By a signal (SIGSTOP); such a process ends of itself at no time."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def end_all(ranks: list[int], timeout: float, grace: float) -> list[int]:
     """Wait for all processes; end the others when one has failed, and what is left at the timeout."""
     deadline = time.monotonic() + timeout
@@ -171,9 +176,9 @@ def end_all(ranks: list[int], timeout: float, grace: float) -> list[int]:
             if statuses[process] != 0:
                 deadline = min(deadline, time.monotonic() + grace)
             continue
-        if time.monotonic() > deadline:
-            for rank in ranks:
-                if rank not in statuses:
-                    os.kill(rank, signal.SIGKILL)
+        left = [rank for rank in ranks if rank not in statuses]
+        if time.monotonic() > deadline or (any(statuses.values()) and all(map(_is_stopped, left))):
+            for rank in left:
+                os.kill(rank, signal.SIGKILL)
         time.sleep(0.05)
     return [statuses[rank] for rank in ranks]
