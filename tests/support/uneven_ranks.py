@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,15 @@ def moved(precision: str, clip: float) -> dict[str, torch.Tensor]:
     return {name: found[name] - before[name] for name in found}
 
 
+@cache
+def moved_in_fp32(clip: float) -> dict[str, torch.Tensor]:
+    return moved("fp32", clip)
+
+
 def used_by_one(precision: str) -> None:
     """Weights that one replica's data use get its gradient, and are clipped with all others."""
     for clip in (0.0, CLIP):
-        expected, found = moved("fp32", clip), moved(precision, clip)
+        expected, found = moved_in_fp32(clip), moved(precision, clip)
         for name, way in expected.items():
             assert way.norm() > 0
             far = float((found[name] - way).norm() / way.norm())
