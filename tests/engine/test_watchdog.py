@@ -157,15 +157,21 @@ def test_what_may_be_long_while_all_live_says_so() -> None:
     assert dog._problem(Activity("action 0F0", long_ago, patience=600.0)).endswith("a peer is silent or dead")
 
 
+BEGUN: list[Watchdog] = []
+
+
 @pytest.fixture
-def store() -> Any:
-    return torch.distributed.HashStore()
+def store() -> Iterator[Any]:
+    yield torch.distributed.HashStore()
+    while BEGUN:
+        BEGUN.pop().end()  # a thread that is in the store when the process ends aborts it
 
 
 def begin(store: Any, rank: int, size: int, timeout: float = 1000.0, act: Any = None, beat: float = BEAT) -> Watchdog:
     """The watchdog of a rank of several in this process."""
     dog = Watchdog(rank, timeout, act or (lambda message: None), whereabouts=Whereabouts(store, rank, size, beat))
     dog.start()
+    BEGUN.append(dog)
     return dog
 
 
