@@ -149,7 +149,7 @@ class CommonEngine(PipelineEngine):
 
         Args:
             ema: a ``deepspeed_pulse.models.EMA``, saved in the checkpoint: both are there, or neither is. With several
-                backbones a list, one of each.
+                backbones a list, one of each; more of one are saved beside it, with ``EMA.save(folder)``.
             checkpoints_total_limit: when this checkpoint is there, so many of its series stay, the last written:
                 those whose tags differ from this one in the number at their end. Never removed: this one, the one
                 that ``latest`` names, and tags of another kind.

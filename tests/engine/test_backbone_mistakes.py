@@ -88,7 +88,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "load_lr_scheduler_states=False",
     ),
     "no averages": ("FileError", "expected averages in its folder ema/base, found none"),
-    "two averages of one": ("ConfigError", "ema: expected one EMA for each backbone, found 2 of backbone base"),
+    "two averages of one": (
+        "ConfigError",
+        "ema: expected one EMA for each backbone, found 2 of backbone base",
+        "EMA.save(folder)",
+    ),
     "averages of another": ("ConfigError", "ema: expected averages of backbone upper, found those of base"),
 }
 

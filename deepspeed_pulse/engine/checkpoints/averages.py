@@ -24,7 +24,11 @@ def listed(ema: Any) -> Sequence[Any]:
     names = [one.backbone for one in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if len(found) > 1 and len(set(names)) < len(names):
-        raise ConfigError(f"ema: expected one EMA for each backbone, found {names.count(twice)} of backbone {twice}")
+        of = "one backbone" if twice is None else f"backbone {twice}"
+        raise ConfigError(
+            f"ema: expected one EMA for each backbone, found {names.count(twice)} of {of}; save the others beside the "
+            "checkpoint with EMA.save(folder), and go on with EMA.load(folder)"
+        )
     return found
 
 
