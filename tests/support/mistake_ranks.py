@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.bad_ranks import Case, batches, config_with, engine, layers_with, module, run_cases
+from support.bad_ranks import Case, batches, config_with, engine, layers_with, module, rank, run_cases
+from support.optimizers import Adapting, Exchanging
 from support.toy import WIDTH, toy_batch
 from torch import nn
 
@@ -153,6 +154,9 @@ def optimizers() -> dict[str, Case]:
     def on_rank_1(made: Any) -> Any:
         return sgd(made.parameters(), foreign() if made.stage_id == 1 else [])
 
+    def of_rank_0(made: Any) -> Any:
+        return Adapting([{"params": [] if rank() else list(made.parameters())}], fsdp_in_use=True)
+
     def with_all(make: Any) -> Any:
         made = module()
         return initialized(made, optimizer=make(made))
@@ -166,6 +170,8 @@ def optimizers() -> dict[str, Case]:
             module(), model_parameters=foreign(), optimizer=lambda given: sgd(given)
         ),
         "optimizer is a number": lambda: with_all(lambda made: 3),
+        "optimizer that exchanges weights": lambda: with_all(lambda made: Exchanging(made.parameters())),
+        "optimizer that sums an estimate of nothing": lambda: with_all(of_rank_0),
     }
 
 
@@ -267,4 +273,8 @@ def accepted(folder: str) -> None:
         trained.train_batch(batches(step))
     for name, parameter in made.named_parameters():
         assert torch.equal(before[name], parameter) == ("bias" in name), name
+    made = module()
+    trained = initialized(made, optimizer=Adapting(made.parameters()))
+    for step in range(2):
+        trained.train_batch(batches(step))
     print("ACCEPTED", flush=True)

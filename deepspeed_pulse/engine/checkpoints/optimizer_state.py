@@ -26,6 +26,7 @@ from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord, paramete
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.gradients.scaling import keep_scale, set_scale
 from deepspeed_pulse.engine.gradients.stepped import parameter_groups
+from deepspeed_pulse.engine.gradients.whole_model import as_given, estimate_of
 from deepspeed_pulse.errors import PlanError
 
 MASTER = "fp32"
@@ -280,14 +281,16 @@ def write_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState, *, 
 
 
 def _options_of(members: Sequence[str], saved: SavedState) -> dict[str, Any]:
+    """What a group goes on with; of learning rates that ranks have adapted the smallest, which can only grow."""
     known = [name for name in members if name in saved.options]
+    given = {name: as_given(saved.options[name]) for name in known}
     for name in known:
-        if saved.options[name] != saved.options[known[0]]:
+        if given[name] != given[known[0]]:
             raise PlanError(
                 f"parameters {known[0]} and {name} are in one group of this job's optimizer and were trained in groups "
-                f"with different options: {saved.options[known[0]]} and {saved.options[name]}; build the same groups"
+                f"with different options: {given[known[0]]} and {given[name]}; build the same groups"
             )
-    return saved.options[known[0]] if known else {}
+    return min((saved.options[name] for name in known), key=estimate_of, default={})
 
 
 def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState, keeps: bool) -> None:

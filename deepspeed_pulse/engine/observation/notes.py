@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.device import MOST_QUEUES, QUEUES
+from deepspeed_pulse.engine.gradients.whole_model import own_rates
 from deepspeed_pulse.engine.observation.environment import local_ranks
 from deepspeed_pulse.engine.plans.planning import Planned, with_neighbours_ms
 from deepspeed_pulse.engine.replaced import clipping_is_replaced
@@ -97,6 +98,9 @@ def _notes(engine: Any) -> Iterator[str]:
     if slow is not None:
         yield slow
     yield from unheard(engine._config._param_dict)
+    rates = own_rates(engine)
+    if rates is not None:
+        yield rates
     module = engine.module
     recomputing = getattr(module.job, "recomputing", None)  # known once planned
     absent = None if recomputing is None else recomputing.note(module.layer_list)
