@@ -81,3 +81,16 @@ def test_counters_of_others_are_compared() -> None:
     optimizer, names, saved = saved_with(lr=(1.0, 1.0), k=(4, 3))
     with pytest.raises(PlanError, match="with different options"):
         check_state(optimizer, names, saved)
+
+
+@pytest.mark.parametrize(("moment", "slope"), [((2, 3), (6,)), ((6,), (2, 3))])
+def test_state_of_a_shape_of_its_own_keeps_it(moment: tuple[int, ...], slope: tuple[int, ...]) -> None:
+    """Out of a flat buffer, where the moment is flat too, all state takes the weight's shape."""
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    tensors = {"exp_avg": torch.arange(6.0).view(moment), "s": torch.arange(6.0)}
+    optimizer = Adapting([weight])
+    write_state(optimizer, {weight: "a"}, SavedState(tensors={"a": tensors}, scalars={"a": {"step": 1}}))
+    assert {key: value.shape for key, value in optimizer.state[weight].items() if key != "step"} == {
+        "exp_avg": (2, 3),
+        "s": slope,
+    }

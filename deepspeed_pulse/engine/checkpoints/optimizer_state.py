@@ -300,10 +300,7 @@ def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState, ke
     state: dict[int, dict[str, Any]] = dict(before["state"]) if keeps else {}
     for index, parameter in enumerate(p for group in parameter_groups(optimizer) for p in group):
         name = names[parameter]
-        tensors = {
-            key: value.reshape(parameter.shape) if value.numel() == parameter.numel() else value
-            for key, value in saved.tensors.get(name, {}).items()
-        }
+        tensors = _shaped(saved.tensors.get(name, {}), parameter)
         full = tensors.pop(MASTER, None)
         if full is not None and parameter in copies:
             copies[parameter].copy_(full)
@@ -315,6 +312,14 @@ def _write_plain(optimizer: Any, names: Mapping[Any, str], saved: SavedState, ke
             state.pop(index, None)
     # torch's own loading casts the state to each parameter's dtype and device
     base.load_state_dict({"state": state, "param_groups": before["param_groups"]})
+
+
+def _shaped(tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A parameter's state out of a flat buffer, in the parameter's shape; any other as it was, flat in part as well."""
+    if any(value.shape == parameter.shape for value in tensors.values()):
+        return dict(tensors)
+    whole = parameter.numel()
+    return {k: value.reshape(parameter.shape) if value.numel() == whole else value for k, value in tensors.items()}
 
 
 def _write_flat(

@@ -26,8 +26,8 @@ PLAN_FILE = "pulse_plan.json"
 CHOICE_FILE = "pulse_ds_config.json"
 """DeepSpeed's config with what was chosen for "auto" in it."""
 
-FACTORED = ("Adafactor",)
-"""Optimizers that keep rows and columns of a matrix, and another state of a flat buffer."""
+SHAPED = ("Adafactor", "Prodigy")
+"""Optimizers that keep state of a weight in another shape than the weight's, and of a flat buffer in the buffer's."""
 
 Names = tuple[tuple[str, ...], ...]
 
@@ -125,11 +125,11 @@ class CheckpointRecord(File):
                     f"{where}: {name}: written with {there}, this job runs {here}; use the same, or {way}",
                     more="other-layers",
                 )
-        if self.optimizer in FACTORED and self.partitioned != mine.partitioned:
+        if self.optimizer in SHAPED and self.partitioned != mine.partitioned:
             raise PlanError(
                 f"{where}: {self.optimizer}: expected ZeRO stage {self.zero_stage}, with which it was written, found "
-                f"{mine.zero_stage}: of a matrix it keeps rows and columns, and of the flat buffers of ZeRO-1 all "
-                f"numbers; use the same, or {way}",
+                f"{mine.zero_stage}: it keeps a weight's state in a shape of its own, and that of the flat buffers of "
+                f"ZeRO-1 in theirs; use the same, or {way}",
                 more="other-layers",
             )
 
