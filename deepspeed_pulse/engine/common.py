@@ -6,6 +6,7 @@ import glob
 import os
 from typing import Any, NoReturn
 
+import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -52,6 +53,16 @@ class CommonEngine(PipelineEngine):
         super()._broadcast_model()
         for parameter in bare:
             parameter.data = parameter.data.view(())
+
+    def _configure_lr_scheduler(self, *args: Any) -> None:
+        super()._configure_lr_scheduler(*args)
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError(
+                "lr_scheduler: expected one that steps without a loss, found "
+                f"{type(self.lr_scheduler).__name__}: DeepSpeed's pipelines step it with the batch size in place of a "
+                "loss, so the learning rate would fall for ever; leave it out, and call its step(loss) after each "
+                "train_batch, on every rank"
+            )
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()

@@ -22,6 +22,7 @@ METHOD = ("ConfigError", "partition_method: expected 'profile', 'uniform'", "or 
 CONFIG = ("ConfigError", "config: expected a DeepSpeed configuration (a dict or a file), found")
 FOREIGN = ("ConfigError", "optimizer: expected parameters of the PipelineModule of this rank, found 1 of")
 PATH = ("FileError", ": cannot be read: ")
+PLATEAU = ("ConfigError", "lr_scheduler: expected one that steps without a loss, found ReduceLROnPlateau", "step(loss)")
 
 
 def argument(name: str, expected: str) -> tuple[str, str]:
@@ -155,6 +156,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "ConfigError",
         "Adapting(fsdp_in_use=True): expected weights to train on every rank, found none on rank 1",
     ),
+    "schedule of losses": PLATEAU,
+    "schedule of losses without pulse": PLATEAU,
 }
 
 

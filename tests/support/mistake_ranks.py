@@ -157,6 +157,10 @@ def optimizers() -> dict[str, Case]:
     def of_rank_0(made: Any) -> Any:
         return Adapting([{"params": [] if rank() else list(made.parameters())}], fsdp_in_use=True)
 
+    def waiting_for_losses(pulse: Any = None) -> Any:
+        made = module(pulse)
+        return initialized(made, pulse, optimizer=sgd, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
     def with_all(make: Any) -> Any:
         made = module()
         return initialized(made, optimizer=make(made))
@@ -172,6 +176,8 @@ def optimizers() -> dict[str, Case]:
         "optimizer is a number": lambda: with_all(lambda made: 3),
         "optimizer that exchanges weights": lambda: with_all(lambda made: Exchanging(made.parameters())),
         "optimizer that sums an estimate of nothing": lambda: with_all(of_rank_0),
+        "schedule of losses": waiting_for_losses,
+        "schedule of losses without pulse": lambda: waiting_for_losses({"enabled": False}),
     }
 
 

@@ -74,7 +74,8 @@ NAMES = {
     "deepspeed.runtime.pipe.engine.PipelineEngine": """
         _INSTRUCTION_MAP _aggregate_total_loss _allocate_buffer _allocate_or_extend_buffers _backward_epilogue
         _backward_prologue _backward_prologue_per_tensor _bcast_pipe_scalar _broadcast_model _compute_loss _config
-        _configure_basic_optimizer _configure_checkpointing _configure_optimizer _copy_recovery_script _curr_ckpt_path
+        _configure_basic_optimizer _configure_checkpointing _configure_lr_scheduler _configure_optimizer
+        _copy_recovery_script _curr_ckpt_path
         _exec_backward_pass _exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule
         _exec_send_activations _exec_send_grads _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name
         _get_zero_ckpt_name _get_zero_param_shapes _global_grad_norm _inference_schedule _loss_stage_global_rank
