@@ -33,6 +33,7 @@ from deepspeed_pulse.engine.gradients.memory import held_always, held_in_bucket,
 from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
 from deepspeed_pulse.engine.gradients.placeholders import check_groups, completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
+from deepspeed_pulse.engine.gradients.scaling import UNSCALED, is_unscaled
 from deepspeed_pulse.engine.gradients.stepped import Stepped
 from deepspeed_pulse.engine.groups import GroupOptions
 from deepspeed_pulse.engine.gradients.whole_model import check_optimizer
@@ -74,6 +75,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     """By backbone, the mean loss of the last step over microbatches and replicas, where there are several."""
     _compute_loss = True
     """Upstream sets it in every ``train_batch`` and ``eval_batch``."""
+    _told_unscaled = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module, config = kwargs["model"], kwargs.get("config")
@@ -321,6 +323,10 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def train_batch(self, data_iter: Any = None) -> Any:
         """As upstream: one step over the global batch; returns the mean loss."""
         torch.clear_autocast_cache()  # a script's autocast may last, and keeps casts of the weights before
+        if not self._told_unscaled and is_unscaled(self):
+            self._told_unscaled = True
+            if self.global_rank == 0:
+                print(f"pulse: warning: {UNSCALED}", flush=True)
         with self._watchdog.watching("the start of train_batch", meets=True):
             try:
                 loss = super().train_batch(data_iter)

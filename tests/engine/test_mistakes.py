@@ -214,12 +214,13 @@ def test_measuring_refuses_it_too(handed_on: Found) -> None:
 def test_what_looks_odd_and_is_right(tmp_path: Path) -> None:
     """An nn.Sequential and a generator of layers; a folder for a trace; an optimizer that leaves parameters out.
 
-    One that adapts a learning rate on each rank: told once.
+    One that adapts a learning rate on each rank, and float16 without loss scaling: told once.
     """
     outputs = [output for _, output in launch("support.mistake_ranks:accepted", 2, str(tmp_path), timeout=200)]
     for said in (
         "the optimizer was not given 9 trainable parameters, which stay as they are: 0.inner.bias, 0.embed.bias, ",
         "warning: Adapting estimates one learning rate of all weights that it steps, and each rank steps others",
+        "warning: train_batch inside torch.autocast of float16: the loss is not scaled",
     ):
         assert [output.count(said) for output in outputs] == [1, 0], said
     assert all("ACCEPTED" in output for output in outputs)

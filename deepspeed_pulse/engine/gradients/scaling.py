@@ -16,13 +16,18 @@ from deepspeed_pulse.errors import ConfigError
 FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
 """Of upstream's dynamic scalers; the last is kept under ZeRO only."""
 
+UNSCALED = (
+    "train_batch inside torch.autocast of float16: the loss is not scaled, so small gradients become zeros, and a "
+    'GradScaler has no place, as train_batch makes the step too; use torch.bfloat16, or the "fp16" block, which scales'
+)
+
 
 def check_precision(config: Any) -> None:
     """Raise a ConfigError for settings of upstream's that layers run by a plan would not see."""
     if config.torch_autocast_enabled:
         raise ConfigError(
             "torch_autocast.enabled: expected false under pulse, whose layers run outside upstream's autocast; use "
-            "bf16 or fp16, or call train_batch inside torch.autocast"
+            "bf16 or fp16, or call train_batch inside torch.autocast of bfloat16"
         )
     if not config.float16_config.enabled:
         return
@@ -33,6 +38,13 @@ def check_precision(config: Any) -> None:
             f"fp16.enabled: expected a device with fp16, found {get_accelerator().device_name()!r}, where DeepSpeed "
             "refuses it; use bf16 or fp32"
         )
+
+
+def is_unscaled(engine: Any) -> bool:
+    """True where a script's autocast computes in float16 now and nothing scales the loss."""
+    kind = torch.device(engine.device).type
+    in_half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+    return in_half and not engine.fp16_enabled()
 
 
 def trained_dtype(config: Any) -> torch.dtype | None:
