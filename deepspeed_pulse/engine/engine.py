@@ -35,8 +35,8 @@ from deepspeed_pulse.engine.gradients.placeholders import check_groups, complete
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
 from deepspeed_pulse.engine.gradients.scaling import UNSCALED, is_unscaled
 from deepspeed_pulse.engine.gradients.stepped import Stepped
-from deepspeed_pulse.engine.groups import GroupOptions
 from deepspeed_pulse.engine.gradients.whole_model import check_optimizer
+from deepspeed_pulse.engine.groups import GroupOptions
 from deepspeed_pulse.engine.losses import Losses
 from deepspeed_pulse.engine.observation import figures, notes
 from deepspeed_pulse.engine.observation.breakdown import Breakdown
@@ -288,9 +288,9 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             else:
                 model_parameters = split_groups(self.module, list(model_parameters))
         super()._configure_optimizer(*completed(client_optimizer, model_parameters, self, self.param_names))
+        check_optimizer(self)
         norm_of_nothing_is_zero(self.optimizer)
         bucket_holds_no_more_than_there_is(self.optimizer)
-        check_optimizer(self)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> Any:
         compile_kernel(

@@ -35,6 +35,7 @@ def rounds_of(rows: list[dict[str, Any]], folder: Path) -> list[list[Any]]:
 def test_every_precision_trains_as_in_one_process(tmp_path: Path) -> None:
     others = [
         ["support.precision_ranks:skips_together", 4, None],
+        ["support.precision_ranks:changed_between_steps", 2, None],
         ["support.optimizer_ranks:optimizers", 2, None],
         ["support.precision_ranks:destroyed_once", 1, None],
     ]

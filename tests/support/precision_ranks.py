@@ -231,6 +231,41 @@ def skips_together(_: Any) -> None:
         engine.destroy()
 
 
+def changed_between_steps(_: Any) -> None:
+    """A weight that a script changes alone is as before after the next step; with its fp32 copy it stays changed."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    share_groups()
+    allow_fp16()
+    base = {"M": 3, "recompute": "off", "clip": 0.0, "static": 128}
+    for more in (
+        {"precision": "bf16", "zero": 0, "P": 2, "dp": 1},
+        {"precision": "bf16", "zero": 1, "P": 1, "dp": 2},
+        {"precision": "fp16", "zero": 1, "P": 2, "dp": 1},
+        {"precision": "fp32", "zero": 1, "P": 1, "dp": 2},
+    ):
+        row = {**base, **more}
+        engine = engine_of(row, ranks=row["P"], microbatches=3)
+        engine.train_batch(data_of(engine, row, 0))
+        weight = next(engine.module.parameters())
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.basic_optimizer, factor=0.0, patience=0)
+        plateau.step(1.0)
+        plateau.step(2.0)
+        assert set(engine.get_lr()) == {0.0}, row
+        full = safe_get_full_fp32_param(weight)
+        for with_copy in (False, True):
+            if with_copy:
+                safe_set_full_fp32_param(weight, full + 1)
+            weight.data.copy_(full + 1)
+            engine.train_batch(data_of(engine, row, 1))
+            assert torch.equal(weight, (full + with_copy).to(weight.dtype)), (row, with_copy)
+        for group in engine.basic_optimizer.param_groups:  # as eval() of a schedule-free optimizer
+            [p.data.mul_(2) for p in group["params"]]
+        assert torch.equal(engine.module.full_precision(weight), 2 * (full + 1)), row
+        assert torch.equal(weight, (full + 1).to(weight.dtype)), row
+        engine.destroy()
+
+
 def other_precision(_: Any) -> None:
     """Prints ``TOLD`` and what bf16 layers say of data in fp32."""
     from support.engine_ranks import data_of, make_engine
