@@ -7,6 +7,7 @@ units together are the state dict of the model, which is what :mod:`.weights.exp
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections import Counter
@@ -91,6 +92,19 @@ class Unit(nn.Module):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...  # modules of diffusers are not typed
+
+    def get_submodule(self, target: str) -> nn.Module:
+        first, _, rest = target.partition(".")
+        found = self._modules.get(first)
+        return super().get_submodule(target) if found is None else found.get_submodule(rest)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        found = self._parameters.get(target)
+        return super().get_parameter(target) if found is None else found
+
+    def get_buffer(self, target: str) -> Tensor:
+        found = self._buffers.get(target)
+        return super().get_buffer(target) if found is None else found
 
     def part(self, path: str | None = None) -> Any:
         """The submodule at ``path``; without one, the first that the unit was made of."""
@@ -317,7 +331,16 @@ def _base_key(model: nn.Module, key: str) -> str | None:
 
 def hold_part(unit: nn.Module, model: nn.Module, path: str) -> None:
     """Register the model's module or parameter at ``path`` in ``unit``, under the same path."""
-    _register(unit, path, _part_of(model, path))
+    part, (owner, name) = _part_of(model, path), _owner(unit, path)
+    (owner._modules if isinstance(part, nn.Module) else owner._parameters)[name] = part
+
+
+def hold_buffer(unit: nn.Module, model: nn.Module, path: str) -> None:
+    """The same of a buffer, which is saved where the model saves it."""
+    owner, name = _owner(unit, path)
+    owner._buffers[name] = model.get_buffer(path)
+    if name in model.get_submodule(path.rpartition(".")[0])._non_persistent_buffers_set:
+        owner._non_persistent_buffers_set.add(name)
 
 
 def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
@@ -331,13 +354,19 @@ def _part_of(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
     return part
 
 
-def _register(root: nn.Module, path: str, part: nn.Module | nn.Parameter) -> None:
+def _owner(unit: nn.Module, path: str) -> tuple[Any, str]:
+    """Who holds what is at the path, and its name there.
+
+    What is put there is not registered by torch's functions: those refuse a name that a layer has for itself
+    (``skip``), and models have such parts, too.
+    """
+    first, owner = path.partition(".")[0], unit
+    if first in (*vars(unit), *inspect.get_annotations(type(unit))):
+        raise GraphError(
+            f"layers have an attribute {first!r} of their own, and the model has a part of that name ({path}); give "
+            "the part another name"
+        )
     *parents, last = path.split(".")
     for name in parents:
-        if name not in root._modules:
-            root.add_module(name, nn.Module())
-        root = root.get_submodule(name)
-    if isinstance(part, nn.Module):
-        root.add_module(last, part)
-    else:
-        root.register_parameter(last, part)
+        owner = owner._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
+    return owner, last

@@ -84,7 +84,7 @@ def one_traces(start: Start) -> None:
     ran = start.told(start.ran)
     assert sorted(bool(count) for count in ran) == [False] * (start.world - 1) + [True], ran
     assert len(start.kept()) == 1
-    codes = start.told(repr([code.signature for code in layers[0].layer.shared.base.codes]))
+    codes = start.told(repr([code.signature for code in layers[0].layer.traced.base.codes]))
     assert len(set(codes)) == 1, codes
 
 

@@ -57,6 +57,24 @@ class PlainUNet(nn.Module):
         return torch.cat([F.interpolate(y, size=skip.shape[-2:]), skip], dim=1)
 
 
+class NamedAsLayers(nn.Module):
+    """Its parts have names that layers of a list have for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip, self.shared, self.number = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.keywords = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.part = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.given = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.register_buffer("leave", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = self.skip(x)
+        for keyword in self.keywords:
+            x = torch.tanh(keyword(x))
+        return self.part(self.number(self.shared(x)) * self.given + self.leave) + skipped
+
+
 class PlainLevel(nn.Module):
     """The smallest U-Net of such blocks, with the same entries: its trace takes a third of the time."""
 

@@ -12,7 +12,7 @@ import torch
 from support import small_models as unets
 from support.cases import run_each
 from support.parity import by_rank_0, share_groups
-from support.plain_nets import PlainUNet, plain_unet_batch
+from support.plain_nets import NamedAsLayers, PlainUNet, plain_unet_batch
 from support.reference import error
 from support.zoo import ZOO, output_of
 from torch.utils._pytree import tree_leaves
@@ -48,6 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": lambda size=0: plain_unet_batch(2, 16 + 8 * size),
         "pulse": {"placement": "wave"},
         "dynamic_shape": True,
+    },
+    "names that layers have": {
+        "model": NamedAsLayers,
+        "batch": lambda size=0: {"x": torch.randn(2, 8, generator=torch.Generator().manual_seed(size))},
+        "pulse": {"placement": "wave"},
     },
     "a plain U-Net, linear, recomputed": {
         "model": PlainUNet,

@@ -38,7 +38,7 @@ from deepspeed_pulse.models.traced.outline import Blocks, Outline, outline
 from deepspeed_pulse.models.traced.recording import autocast_around
 from deepspeed_pulse.models.traced.standins import NO_CAST, Bare, Cast
 from deepspeed_pulse.models.traced.tracing import Trace, trace
-from deepspeed_pulse.models.units import Origin, Unit, base_keys, hold_part
+from deepspeed_pulse.models.units import Origin, Unit, base_keys, hold_buffer, hold_part
 
 MOST = 64
 """Traces of one model in one process."""
@@ -198,8 +198,8 @@ class TracedModel:
         self.kept = Kept()
         self.floats = tuple(frozenset(_by_dtype(tensors)) for tensors in _weights(model))
         """Floating dtypes of the model's parameters, and of its buffers."""
-        self.layers = WeakSet[TracedLayer]()
-        """Those of this process, copies included."""
+        self.layers = (WeakSet[TracedLayer](), WeakSet[TracedLayer]())
+        """Those of this process, copies included, with floating parameters, and with floating buffers."""
         self._variants: dict[Any, Traced] = {}
         self._lock = threading.Lock()
 
@@ -281,18 +281,22 @@ class TracedModel:
 class TracedLayer(Unit):
     """A run of a model's own calls: leaves whole, and what its code does between them."""
 
+    traced: TracedModel
+    run_number: int
+    pops: tuple[str, ...]
+
     def __init__(self, model: nn.Module, origin: Origin, shared: TracedModel, number: int) -> None:
         code = shared.base.codes[number]
         parameters = [path for kind, path in code.weights if kind == "parameter" and not _within(path, code.leaves)]
         super().__init__(model, origin, *code.leaves, *parameters)
         self.paths = (*code.leaves, *parameters)
-        self.shared, self.number = shared, number
+        self.traced, self.run_number = shared, number
         for kind, path in code.weights:
             if kind == "buffer" and not _within(path, code.leaves):
-                _hold_buffer(self, model, path)
+                hold_buffer(self, model, path)
         self.training = model.training
         self._floats = tuple(map(_by_dtype, _weights(self)))
-        shared.layers.add(self)
+        self._tell()
         plain = [entry.name for entry in shared.given.entries if not entry.forms]
         self._plain = tuple(plain)
         self.pops = (
@@ -304,7 +308,13 @@ class TracedLayer(Unit):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.shared.layers.add(self)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Of its dtypes, by which others know what the model was cast to."""
+        for floats, layers in zip(self._floats, self.traced.layers, strict=True):
+            if floats:
+                layers.add(self)
 
     def hold(self, model: nn.Module, path: str) -> None:
         """Take in a weight that the example batch does not use, so that it is trained and saved with the rest."""
@@ -312,7 +322,7 @@ class TracedLayer(Unit):
         self.paths = (*self.paths, path)
 
     def forward(self, hidden: Any, *popped: Any) -> Any:
-        shared = self.shared
+        shared = self.traced
         values = dict(zip(self.pops, popped, strict=True))
         told = self._told(hidden, values)
         code = self._code(told, values, _first(hidden).device)
@@ -321,7 +331,7 @@ class TracedLayer(Unit):
         given = tuple(self._own(env[value]) for value in piece.gives)
         stashed = [self._own(env[value]) for value in piece.stashes.values()]
         output: Any = given[0] if len(given) == 1 else given or _nothing(hidden)
-        if shared.with_sizes and self.number == 0:
+        if shared.with_sizes and self.run_number == 0:
             assert told is not None
             dtypes = as_numbers(told.dtypes) if "dtype" in shared.reads else ()
             stashed.append(as_shapes((*told.sizes, *dtypes), _nothing(hidden)))
@@ -333,7 +343,7 @@ class TracedLayer(Unit):
         return value.view_as(value) if isinstance(value, nn.Parameter) else value
 
     def _code(self, told: Told | None, values: Mapping[str, Any], device: torch.device) -> LayerCode:
-        shared = self.shared
+        shared = self.traced
         training = self.training if "training" in shared.reads and self.training != shared.training else None
         state = State(cast=self._cast(), training=training, around=self._around(device))
         fixed = {entry.name: entry.plain for entry in shared.given.entries if not entry.forms}
@@ -342,17 +352,17 @@ class TracedLayer(Unit):
         found = shared.base if told is None and not plain and state == shared.state else None
         if found is None:
             found = shared.variant(told or shared.example, plain, state)
-            if self.number == 0 and not shared.with_sizes:
+            if self.run_number == 0 and not shared.with_sizes:
                 self._check_others(found, plain, state)
-        return found.codes[self.number]
+        return found.codes[self.run_number]
 
     def _told(self, hidden: Any, values: Mapping[str, Any]) -> Told | None:
         """Of the batch, where this layer knows it: the first from its entries, others from the first.
 
         Dtypes are the example's where the model's code looks at none.
         """
-        shared = self.shared
-        if self.number:
+        shared = self.traced
+        if self.run_number:
             if not shared.with_sizes:
                 return None
             numbers, count = from_shapes(values[SIZES]), len(shared.slots)
@@ -370,7 +380,7 @@ class TracedLayer(Unit):
 
     def _check_forms(self, forms: Mapping[tuple[str, int], TensorForm]) -> None:
         """What no trace for other sizes could take."""
-        shared = self.shared
+        shared = self.traced
         for entry in shared.given.entries:
             for at, expected in enumerate(entry.forms):
                 found = forms[entry.name, at]
@@ -382,7 +392,7 @@ class TracedLayer(Unit):
 
     def _around(self, device: torch.device) -> Around:
         """The trace's own, where the model's code does not look at what is around it now."""
-        reads, had = self.shared.reads, self.shared.state.around
+        reads, had = self.traced.reads, self.traced.state.around
         now = _around(had.device if device.type == "meta" else device)
         autocast = now.autocast if reads & {"autocast", "dtype"} else had.autocast
         looks = bool(reads & {"autocast", "device"}) or autocast != had.autocast
@@ -394,15 +404,15 @@ class TracedLayer(Unit):
         All are cast alike. A layer that cannot tell by its own, which has none or had that dtype before, looks at what
         became of the others of this process.
         """
-        if "dtype" not in self.shared.reads:
+        if "dtype" not in self.traced.reads:
             return NO_CAST
-        return Cast(*(self._cast_of(number, all_of) for number, all_of in enumerate(self.shared.floats)))
+        return Cast(*(self._cast_of(number, all_of) for number, all_of in enumerate(self.traced.floats)))
 
     def _cast_of(self, number: int, all_of: frozenset[torch.dtype]) -> torch.dtype | None:
         found = self._changed(number)
         if found is not None or all_of == self._floats[number].keys():
             return found
-        changed = (other._changed(number) for other in list(self.shared.layers))
+        changed = (other._changed(number) for other in list(self.traced.layers[number]))
         return next((one for one in changed if one is not None), None)
 
     def _changed(self, number: int) -> torch.dtype | None:
@@ -413,7 +423,7 @@ class TracedLayer(Unit):
 
     def _check_others(self, found: Traced, plain: Any, state: State) -> None:
         """Layers that know no sizes go on as they are: the trace must say so."""
-        shared = self.shared
+        shared = self.traced
         base = shared.variant(shared.example, plain, state)
         if found is base:
             return
@@ -481,17 +491,6 @@ def _within(path: str, leaves: tuple[str, ...]) -> bool:
     return any(path.startswith(f"{leaf}.") for leaf in leaves)
 
 
-def _hold_buffer(unit: nn.Module, model: nn.Module, path: str) -> None:
-    parent, _, last = path.rpartition(".")
-    owner: Any = unit
-    for name in parent.split(".") if parent else ():
-        if name not in owner._modules:
-            owner.add_module(name, nn.Module())
-        owner = owner._modules[name]
-    persistent = last not in model.get_submodule(parent)._non_persistent_buffers_set
-    owner.register_buffer(last, model.get_buffer(path), persistent=persistent)
-
-
 def _add_rest(model: nn.Module, units: list[TracedLayer]) -> None:
     """Give what the model has and this batch does not use to the layer with the nearest parts."""
     held = {key for unit in units for key in unit.state_dict()}
@@ -502,7 +501,7 @@ def _add_rest(model: nn.Module, units: list[TracedLayer]) -> None:
         if isinstance(tensor, nn.Parameter):
             nearest.hold(model, key)
         else:
-            _hold_buffer(nearest, model, key)
+            hold_buffer(nearest, model, key)
 
 
 def _common(one: str, other: str) -> int:

@@ -25,7 +25,7 @@ def glued(kind: str = "", *more: Any) -> Any:
 def called_in(layer: Any) -> list[str]:
     """Names of what a layer calls, its own and what any layer could."""
     unit = layer.layer
-    code, calls = unit.shared.base.codes[unit.number], unit.shared.base.trace.calls
+    code, calls = unit.traced.base.codes[unit.run_number], unit.traced.base.trace.calls
     return [calls[index].name for index in (*code.piece.makes, *code.piece.calls)]
 
 

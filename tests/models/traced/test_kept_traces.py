@@ -31,7 +31,7 @@ def traced(folder: Path, model: Any = None, batch: Any = None) -> Any:
 
 def told(layers: Any) -> Any:
     """All that a trace has found: what each layer does, and what it takes for given."""
-    found = layers[0].layer.shared.base
+    found = layers[0].layer.traced.base
     numbers = {symbol: sympy.Symbol(f"size{at}") for at, symbol in enumerate(found.trace.symbols)}
 
     def numbered(expr: Any) -> str:

@@ -12,12 +12,12 @@ import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from support import small_models as unets
 from support.families import assert_transparent, interpret
-from support.plain_nets import ExpertNet, Odd, PlainLevel, PlainUNet, plain_unet_batch
+from support.plain_nets import ExpertNet, NamedAsLayers, Odd, PlainLevel, PlainUNet, plain_unet_batch
 from support.traced import assert_equal
 from support.zoo import ZOO
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from transformers import PreTrainedModel, ViTConfig, ViTModel
+from transformers import PreTrainedModel, T5Config, T5EncoderModel, ViTConfig, ViTModel
 
 from deepspeed_pulse.engine.specs import spec
 from deepspeed_pulse.errors import BatchError, FileError, GraphError
@@ -232,6 +232,29 @@ class OwnTransformer(PreTrainedModel):
 
     def forward(self, pixel_values: Tensor, **kwargs: Any) -> Tensor:
         return self.head(self.vit(pixel_values, **kwargs).last_hidden_state)
+
+
+def test_parts_with_names_that_layers_have():
+    model = NamedAsLayers()
+    layers = to_layers(model, example_batch=odd_batch())
+    assert len(layers) > 3
+    assert_equal(model, layers, odd_batch(), odd_batch(5))
+    assert {key for layer in layers for key in layer.layer.state_dict()} == {*model.state_dict()}
+    model.traced = model.skip
+    model.skip = nn.Sequential(model.traced)
+    with pytest.raises(GraphError, match=r"an attribute 'traced' of their own, and the model has a part of that name"):
+        to_layers(model, example_batch=odd_batch())
+
+
+def test_an_encoder_of_transformers():
+    """Its embedding has two names."""
+    size = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    model = T5EncoderModel(T5Config(vocab_size=20, **size))
+    batch, other = (
+        {"input_ids": torch.arange(2 * width).view(2, width) % 20, "attention_mask": torch.ones(2, width).long()}
+        for width in (6, 5)
+    )
+    assert_equal(model, to_layers(model, example_batch=batch), batch, other)
 
 
 def test_a_model_of_transformers():
