@@ -18,7 +18,9 @@ from deepspeed_pulse.engine.checkpoints.universal import name_once
 from deepspeed_pulse.engine.data.evaluation import Evaluation
 from deepspeed_pulse.engine.gradients.completion import clip_over_pipeline
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
+from deepspeed_pulse.engine.memory_order import flattened, lay_in_rows
 from deepspeed_pulse.engine.replaced import clipping_is_replaced
+from deepspeed_pulse.engine.starting.kernels import TORCH_ADAM
 from deepspeed_pulse.engine.starting.supported import check_kept
 from deepspeed_pulse.errors import ConfigError
 
@@ -46,13 +48,21 @@ class CommonEngine(PipelineEngine):
             super().destroy()
 
     def _broadcast_model(self) -> None:
-        """As upstream, which views weights as bytes; torch has no such view of one without dimensions."""
-        bare = [p for p in self.module.parameters() if p.dim() == 0]
-        for parameter in bare:
-            parameter.data = parameter.data.view(1)
-        super()._broadcast_model()
-        for parameter in bare:
-            parameter.data = parameter.data.view(())
+        """As upstream, which views weights as bytes: rows only can be viewed so."""
+        with flattened(self.module.parameters()):
+            super()._broadcast_model()
+
+    def _check_for_duplicates(self, optimizer: Any) -> None:
+        """As upstream, whose last look it is at an optimizer before that gets state."""
+        super()._check_for_duplicates(optimizer)
+        count = lay_in_rows(optimizer)
+        if count and self.global_rank == 0:
+            print(
+                f"pulse: DeepSpeed's {type(optimizer).__name__} steps weights row by row only: {count} weights of rank "
+                "0 that lay otherwise (channels_last, transposed) lie so now; to keep their order take an optimizer "
+                f'of torch, "{TORCH_ADAM}": true for example, without ZeRO, bf16 and fp16',
+                flush=True,
+            )
 
     def _configure_lr_scheduler(self, *args: Any) -> None:
         super()._configure_lr_scheduler(*args)

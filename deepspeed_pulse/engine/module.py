@@ -19,6 +19,7 @@ from deepspeed_pulse.engine.collectives import as_pulse_error, raise_everywhere
 from deepspeed_pulse.engine.conditioning import SelfConditioning
 from deepspeed_pulse.engine.frozen import FrozenSpec
 from deepspeed_pulse.engine.gradients.placeholders import add_placeholder
+from deepspeed_pulse.engine.memory_order import flattened
 from deepspeed_pulse.engine.ranks import Ranks
 from deepspeed_pulse.engine.relay.forward import RelayStage, explicit_parts, relay_stage
 from deepspeed_pulse.engine.relay.tuples import Headers
@@ -31,6 +32,7 @@ from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.starting.start import Config, check_world
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError, RunError
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.runtime.payload import map_tensors, plainly
 from deepspeed_pulse.runtime.stage import module_of
 
 skip_inference_kernel()
@@ -323,7 +325,8 @@ class PipelineModule(upstream.PipelineModule):
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
         if self.synchronizes_tied_weights:
-            super()._synchronize_tied_weights()
+            with flattened(p for tied in self.tied_modules.values() for p in tied.parameters()):
+                super()._synchronize_tied_weights()
             self.shared.synchronize()
 
     def stage_owner(self, layer_idx: int) -> int:
@@ -348,7 +351,9 @@ class PipelineModule(upstream.PipelineModule):
                 more="called-directly",
             )
         if not self.graph.uses_names:
-            return super().forward(forward_input)
+            found = super().forward(forward_input)
+            # upstream sends rows only: channels_last weights make other activations
+            return map_tensors(found, plainly) if isinstance(found, (torch.Tensor, tuple)) else found
         self._relay = relay_stage(self, self._relay)
         self.micro_offset += 1
         return self._relay(forward_input, self.micro_offset - 1)

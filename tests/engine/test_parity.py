@@ -35,7 +35,21 @@ def toy_cases(world: int) -> list[dict[str, Any]]:
     if world == 4:
         two = {"model": "toy", "P": 2, "M": 3, "clip": 0.1, "enabled": True}
         cases += [{**two, "topology": {"data": 2, "pipe": 2}}, {**two, "topology": {"pipe": 2, "data": 2, "model": 1}}]
+        cases += ordered_cases()
     return cases
+
+
+def ordered_cases() -> list[dict[str, Any]]:
+    """Weights in channels_last, transposed and with gaps, shared and tied over ranks, with replicas and without."""
+    two = {"model": "ordered", "P": 2, "M": 3, "clip": 0.1, "enabled": True}
+    linear = {**two, "P": 4, "placement": "linear"}
+    return [
+        two,
+        linear,
+        {**linear, "pulse": {"split_backward": True}},
+        {**two, "interval": 2},
+        {**two, "enabled": False},
+    ]
 
 
 def some_toy_cases(world: int) -> list[dict[str, Any]]:

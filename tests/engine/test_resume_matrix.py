@@ -21,6 +21,10 @@ SMALL: Cases = [
     (WAVE, [WAVE, LINEAR, OFF, {**REPLICAS, **ZERO}]),
     ({**REPLICAS, **ZERO, **BF16}, [{**WAVE, **ZERO, **BF16}, {**LINEAR, **BF16}]),
     ({"model": "lora", **ZERO}, [{"model": "lora", **LINEAR}]),
+    (
+        {"model": "ordered"},
+        [{"model": "ordered"}, {"model": "ordered", **LINEAR}, {"model": "ordered", **REPLICAS, **ZERO}],
+    ),
     ({"model": "shared"}, [{"model": "shared", **LINEAR}, {"model": "shared", **REPLICAS, **ZERO}]),
 ]
 
@@ -28,7 +32,7 @@ PLANS: list[dict[str, Any]] = [WAVE, LINEAR, OFF, REPLICAS]
 JOBS = [{**plan, **zero} for plan, zero in itertools.product(PLANS, ({}, ZERO))]
 WHOLE: Cases = [
     ({**base, **kind}, [{**target, **kind} for target in JOBS])
-    for kind in ({}, BF16, {"model": "lora"}, {"model": "lora", **BF16}, {"model": "shared"})
+    for kind in ({}, BF16, {"model": "lora"}, {"model": "lora", **BF16}, {"model": "shared"}, {"model": "ordered"})
     for base in JOBS
 ]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from support.damage_ranks import report, told
+from support.ordered import ordered_batch, ordered_layers
 from support.parity import mse, share_groups
 from support.precision_ranks import cast
 from support.reference import error
@@ -23,6 +24,7 @@ from support.small_unet import unet_batch
 from support.toy import toy_batch, toy_layers
 
 from deepspeed_pulse.models import EMA
+from deepspeed_pulse.runtime.payload import is_dense
 
 MICROBATCHES = 3
 """Of a global batch: one for each of three replicas, or three of one pipeline."""
@@ -57,6 +59,7 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
     "toy": (toy_layers, toy_batch, "hidden"),
     "lora": (lora_layers, unet_batch, "sample"),
     "shared": (with_names, shared_batch, "hidden"),
+    "ordered": (ordered_layers, ordered_batch, "hidden"),
 }
 """Layer list, batch of (step, microbatch, data index), name of the input."""
 
@@ -211,6 +214,12 @@ def resumes(case: dict[str, Any]) -> None:
             report(f"{base} -> {target}", resumed(place, target, stopped, losses, ended, exact=target == base))
 
 
+def lies_as_weights(item: tuple[torch.Tensor, dict[str, Any]]) -> bool:
+    weight, state = item
+    alike = (value for value in state.values() if torch.is_tensor(value) and value.shape == weight.shape)
+    return not is_dense(weight) or all(value.stride() == weight.stride() for value in alike)
+
+
 def resumed(place: Path, target: Job, stopped: Any, losses: Any, ended: Any, *, exact: bool) -> str:
     engine = engine_of(target)
     ema = EMA(engine, decay=0.5)
@@ -219,6 +228,8 @@ def resumed(place: Path, target: Job, stopped: Any, losses: Any, ended: Any, *, 
     problems = []
     for found, expected in zip((weights_of(engine), adam_state(engine), averages(ema)), stopped, strict=True):
         problems.append(difference(found, expected, 0.0))
+    if not all(map(lies_as_weights, engine.basic_optimizer.state.items())):
+        problems.append("optimizer state lies otherwise than its weight")
     data = Stream(engine, target.model, state["position"])
     if data.position != BEFORE * MICROBATCHES or engine.lr_scheduler.last_epoch != BEFORE:
         problems.append(f"position {data.position}, schedule {engine.lr_scheduler.last_epoch}")

@@ -14,6 +14,7 @@ from support.versions import reentrant_checkpoint
 
 import deepspeed_pulse.engine.engine  # noqa: F401  once, before ranks are forked
 from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.runtime.payload import is_dense
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -105,6 +106,10 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.buckets import token_batch, token_layers
 
         return token_layers, token_batch, "hidden"
+    if name == "ordered":
+        from support.ordered import ordered_batch, ordered_layers
+
+        return ordered_layers, ordered_batch, "hidden"
     if name.startswith("in place"):
         from support.in_place import MODELS
 
@@ -232,6 +237,7 @@ def run_case(case: dict[str, Any]) -> None:
             weight, gradient = expected[index][name]
             seen = optimizer.seen.get(id(parameter), torch.zeros_like(parameter))
             assert error(parameter, weight) <= TOLERANCE, (case, "weight", index, name, error(parameter, weight))
+            assert not is_dense(parameter) or parameter.stride() == weight.stride(), (case, "lies", index, name)
             if float(gradient.norm()) > 1e-6 * scale:
                 assert error(seen, gradient) <= TOLERANCE, (case, "gradient", index, name, error(seen, gradient))
         for name, buffer in owner.named_buffers() if data_parallel == 1 else ():
@@ -241,6 +247,8 @@ def run_case(case: dict[str, Any]) -> None:
     elif case["enabled"] and case.get("placement", "wave") == "wave" and not case["model"].startswith("in place"):
         check_bytes(engine, case)
     engine.destroy()
+
+
 
 
 def topology(**dims: int) -> Any:

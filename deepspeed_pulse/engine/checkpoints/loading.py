@@ -27,6 +27,7 @@ from deepspeed_pulse.engine.checkpoints.reading import RESERVED, check_layer, ch
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.engine.collectives import agree, everywhere, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
+from deepspeed_pulse.engine.memory_order import lay_as_weights
 from deepspeed_pulse.errors import ConfigError, FileError, PlanError
 
 
@@ -322,6 +323,7 @@ class Loading:
             if self._layers_loaded is False:  # told by all already
                 raise
             problem = one
+        lay_as_weights(self._engine.basic_optimizer)
         if clip is not None:
             self._engine.optimizer.clip_grad = clip  # upstream's state has the norm of the run that saved it
         # where this rank failed before its layers, the others meet it there

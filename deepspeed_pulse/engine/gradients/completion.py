@@ -39,7 +39,10 @@ def sum_tied(tied: Tied, optimizer: Any) -> None:
         gradient = getattr(weight, "_hp_grad", None) if in_full_precision else _complete(weight, optimizer)
         if gradient is None:
             continue
-        dist.all_reduce(gradient, group=group)
+        rows = gradient.contiguous()  # itself, unless it lies in channels_last, say, which not every backend takes
+        dist.all_reduce(rows, group=group)
+        if rows is not gradient:
+            gradient.copy_(rows)
 
 
 def _complete(weight: torch.Tensor, optimizer: Any) -> torch.Tensor:

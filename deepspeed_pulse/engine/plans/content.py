@@ -16,6 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.engine.measure.hardware import device_name
+from deepspeed_pulse.engine.memory_order import order_of
 from deepspeed_pulse.engine.observation.environment import local_ranks, version_of
 from deepspeed_pulse.engine.plans.costs import PlanRequest, stand_in
 from deepspeed_pulse.engine.sharing.closures import is_full
@@ -155,7 +156,8 @@ def _plain(value: Any, depth: int = _DEEPEST) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        return [list(value.shape), str(value.dtype)]
+        order = order_of(value)
+        return [list(value.shape), str(value.dtype), *([] if order is None else [list(order)])]
     if isinstance(value, (tuple, list)):
         return [_plain(item, depth) for item in value]
     if isinstance(value, Mapping):

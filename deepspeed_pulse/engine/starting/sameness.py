@@ -14,6 +14,7 @@ import torch
 from deepspeed.runtime.pipe import module as upstream
 
 from deepspeed_pulse.engine.collectives import told_by_all
+from deepspeed_pulse.engine.memory_order import order_of
 from deepspeed_pulse.engine.specs import describe, unwrap
 from deepspeed_pulse.errors import ConfigError, GraphError
 
@@ -74,7 +75,9 @@ def plain(value: Any) -> Any:
 
 def _of_torch(value: torch.Tensor | torch.nn.Module | upstream.LayerSpec) -> Any:
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype}{'' if value.requires_grad else ' frozen'}"
+        order = order_of(value)
+        strides = "" if order is None else f" with strides {order}"
+        return f"{tuple(value.shape)} {value.dtype}{strides}{'' if value.requires_grad else ' frozen'}"
     if isinstance(value, upstream.LayerSpec):
         modules = {name: plain(given) for name, given in vars(value).items() if isinstance(given, torch.nn.Module)}
         tied = [plain(getattr(value, name, None)) for name in ("key", "forward_fn", "tied_weight_attr")]

@@ -73,24 +73,24 @@ NAMES = {
     """,
     "deepspeed.runtime.pipe.engine.PipelineEngine": """
         _INSTRUCTION_MAP _aggregate_total_loss _allocate_buffer _allocate_or_extend_buffers _backward_epilogue
-        _backward_prologue _backward_prologue_per_tensor _bcast_pipe_scalar _broadcast_model _compute_loss _config
-        _configure_basic_optimizer _configure_checkpointing _configure_lr_scheduler _configure_optimizer
-        _copy_recovery_script _curr_ckpt_path
-        _exec_backward_pass _exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule
-        _exec_send_activations _exec_send_grads _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name
-        _get_zero_ckpt_name _get_zero_param_shapes _global_grad_norm _inference_schedule _loss_stage_global_rank
-        _next_batch _reduce_outputs _running_engine_backward _save_checkpoint _save_zero_checkpoint _take_model_step
-        _train_schedule allreduce_gradients basic_optimizer bfloat16_enabled buffered_allreduce_fallback
-        checkpoint_engine client_lr_scheduler clip_fp32_gradients communication_data_type config data_iterator destroy
-        device dp_group_loss dp_world_size engine_timers eval_batch eval_return_logits fp16_enabled fwd_outputs
-        global_rank global_samples global_steps gradient_average gradient_clipping gradient_predivide_factor grid
-        has_moe_layers is_data_parallel is_first_stage is_last_stage load_checkpoint load_module_state_dict
-        load_universal_checkpoint local_rank loss losses lr_scheduler micro_batches module_state_dict monitor
-        mp_world_size mpu num_stages optimizer optimizer_name optimizer_params outputs param_names pipe_buffers
-        pipeline_enable_backward_allreduce postscale_gradients reset_activation_shape save_16bit_model save_checkpoint
-        save_zero_checkpoint set_dataiterator set_dataloader set_train_batch_size stage_id steps_per_print timers
-        total_additional_losses total_loss train_batch train_micro_batch_size_per_gpu training_dataloader
-        use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_grad zero_optimization
+        _backward_prologue _backward_prologue_per_tensor _bcast_pipe_scalar _broadcast_model _check_for_duplicates
+        _compute_loss _config _configure_basic_optimizer _configure_checkpointing _configure_lr_scheduler
+        _configure_optimizer _copy_recovery_script _curr_ckpt_path _exec_backward_pass _exec_optimizer_step
+        _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _exec_send_activations _exec_send_grads
+        _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name _get_zero_ckpt_name _get_zero_param_shapes
+        _global_grad_norm _inference_schedule _loss_stage_global_rank _next_batch _reduce_outputs
+        _running_engine_backward _save_checkpoint _save_zero_checkpoint _take_model_step _train_schedule
+        allreduce_gradients basic_optimizer bfloat16_enabled buffered_allreduce_fallback checkpoint_engine
+        client_lr_scheduler clip_fp32_gradients communication_data_type config data_iterator destroy device
+        dp_group_loss dp_world_size engine_timers eval_batch eval_return_logits fp16_enabled fwd_outputs global_rank
+        global_samples global_steps gradient_average gradient_clipping gradient_predivide_factor grid has_moe_layers
+        is_data_parallel is_first_stage is_last_stage load_checkpoint load_module_state_dict load_universal_checkpoint
+        local_rank loss losses lr_scheduler micro_batches module_state_dict monitor mp_world_size mpu num_stages
+        optimizer optimizer_name optimizer_params outputs param_names pipe_buffers pipeline_enable_backward_allreduce
+        postscale_gradients reset_activation_shape save_16bit_model save_checkpoint save_zero_checkpoint
+        set_dataiterator set_dataloader set_train_batch_size stage_id steps_per_print timers total_additional_losses
+        total_loss train_batch train_micro_batch_size_per_gpu training_dataloader use_node_local_storage
+        using_bf16_optimizer wall_clock_breakdown zero_grad zero_optimization
         zero_optimization_stage zero_use_cpu_optimizer
     """,
     "deepspeed.runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
