@@ -34,6 +34,7 @@ from deepspeed_pulse.ir.effects import Effects, with_versions
 from deepspeed_pulse.ir.plan import Plan, make_routes
 from deepspeed_pulse.ir.program import Step
 from deepspeed_pulse.runtime.rank import RankPart, RankRuntime
+from deepspeed_pulse.runtime.settling import check_unsettled
 from deepspeed_pulse.runtime.usage import Usage
 
 
@@ -71,6 +72,8 @@ class Lowering:
         if key not in self._made:
             training = mode == "train"
             plan = self.orders.of(micro_batches) if training else self.orders.forwards(micro_batches)
+            if training:
+                check_unsettled(plan, self.module.graph, self._effects.get(training, ()))
             self._made[key] = self._lowered(plan, self._effects.get(training, ()), readers, rows)
         return self._made[key]
 

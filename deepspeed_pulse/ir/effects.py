@@ -45,6 +45,8 @@ class Effects:
         versions: named values that are popped later and that this changes.
         aliases: pairs of arguments that are one tensor in one process: the second stands for the first.
         buffers: names of the buffers of its module that it changes.
+        weights: of the parameters of its module that it changes, those that one more forward leaves as they are.
+        unsettled: the others that train.
     """
 
     reads: tuple[frozenset[int], ...] = (frozenset(),)
@@ -52,6 +54,8 @@ class Effects:
     versions: tuple[Version, ...] = ()
     aliases: tuple[tuple[Argument, Argument], ...] = ()
     buffers: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    unsettled: tuple[str, ...] = ()
 
     @property
     def leaves_alone(self) -> bool:

@@ -1,7 +1,8 @@
 """Finds out what layers change in place, by running each of them once on a microbatch.
 
 Layers run on copies that share parameters, without gradients, so that neither running statistics nor a counter of the
-user's own move. What the next layers read goes on by :class:`Reach`, from rank to rank where they lie on several.
+user's own move; parameters that they change get their numbers back. What the next layers read goes on by
+:class:`Reach`, from rank to rank where they lie on several.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from deepspeed_pulse.ir.effects import Argument, Effects, Version
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.owning import cut_off, released
 from deepspeed_pulse.runtime.payload import as_payload, map_tensors, tensors_in
+from deepspeed_pulse.runtime.settling import settled
 from deepspeed_pulse.runtime.stage import BoundLayer, module_of, naming, put_buffers, unstash, versions_of
 
 _NUMBERS = 1 << 32
@@ -158,14 +160,14 @@ def discover(
         arguments = [released(map_tensors(value, cut_off)) for value in (hidden, *(values[name] for name in names))]
         extents = [reach.hidden, *(reach.values[name] for name in names)]
         places = [(p, Argument(index=a, tensor=t)) for a, one in enumerate(extents) for t, p in enumerate(one)]
-        result, changes, buffers = _tried(layer, arguments, places, memory)
+        result, changes, own = _tried(layer, arguments, places, memory)
         later = {name: reach.values[name] for name in reach.values if last_use[name] > index}
         found[index] = Effects(
             reads=tuple(frozenset(extent.memory for extent in argument) for argument in extents),
             changes=changes,
             versions=tuple(_versions(layer, later, reach.tuples, places, changes)),
             aliases=tuple(_aliases(layer, places, changes)),
-            buffers=buffers,
+            **own,
         )
         stashed: dict[str, Any] = {}
         output = unstash(layer.declared, result, stashed)
@@ -188,15 +190,31 @@ def _renewed(extents: Sequence[Extent], version: Version, arguments: Sequence[An
 
 def _tried(
     layer: BoundLayer, arguments: Sequence[Any], places: Places, memory: Memory
-) -> tuple[Any, frozenset[int], tuple[str, ...]]:
-    """What a layer returns, the memory of its arguments that it changes, and the names of the buffers."""
+) -> tuple[Any, frozenset[int], dict[str, tuple[str, ...]]]:
+    """What a layer returns, the memory of its arguments that it changes, and of its module's own, by kind, the names.
+
+    Kinds are those of :class:`Effects`.
+    """
     memory.know([t for argument in arguments for t in tensors_in(argument)], [extent for extent, _ in places])
     before = versions_of(arguments)
-    with naming(layer.declared), _on_a_copy(layer.function) as (function, buffers):
-        result = function(*arguments)
-        moved = tuple(buffers())
+    with naming(layer.declared), _on_a_copy(layer.function) as copied:
+        result = copied.function(*arguments)
+        own = {"buffers": copied.changed_buffers(), **_of_weights(copied, arguments)}
     changed = zip(places, before, versions_of(arguments), strict=True)
-    return result, frozenset(extent.memory for (extent, _), a, b in changed if a != b), moved
+    return result, frozenset(extent.memory for (extent, _), a, b in changed if a != b), own
+
+
+def _of_weights(layer: _Copied, arguments: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+    """Names of the weights that it has changed: of those that further forwards leave alone, and of others that train.
+
+    It runs again on copies of the arguments where there are some.
+    """
+    weights = layer.changed_weights()
+    if not weights:
+        return {}
+    own = [map_tensors(value, lambda t: t.detach().clone().requires_grad_(t.requires_grad)) for value in arguments]
+    stay = settled(lambda: layer.function(*(released(map_tensors(value, torch.clone)) for value in own)), weights)
+    return {"weights": stay, "unsettled": tuple(n for n, w in weights.items() if n not in stay and w.requires_grad)}
 
 
 def _aliases(layer: BoundLayer, places: Places, changes: frozenset[int]) -> Iterator[tuple[Argument, Argument]]:
@@ -242,33 +260,59 @@ def _versions(
         yield Version(name=name, is_tuple=name in tuples, tensors=tuple(tensors))
 
 
-@contextmanager
-def _on_a_copy(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], Callable[[], list[str]]]]:
-    """A copy of a layer that shares its parameters, and a function that names the buffers changed since.
+@dataclass(frozen=True)
+class _Copied:
+    """A layer that runs in place of another, whose parameters it shares; ``module``: what holds them, if anything."""
 
-    What cannot be copied runs itself, and gets its buffers back.
-    """
-    module = module_of(function)
-    if module is None:
-        yield function, list
-        return
-    try:
-        mine = copy.deepcopy(function, {id(parameter): parameter for parameter in module.parameters()})
-    except Exception:  # tensors inside a graph, handles of libraries: whatever a class of the user's has
-        mine = function
-    copied = module_of(mine)
-    assert copied is not None
-    before = {name: (buffer, buffer.clone()) for name, buffer in copied.named_buffers()}
+    function: Callable[..., Any]
+    module: torch.nn.Module | None = None
+    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Each, and as it was."""
+    weights: dict[str, tuple[torch.nn.Parameter, list[int], torch.Tensor]] = field(default_factory=dict)
+    """Each, its version and what it was."""
 
-    def changed() -> list[str]:
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> _Copied:
+        module = module_of(function)
+        if module is None:
+            return cls(function)
+        try:
+            mine = copy.deepcopy(function, {id(parameter): parameter for parameter in module.parameters()})
+        except Exception:  # tensors inside a graph, handles of libraries: whatever a class of the user's has
+            mine = function
+        copied = module_of(mine)
+        assert copied is not None
+        return cls(
+            function=mine,
+            module=copied,
+            buffers={name: (buffer, buffer.clone()) for name, buffer in copied.named_buffers()},
+            weights={n: (p, versions_of([p]), p.detach().clone()) for n, p in copied.named_parameters()},
+        )
+
+    def changed_buffers(self) -> tuple[str, ...]:
         # by content: running statistics change without a new version
-        now = dict(copied.named_buffers())
-        return [n for n, (_, saved) in before.items() if n not in now or not torch.equal(now[n], saved)]
+        now = {} if self.module is None else dict(self.module.named_buffers())
+        return tuple(n for n, (_, saved) in self.buffers.items() if n not in now or not torch.equal(now[n], saved))
 
-    try:
-        yield mine, changed
-    finally:
-        if mine is function:
-            put_buffers(copied, {name: buffer for name, (buffer, _) in before.items()})
-            for buffer, saved in before.values():
+    def changed_weights(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, (p, version, _) in self.weights.items() if versions_of([p]) != version}
+
+    @torch.no_grad()
+    def put_back(self, original: Callable[..., Any]) -> None:
+        """Weights, and buffers where the original itself has run, are what they were."""
+        for name, parameter in self.changed_weights().items():
+            parameter.copy_(self.weights[name][2])
+        if self.function is original and self.module is not None:
+            put_buffers(self.module, {name: buffer for name, (buffer, _) in self.buffers.items()})
+            for buffer, saved in self.buffers.values():
                 buffer.data.copy_(saved)
+
+
+@contextmanager
+def _on_a_copy(function: Callable[..., Any]) -> Iterator[_Copied]:
+    """A copy of a layer that shares its parameters; what cannot be copied runs itself. Nothing of it stays changed."""
+    mine = _Copied.of(function)
+    try:
+        yield mine
+    finally:
+        mine.put_back(function)

@@ -17,6 +17,7 @@ from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.runtime.owning import copied
 from deepspeed_pulse.runtime.payload import as_payload, tensors_in
 from deepspeed_pulse.runtime.recomputing import Checkpoint, RunLater, non_reentrant, recomputed
+from deepspeed_pulse.runtime.settling import found_again
 from deepspeed_pulse.runtime.tape import Tape
 
 Lookup = Callable[[str], Any]
@@ -253,7 +254,13 @@ def _called(layer: BoundLayer, arguments: Sequence[Any], stashed: dict[str, Any]
     if known is not None and known.aliases:
         arguments = _as_one(arguments, known.aliases)
     before = [] if known is None or known.changes else versions_of(arguments)
-    result = layer.function(*arguments)
+    if known is not None and known.weights:
+        module = module_of(layer.function)
+        assert module is not None
+        with found_again([module.get_parameter(name) for name in known.weights]):
+            result = layer.function(*arguments)
+    else:
+        result = layer.function(*arguments)
     if known is None:
         return unstash(layer.declared, result, stashed)
     if not known.changes and versions_of(arguments) != before:

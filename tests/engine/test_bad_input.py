@@ -306,6 +306,11 @@ FIRST_STEPS = {
             "layer changer changes in place memory of 's3', which a later layer pops",
         ),
     ),
+    "a weight that every forward changes": (
+        "GraphError",
+        "layer down_2 changes its weight inner.weight in every forward",
+        "change it after engine.train_batch",
+    ),
     "batch size that is no multiple": ("ConfigError", "expected a multiple of 2", "found 3"),
     "batch size of nothing": ("ConfigError", "set_train_batch_size: expected a multiple of 2", "found 0"),
     "a list for an iterator": ("BatchError", "expected an iterator of batches, found a list of 2", "RepeatingLoader"),

@@ -21,8 +21,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 CASES = {
     f"{model}, {way}": {"model": f"in place {model}", "P": 4, "M": 2, "clip": 0.1, "enabled": True, **changes}
-    for model in ("alexnet", "seen", "statistics")
-    for way, changes in WAYS.items()
+    for model, ways in {
+        **dict.fromkeys(("alexnet", "seen", "statistics"), WAYS),
+        "normalised": {
+            **{way: WAYS[way] for way in ("wave", "replicas", "recomputed by twos", "recomputed, reentrant")},
+            "in halves": {"placement": "linear", "pulse": {"split_backward": True}},
+        },
+    }.items()
+    for way, changes in ways.items()
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.in_place import WIDTH, Normalised
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.device import DeviceClock
@@ -48,6 +49,14 @@ def test_gradients_and_buffers_are_what_they_were() -> None:
     assert layers[1].num_batches_tracked == 0
     assert all(cost.forward_ms > 0 for cost in measured.layers)
     assert all(cost.spread is not None and cost.spread >= 0 for cost in measured.layers)
+
+
+def test_weights_that_a_layer_normalises_itself_are_what_they_were() -> None:
+    layer = Normalised(WIDTH, WIDTH)
+    layer.weight.data.mul_(3.0)
+    before, weight = layer.weight.detach().clone(), layer.weight
+    measure_layers(chain(1), [lambda: layer], LayerInputs(hidden=torch.randn(2, WIDTH), values={}), CPU)
+    assert layer.weight is weight and torch.equal(weight, before)
 
 
 class Moving(nn.BatchNorm1d):

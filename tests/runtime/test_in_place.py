@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.in_place import WIDTH, Normalised
 from support.local_world import LocalWorld
 from support.random_plans import random_plan
 from torch import nn
@@ -17,6 +18,7 @@ from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, change
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.runtime.discovery import Extent, _renewed, begin, discover
 from deepspeed_pulse.runtime.owning import copied, released
+from deepspeed_pulse.runtime.settling import check_unsettled
 from deepspeed_pulse.runtime.stage import BoundLayer
 
 
@@ -180,3 +182,77 @@ def test_a_changed_value_wants_the_gradient_that_its_tensor_has_in_its_graph(
     version = Version(name="v", is_tuple=False, tensors=(Argument(index=1, tensor=0, detached=detached),))
     (after,) = _renewed((before,), version, [torch.zeros(2), torch.zeros(2, requires_grad=wants)])
     assert (after.memory, after.gradient) == (3, gradient)
+
+
+class Decaying(nn.Linear):
+    """Its weight is another one after every forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+class Counting(Decaying):
+    """So is its other parameter, which does not train."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("layer", "names"),
+    [
+        (Normalised(WIDTH, WIDTH), (("weight",), ())),
+        (Decaying(WIDTH, WIDTH), ((), ("weight",))),
+        (Counting(), ((), ())),
+        (nn.Linear(WIDTH, WIDTH), ((), ())),
+    ],
+    ids=["normalised", "decaying", "frozen", "plain"],
+)
+def test_weights_that_a_layer_changes_are_found_and_put_back(layer: nn.Module, names: Any) -> None:
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    graph, bound = plain("layer"), BoundLayer(Layer(name="layer"), layer)
+    hidden, entries, reach = begin(torch.ones(3, WIDTH), {})
+    _, effects = discover({0: bound}, graph, hidden, entries, reach)
+    assert (effects[0].weights, effects[0].unsettled) == names
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("halves", [0.0, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_weight_that_is_normalised_in_forward_serves_all_microbatches_in_flight(seed: int, halves: float) -> None:
+    """Gradients are those of one microbatch after the other, in which nothing is in flight."""
+    torch.manual_seed(seed)
+    layers, alone = ([Normalised(WIDTH, WIDTH) for _ in range(6)] for _ in "ab")
+    for layer, other in zip(layers, alone, strict=True):
+        other.load_state_dict(layer.state_dict())
+    graph = plain(*map(str, range(6)))
+    plan = random_plan(graph, seed, ranks=2, microbatches=4, greedy_forward=seed == 0, halves=halves)
+    world = LocalWorld(plan, graph, layers, lambda output, m: output.square().mean())
+    batches = [(torch.randn(2, WIDTH), {}) for _ in range(4)]
+    for _ in range(2):
+        world.step(batches)
+        for inputs, _ in batches:
+            (nn.Sequential(*alone)(inputs).square().mean() / 4).backward()
+        for layer, other in zip(layers, alone, strict=True):
+            assert torch.allclose(layer.weight.grad, other.weight.grad, rtol=1e-4, atol=1e-7)
+            assert torch.allclose(layer.weight, other.weight, rtol=1e-6)
+            with torch.no_grad():
+                for one in (layer, other):
+                    one.weight.sub_(0.1 * one.weight.grad)
+                    one.weight.grad = None
+
+
+def test_a_weight_that_does_not_settle_is_refused_where_backwards_wait() -> None:
+    graph = plain("first", "second")
+    effects = (Effects(), Effects(unsettled=("weight",)))
+
+    def checked(microbatches: int) -> None:
+        plan = random_plan(graph, 0, ranks=1, microbatches=microbatches, greedy_forward=True, placement=(0, 0))
+        check_unsettled(plan, graph, effects)
+
+    checked(1)
+    with pytest.raises(GraphError, match=r"layer second changes its weight weight in every forward.*train_batch"):
+        checked(2)

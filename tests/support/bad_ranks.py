@@ -122,6 +122,21 @@ def wrong_count() -> list[Any]:
     return layers_with(2, LayerSpec(ThreeForTwo, pop="temb", stash="s2", layer_name="down_2"))
 
 
+class Decaying(DownTime):
+    """Its weight is another one after every forward."""
+
+    def forward(self, x: torch.Tensor, temb: torch.Tensor) -> Any:  # type: ignore[override]
+        with torch.no_grad():
+            self.inner.weight.mul_(0.9)
+        return super().forward(x, temb)
+
+
+def decaying() -> list[Any]:
+    from deepspeed_pulse import LayerSpec
+
+    return layers_with(2, LayerSpec(Decaying, pop="temb", stash="s2", layer_name="down_2"))
+
+
 def without_local_rank() -> None:
     local_rank = os.environ.pop("LOCAL_RANK")
     try:
@@ -670,6 +685,9 @@ def first_steps(plan: str) -> None:
         "batch refused, then trains": mended_batch,
         "a view of what is changed": lambda: engine(layers=changed_view()).train_batch(batches()),
         "a view of what is changed, linear": lambda: engine({"placement": "linear"}, layers=changed_view()).train_batch(
+            batches()
+        ),
+        "a weight that every forward changes": lambda: engine({"placement": "linear"}, layers=decaying()).train_batch(
             batches()
         ),
         "batch size that is no multiple": lambda: engine().set_train_batch_size(3),

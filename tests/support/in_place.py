@@ -67,6 +67,26 @@ class Residual(nn.Module):
         return x
 
 
+def normalised(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of length one, as EDM2 divides them."""
+    return weight / (1e-4 + weight.norm(dim=1, keepdim=True))
+
+
+class Normalised(nn.Linear):
+    """Its weight is normalised in every forward of training, and once more where it is used."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(before, after)
+        with torch.no_grad():
+            self.weight.copy_(normalised(torch.randn(after, before)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(normalised(self.weight))
+        return torch.tanh(nn.functional.linear(x, normalised(self.weight), self.bias))
+
+
 def alexnet_layers() -> list[Any]:
     """As upstream's pipeline tutorial cuts torchvision's AlexNet: every ReLU a layer, in place."""
     from deepspeed_pulse import LayerSpec
@@ -134,6 +154,13 @@ def statistics_layers() -> list[Any]:
     ] + [LayerSpec(nn.AdaptiveAvgPool2d, 1), LayerSpec(nn.Flatten), LayerSpec(nn.Linear, 4, CLASSES)]
 
 
+def normalised_layers() -> list[Any]:
+    """Weights that their own layers change."""
+    from deepspeed_pulse import LayerSpec
+
+    return [*(LayerSpec(Normalised, WIDTH, WIDTH) for _ in range(8)), LayerSpec(Normalised, WIDTH, CLASSES)]
+
+
 def picture_batch(step: int, microbatch: int, data_index: int) -> Any:
     generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + data_index)
     pictures = torch.randn(2, 3, SIDE, SIDE, generator=generator)
@@ -151,4 +178,5 @@ MODELS = {
     "in place seen": (seen_layers, vector_batch, "hidden"),
     "in place apart": (apart_layers, vector_batch, "hidden"),
     "in place statistics": (statistics_layers, picture_batch, "hidden"),
+    "in place normalised": (normalised_layers, vector_batch, "hidden"),
 }

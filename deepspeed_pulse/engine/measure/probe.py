@@ -266,7 +266,7 @@ def reach(
 def _on(module: torch.nn.Module | None, device: torch.device) -> Iterator[None]:
     """A module on ``device``, in training mode, as it will run there.
 
-    It goes back to where it came from, with the mode and the buffers (running statistics) it had.
+    It goes back to where it came from, with the mode, the weights and the buffers (running statistics) it had.
     """
     if module is None:
         yield
@@ -274,6 +274,7 @@ def _on(module: torch.nn.Module | None, device: torch.device) -> Iterator[None]:
     home = next((t.device for t in (*module.parameters(), *module.buffers())), device)
     # the tensors themselves, too: on another device a module has new ones
     before = {name: (t, t.detach().clone()) for name, t in module.named_buffers(remove_duplicate=False)}
+    weights = [_Weight.of(part, name, p, device) for part in module.modules() for name, p in _own_weights(part)]
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.to(device).train()
@@ -282,6 +283,36 @@ def _on(module: torch.nn.Module | None, device: torch.device) -> Iterator[None]:
         for part, mode in modes:
             part.training = mode
         module.to(home)
+        for weight in weights:
+            weight.put_back()
         for buffer, saved in before.values():
             buffer.data = saved
         put_buffers(module, {name: buffer for name, (buffer, _) in before.items()})
+
+
+def _own_weights(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter as it was in its module. ``numbers``: a copy of those that a layer might change where it lies."""
+
+    owner: torch.nn.Module
+    name: str
+    parameter: torch.nn.Parameter
+    data: torch.Tensor
+    version: Any
+    numbers: torch.Tensor | None
+
+    @classmethod
+    def of(cls, owner: torch.nn.Module, name: str, parameter: torch.nn.Parameter, device: torch.device) -> _Weight:
+        numbers = parameter.detach().clone() if parameter.device == device else None
+        return cls(owner, name, parameter, parameter.data, versions_of([parameter]), numbers)
+
+    def put_back(self) -> None:
+        changed = versions_of([self.parameter]) != self.version
+        self.owner._parameters[self.name] = self.parameter
+        self.parameter.data = self.data
+        if changed and self.numbers is not None:
+            self.data.copy_(self.numbers)
