@@ -30,8 +30,10 @@ from deepspeed_pulse.engine.starting.kernels import skip_inference_kernel
 from deepspeed_pulse.engine.starting.late import plan_own_cuts, take_late_block
 from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
 from deepspeed_pulse.engine.starting.start import Config, check_world
+from deepspeed_pulse.engine.unheld import move_to_host
 from deepspeed_pulse.errors import ConfigError, FileError, PulseError, RunError
 from deepspeed_pulse.ir.plan import Plan
+from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.runtime.payload import map_tensors, plainly
 from deepspeed_pulse.runtime.stage import module_of
 
@@ -296,6 +298,13 @@ class PipelineModule(upstream.PipelineModule):
             if self.plan is None:
                 tie_all_parameters(self)
             check_builds(self)
+        moved = move_to_host(self)
+        if moved and self.global_rank == 0:
+            print(
+                f"pulse: {gigabytes(moved)} GB of layers of other ranks lay on the device of rank 0 and are on the CPU "
+                "now; a model that is built there, and not moved before it is cut, saves the way",
+                flush=True,
+            )
         if self.plan is not None and not any(p.requires_grad for p in self.parameters()):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
             add_placeholder(self)

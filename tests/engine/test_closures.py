@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from deepspeed_pulse.engine.sharing.closures import weights_reached
+from deepspeed_pulse.engine.sharing.closures import tensors_reached, weights_reached
 
 EMBED = nn.Linear(4, 4, bias=False)
 KEPT = [EMBED]
@@ -152,3 +152,9 @@ def test_a_weight_that_is_read_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", READS_NOT)
 def test_others_are_not(name: str) -> None:
     assert weights_reached(READS_NOT[name]) == []
+
+
+def test_what_does_not_train_is_reached_too() -> None:
+    norm = nn.BatchNorm1d(4).requires_grad_(False)
+    assert weights_reached(closing(norm)) == []
+    assert set(tensors_reached(global_head, closing(norm))) == {EMBED.weight, *norm.parameters(), *norm.buffers()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -199,8 +200,11 @@ def run_case(case: dict[str, Any]) -> None:
         "steps_per_print": 10**9,
         "pulse": pulse,
     }
+    listed = layers()
+    if case.get("moved"):
+        move_to_device(listed)
     module = PipelineModule(
-        layers=layers(),
+        layers=listed,
         num_stages=case["P"],
         topology=topology(**case["topology"]) if "topology" in case else None,
         loss_fn=mse,
@@ -212,6 +216,8 @@ def run_case(case: dict[str, Any]) -> None:
         activation_checkpoint_func=reentrant_checkpoint() if case.get("reentrant") else None,
         checkpointable_layers=case.get("checkpointable"),
     )
+    if case.get("moved"):
+        check_places(module, listed)
     optimizer = RecordingSGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if pulse.get("split_backward") and case["P"] > 1 and not case.get("whole_may_be_faster"):
@@ -249,6 +255,27 @@ def run_case(case: dict[str, Any]) -> None:
     engine.destroy()
 
 
+def move_to_device(layers: list[Any]) -> None:
+    """As a script moves its whole model to its card before it is cut."""
+    from deepspeed.accelerator import get_accelerator
+
+    from deepspeed_pulse.engine.specs import unwrap
+
+    for layer in map(unwrap, layers):
+        if isinstance(layer, torch.nn.Module):
+            layer.to(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
+
+
+def check_places(module: Any, layers: list[Any]) -> None:
+    """This rank's weights are on the device, those of other ranks' layers on the CPU."""
+    from deepspeed_pulse.engine.specs import unwrap
+
+    here, held = dict(module.local_layers()), {id(p) for p in module.parameters()}
+    others = [layer for index, layer in enumerate(map(unwrap, layers)) if index not in here]
+    weights = [p for layer in others if isinstance(layer, torch.nn.Module) for p in layer.parameters()]
+    assert any(id(p) not in held for p in weights)
+    assert all((p.device.type == "cpu") == (id(p) not in held) for p in weights)
+    assert all(p.device.type != "cpu" for p in module.parameters())
 
 
 def topology(**dims: int) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -26,11 +27,22 @@ def weights_reached(function: Any) -> list[torch.Tensor]:
     these count. A module without a named attribute counts whole, as it is called or handed on. The pipeline module
     itself never does: its functions often hold it for its settings, also while it is made.
     """
-    return list(dict.fromkeys(_Reader().of_function(function)))
+    return list(dict.fromkeys(_Reader(_is_trained).of_function(function)))
+
+
+def tensors_reached(*functions: Any) -> list[torch.Tensor]:
+    """All tensors that functions reach so, trained or not."""
+    reader = _Reader(lambda tensor: True)
+    return list(dict.fromkeys(tensor for function in functions for tensor in reader.of_function(function)))
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        self._wanted = wanted
         self._seen: dict[tuple[int, str], Any] = {}
 
     def of_function(self, function: Any) -> Iterator[torch.Tensor]:
@@ -59,13 +71,13 @@ class _Reader:
 
     def _of_value(self, value: Any, names: Iterable[str]) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
-            if value.requires_grad and value.is_leaf:
+            if self._wanted(value):
                 yield value
         elif isinstance(value, torch.nn.Module):
             if isinstance(value, PipelineModule) or any(_has(value, name) for name in names):
                 yield from self._of_attributes(value, names)
             else:
-                yield from (p for p in value.parameters() if p.requires_grad)
+                yield from filter(self._wanted, itertools.chain(value.parameters(), value.buffers()))
         elif isinstance(value, (FunctionType, MethodType, partial)):
             yield from self.of_function(value)
         elif isinstance(value, (list, tuple, set, frozenset, dict)):
