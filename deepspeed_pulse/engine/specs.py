@@ -129,6 +129,21 @@ def type_name(layer: Any) -> str:
     return str(getattr(bare, "__name__", type(bare).__name__))
 
 
+def loads_its_own_way(module: torch.nn.Module) -> bool:
+    """It has a loading of its own, which may take other entries than torch's."""
+    names = ("load_state_dict", "_load_from_state_dict")
+    overridden = any(getattr(type(module), name) is not getattr(torch.nn.Module, name) for name in names)
+    return overridden or bool(module._load_state_dict_pre_hooks)
+
+
+def keys_not_loaded(module: torch.nn.Module) -> list[str]:
+    """Of a state dict, what torch's loading does not know: constants of quantized weights (bitsandbytes), for one."""
+    parts = [(f"{path}." if path else "", part) for path, part in module.named_modules(remove_duplicate=False)]
+    own_way = tuple(start for start, part in parts if loads_its_own_way(part))
+    known = {f"{start}{name}" for start, part in parts for name in (*part._parameters, *part._buffers, "_extra_state")}
+    return [key for key in module.state_dict() if key not in known and not key.startswith(own_way)]
+
+
 def graph_of(layers: Sequence[Any], first: int = 0) -> Graph:
     """The declarations of a layer list, numbered from ``first``; a GraphError where they do not fit together."""
     return Graph(layers=tuple(describe(index, layer) for index, layer in enumerate(layers, first)))

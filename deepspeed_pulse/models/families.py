@@ -85,7 +85,10 @@ def _family(name: str) -> Any:
 def construct(kind: Any, config: Mapping[str, Any], where: str) -> Any:
     """A new model of a diffusers class; what its constructor raises becomes a :class:`FileError`."""
     if config.get("quantization_config") is not None:
-        raise FileError(f"{where}: expected no quantization_config: quantized models cannot be trained")
+        raise FileError(
+            f"{where}: expected no quantization_config: only the library that made quantized weights loads them; load "
+            "the model with it, put adapters on, and make the list with to_layers(model)"
+        )
     try:
         return kind.from_config(dict(config))
     except Exception as problem:  # whatever the model's constructor raises for the values it finds

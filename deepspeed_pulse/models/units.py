@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_pulse.engine.rules import EntryRules
-from deepspeed_pulse.engine.specs import Declared, spec
+from deepspeed_pulse.engine.specs import Declared, keys_not_loaded, spec
 from deepspeed_pulse.errors import ConfigError, GraphError
 
 
@@ -32,6 +32,7 @@ class Origin:
     ``base_keys``: those without the adapters' (all, when there are none), each to the key it has in the folder of a
     model without adapters. ``peft_config``: adapter name to its config. ``scales``: what each adapter is multiplied
     with, by path of its module and by name. ``processors``: the class of what a module attends with, by path.
+    ``is_quantized``: its config says so, or modules of it save what they do not load.
     """
 
     model_class: type[nn.Module]
@@ -41,6 +42,7 @@ class Origin:
     peft_config: Mapping[str, Any] = field(repr=False)
     scales: Mapping[str, Mapping[str, float]] = field(repr=False, default_factory=dict)
     processors: Mapping[str, type] = field(repr=False, default_factory=dict)
+    is_quantized: bool = False
 
     @classmethod
     def of(cls, model: Any) -> Origin:
@@ -53,6 +55,7 @@ class Origin:
             peft_config=peft_configs(model),
             scales={path: dict(module.scaling) for path, module in _with_scales(model)},
             processors=processors_of(model),
+            is_quantized=_is_quantized(model),
         )
 
     @property
@@ -276,6 +279,11 @@ def without_wrapper(model: nn.Module) -> nn.Module:
         model = inside
     peft = sys.modules.get("peft")
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+
+
+def _is_quantized(model: Any) -> bool:
+    config = getattr(model, "config", None)
+    return getattr(config, "quantization_config", None) is not None or bool(keys_not_loaded(model))
 
 
 def peft_configs(model: nn.Module) -> Mapping[str, Any]:

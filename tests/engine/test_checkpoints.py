@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import launch
+from support.quantized import Linear4bit
+from torch import nn
 
 from deepspeed_pulse.engine.checkpoints.claim import LOCK_FILE
 from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, beside, find_tag, rename
-from deepspeed_pulse.engine.checkpoints.reading import load_safely
+from deepspeed_pulse.engine.checkpoints.reading import check_layer, load_safely
 from deepspeed_pulse.errors import FileError
 
 WAVE4, LINEAR4 = {"ranks": 4}, {"ranks": 4, "placement": "linear"}
@@ -95,6 +97,18 @@ def test_only_tensors_and_plain_data_are_read(tmp_path: Path) -> None:
         load_safely(tmp_path / "stranger.pt")
     with pytest.raises(FileError, match="found none; it was not saved whole"):
         load_safely(tmp_path / "absent.pt")
+
+
+def test_what_is_saved_and_not_loaded_must_be_the_same() -> None:
+    """Constants of quantized weights: torch would refuse them, and weights would be read with others."""
+    layer, other = (nn.Sequential(Linear4bit(nn.Linear(4, 4)), nn.Linear(4, 2)) for _ in "ab")
+    state = layer.state_dict()
+    check_layer(layer, state, Path("file"), strict=True)
+    layer.load_state_dict(state)
+    with pytest.raises(FileError, match=r"file: does not fit its layer Sequential: 0\.weight\.absmax.*save_lora\(\)"):
+        check_layer(layer, other.state_dict(), Path("file"), strict=False)
+    with pytest.raises(FileError, match=r"missing 0\.weight\.absmax"):
+        check_layer(layer, state, Path("file"), strict=True)
 
 
 def names_in(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ BF16, ZERO = {"dtype": "bfloat16"}, {"zero": 1}
 SMALL: Cases = [
     (WAVE, [WAVE, LINEAR, OFF, {**REPLICAS, **ZERO}]),
     ({**REPLICAS, **ZERO, **BF16}, [{**WAVE, **ZERO, **BF16}, {**LINEAR, **BF16}]),
-    ({"model": "lora", **ZERO}, [{"model": "lora", **LINEAR}]),
+    ({"model": "quantized", **ZERO}, [{"model": "quantized", **LINEAR}]),
     (
         {"model": "ordered"},
         [{"model": "ordered"}, {"model": "ordered", **LINEAR}, {"model": "ordered", **REPLICAS, **ZERO}],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 from peft import LoraConfig, get_peft_model
+from support.quantized import quantize
 from support.small_models import pixel_entries, sd_entries, small_sd_unet, small_unet
 from support.small_transformers import hunyuan_dit_batch, small_hunyuan_dit
 from support.thread_ranks import on_ranks
@@ -119,6 +120,16 @@ def test_a_processor_of_the_users_is_there_or_missed():
     assert torch.equal(output(found, sd_entries), output(model, sd_entries))
     model.set_attn_processor(AttnProcessor())
     assert torch.allclose(output(gathered(to_layers(model)), sd_entries), output(model, sd_entries), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"build": lora_unet}])
+def test_a_quantized_model_is_refused_before_a_weight_travels(options):
+    def run(engine: Any) -> None:
+        with pytest.raises(ConfigError, match=r"this UNet2DConditionModel is quantized.*save_lora\(\)"):
+            gather_model(engine, **options)
+
+    first, _ = on_ranks(to_layers(quantize(lora_unet())), run, ranks=2)
+    assert not any(first.received_bytes)
 
 
 def test_dtypes():

@@ -426,7 +426,7 @@ BAD = {
     ),
     "quantized": (
         lambda f: reconfigure(f, quantization_config={"quant_method": "gguf"}),
-        "expected no quantization_config: quantized models cannot",
+        "expected no quantization_config: only the library that made",
     ),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), rf"expected {WEIGHTS} or an index .*, found only config\.json"),
     "pickle": (

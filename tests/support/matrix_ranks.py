@@ -55,11 +55,21 @@ def lora_layers() -> list[Any]:
     return to_layers(lora_unet("everywhere"))
 
 
+def quantized_layers() -> list[Any]:
+    from support.lora_ranks import lora_unet
+    from support.quantized import quantize
+
+    from deepspeed_pulse.models import to_layers
+
+    return to_layers(quantize(lora_unet("everywhere")))
+
+
 MODELS: dict[str, tuple[Any, Any, str]] = {
     "toy": (toy_layers, toy_batch, "hidden"),
     "lora": (lora_layers, unet_batch, "sample"),
     "shared": (with_names, shared_batch, "hidden"),
     "ordered": (ordered_layers, ordered_batch, "hidden"),
+    "quantized": (quantized_layers, unet_batch, "sample"),
 }
 """Layer list, batch of (step, microbatch, data index), name of the input."""
 
@@ -105,7 +115,7 @@ class Stream:
         step, within = divmod(self.position, MICROBATCHES)
         number = grid.data_parallel_id * share + within // grid.data_parallel_size
         self.position += grid.data_parallel_size
-        dtype = next(self.engine.module.parameters()).dtype
+        dtype = next(p.dtype for p in self.engine.module.parameters() if p.is_floating_point())  # not of packed weights
         return cast(MODELS[self.model][1](step, number, 0), dtype)
 
 

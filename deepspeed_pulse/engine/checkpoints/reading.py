@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
+from deepspeed_pulse.engine.specs import keys_not_loaded, loads_its_own_way
 from deepspeed_pulse.errors import ConfigError, FileError, first_of
 
 SAFE_GLOBALS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
@@ -102,12 +103,23 @@ def check_whole(folder: Path) -> None:
 
 
 def check_layer(layer: nn.Module, state: Any, path: Path, *, strict: bool) -> None:
-    """Raise a :class:`FileError` when a layer cannot take what its file holds, unless it loads in a way of its own."""
-    if not isinstance(layer, nn.Module) or any(map(_loads_its_own_way, layer.modules())):
+    """Raise a :class:`FileError` when a layer cannot take what its file holds, unless it loads in a way of its own.
+
+    What it saves and does not load (:func:`keys_not_loaded`) must be what it has, and is taken out of ``state``.
+    """
+    if not isinstance(layer, nn.Module) or any(map(loads_its_own_way, layer.modules())):
         return
     if not isinstance(state, Mapping):
         raise FileError(f"{path}: expected the state of a layer, found {type(state).__name__}")
     mine = layer.state_dict()
+    for key in keys_not_loaded(layer):
+        found = state.pop(key, None) if isinstance(state, MutableMapping) else state.get(key)
+        if found is not None and not _are_same(found, mine.pop(key)):
+            raise FileError(
+                f"{path}: does not fit its layer {type(layer).__name__}: {key} was saved with its quantized weight, is "
+                "another one here, and is not loaded from a checkpoint; quantize the same base model in the same way, "
+                "or load the adapters that save_lora() wrote into any"
+            )
     missing, extra = [k for k in mine if k not in state], [k for k in state if k not in mine]
     if strict and (missing or extra):
         raise FileError(
@@ -123,10 +135,10 @@ def check_layer(layer: nn.Module, state: Any, path: Path, *, strict: bool) -> No
             )
 
 
-def _loads_its_own_way(module: nn.Module) -> bool:
-    names = ("load_state_dict", "_load_from_state_dict")
-    overridden = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
-    return overridden or bool(module._load_state_dict_pre_hooks)
+def _are_same(found: Any, mine: Any) -> bool:
+    if isinstance(found, torch.Tensor) and isinstance(mine, torch.Tensor):
+        return found.shape == mine.shape and torch.equal(found.cpu(), mine.detach().cpu())
+    return type(found) is type(mine) and bool(found == mine)
 
 
 def _few(names: list[str]) -> str:

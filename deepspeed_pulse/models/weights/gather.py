@@ -54,7 +54,8 @@ def gather_model(
 
     Raises:
         ConfigError: the layer list was not made from a model or layers of it were left out; nothing says how the model
-            is made; it has several adapters, or parts or attention processors that a new one has not; on every rank.
+            is made; it is quantized, has several adapters, or parts or attention processors that a new one has not; on
+            every rank.
     """
     part = Part.asked(engine, WHAT, model_class, backbone, dtype=dtype, ema=ema)
     origin = part.origin
@@ -83,6 +84,12 @@ def gather_model(
 
 
 def _check_can_be_made(origin: Origin, build: Any) -> None:
+    if origin.is_quantized:
+        raise ConfigError(
+            f"{WHAT}: this {origin.model_class.__name__} is quantized, and quantized weights are loaded by the library "
+            "that made them only; write what trains with save_lora(), and load that into the model as you have loaded "
+            "it here (model.load_lora_adapter(folder)), or sample with engine.eval_batch"
+        )
     if build is None and not origin.is_of_diffusers:
         raise ConfigError(
             f"{WHAT}: nothing says how a {origin.model_class.__name__} is made; pass build=, a function that returns a "
