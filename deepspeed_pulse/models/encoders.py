@@ -93,17 +93,85 @@ def _halves(name: str, resnet: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 class TextStates(nn.Module):
-    """A text encoder of transformers that takes token ids (b, tokens) and gives its last states (b, tokens, width)."""
+    """A text encoder of transformers as a layer; see :func:`text_encoder_layers`."""
 
-    def __init__(self, encoder: nn.Module) -> None:
+    def __init__(
+        self, encoder: nn.Module, *, layer: int | None = None, final_norm: bool = False, pooled: bool = False
+    ) -> None:
         super().__init__()
-        self.encoder = encoder
+        self.encoder, self.layer, self.pooled = encoder, layer, pooled
+        self.norm = _final_norm(encoder, layer) if final_norm else None
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Token ids (b, tokens), a mask of them or none, to states (b, tokens, width), and pooled ones (b, width)."""
+        asked: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
+        if self.layer is not None:
+            asked["output_hidden_states"] = True
+        found = self.encoder(ids, **asked)
         # by name: the first output of a ...WithProjection is its projection
-        return self.encoder(ids).last_hidden_state
+        states = found.last_hidden_state if self.layer is None else self._hidden_state(found, self.layer)
+        if self.norm is not None:
+            states = self.encoder.get_submodule(self.norm)(states)
+        return (states, self._pooled(found)) if self.pooled else states
+
+    def _hidden_state(self, found: Any, layer: int) -> Any:
+        states = getattr(found, "hidden_states", None) or ()
+        if not -len(states) <= layer < len(states):
+            raise GraphError(
+                f"text_encoder_layers(): layer={layer}: expected one of the {len(states)} hidden states that "
+                f"{type(self.encoder).__name__} gives (0 the embeddings, -1 what its last block gives)"
+            )
+        return states[layer]
+
+    def _pooled(self, found: Any) -> Any:
+        for name in ("text_embeds", "pooler_output"):
+            if (pooled := getattr(found, name, None)) is not None:
+                return pooled
+        raise GraphError(
+            f"text_encoder_layers(): pooled=True: {type(self.encoder).__name__} gives neither text_embeds nor a "
+            "pooler_output; leave it out"
+        )
 
 
-def text_encoder_layers(encoder: nn.Module) -> list[Any]:
-    """A text encoder as one layer: it is a twentieth of a VAE's encoder."""
-    return [spec(TextStates(encoder), name="text_encoder")]
+def _final_norm(encoder: nn.Module, layer: int | None) -> str:
+    """The path of CLIP's last norm, which is behind all hidden states."""
+    if layer is None:
+        raise GraphError("text_encoder_layers(): final_norm=True: the last states have it anyway; give layer=, too")
+    modules = dict(encoder.named_modules())
+    for path in ("final_layer_norm", "text_model.final_layer_norm"):
+        if path in modules:
+            return path
+    raise GraphError(
+        "text_encoder_layers(): final_norm=True: expected an encoder of CLIP's kind, with a final_layer_norm behind "
+        f"its hidden states, found {type(encoder).__name__}; leave it out"
+    )
+
+
+def text_encoder_layers(
+    encoder: nn.Module,
+    *,
+    layer: int | None = None,
+    final_norm: bool = False,
+    pooled: bool = False,
+    mask: str | None = None,
+) -> list[Any]:
+    """A text encoder of transformers as one layer (it is a twentieth of a VAE's encoder), from token ids (b, tokens).
+
+    What a model must be given is what its pipeline's ``encode_prompt`` takes of the encoder: other states have the
+    same shape, and train another model. docs/how_to/frozen_encoders.md has a table.
+
+    Args:
+        layer: which of transformers' ``hidden_states`` (b, tokens, width), as they are: -2 for SDXL. Left out,
+            ``last_hidden_state``.
+        final_norm: put CLIP's last norm behind that hidden state, as Stable Diffusion's ``clip_skip`` does: -2 is one
+            layer skipped there.
+        pooled: the result is a pair, the states and the pooled text (b, width): ``text_embeds``, where the encoder has
+            a projection, else ``pooler_output``.
+        mask: the batch entry with the attention mask (b, tokens), 1 for tokens and 0 for padding. Left out, padding is
+            read as text is.
+
+    Raises :class:`GraphError` for a ``final_norm`` without ``layer``, or of an encoder that is none of CLIP's kind;
+    when the layer runs, for a hidden state or a pooled text that the encoder does not give.
+    """
+    states = TextStates(encoder, layer=layer, final_norm=final_norm, pooled=pooled)
+    return [spec(states, pop=() if mask is None else mask, name="text_encoder")]

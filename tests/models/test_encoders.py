@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from diffusers import AutoencoderKL
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from diffusers import (
+    AutoencoderKL,
+    FluxPipeline,
+    PixArtAlphaPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.errors import GraphError
@@ -82,14 +90,120 @@ def test_another_kind_of_vae():
         vae_encoder_layers(torch.nn.Linear(1, 1))
 
 
+# ------------------------------------------------------------------------------------ text encoders
+
+PROMPTS = ["a cup of coffee", "two cats"]
+TOKENS = 9
+
+
+class Letters:
+    """A tokenizer that knows words by their length; a text ends with 1, and padding is 0."""
+
+    model_max_length = TOKENS
+    added_tokens_encoder = ()
+
+    def __call__(self, texts, padding, max_length=TOKENS, **_):
+        rows = [[2 + len(word) for word in text.split()] + [1] for text in texts]
+        length = max_length if padding == "max_length" else max(map(len, rows))
+        ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+        return SimpleNamespace(input_ids=ids, attention_mask=(ids > 0).long())
+
+    def tokenize(self, text, **_):
+        return text.split()
+
+    def batch_decode(self, ids):
+        return [""]
+
+
+def small_clip(kind=CLIPTextModel, seed=0, width=16):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    ends = {"bos_token_id": 3, "eos_token_id": 1, "pad_token_id": 0}
+    return kind(
+        CLIPTextConfig(vocab_size=32, max_position_embeddings=TOKENS, projection_dim=12, **sizes, **ends)
+    ).eval()
+
+
+def small_t5():
+    torch.manual_seed(0)
+    return T5EncoderModel(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2)).eval()
+
+
+def encoded(encoder, *, has_mask=False, **options):
+    """What layers give for the prompts."""
+    tokens = Letters()(PROMPTS, padding="max_length")
+    (declared,) = text_encoder_layers(encoder, mask="mask" if has_mask else None, **options)
+    assert declared.pop == (("mask",) if has_mask else ())
+    return declared.layer(tokens.input_ids, *([tokens.attention_mask] if has_mask else []))
+
+
+def pipeline_of(kind, **parts):
+    """A pipeline that only encodes text."""
+    absent = dict.fromkeys(("vae", "unet", "scheduler", "safety_checker", "feature_extractor", "transformer"))
+    taken = {name: None for name in absent if name in kind.__init__.__code__.co_varnames}
+    return kind(**taken, **parts)
+
+
 @pytest.mark.parametrize("kind", [CLIPTextModel, CLIPTextModelWithProjection])
 def test_the_text_encoder_is_the_models(kind):
-    torch.manual_seed(0)
-    config = CLIPTextConfig(
-        vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    encoder = small_clip(kind)
+    expected = encoder(Letters()(PROMPTS, padding="max_length").input_ids).last_hidden_state
+    assert torch.equal(encoded(encoder), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("skipped", [None, 1, 2])
+def test_clip_skip_is_stable_diffusions(skipped):
+    encoder = small_clip()
+    if not hasattr(encoder, "text_model"):
+        encoder.text_model = SimpleNamespace(final_layer_norm=encoder.final_layer_norm)  # where diffusers looks for it
+    pipeline = pipeline_of(
+        StableDiffusionPipeline, tokenizer=Letters(), text_encoder=encoder, requires_safety_checker=False
     )
-    encoder = kind(config).eval()
-    ids = torch.randint(99, (2, 7))
-    with torch.no_grad():
-        expected = encoder(ids).last_hidden_state
-    assert torch.equal(through(text_encoder_layers(encoder), ids), expected)
+    expected, _ = pipeline.encode_prompt(PROMPTS, "cpu", 1, False, clip_skip=skipped)
+    found = encoded(encoder) if skipped is None else encoded(encoder, layer=-(skipped + 1), final_norm=True)
+    assert torch.equal(found, expected)
+    assert skipped is None or not torch.equal(found, encoded(encoder, layer=-(skipped + 1)))
+
+
+@torch.no_grad()
+def test_both_encoders_of_sdxl():
+    one, two = small_clip(), small_clip(CLIPTextModelWithProjection, seed=1, width=24)
+    pipeline = pipeline_of(
+        StableDiffusionXLPipeline, tokenizer=Letters(), tokenizer_2=Letters(), text_encoder=one, text_encoder_2=two
+    )
+    for skipped in (None, 1):
+        expected, _, expected_pooled, _ = pipeline.encode_prompt(
+            PROMPTS, device="cpu", do_classifier_free_guidance=False, clip_skip=skipped
+        )
+        layer = -2 - (skipped or 0)
+        states, pooled = encoded(two, layer=layer, pooled=True)
+        assert torch.equal(torch.cat([encoded(one, layer=layer), states], dim=-1), expected)
+        assert torch.equal(pooled, expected_pooled)
+
+
+@torch.no_grad()
+def test_the_mask_of_pixart_and_what_flux_reads():
+    t5, clip = small_t5(), small_clip()
+    pixart = pipeline_of(PixArtAlphaPipeline, tokenizer=Letters(), text_encoder=t5)
+    expected, *_ = pixart.encode_prompt(PROMPTS, False, device="cpu", max_sequence_length=TOKENS)
+    assert torch.equal(encoded(t5, has_mask=True), expected)
+    assert not torch.equal(encoded(t5), expected)
+    flux = pipeline_of(FluxPipeline, tokenizer=Letters(), text_encoder=clip, tokenizer_2=Letters(), text_encoder_2=t5)
+    expected, expected_pooled, _ = flux.encode_prompt(PROMPTS, PROMPTS, device="cpu", max_sequence_length=TOKENS)
+    assert torch.equal(encoded(t5), expected)
+    assert torch.equal(encoded(clip, pooled=True)[1], expected_pooled)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "options", "message"),
+    [
+        (small_clip, {"layer": 5}, r"layer=5: expected one of the 5 hidden states that CLIPTextModel gives"),
+        (small_t5, {"pooled": True}, "T5EncoderModel gives neither text_embeds nor a pooler_output"),
+        (small_t5, {"layer": -2, "final_norm": True}, "expected an encoder of CLIP's kind.* found T5EncoderModel"),
+        (small_clip, {"final_norm": True}, "give layer=, too"),
+    ],
+)
+def test_what_a_text_encoder_does_not_give(encoder, options, message):
+    with pytest.raises(GraphError, match=message):
+        encoded(encoder(), **options)
