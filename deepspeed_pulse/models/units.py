@@ -25,21 +25,35 @@ from deepspeed_pulse.errors import ConfigError, GraphError
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """A model with adapters of peft: the one that became layers, or a part of it that had them put on for itself.
+
+    ``path``: of the part, empty for the whole. ``name``: the same without peft's own modules around it.
+    ``configs``: by name of the adapter.
+    """
+
+    path: str
+    name: str
+    model_class: type[nn.Module]
+    configs: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Origin:
     """Where units come from; every unit knows it, so that any rank can write the model's config.
 
     ``config_json``: empty for a model that is none of diffusers'. ``state_keys``: of the model's state dict.
     ``base_keys``: those without the adapters' (all, when there are none), each to the key it has in the folder of a
-    model without adapters. ``peft_config``: adapter name to its config. ``scales``: what each adapter is multiplied
-    with, by path of its module and by name. ``processors``: the class of what a module attends with, by path.
-    ``is_quantized``: its config says so, or modules of it save what they do not load.
+    model without adapters. ``adapted``: what has adapters. ``scales``: what each adapter is multiplied with, by path of
+    its module and by name. ``processors``: the class of what a module attends with, by path. ``is_quantized``:
+    its config says so, or modules of it save what they do not load.
     """
 
     model_class: type[nn.Module]
     config_json: str = field(repr=False)
     state_keys: tuple[str, ...] = field(repr=False)
     base_keys: Mapping[str, str] = field(repr=False)
-    peft_config: Mapping[str, Any] = field(repr=False)
+    adapted: tuple[Adapted, ...] = field(repr=False)
     scales: Mapping[str, Mapping[str, float]] = field(repr=False, default_factory=dict)
     processors: Mapping[str, type] = field(repr=False, default_factory=dict)
     is_quantized: bool = False
@@ -52,11 +66,16 @@ class Origin:
             config_json=model.to_json_string() if hasattr(model, "to_json_string") else "",
             state_keys=tuple(model.state_dict()),
             base_keys=base_keys(model),
-            peft_config=peft_configs(model),
+            adapted=tuple(_adapted(model)),
             scales={path: dict(module.scaling) for path, module in _with_scales(model)},
             processors=processors_of(model),
             is_quantized=_is_quantized(model),
         )
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Of all its adapters; parts may have some of one name."""
+        return list(dict.fromkeys(name for part in self.adapted for name in part.configs))
 
     @property
     def is_of_diffusers(self) -> bool:
@@ -120,11 +139,6 @@ class Unit(nn.Module):
     def leave(self, hidden: Tensor) -> Any:
         """The output, and once more when a later layer pops it as its skip."""
         return (hidden, hidden) if self.skip else hidden
-
-    @property
-    def peft_config(self) -> Mapping[str, Any]:
-        """Adapters of the model, where peft's functions look for them."""
-        return self.origin.peft_config
 
     def extra_repr(self) -> str:
         return ", ".join(self.paths)
@@ -286,9 +300,16 @@ def _is_quantized(model: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None or bool(keys_not_loaded(model))
 
 
-def peft_configs(model: nn.Module) -> Mapping[str, Any]:
-    """Adapter name to the config it was made from; empty for a model without adapters."""
-    return dict(getattr(model, "peft_config", None) or {})
+def _adapted(model: nn.Module) -> Iterator[Adapted]:
+    """The outermost modules that peft has put adapters on: it leaves their configs there."""
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(not above or path.startswith(f"{above}.") for above in paths)
+        configs = None if inside or base_name(module) is not None else getattr(module, "peft_config", None)
+        if isinstance(configs, dict) and configs:
+            paths.append(path)
+            name = _base_key(model, path) or ""
+            yield Adapted(path=path, name=name, model_class=type(module), configs=dict(configs))
 
 
 def _with_scales(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -304,23 +325,23 @@ def processors_of(model: nn.Module) -> dict[str, type]:
 
 def base_keys(model: nn.Module) -> dict[str, str]:
     """Key in the state dict to the key it has without adapters; the adapters' own entries are left out."""
-    if not peft_configs(model):
-        return {key: key for key in model.state_dict()}
     return {key: base for key in model.state_dict() if (base := _base_key(model, key)) is not None}
 
 
 def base_name(module: nn.Module) -> str | None:
     """Of the child that was there before peft put an adapter around it; None for a module without an adapter."""
-    for home, (kind, name) in _AROUND.items():
+    for home, kind, name in _AROUND:
         if home in sys.modules and isinstance(module, getattr(sys.modules[home], kind, ())):
             return name
     return None
 
 
-_AROUND = {
-    "peft.tuners.tuners_utils": ("BaseTunerLayer", "base_layer"),
-    "peft.utils.other": ("AuxiliaryTrainingWrapper", "original_module"),
-}
+_AROUND = (
+    ("peft.tuners.tuners_utils", "BaseTunerLayer", "base_layer"),
+    ("peft.utils.other", "AuxiliaryTrainingWrapper", "original_module"),
+    ("peft.peft_model", "PeftModel", "base_model"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "model"),
+)
 """Where peft has its classes of modules around others; without peft, or with one that lacks them, no model does."""
 
 

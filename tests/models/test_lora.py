@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, StableDiffusionPipeline
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.cases import launch_each
 from support.families import assert_transparent, interpret
+from support.patched import Blocks, flagged_batch
 from support.reference import error
 from support.small_models import (
     kandinsky_entries,
@@ -39,12 +41,15 @@ from support.small_transformers import (
     uvit_batch,
 )
 from support.thread_ranks import on_ranks
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from deepspeed_pulse import spec
 from deepspeed_pulse.errors import ConfigError
-from deepspeed_pulse.models import EMA, from_pretrained, save_lora, save_pretrained, to_layers
-from deepspeed_pulse.models.weights.folder import WEIGHTS
+from deepspeed_pulse.models import EMA, from_pretrained, gather_model, save_lora, save_pretrained, to_layers
+from deepspeed_pulse.models.units import Adapted
+from deepspeed_pulse.models.weights.folder import PLAIN_WEIGHTS, WEIGHTS
 from deepspeed_pulse.models.weights.lora import DIFFUSERS_WEIGHTS, PEFT_WEIGHTS
+from deepspeed_pulse.models.weights.lora import _of_diffusers as of_diffusers
 
 MIDDLE_ON = ("conv_in.*", "time_embedding.*", "down_blocks.*")
 """Patterns that freeze everything before the middle of a U-Net."""
@@ -277,3 +282,137 @@ def test_adapters_on_layers_that_read_their_own_weights(tmp_path):
     read.load_lora_adapter(tmp_path / "lora", prefix="unet", use_safetensors=True)
     with torch.no_grad():
         assert error(interpret(layers, sd_entries()), output_of(read)) < 1e-6
+
+
+# -------------------------------------------------------------------------- parts with adapters of their own
+
+
+def one_level_unet() -> Any:
+    return small_sd_unet(
+        block_out_channels=(32,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        layers_per_block=1,
+    )
+
+
+class Both(torch.nn.Module):
+    """A text encoder that trains beside its U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = one_level_unet()
+        torch.manual_seed(5)
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = CLIPTextConfig(vocab_size=64, max_position_embeddings=7, **sizes)
+        self.text_encoder = CLIPTextModel(config)
+
+    def forward(self, input_ids: torch.Tensor, sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        states = self.text_encoder(input_ids).last_hidden_state
+        return self.unet(sample, timestep, encoder_hidden_states=states).sample  # type: ignore[no-any-return]
+
+
+UNET = LoraConfig(r=3, lora_alpha=6, target_modules=["to_q", "conv1"], init_lora_weights=False)
+TEXT = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def adapted_both() -> Both:
+    model = Both()
+    torch.manual_seed(3)
+    model.unet.add_adapter(copy.deepcopy(UNET))
+    model.text_encoder.add_adapter(copy.deepcopy(TEXT))
+    return model.eval()
+
+
+def both_entries() -> dict[str, torch.Tensor]:
+    entries = sd_entries()
+    ids = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "sample": entries["sample"], "timestep": entries["timestep"]}
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Both, list[Any]]:
+    model = adapted_both()
+    return model, to_layers(model, example_batch=both_entries())
+
+
+def test_adapters_of_parts_are_in_one_file_that_a_pipeline_loads(tmp_path, both):
+    model, layers = both
+    on_ranks(layers, lambda engine: save_lora(engine, tmp_path / "ours"), ranks=3)
+    StableDiffusionPipeline.save_lora_weights(
+        tmp_path / "theirs",
+        unet_lora_layers=get_peft_model_state_dict(model.unet),
+        text_encoder_lora_layers=get_peft_model_state_dict(model.text_encoder),
+        unet_lora_adapter_metadata=model.unet.peft_config["default"].to_dict(),
+        text_encoder_lora_adapter_metadata=model.text_encoder.peft_config["default"].to_dict(),
+    )
+    theirs, ours = (tmp_path / name / DIFFUSERS_WEIGHTS for name in ("theirs", "ours"))
+    assert_same_tensors(theirs, ours)
+    found, expected = metadata_of(ours), metadata_of(theirs)
+    for part in ("unet", "text_encoder"):
+        name = f"{part}.target_modules"
+        assert sorted(found.pop(name)) == sorted(expected.pop(name))
+    assert found == expected
+    fresh = Both().eval()
+    absent = dict.fromkeys(("vae", "tokenizer", "safety_checker", "feature_extractor"))
+    scheduler = DDIMScheduler(steps_offset=1, clip_sample=False)
+    parts = {"unet": fresh.unet, "text_encoder": fresh.text_encoder, "scheduler": scheduler}
+    StableDiffusionPipeline(requires_safety_checker=False, **parts, **absent).load_lora_weights(tmp_path / "ours")
+    with torch.no_grad():
+        expected_output = model(**both_entries())
+        assert error(fresh(**both_entries()), expected_output) < 1e-6
+        assert error(interpret(layers, both_entries()), expected_output) < 1e-6
+    with pytest.raises(ConfigError, match=r"prefix=: expected none, as several parts.*\(unet, text_encoder\)"):
+        on_ranks(layers, lambda engine: save_lora(engine, tmp_path, prefix="unet"))
+
+
+def test_adapters_of_parts_are_folders_in_pefts_format(tmp_path, both):
+    model, layers = both
+    on_ranks(layers, lambda engine: save_lora(engine, tmp_path, format="peft"), ranks=3)
+    fresh = Both().eval()
+    fresh.unet = PeftModel.from_pretrained(fresh.unet, tmp_path / "unet").eval()
+    fresh.text_encoder.load_adapter(str(tmp_path / "text_encoder"))
+    with torch.no_grad():
+        assert error(fresh(**both_entries()), model(**both_entries())) < 1e-6
+
+
+def test_a_model_of_parts_is_saved_without_adapters_and_gathered_with_them(tmp_path, both):
+    model, layers = both
+    on_ranks(layers, lambda engine: save_pretrained(engine, tmp_path), ranks=3)
+    saved, bare = load_file(tmp_path / PLAIN_WEIGHTS), Both().state_dict()
+    assert saved.keys() == bare.keys() and all(torch.equal(saved[key], bare[key]) for key in saved)
+    found: list[Any] = []
+    on_ranks(layers, lambda engine: found.append(gather_model(engine, build=Both)))
+    with torch.no_grad():
+        assert error(found[0](**both_entries()), model(**both_entries())) < 1e-6
+    with pytest.raises(ConfigError, match=r"a part unet, which has adapters, found none in the Linear that build="):
+        on_ranks(layers, lambda engine: gather_model(engine, build=lambda: torch.nn.Linear(1, 1)))
+
+
+def test_one_part_goes_by_the_name_that_pipelines_look_for():
+    for kind, name, expected in ((UNet2DConditionModel, "net", "unet."), (CLIPTextModel, "text_encoder_2", "text_")):
+        part = Adapted(path=name, name=name, model_class=kind, configs={"default": UNET})
+        (found,) = of_diffusers([part], "default", None).parts
+        assert found.startswith(expected), found
+
+
+class Holder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = Blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def test_a_part_that_peft_has_wrapped(tmp_path):
+    model, config = Holder(), LoraConfig(r=2, target_modules=["inner.0"], init_lora_weights=False)
+    model.net = get_peft_model(model.net, config)
+    layers = to_layers(model, example_batch=flagged_batch())
+    on_ranks(layers, lambda engine: save_pretrained(engine, tmp_path / "whole"), ranks=3)
+    assert load_file(tmp_path / "whole" / PLAIN_WEIGHTS).keys() == Holder().state_dict().keys()
+    on_ranks(layers, lambda engine: save_lora(engine, tmp_path / "lora", format="peft"), ranks=3)
+    read = PeftModel.from_pretrained(Blocks(), tmp_path / "lora")
+    assert torch.equal(read(**flagged_batch()), model(**flagged_batch()))
+    with pytest.raises(ConfigError, match=r"other parts than the one that trains, the first is net\..*pass build="):
+        on_ranks(layers, lambda engine: gather_model(engine, build=Holder))

@@ -80,11 +80,11 @@ def save_pretrained(
         )
         return write_sharded(engine, to, mine, files, keys=tuple(origin.base_keys.values()), dtypes=cast)
 
-    if origin.peft_config and engine.global_rank == 0:
+    if origin.adapted and engine.global_rank == 0:
         logger.warning(
             "save_pretrained(): %s gets the model without its adapters (%s); save_lora() writes those",
             folder,
-            ", ".join(origin.peft_config),
+            ", ".join(origin.adapter_names),
         )
     if ema is not None:
         # diffusers keeps the averaging's state in the config of the averaged model.

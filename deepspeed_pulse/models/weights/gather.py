@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.models.families import construct
-from deepspeed_pulse.models.units import Origin, processors_of, without_wrapper
+from deepspeed_pulse.models.units import Adapted, Origin, processors_of, without_wrapper
 from deepspeed_pulse.models.weights.shards import Part, gather
 from deepspeed_pulse.models.weights.skeleton import Skeleton
 
@@ -59,9 +59,9 @@ def gather_model(
     """
     part = Part.asked(engine, WHAT, model_class, backbone, dtype=dtype, ema=ema)
     origin = part.origin
-    if len(origin.peft_config) > 1:
+    if several := next((part.configs for part in origin.adapted if len(part.configs) > 1), None):
         raise ConfigError(
-            f"{WHAT}: expected one adapter at most, found {', '.join(origin.peft_config)}; write them with save_lora()"
+            f"{WHAT}: expected one adapter at most, found {', '.join(several)}; write them with save_lora()"
         )
     engine.module.ranks.decide_on_first(lambda: _check_can_be_made(origin, build), WHAT)  # which alone needs build=
     weights, tables = part.own_tensors(engine, {}), part.own_tables(engine)
@@ -99,21 +99,12 @@ def _check_can_be_made(origin: Origin, build: Any) -> None:
 
 def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Module] | None) -> Any:
     model: Any = _new(origin) if build is None else _built(build)
-    for name, config in origin.peft_config.items():
-        from peft import inject_adapter_in_model
-
-        bare = copy.copy(config)  # its weights come later: none are computed from the model's, which are not there yet
-        if hasattr(bare, "init_lora_weights"):
-            bare.init_lora_weights = False
-        if hasattr(model, "add_adapter"):
-            model.add_adapter(bare, name)
-        else:
-            inject_adapter_in_model(bare, model, name)
-        model.peft_config[name] = config
+    source = "of the config" if build is None else "that build= returns"
+    for part in origin.adapted:
+        _adapt(model, part, source)
     shared = _shared(model)
     expected = {key: tensor.shape for key, tensor in model.state_dict().items()}
     there = {key: tensors[key].shape for key in origin.state_keys}
-    source = "of the config" if build is None else "that build= returns"
     if other := next((key for key in expected | there if expected.get(key) != there.get(key)), None):
         raise ConfigError(
             f"{WHAT}: the {type(model).__name__} {source} has other parts than the one that trains, the first is "
@@ -129,6 +120,28 @@ def _model(origin: Origin, tensors: dict[str, Tensor], build: Callable[[], nn.Mo
     for name, first in shared.items():
         _put(model, name, model.get_parameter(first))
     return model.eval().requires_grad_(False)
+
+
+def _adapt(model: nn.Module, adapted: Adapted, source: str) -> None:
+    """Put the adapters on that the model, or this part of it, has where it trains; their weights come later."""
+    from peft import inject_adapter_in_model
+
+    try:
+        part: Any = model.get_submodule(adapted.name)
+    except AttributeError:
+        raise ConfigError(
+            f"{WHAT}: expected a part {adapted.name}, which has adapters, found none in the {type(model).__name__} "
+            f"{source}; pass build=, a function that returns one like the model that trains"
+        ) from None
+    for name, config in adapted.configs.items():
+        bare = copy.copy(config)  # none of its weights are computed from the model's, which are not there yet
+        if hasattr(bare, "init_lora_weights"):
+            bare.init_lora_weights = False
+        if hasattr(part, "add_adapter"):
+            part.add_adapter(bare, name)
+        else:
+            inject_adapter_in_model(bare, part, name)
+        part.peft_config[name] = config
 
 
 def _check_processors(origin: Origin, model: nn.Module, source: str) -> None:
