@@ -28,7 +28,7 @@ ALLOWED = {
     "planner": ("", "errors", "ir", "planner"),
     "report": ("errors", "ir", "report"),
     "runtime": ("errors", "ir", "runtime"),
-    "models": ("errors", "ir", "models", "engine.specs", "engine.rules"),
+    "models": ("errors", "ir", "models", "engine.specs", "engine.rules", "engine.sharing.patched"),
     "engine": ("errors", "config", "ir", "runtime", "engine", "report", "planner"),
     "cli": (
         "cli",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from deepspeed_pulse.engine.sharing.patched import check_patched
 from deepspeed_pulse.engine.specs import Declared
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError, did_you_mean
 from deepspeed_pulse.models.bypassed import check_bypassed, check_modes, check_switches
@@ -139,6 +140,7 @@ def to_layers(
     if not isinstance(model, nn.Module):
         raise GraphError(f"to_layers() takes a model (a torch.nn.Module), found {type(model).__name__}")
     model = without_wrapper(model)
+    check_patched([("", model)])
     found = family_of(model)
     if found is None or trace:
         how = {"blocks": blocks, "fine": granularity == "fine", "glue": glue, "plan_cache": plan_cache}

@@ -141,6 +141,7 @@ CONSTRUCTION = {
     "topology of another world": ("ConfigError", "topology: expected 2 ranks as this job has, found 4"),
     "negative interval": ("ConfigError", "activation_checkpoint_interval: expected a number of layers >= 0, found -1"),
     "reentrant in the tuple": ("ConfigError", "activation_checkpoint_func", "one by one", "turn pulse on"),
+    "an adapter that no layer has": ("GraphError", "2.Linear has a forward set on the instance (a method of a Patch)"),
     "no layers": ("ConfigError", "layers: expected at least one layer, found none"),
     "one layer": ("ConfigError", "2 pipeline ranks for 1 layers", "use fewer ranks"),
     "three layers in a wave": ("InfeasibleError", "needs at least 4 layers", "has 3", "use fewer ranks or waves"),

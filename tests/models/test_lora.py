@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.cases import launch_each
 from support.families import assert_transparent, interpret
-from support.patched import Blocks, flagged_batch
+from support.patched import Blocks, Patch, flagged_batch, patched_blocks, register_patches
 from support.reference import error
 from support.small_models import (
     kandinsky_entries,
@@ -44,7 +44,7 @@ from support.thread_ranks import on_ranks
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from deepspeed_pulse import spec
-from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.errors import ConfigError, GraphError
 from deepspeed_pulse.models import EMA, from_pretrained, gather_model, save_lora, save_pretrained, to_layers
 from deepspeed_pulse.models.units import Adapted
 from deepspeed_pulse.models.weights.folder import PLAIN_WEIGHTS, WEIGHTS
@@ -416,3 +416,53 @@ def test_a_part_that_peft_has_wrapped(tmp_path):
     assert torch.equal(read(**flagged_batch()), model(**flagged_batch()))
     with pytest.raises(ConfigError, match=r"other parts than the one that trains, the first is net\..*pass build="):
         on_ranks(layers, lambda engine: gather_model(engine, build=Holder))
+
+
+# ------------------------------------------------------------------------------- adapters that no model knows
+
+
+def patched_unet() -> Any:
+    model = small_sd_unet()
+    model.requires_grad_(False)
+    torch.manual_seed(3)
+    for module in [module for name, module in model.named_modules() if name.endswith((".to_q", ".to_v"))]:
+        Patch(module)
+    return model
+
+
+def test_an_adapter_that_replaces_a_forward_is_refused_and_trains_when_registered(tmp_path):
+    model = patched_unet()
+    for how in ({}, {"example_batch": sd_entries(), "trace": True}):
+        with pytest.raises(
+            GraphError, match=r"to_q has a forward set on the instance \(a method of a Patch\).*add_module"
+        ):
+            to_layers(model, **how)
+    register_patches(model)
+    expected = model(**sd_entries()).sample
+    expected.square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert gradients and all(".lora." in name for name in gradients)
+    model.zero_grad()
+    layers = to_layers(model)
+    found = interpret(layers, sd_entries())
+    assert torch.equal(found, expected)
+    found.square().mean().backward()
+    for name, gradient in gradients.items():
+        assert torch.equal(model.get_parameter(name).grad, gradient), name
+    on_ranks(layers, lambda engine: save_pretrained(engine, tmp_path), ranks=3)
+    assert load_file(tmp_path / WEIGHTS).keys() == model.state_dict().keys()
+
+
+def test_a_model_is_cut_alike_with_such_adapters_and_without():
+    with_adapters, without = (to_layers(make(), example_batch=flagged_batch()) for make in (patched_blocks, Blocks))
+    assert [layer.name for layer in with_adapters] == [layer.name for layer in without]
+
+
+def test_hooks_that_read_weights_of_their_own_are_refused():
+    model = small_sd_unet()
+    adapter = torch.nn.Linear(1, 1)
+    model.conv_in.register_forward_hook(lambda module, given, output: output * adapter.weight)
+    with pytest.raises(GraphError, match="conv_in has a forward hook, which reads a trainable weight"):
+        to_layers(model)
+    adapter.requires_grad_(False)
+    assert to_layers(model)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from support.nested import nested_batch, scalar_layers
 from support.parity import measure_links_once, share_groups, topology
+from support.patched import Patch
 from support.toy import WIDTH, DownTime, loss_fn, toy_batch, toy_layers
 from torch import nn
 
@@ -45,6 +46,12 @@ def module(pulse: Any = None, *, layers: Any = None, stages: Any = 2, config: An
         config=config_with(pulse) if config is None else config,
         **{"loss_fn": loss_fn, "seed_layers": True, **arguments},
     )
+
+
+def patched_layers() -> list[Any]:
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    Patch(layers[2])
+    return layers
 
 
 def engine(pulse: Any = None, *, initialize: Any = None, **arguments: Any) -> Any:
@@ -336,6 +343,7 @@ def construction(paths: dict[str, str]) -> None:
         "reentrant in the tuple": lambda: module(
             {"enabled": False}, activation_checkpoint_func=deepspeed.checkpointing.checkpoint
         ),
+        "an adapter that no layer has": lambda: module(layers=patched_layers()),
         "no layers": lambda: module(layers=[]),
         "one layer": lambda: module(layers=[LayerSpec(nn.Linear, 2, 2)]),
         "three layers in a wave": lambda: module(

@@ -14,6 +14,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.sharing.patched import ADVICE
 from deepspeed_pulse.errors import ConfigError, first_of
 
 PLACEHOLDER = "pulse_placeholder"
@@ -148,5 +149,5 @@ def _refusal(foreign: list[torch.Tensor], given: int) -> ConfigError:
     return ConfigError(
         f"optimizer: expected parameters of the PipelineModule of this rank, found {len(foreign)} of {given} that are "
         f"not (the first of shape {list(foreign[0].shape)}): they would never be trained, or each rank's copy by "
-        "itself; build it from module.parameters() after PipelineModule(...)"
+        f"itself; build it from module.parameters() after PipelineModule(...); of an adapter of your own, {ADVICE}"
     )

@@ -20,8 +20,10 @@ from deepspeed_pulse.engine.communicator import check_backend
 from deepspeed_pulse.engine.groups import GroupOptions, check_options, configured_groups
 from deepspeed_pulse.engine.observation.watchdog import Watchdog, of_process
 from deepspeed_pulse.engine.plans.job import TrainingJob
+from deepspeed_pulse.engine.sharing.patched import check_patched
 from deepspeed_pulse.engine.sharing.shared import SharedWeights
 from deepspeed_pulse.engine.sharing.unseen import check_functions, check_shared
+from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.engine.starting.arguments import check_arguments, check_methods, listed
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts, layer_facts, plain
 from deepspeed_pulse.engine.starting.start import has_failed, init_distributed
@@ -85,6 +87,8 @@ def refuse_unrunnable(job: TrainingJob, module_class: type, shared: SharedWeight
     if job.enabled:
         check_methods(module_class)
     if job.pulse is not None:
+        layers = zip(job.graph.layers, map(unwrap, job.layers), strict=True)
+        check_patched([(declared.name, layer) for declared, layer in layers if isinstance(layer, torch.nn.Module)])
         for head in job.heads:
             check_functions(job.layers, job.graph, head.loss_fn)
         check_shared(shared, job.graph)

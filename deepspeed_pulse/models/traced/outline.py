@@ -22,6 +22,9 @@ Blocks = Literal["auto"] | Sequence[str]
 PARAMETRIZATIONS = "parametrizations"
 """The child in which torch keeps how the weights of a module are computed."""
 
+CHILDLESS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+"""Of torch's, without children: one that is there is an adapter that a user has registered."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
@@ -101,7 +104,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 def _parts(module: nn.Module) -> dict[str, nn.Module]:
     """The children of a module by name; none of one with an adapter, which is called as it is."""
-    if base_name(module) is not None:
+    if base_name(module) is not None or type(module) in CHILDLESS:
         return {}
     return {name: child for name, child in module.named_children() if name != PARAMETRIZATIONS}
 
