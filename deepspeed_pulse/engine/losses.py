@@ -128,7 +128,10 @@ def _check_loss(loss: Any, loss_fn: Any, head: Head) -> None:
         knob = "pass loss_fn= to PipelineModule" if loss_fn is None else "return the mean over the microbatch"
         raise ConfigError(f"{source}: expected a scalar loss, found {found}; {knob}")
     if not loss.requires_grad:
-        raise ConfigError(f"{source}: the loss depends on no trainable parameter; unfreeze some layer")
+        raise ConfigError(
+            f"{source}: the loss depends on no trainable parameter; unfreeze some layer, or, where a reentrant "
+            "checkpoint in a layer has no input that wants a gradient, use use_reentrant=False there"
+        )
 
 
 def _check_output(found: Any, source: str) -> None:

@@ -18,7 +18,7 @@ from deepspeed_pulse.ir.effects import INPUT
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.program import HIDDEN, Message, Step
 from deepspeed_pulse.ir.schedule import Op
-from deepspeed_pulse.runtime.owning import copied
+from deepspeed_pulse.runtime.owning import copied, without_gradient
 from deepspeed_pulse.runtime.payload import Payload, as_payload, num_bytes, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches
 from deepspeed_pulse.runtime.stage import Stage
@@ -154,7 +154,7 @@ class ExtraForwards:
         if message.name in self._entries.values():
             return self._estimates[message.name, m]
         if self._batches.has_entry(message.name):
-            return as_payload(self._batches.entry(message.name, m), message.label)
+            return without_gradient(as_payload(self._batches.entry(message.name, m), message.label))
         return self._values.get(message.name, m)  # type: ignore[no-any-return]
 
     def drop(self, step: Step) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from deepspeed_pulse.runtime.payload import map_tensors
+from deepspeed_pulse.runtime.payload import Payload, map_tensors
 
 
 class _Alias(torch.autograd.Function):
@@ -38,3 +38,8 @@ def cut_off(tensor: torch.Tensor) -> torch.Tensor:
 def copied(value: Any) -> Any:
     """Copies to be changed; gradients pass through. What is no tensor stays."""
     return map_tensors(value, torch.clone)
+
+
+def without_gradient(value: Payload) -> Payload:
+    """The same numbers for readers elsewhere, who send no gradient back."""
+    return map_tensors(value, torch.Tensor.detach)  # type: ignore[no-any-return]

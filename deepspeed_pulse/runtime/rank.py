@@ -22,7 +22,7 @@ from deepspeed_pulse.ir.program import HIDDEN, Message, Step
 from deepspeed_pulse.ir.schedule import FORWARDS, Action, Direction, Op
 from deepspeed_pulse.runtime.extra import Estimate, ExtraForwards, OrderedBatches
 from deepspeed_pulse.runtime.holdings import Holdings, Stats
-from deepspeed_pulse.runtime.owning import copied, cut_off, released
+from deepspeed_pulse.runtime.owning import copied, cut_off, released, without_gradient
 from deepspeed_pulse.runtime.payload import Payload, as_payload, num_bytes, tensors_in, tensors_of
 from deepspeed_pulse.runtime.protocols import Batches, Communicator, Device, Timers
 from deepspeed_pulse.runtime.roots import Root, roots_of
@@ -525,7 +525,8 @@ class RankRuntime:
                 unkept = self._now.shapes[m].unkept_bytes.get(message.source_stage, 0)
                 self._transport.send(message, self._hidden.pop((message.target_stage, m)), unkept)
             elif self._now.batches.has_entry(message.name):
-                self._transport.send(message, as_payload(self._now.batches.entry(message.name, m), message.label))
+                entry = as_payload(self._now.batches.entry(message.name, m), message.label)
+                self._transport.send(message, without_gradient(entry))  # nothing on this rank would take one
             else:
                 passed_on = self._usage.passed_on(message.name, message.source_stage)
                 unkept = self._values.bytes_of(message.name, m) if passed_on else 0

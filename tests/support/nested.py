@@ -97,7 +97,7 @@ def nested_batch(step: int, microbatch: int, data_index: int, size: int = 2) -> 
             "deep": {"ids": torch.randint(0, 5, (size,), generator=generator), "none": None},
             "factor": 0.5 + step,
         },
-        "rotary": [angles.cos(), angles.sin()],
+        "rotary": [angles.cos().requires_grad_(), angles.sin()],  # as scripts with reentrant checkpoints ask for it
         "how": "tanh",
         "captions": [f"picture {step}"] * (1 + microbatch),
     }

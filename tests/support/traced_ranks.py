@@ -12,6 +12,7 @@ import torch
 from support import small_models as unets
 from support.cases import run_each
 from support.parity import by_rank_0, share_groups
+from support.patched import flagged_batch, patched_blocks
 from support.plain_nets import NamedAsLayers, PlainUNet, plain_unet_batch
 from support.reference import error
 from support.zoo import ZOO, output_of
@@ -82,6 +83,11 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": zoo("SanaTransformer2DModel")[1],
         "pulse": {"placement": "wave"},
         "dynamic_shape": True,
+    },
+    "adapters in reentrant checkpoints": {
+        "model": patched_blocks,
+        "batch": flagged_batch,
+        "pulse": {"placement": "wave"},
     },
     "relayed": {
         "model": zoo("Flux2Transformer2DModel")[0],
@@ -172,7 +178,7 @@ def batches(make_batch: Any, step: int) -> Iterator[Any]:
         batch = dict(make_batch(step % 2))
         first = next(iter(batch))
         numbers = [x for x in tree_leaves(batch[first]) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        for x in numbers:
+        for x in map(torch.Tensor.detach, numbers):
             x.mul_(1 + 0.1 * step).sub_(0.2 * microbatch)
         yield batch, torch.zeros(1)
 

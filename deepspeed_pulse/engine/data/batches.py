@@ -386,7 +386,9 @@ class StepBatches:
 
     def _move(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return _on(self._device, value.detach())
+            found = _on(self._device, value.detach())
+            # set by a script for reentrant checkpoints in first layers; whatever made other tensors is none of ours
+            return found.requires_grad_() if value.requires_grad and value.is_leaf else found
         if isinstance(value, (tuple, list)):
             return tuple(self._move(item) for item in value)
         if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from support.kept_trace_ranks import CASES as KEPT
 from support.launch import launch
 from support.traced_ranks import CASES, folder_model, large_model
 
-QUICK = ["a plain U-Net", "names that layers have", "lists in the batch"]
+QUICK = ["a plain U-Net", "names that layers have", "lists in the batch", "adapters in reentrant checkpoints"]
 
 
 def test_training_on_two_ranks_equals_one_process(subtests: pytest.Subtests) -> None:
