@@ -182,7 +182,9 @@ def _mode_problems(module: nn.Module) -> Iterator[str]:
 
 
 def _has_known_train(module: nn.Module) -> bool:
-    """Whether the class's ``train`` is of one of SETTING_MODES; transformers has one that also loads kernels."""
+    """Whether the class's ``train`` is of one of SETTING_MODES; transformers' also takes kernels for the mode."""
+    if getattr(module, "use_kernels", False):
+        return False
     sources = {_source(function).partition(".")[0] for function in _functions(_lookup(type(module), "train"))}
     return "train" not in vars(module) and bool(sources) and sources <= {*SETTING_MODES}
 
