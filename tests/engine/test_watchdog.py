@@ -350,9 +350,17 @@ class StoppedStore:
     set = check = multi_get = clone
 
 
-def test_a_store_that_does_not_answer_is_said_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+class GoneStore:
+    """No connection to it is made any more."""
+
+    def clone(self) -> Any:
+        raise RuntimeError("connection refused")
+
+
+@pytest.mark.parametrize("kind", [StoppedStore, GoneStore])
+def test_a_store_that_does_not_answer_is_said_and_not_waited_for(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(whereabouts, "ANSWER_SECONDS", 0.1)
-    text = Whereabouts(StoppedStore(), 1, 2, BEAT).text(Activity("a place"))
+    text = Whereabouts(kind(), 1, 2, BEAT).text(Activity("a place"))
     assert "the store of the process group does not answer" in text and "stopped or dead" in text
     assert "rank 1: in a place for" in text, "of itself a rank knows without a store"
 

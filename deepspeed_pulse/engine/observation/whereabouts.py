@@ -200,10 +200,9 @@ class Whereabouts:
         done: list[bool] = []
 
         def ask() -> None:
-            store = self._store.clone() if self._connection is None else self._connection
-            done.append(_quietly(lambda: act(store)))
+            act(self._store.clone() if self._connection is None else self._connection)
 
-        thread = threading.Thread(target=ask, daemon=True)
+        thread = threading.Thread(target=lambda: done.append(_quietly(ask)), daemon=True)
         thread.start()
         # a store that has been waited for in vain is not waited for again
         thread.join(ANSWER_SECONDS if self._answers else ANSWER_SECONDS / 10)
