@@ -282,9 +282,9 @@ def _on(module: torch.nn.Module | None, device: torch.device) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
-        module.to(home)
         for weight in weights:
             weight.put_back()
+        module.to(home)  # what else the module moves; its weights are there again, and are not copied
         for buffer, saved in before.values():
             buffer.data = saved
         put_buffers(module, {name: buffer for name, (buffer, _) in before.items()})
