@@ -62,10 +62,11 @@ class EntryRules:
         A BatchError for one that the layers should read and do not, or a number where a tensor is expected.
         """
         for name, value in entries.items():
-            if (advice := self._advice(name, value)) is not None:
+            if (unread := self._unread(name, value)) is not None:
+                reads, advice = unread
                 raise BatchError(
-                    f"the batch has {name!r}, which {self.model} {self._how(name)} and no layer of this list does: "
-                    f"{advice}, or leave it out of the batch",
+                    f"the batch has {name!r}, which {self.model} {reads} and no layer of this list does: {advice}, or "
+                    "leave it out of the batch",
                     more="unread-entry",
                 )
         found = dict(entries)
@@ -79,18 +80,19 @@ class EntryRules:
                 )
         return found
 
-    def _how(self, name: str) -> str:
-        return "reads" if {name, name.partition(".")[0]} & {*self.unread, *self.nested} else "may read"
-
-    def _advice(self, name: str, value: Any) -> str | None:
-        """For an entry that is not read and would be; None for others.
+    def _unread(self, name: str, value: Any) -> tuple[str, str] | None:
+        """Of an entry that is not read and would be, how surely, and what to do; None for others.
 
         A forward that takes any name is not meant by a script's own words.
         """
         first = name.partition(".")[0]
-        if name not in self.read and (first in self.nested or (self.takes_any and not _are_words(value))):
-            return EXAMPLE
-        return self.unread.get(name, self.unread.get(first))
+        if (advice := self.unread.get(name, self.unread.get(first))) is not None:
+            return "reads", advice
+        if name in self.read:
+            return None
+        if first in self.nested:
+            return "reads", EXAMPLE
+        return ("may read", EXAMPLE) if self.takes_any and not _are_words(value) else None
 
 
 def _are_words(value: Any) -> bool:
