@@ -66,7 +66,7 @@ def jobs(draw):
     return costs, box(2, 2, memory, draw(speeds), draw(speeds)), draw(st.sampled_from([4, 8]))
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(jobs())
 def test_bounds_never_exclude_the_best(job):
     costs, cluster, batch = job
