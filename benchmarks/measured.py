@@ -33,7 +33,7 @@ def measured_profiles(
         inputs: of a microbatch, the first layer's or a dict whose first entry is that; dotted names for inner dicts.
         microbatch_size: samples in it.
         device: what layers are measured on.
-        adam: what trains is torch's AdamW. Without, the optimizer takes no time: SGD that changes nothing.
+        adam: what trains is torch's AdamW. Without, the optimizer takes no time: one that rests.
     """
     first, entries = inputs, {}
     if isinstance(inputs, dict):

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import readme
 import torch
 from ranks import launch, sleepers
+from resting import Resting
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- the table below is written by sleeping.py -->", "<!-- end of the measured table -->"
@@ -101,7 +102,7 @@ def run_rank(given: tuple[int, str | None]) -> Step | None:
     if together:
         model = {"backbones": {name: Backbone(layers(), loss_fn=loss) for name in "ab"}}
     module = PipelineModule(**model, num_stages=RANKS, config=config, example_batch=batch())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer = Resting(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     data, makespans = (batch() for _ in itertools.count()), []
     for _ in range(STEPS + 2):

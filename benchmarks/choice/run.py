@@ -33,6 +33,7 @@ from cases import CASES, Case
 from namespaces import namespaces
 from narrowing import require_rows
 from ranks import launch
+from resting import Resting
 
 from deepspeed_pulse.ir.choice import Choice, Trial
 from deepspeed_pulse.ir.cluster import Cluster
@@ -224,7 +225,7 @@ def _steps(task: Task, choice: Choice, plan: str, *, hopeless_ms: float) -> list
             loss_fn=torch.nn.functional.mse_loss,
             config=config,
         )
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer = Resting(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     data = (batch() for batch in itertools.repeat(task.case.batch(choice.microbatch_size)))
     found: list[float] = []

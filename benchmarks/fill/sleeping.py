@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from ranks import Sleeper, launch
+from resting import Resting
 
 LAYERS, FORWARD_MS, BACKWARD_MS = 16, 10.0, 20.0
 FROZEN_LAYERS, FROZEN_MS = 16, 12.0
@@ -110,7 +111,7 @@ def make_engine(side: str, options: argparse.Namespace) -> Any:
         example_batch=batch(side),
         frozen=None if side == "1F1B, up front" else {"latents": frozen},
     )
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer = Resting(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
 

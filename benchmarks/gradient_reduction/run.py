@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from namespaces import TBF_SHARE, namespaces
 from ranks import Sleeper, launch
+from resting import Resting
 
 FORWARD_MS, BACKWARD_MS = 10.0, 20.0
 LAYERS, PIPELINE_RANKS, REPLICAS = 8, 2, 2
@@ -81,7 +82,7 @@ def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
         example_batch=batch(),
         partition_method=[2, 4, 6],
     )
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer = Resting(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     data = (batch() for _ in itertools.count())
     early = engine._reduction.sums
@@ -110,7 +111,7 @@ def figures(
     from deepspeed_pulse.planner import estimate
 
     planned = engine.module.planned
-    profile = replace(planned.profile, optimizer_ms_per_gb=0.0)  # SGD that changes nothing
+    profile = replace(planned.profile, optimizer_ms_per_gb=0.0)  # an optimizer that rests
 
     def under(plan: Any, *, early: bool) -> Any:
         return replace(plan, rules=Rules(reduce_early=early))

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from ranks import Sleeper, launch, sleepers
+from resting import Resting
 
 FORWARD_MS = 20.0
 HIDDEN = 64 * 1024
@@ -69,7 +70,7 @@ def run_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
         config=config,
         example_batch=batch(),
     )
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer = Resting(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     data = (batch() for _ in itertools.count())
     makespans, steps = [], []

@@ -26,6 +26,7 @@ import readme
 import torch
 from ranks import launch
 from real_compute.cases import SAMPLES, RealCase
+from resting import Resting
 from slow_network.sides import relayed
 
 from deepspeed_pulse import PipelineModule
@@ -131,7 +132,7 @@ def ours(start: Start) -> Callable[[], None]:
         config=config,
         example_batch=batch,
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = Resting(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     data = itertools.repeat(batch)
     return lambda: engine.train_batch(data)

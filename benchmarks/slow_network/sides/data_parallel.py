@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from resting import Resting
 from slow_network.cases import Case
 from slow_network.layers import FLOAT_BYTES
 from torch.nn.parallel import DistributedDataParallel
@@ -49,7 +50,7 @@ def _zero(case: Case) -> Callable[[], None]:
             "reduce_bucket_size": int(ZERO_BUCKET * case.byte_scale * MODEL_BYTES / FLOAT_BYTES),
         },
     }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = Resting(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     inputs = case.batch()
 
@@ -64,7 +65,7 @@ def _zero(case: Case) -> Callable[[], None]:
 def _ddp(case: Case) -> Callable[[], None]:
     passes = case.microbatches // case.ranks
     model = DistributedDataParallel(Whole(case), bucket_cap_mb=DDP_BUCKET_BYTES * case.byte_scale / 2**20)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = Resting(model.parameters())
     inputs = case.batch()
 
     def step() -> None:

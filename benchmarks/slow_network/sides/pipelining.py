@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from resting import Resting
 from slow_network.cases import Case
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
@@ -54,7 +55,7 @@ def build(case: Case, *, boundaries: Sequence[int], zbv: bool) -> Callable[[], N
     schedule = (ScheduleZBVZeroBubble if zbv else ScheduleInterleaved1F1B)(
         stages, n_microbatches=case.microbatches, loss_fn=torch.nn.functional.mse_loss
     )
-    optimizer = torch.optim.SGD([weight for module in modules for weight in module.parameters()], lr=0.0)
+    optimizer = Resting([weight for module in modules for weight in module.parameters()])
     inputs, labels = case.batch(case.microbatches)
 
     def step() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 from measured import measured_profiles
+from resting import Resting
 from slow_network.cases import Case
 
 from deepspeed_pulse import LayerSpec, PipelineModule
@@ -58,7 +59,7 @@ def build(case: Case, *, plan: str, samples: int, zero: int) -> tuple[Callable[[
         layers=layer_list(case), num_stages=made.pipeline_ranks, loss_fn=torch.nn.functional.mse_loss, config=config
     )
     path.unlink()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = Resting(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     data = itertools.repeat(case.named_batch(samples))
 

@@ -11,6 +11,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.schedule import BackwardPass
+from resting import Resting
 from slow_network.cases import Case
 
 
@@ -46,7 +47,7 @@ def build(case: Case, *, boundaries: Sequence[int], dualpipev: bool, joined: boo
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,
     }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = Resting(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if joined:
         instructions = engine._INSTRUCTION_MAP
