@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +118,22 @@ def our_sides(case: Case, profile: Profile, cluster: Cluster) -> dict[str, dict[
         "wave": pipelined(case, profile, "wave", cluster),
         "tuned": tuned(case, profile, cluster),
     }
+
+
+def once_each(sides: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """With the name of a side before it, ``same_as``, where one runs that side's very plan.
+
+    Such a plan is timed once: two of its timings differ by some hundredths, which tells nothing of the sides.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    first: list[tuple[Any, str]] = []
+    for name, side in sides.items():
+        plan = replace(Plan.from_json(side["options"]["plan"]), estimate=None, solver=None)
+        runs = {**side["options"], "plan": plan}
+        same = [other for others, other in first if others == runs]
+        found[name] = {**side, "same_as": same[0]} if same else side
+        first.append((runs, name))
+    return found
 
 
 def as_profile(case: Case) -> Profile:

@@ -42,7 +42,7 @@ Promise = tuple[str, float, str, bool]
 
 
 def summary(case: Case, profile: Profile, state: Found, results: Mapping[str, Found], stage_ms: float) -> Found:
-    """One run of a case as plain data."""
+    """One run of a case as plain data. A side that runs another's plan has its figures."""
     sides: dict[str, Found] = {}
     for name, result in results.items():
         reasons = dict.fromkeys(reason for tries in result["failed"].values() for reason in tries)
@@ -51,6 +51,11 @@ def summary(case: Case, profile: Profile, state: Found, results: Mapping[str, Fo
             sides[name][speed] = _side(case, steps)
             if name in state["ours"][speed]:
                 sides[name][speed] |= _against_plan(state["ours"][speed][name], sides[name][speed], steps)
+    for speed, ours in state["ours"].items():
+        for name, side in ours.items():
+            other = side.get("same_as")
+            if other and speed in sides[other]:
+                sides.setdefault(name, {})[speed] = {**sides[other][speed], "same_as": other}
     return {
         "model": case.name,
         "title": case.title,
@@ -238,8 +243,9 @@ def _plans(found: Found) -> Iterator[str]:
                 f"{kind} {count / found['microbatches'] / 1024:.0f}"
                 for kind, count in sorted(side["p2p_bytes"].items())
             )
+            told = f"the plan of {side['same_as']}" if "same_as" in side else side["plan"]
             yield (
-                f"| {name} | {speed} | {side['plan']} | {side['planned_ms']:.0f} | {side['measured_over_planned']:.3f} "
+                f"| {name} | {speed} | {told} | {side['planned_ms']:.0f} | {side['measured_over_planned']:.3f} "
                 f"| {side['bound_ms']:.0f} | {side['peak_over_planned']:.3f} | {kinds} |"
             )
 

@@ -26,7 +26,7 @@ from ranks import RanksFailed, launch
 from slow_network import rank, report
 from slow_network.cases import TIMED, Case, make_case
 from slow_network.others import other_sides
-from slow_network.plans import balanced, limited, our_sides
+from slow_network.plans import balanced, limited, once_each, our_sides
 from slow_network.rank import Job
 from sources import digest
 
@@ -39,7 +39,10 @@ from deepspeed_pulse.planner.cache import PLANNER_VERSION
 HERE = Path(__file__).resolve().parent
 RATIOS = {"unlimited": None, "ratio 1.5": 1.5, "ratio 2.5": 2.5}
 """By speed: how much longer relayed 1F1B with joined backward takes than on unlimited links, as a share."""
-AGAIN: dict[str, tuple[str, ...]] = {"1F1B, stock": (), "DualPipeV, stock": (), "ZeRO-2": ("unlimited",)}
+AGAIN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("1F1B, stock", "DualPipeV, stock"), ()),
+    **dict.fromkeys(("1F1B", "DualPipeV", "interleaved", "ZB-V", "ZeRO-2", "DDP"), ("unlimited",)),
+}
 """By side, speeds that later rounds run too: elsewhere these are far behind, and their steps are long."""
 STEPS = 5
 """Of a side at a speed in a round, where they are short."""
@@ -99,7 +102,7 @@ def parse() -> argparse.Namespace:
 
 def made_by() -> list[Any]:
     """What figures of one run have in common."""
-    shared = (HERE.with_name(f"{name}.py") for name in ("measured", "namespaces", "ranks"))
+    shared = (HERE.with_name(f"{name}.py") for name in ("measured", "namespaces", "ranks", "resting"))
     return [PLANNER_VERSION, MEASURING_VERSION, digest(HERE, *shared)]
 
 
@@ -159,10 +162,10 @@ class Bench:
         measured_links = self.launch(rank.links, Job(side="pulse", case=self.case))
         unlimited = Cluster.from_json(json.dumps(measured_links))
         self.say(f"unlimited: {unlimited}")
-        ours = {
-            speed: our_sides(self.case, profile, limited(unlimited, found.get("mbit")))
-            for speed, found in speeds.items()
-        }
+        ours = {}
+        for speed, found in speeds.items():
+            sides = our_sides(self.case, profile, limited(unlimited, found.get("mbit")))
+            ours[speed] = once_each({name: side for name, side in sides.items() if self.is_wanted(name)})
         state = {"made_by": made_by(), "profile": measured, "speeds": speeds, "ours": ours, "results": {}, "done": []}
         self.keep(state)
         return state
@@ -205,15 +208,19 @@ class Bench:
 
     def jobs(self, state: dict[str, Any], profile: Profile) -> list[tuple[str, Job]]:
         mbit = {name: found.get("mbit") for name, found in state["speeds"].items()}
-        jobs = [*other_sides(self.case, profile, mbit, steps=STEPS), *self.our_jobs(state["ours"], mbit)]
-        wanted = self.arguments.sides
-        return [(name, job) for name, job in jobs if not wanted or any(part in name for part in wanted)]
+        others = other_sides(self.case, profile, mbit, steps=STEPS)
+        return [*((name, job) for name, job in others if self.is_wanted(name)), *self.our_jobs(state["ours"], mbit)]
 
     def our_jobs(self, ours: dict[str, Any], mbit: dict[str, float | None]) -> Iterator[tuple[str, Job]]:
         for speed, sides in ours.items():
             for name, side in sides.items():
-                speeds = {speed: mbit[speed]}
-                yield name, Job(side="pulse", case=self.case, options=side["options"], speeds=speeds, steps=STEPS)
+                if "same_as" not in side:
+                    options, speeds = side["options"], {speed: mbit[speed]}
+                    yield name, Job(side="pulse", case=self.case, options=options, speeds=speeds, steps=STEPS)
+
+    def is_wanted(self, name: str) -> bool:
+        wanted = self.arguments.sides
+        return not wanted or any(part in name for part in wanted)
 
     def say(self, text: str) -> None:
         print(f"[{self.case.name}, {self.case.ranks} ranks] {text}", file=sys.stderr, flush=True)
