@@ -9,7 +9,7 @@ import torch
 
 
 class Resting(torch.optim.Optimizer):
-    """Changes nothing. SGD with a learning rate of 0 reads and writes all parameters: tens of ms where cores are few."""
+    """Changes nothing. SGD with a learning rate of 0 touches every parameter: tens of ms where cores are few."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.0})

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_pulse.ir.plan import Plan
+
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 
 
@@ -112,6 +114,32 @@ def test_other_sides_have_the_cuts_that_are_best_in_their_own_order(seed: int, n
 
     side = dict(other_sides(case, profile, {}))[name]
     assert step_ms(side.options["boundaries"]) < 0.99 * step_ms(make_plan(job, free).boundaries)
+
+
+def test_a_plan_is_timed_once() -> None:
+    """A side that runs another's plan has its figures; one with another order, or other samples, has its own."""
+    from slow_network.cases import Case
+    from slow_network.plans import as_profile, once_each, pipelined
+    from slow_network.report import SIDES, _plans, summary
+
+    case = Case(name="c", title="c", ranks=2, samples=1, layers=layers(), time_scale=1.0, byte_scale=1.0)
+    wave = pipelined(case, as_profile(case), "wave")
+    plan = Plan.from_json(wave["options"]["plan"])
+    assert plan.estimate is not None
+    as_long = replace(plan, estimate=replace(plan.estimate, step_ms=9.0), solver=None)
+    tuned = {**wave, "options": {**wave["options"], "plan": as_long.to_json()}}
+    linear = {**wave, "options": {**wave["options"], "samples": 2}}
+    ours = once_each({"linear": linear, "wave": wave, "tuned": tuned})
+    assert [side.get("same_as") for side in ours.values()] == [None, None, "wave"]
+
+    step = {"step_ms": 3.0, "card_bytes": [1], "slept_ms": [1], "p2p_bytes": [{}], "peak_live_bytes": [1]}
+    speeds = {"unlimited": {"step_ms": 1.0, "ratio": 0.0}}
+    results = {"wave": {"speeds": {"unlimited": [step]}, "failed": {}}}
+    state = {"speeds": speeds, "ours": {"unlimited": {"wave": ours["wave"], "tuned": ours["tuned"]}}}
+    found = summary(case, as_profile(case), state, results, 1.0)
+    assert [name for name in SIDES if name in found["sides"]] == ["wave", "tuned"]
+    assert found["sides"]["tuned"]["unlimited"]["step_ms"] == 3.0
+    assert "| tuned | unlimited | the plan of wave |" in "\n".join(_plans(found))
 
 
 def figures() -> dict[str, Any]:
