@@ -211,7 +211,9 @@ def measures_links(folder: str) -> None:
     socket.gethostname = lambda: f"host{rank // 2}"
     cluster = machines(CPU, plan_cache=folder)
     assert (cluster.nodes, cluster.ranks_per_node) == (2, 2)
-    assert machines(CPU, plan_cache=folder) == cluster
+    socket.gethostname = lambda: f"another{rank // 2}"
+    assert machines(CPU, plan_cache=folder) == cluster, "the same job on other hosts"
+    socket.gethostname = lambda: f"host{rank // 2}"
     (file,) = Path(folder).iterdir()
     torch.distributed.barrier()
     if rank == 0:

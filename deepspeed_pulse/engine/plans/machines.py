@@ -23,9 +23,10 @@ from deepspeed_pulse.ir.fields import write_whole
 
 
 def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
-    """The machines that this job runs on; all ranks of the world call it. Links are kept by content in ``plan_cache``.
+    """The machines that this job runs on; all ranks of the world call it.
 
-    A ConfigError where ranks have different devices.
+    Links are kept in ``plan_cache`` for other hosts of the same kind, too. A ConfigError where ranks have different
+    devices.
     """
     ranks = agreed_hardware(device, compared="memory_bytes")
     hosts = [rank.host for rank in ranks]
@@ -34,7 +35,8 @@ def machines(device: torch.device, *, plan_cache: str | None = None) -> Cluster:
         print(f"pulse: {uneven(hosts)}", flush=True)
     if plan_cache is None:
         return measure_cluster(ranks, device, BUCKET_BYTES)
-    described = [[rank.host, rank.device, rank.memory_bytes] for rank in ranks]
+    # not by their names: a job that is queued again gets other hosts of the same cluster
+    described = [nodes, per_node, len(set(hosts)), ranks[0].device, min(rank.memory_bytes for rank in ranks)]
     backend = str(torch.distributed.get_backend())
     measured_by = [MEASURING_VERSION, BUCKET_BYTES, *Link.__dataclass_fields__, *library_versions()]
     content = [described, backend, device.type, *measured_by, *_settings(device)]
