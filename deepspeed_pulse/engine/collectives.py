@@ -59,6 +59,29 @@ def told_by_all(item: Any, group: Any = None) -> list[Any]:
     return found
 
 
+_LARGEST_TAG = 3
+"""Other messages of this package have smaller ones."""
+
+
+def largest_of_all(mine: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The largest that any rank of the world has, element by element, in the host's memory.
+
+    Every rank hands what it knows to one that is 1, 2, 4, ... further on: log2(ranks) messages follow one another. An
+    all-reduce of gloo's goes round a ring twice however small it is: 1022 messages on 512 ranks, tens of ms a step.
+
+    ``group``: over the host's memory, of all ranks; None: the world's own is.
+    """
+    known, rank, ranks, ahead = mine, dist.get_rank(), dist.get_world_size(), 1
+    while ahead < ranks:
+        other = torch.empty_like(known)
+        sent = torch.distributed.isend(known, (rank + ahead) % ranks, group=group, tag=_LARGEST_TAG)
+        torch.distributed.recv(other, (rank - ahead) % ranks, group=group, tag=_LARGEST_TAG)
+        assert sent is not None  # every rank is in the group
+        sent.wait()
+        known, ahead = torch.maximum(known, other), 2 * ahead
+    return known
+
+
 def raise_everywhere(problem: Exception | None, what: str, kind: type[PulseError] = BatchError) -> None:
     """Raise the first error any rank of the world has, on every rank.
 

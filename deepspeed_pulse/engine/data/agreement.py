@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_pulse.engine.collectives import raise_everywhere, told_by_all
+from deepspeed_pulse.engine.collectives import largest_of_all, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import BatchError, ConfigError, RunError
@@ -50,10 +50,8 @@ def agree_on_step(
     met = 0 if problem is None else 1 if is_over else 2
     mine = (zlib.crc32(kind.encode()), microbatches, microbatch_size)
     flags = (int(asked_to_stop), int(trains_anew), met)
-    largest = torch.tensor([*flags, *(sign * number for number in mine for sign in (1, -1))])
-    if dist.get_world_size() > 1:
-        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
-    stops, anew, worst, *numbers = largest.tolist()
+    told = torch.tensor([*flags, *(sign * number for number in mine for sign in (1, -1))])
+    stops, anew, worst, *numbers = largest_of_all(told, group).tolist()
     if all(high == -low for high, low in zip(numbers[::2], numbers[1::2], strict=True)):
         if worst == 2:
             raise_everywhere(None if is_over else problem, "the first batch cannot be drawn")
