@@ -14,6 +14,7 @@ from deepspeed_pulse.engine.conditioning import Estimates
 from deepspeed_pulse.engine.data.agreement import agree_on_step, check_same_weights_train, check_something_trains
 from deepspeed_pulse.engine.data.frozen_ahead import FrozenAhead
 from deepspeed_pulse.engine.data.reading import Reading, entry_routes
+from deepspeed_pulse.engine.device import runs_at_once
 from deepspeed_pulse.engine.discovery import Discovery
 from deepspeed_pulse.engine.gradients.placeholders import check_covers
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
@@ -88,6 +89,7 @@ class Lowering:
         traffic = make_traffic(plan, rows)
         plan = isolated(plan)
         self.communicator.open(traffic.channels)
+        ahead = module.pulse.receive_ahead
         usage = Usage(plan, [*graph.values, *entries], self.seat.rank)
         return RankPart(
             plan=plan,
@@ -95,7 +97,10 @@ class Lowering:
             usage=usage,
             stages=bound_stages(module, usage, graph, effects),
             held=planning.held(module.planned, module.job.recomputing.interval),
-            due=None if module.pulse.receive_ahead else arrivals(traffic.program, plan.placement)[self.seat.rank],
+            due=None
+            if ahead and runs_at_once(self.seat.device)
+            else arrivals(traffic.program, plan.placement)[self.seat.rank],
+            due_at_first=ahead,
             communicator_bytes=communicator_bytes(plan, self.seat.rank, module.planned.cluster, ties_of(module)),
             carried=carried,
             runs_on=bool(carried) and rows is not Part.LAST,
@@ -211,8 +216,9 @@ class Steps:
         part = self.lowering.part(micro_batches, mode, readers, rows)
         if part.carried:
             self.reading.batches.hold()
-        frozen_at = self._begin_encoding(micro_batches, mode, rows)
         keys = self.reading.agreed_shapes(micro_batches)
+        waits = part.due is not None and self.runtime.is_cold(part, training=training, keys=keys)
+        frozen_at = self._begin_encoding(micro_batches, mode, rows, alone=waits)
         first_number = engine.global_steps * engine.micro_batches
         order = self._data_order(part.plan, mode)
         if not self.lowering.knows_effects(training=training):
@@ -277,13 +283,16 @@ class Steps:
         self.estimates.begin(self.reading.batches, order)
         return order
 
-    def _begin_encoding(self, micro_batches: int, mode: str, rows: Part) -> frozenset[int]:
-        """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it."""
+    def _begin_encoding(self, micro_batches: int, mode: str, rows: Part, *, alone: bool) -> frozenset[int]:
+        """This step's data is encoded, the next one's begun; before which of the rank's actions there is work on it.
+
+        ``alone``: nothing is begun. Layers may wait for the whole device, and so for results that come when they may.
+        """
         if self.ahead is None or self.reading.is_encoded:
             return frozenset()
         self.watchdog.enter("encoding before the step")
         self.ahead.encode(self.reading.batches, micro_batches, mode)
-        if mode != "train":
+        if mode != "train" or alone:
             return frozenset()
         iterator = self.engine.data_iterator
         return self.ahead.start(rows, self.reading.batches, self.reading.following(micro_batches), iterator)

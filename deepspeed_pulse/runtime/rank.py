@@ -6,7 +6,8 @@ instructions, tests for all ranks in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -50,6 +51,7 @@ class RankPart:
             that makes gradients of weights where none are; empty: not known.
         due: per step of this rank, the receives to post (:func:`~deepspeed_pulse.ir.channels.arrivals`); None: as early
             as can be.
+        due_at_first: ``due`` counts where the device may meet a kernel for the first time, and only there.
         communicator_bytes: what the rank's communicators hold.
         carried: actions of any rank that are the previous step's (:mod:`deepspeed_pulse.ir.carried`). ``plan`` is then
             that of one step by itself, and ``traffic`` that of the part of the rows that runs.
@@ -62,9 +64,18 @@ class RankPart:
     stages: Mapping[int, Stage]
     held: Mapping[tuple[bool, bool], Sequence[Held]] = field(default_factory=dict)
     due: Sequence[Sequence[Message]] | None = None
+    due_at_first: bool = False
     communicator_bytes: int = 0
     carried: frozenset[Action] = frozenset()
     runs_on: bool = False
+
+    @property
+    def cold_steps(self) -> int:
+        """Steps with batches of one shape in which kernels may run for the first time; what is carried runs later.
+
+        Loading a kernel may wait until the device stands still, which a receive that is posted keeps it from.
+        """
+        return 2 if self.carried else 1
 
     @cached_property
     def earlier(self) -> frozenset[Message]:
@@ -149,6 +160,9 @@ class RankRuntime:
         self._hidden_grads: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._book = ShapeBook()
+        self._begun: Counter[tuple[bool, int]] = Counter()
+        """Steps, by whether they train and what stands for their shapes."""
+        self._is_cold = True
         self._trains: list[bool] | None = None
         """Of each parameter, whether it did when boundaries agreed on which gradients they want."""
         self._kept: dict[tuple[int, int], int] = {}
@@ -199,6 +213,8 @@ class RankRuntime:
         batches = part.data(batches, order)
         keys = [0] * plan.microbatches if shape_keys is None else [shape_keys[data] for data in order]
         shapes = self._book.of("train" if training else "eval", keys)
+        self._is_cold = self.is_cold(part, training=training, keys=keys)
+        self._begun.update((training, key) for key in set(keys))
         self._earlier = self._data if self.runs_on else None
         extra = None
         if plan.conditioning:
@@ -209,6 +225,10 @@ class RankRuntime:
         )
         self._training = training
         self._set_out(part)
+
+    def is_cold(self, part: RankPart, *, training: bool, keys: Iterable[int]) -> bool:
+        """True where a step may meet kernels for the first time; ``keys``: what stands for its batches' shapes."""
+        return any(self._begun[training, key] < part.cold_steps for key in keys)
 
     @property
     def trains_anew(self) -> bool:
@@ -223,6 +243,7 @@ class RankRuntime:
     def agree_anew(self) -> None:
         """Between steps, on all ranks of a pipeline: boundaries agree anew on which gradients they want."""
         self._book, self._trains = ShapeBook(), _which_train(self._parameters)
+        self._begun.clear()
 
     def end_last(self, part: RankPart) -> None:
         """Get ready for what the last step has left, where no step follows."""
@@ -246,7 +267,8 @@ class RankRuntime:
         mine = {c: m for c, m in traffic.channels.items() if self.rank in (c.source_rank, c.target_rank)}
         self.runs_on = part.runs_on
         earlier = self._earlier.shapes if self._earlier is not None else ()
-        self._transport.begin(mine, traffic.slots, self._data.shapes, part.due, (part.earlier, earlier))
+        due = part.due if self._is_cold or not part.due_at_first else None
+        self._transport.begin(mine, traffic.slots, self._data.shapes, due, (part.earlier, earlier))
 
     @property
     def number(self) -> int:

@@ -90,6 +90,9 @@ WAITING = [
     case("waiting", 2, pulse={"receive_ahead": False}),
     case("waiting", 2, W=2, pulse={"receive_ahead": False}),
     case("waiting", 2, placement="linear", pulse={"receive_ahead": False}),
+    case("loading", 2),
+    case("loading", 2, W=2),
+    case("loading", 2, placement="linear"),
 ]
 
 

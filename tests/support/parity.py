@@ -82,11 +82,11 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.toy import toy_batch, toy_layers
 
         return toy_layers, toy_batch, "hidden"
-    if name == "waiting":
+    if name in ("waiting", "loading"):
         from support.toy import toy_batch
         from support.waiting import waiting_layers
 
-        return waiting_layers, toy_batch, "hidden"
+        return partial(waiting_layers, at_first=name == "loading"), toy_batch, "hidden"
     if name in ("nested", "scalars"):
         from support.nested import nested_batch, nested_layers, scalar_layers
 
