@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import replace
-from threading import Lock
+from threading import Lock, local
 from typing import Any
+
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse.engine.device import recorded_event
 from deepspeed_pulse.engine.observation.whereabouts import Activity
@@ -23,6 +25,7 @@ class DeviceProgress:
         self._given: deque[tuple[Activity, Any]] = deque()
         """Not done yet, each with an event after it; ``since``: when the one before was seen to be done."""
         self._lock = Lock()
+        self._device, self._thread = get_accelerator().current_device(), local()
 
     def gave(self, doing: Activity) -> None:
         """The device was given all of this; of what is ``inside`` the watchdog asks that it ends in time."""
@@ -33,7 +36,10 @@ class DeviceProgress:
             self._given.append((given, after))
 
     def under_way(self) -> Activity | None:
-        """What the device is doing; None where it has done all."""
+        """What the device is doing; None where it has done all. Asked by threads that use no device but for this."""
+        if not hasattr(self._thread, "asks"):  # on Ascend a thread without a device may ask none
+            get_accelerator().set_device(self._device)
+            self._thread.asks = True
         with self._lock:
             self._forget_done()
             return self._given[0][0] if self._given else None

@@ -12,8 +12,8 @@ NAMES = {
     "deepspeed": "DeepSpeedConfig PipelineEngine __version__ init_distributed initialize",
     "deepspeed.accelerator": "get_accelerator",
     "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator": """
-        Event Stream communication_backend_name create_op_builder current_device_name current_stream device_count
-        device_name empty_cache get_rng_state is_bf16_supported is_fp16_supported is_pinned manual_seed_all
+        Event Stream communication_backend_name create_op_builder current_device current_device_name current_stream
+        device_count device_name empty_cache get_rng_state is_bf16_supported is_fp16_supported is_pinned manual_seed_all
         max_memory_allocated memory_allocated pin_memory reset_peak_memory_stats set_device set_rng_state stream
         synchronize total_memory use_host_timers
     """,
