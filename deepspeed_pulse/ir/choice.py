@@ -132,6 +132,7 @@ class Verdict(enum.Enum):
     LAYERS = "too few layers"
     SIZE = "too many microbatches"
     NO_GAIN = "no gain"
+    UNTRIED = "not tried in time"
     FAILED = "failed when run"
 
 

@@ -72,7 +72,7 @@ def _times(figures: Estimate) -> tuple[float, float, float, float]:
 def rejected(tuning: Tuning) -> tuple[str, ...]:
     """A line for each reason to reject choices."""
     lines = []
-    for verdict in (Verdict.MEMORY, Verdict.SLOW, Verdict.LAYERS, Verdict.SIZE):
+    for verdict in (Verdict.MEMORY, Verdict.SLOW, Verdict.LAYERS, Verdict.SIZE, Verdict.UNTRIED):
         same = [trial for trial in tuning.rejected if trial.verdict is verdict]
         if same:
             lines.append(f"{len(same)} {verdict.value}, for example {describe(same[0].choice)}: {same[0].reason}")

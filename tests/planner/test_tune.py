@@ -38,7 +38,11 @@ def box(nodes=1, ranks_per_node=4, memory_bytes=10**15, intra=1e9, inter=1e9) ->
 def tuned(costs, cluster, batch, **options):
     options.setdefault("solver_seconds", 0)
     costs = costs if isinstance(costs, list) else [costs]
-    searched = {name: options.pop(name) for name in ("solver_seconds", "exhaustive", "progress") if name in options}
+    searched = {
+        name: options.pop(name)
+        for name in ("solver_seconds", "exhaustive", "progress", "most_seconds")
+        if name in options
+    }
     found = tune(OpenJob(profiles=costs, cluster=cluster, global_batch=batch, **options), **searched)
     best = found.best
     check(best.planned, num_layers=costs[0].num_layers, values=costs[0].values)
@@ -46,6 +50,15 @@ def tuned(costs, cluster, batch, **options):
     assert again == best.planned.estimate
     assert max(again.peak_bytes) <= found.memory_bytes
     return found
+
+
+def test_where_others_wait_the_best_so_far_is_taken():
+    """One choice is planned at least. The others are told as such, and the finer ones are not begun."""
+    found = tuned(uniform(8), box(), 8, most_seconds=0.0)
+    untried = [trial for trial in found.rejected if trial.verdict is Verdict.UNTRIED]
+    assert len(found.ranked) == 1 and len(untried) > 3
+    assert "after 0 s the best so far is taken; ds_pulse tune tries all" in untried[0].reason
+    assert not {Verdict.UNTRIED} & {trial.verdict for trial in tuned(uniform(8), box(), 8).rejected}
 
 
 @st.composite

@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_pulse import planner
-from deepspeed_pulse.config import PulseConfig
+from deepspeed_pulse.config import START_SECONDS, PulseConfig
 from deepspeed_pulse.engine.collectives import agree, told_by_all
 from deepspeed_pulse.engine.conditioning import for_evaluation
 from deepspeed_pulse.engine.measure.hardware import NO_LIMIT_BYTES
@@ -172,13 +172,17 @@ def open_job(request: PlanRequest, asked: Asked, profiles: Sequence[Profile], cl
 
 
 def decide(job: OpenJob, pulse: PulseConfig, told: Callable[[Tuning], Decision]) -> Decision:
-    """What is ``told`` of the best way to run a job, searched for ``solver_seconds``, or was of an earlier run."""
+    """What is ``told`` of the best way to run a job, searched for ``solver_seconds``, or was of an earlier run.
+
+    All other ranks wait for it. Choices are tried for half of what they wait for, without the search.
+    """
     seconds = pulse.solver_seconds
+    most = (max(pulse.timeout_seconds, START_SECONDS) - seconds) / 2
     if pulse.plan_cache is None:
-        return told(tune(job, solver_seconds=seconds))
+        return told(tune(job, solver_seconds=seconds, most_seconds=most))
     asked = {"global_batch": job.global_batch, "world": job.world, "given": to_data(job.given)}
     path = file_of(pulse.plan_cache, Decision, job.profiles, job.cluster, solver_seconds=seconds, **asked)
-    return kept(path, Decision, lambda: told(tune(job, solver_seconds=seconds)))
+    return kept(path, Decision, lambda: told(tune(job, solver_seconds=seconds, most_seconds=most)))
 
 
 def recomputing(planned: Planned, plan: Plan, layers: Sequence[int]) -> Plan:

@@ -28,7 +28,12 @@ _TIMES = (2, 4, 8, 16, 32, 64)
 
 @rare_collections()
 def tune(
-    job: OpenJob, *, solver_seconds: float = 10.0, exhaustive: bool = False, progress: Progress | None = None
+    job: OpenJob,
+    *,
+    solver_seconds: float = 10.0,
+    exhaustive: bool = False,
+    progress: Progress | None = None,
+    most_seconds: float = math.inf,
 ) -> Tuning:
     """Every way to run a job, the best first: the fastest.
 
@@ -37,13 +42,14 @@ def tune(
     Args:
         solver_seconds: search for better orders of the best choices; 0: known schedules only.
         exhaustive: simulate what a bound excludes, too.
+        most_seconds: after which no other choice is tried, once one is planned; the search comes on top.
 
     Raises:
         ConfigError: the job is unusable, or nothing divides its global batch.
         InfeasibleError: no choice fits the memory; says how much memory, or how many ranks, would do.
     """
     job.check()
-    tuner = Tuner(job)
+    tuner = Tuner(job, most_seconds)
     trials = tuner.run(exhaustive=exhaustive, progress=progress)
     if not any(trial.plan for trial in trials):
         raise _nothing_fits(tuner, trials)

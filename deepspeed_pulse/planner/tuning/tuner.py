@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -55,9 +56,13 @@ _WORTH_MORE = 0.01
 
 
 class Tuner:
-    """One job's choices and what is known of them so far."""
+    """One job's choices and what is known of them so far.
 
-    def __init__(self, job: OpenJob) -> None:
+    ``most_seconds``: after which no other choice is tried, once one is planned.
+    """
+
+    def __init__(self, job: OpenJob, most_seconds: float = math.inf) -> None:
+        self._most_seconds, self._until = most_seconds, time.monotonic() + most_seconds
         self.job, self.sizes, self.given = job, job.sizes, job.given
         self._steps: list[float] = []
         self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -77,7 +82,12 @@ class Tuner:
             self._try_more(self.given.waves[-1], False, trials, progress)
         if _are_open(self.given.loops) and self._memory_costs_time:
             self._try_more(self.given.loops[-1], True, trials, progress)
-        return self._cut_anew(trials)
+        return trials if self._is_late else self._cut_anew(trials)
+
+    @property
+    def _is_late(self) -> bool:
+        """Others wait for an answer, and there is one. They do so by the clock, whatever else the processor does."""
+        return bool(self._steps) and time.monotonic() > self._until
 
     def _cut_anew(self, trials: list[Trial]) -> list[Trial]:
         """Choices of several waves or rounds share cuts that do not count fill. The most promising get their own."""
@@ -109,7 +119,7 @@ class Tuner:
         by_bound = sorted(apart, key=lambda found: (self._ideal_ms(found[0]), found[0].pipeline_ranks))
         count = self._decided + len(by_bound)
         for family, stages in by_bound:
-            trials += self._family(family, stages)
+            trials += self._untried(stages) if self._is_late else self._family(family, stages)
             self._decided += 1
             if progress is not None:
                 best = max((t.samples_per_second or 0.0 for t in trials if t.plan), default=0.0)
@@ -289,6 +299,10 @@ class Tuner:
             if trial.plan is not None:
                 self._steps.append(trial.plan.figures.step_ms)
             yield trial
+
+    def _untried(self, stages: list[Choice]) -> Iterator[Trial]:
+        reason = f"ranks wait, so after {self._most_seconds:g} s the best so far is taken; ds_pulse tune tries all"
+        return (Trial(choice=choice, verdict=Verdict.UNTRIED, reason=reason) for choice in stages)
 
     def zero_stages(self, family: Choice) -> tuple[int, ...]:
         """Those that are tried of a family."""
