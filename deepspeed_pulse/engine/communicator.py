@@ -56,13 +56,15 @@ class PipelineCommunicator:
     Args:
         seat: of this rank.
         options: of the process groups that it makes.
+        got_on: called whenever groups were made or a channel has connected, of which there may be many.
 
     Raises:
         ConfigError: the backend cannot send what lies on the device, or the device has one queue.
     """
 
-    def __init__(self, seat: Seat, options: GroupOptions = PLAIN) -> None:
+    def __init__(self, seat: Seat, options: GroupOptions = PLAIN, got_on: Callable[[], None] = lambda: None) -> None:
         self._seat, self._global_ranks, self._group, self._options = seat, seat.ranks, seat.group, options
+        self._got_on = got_on
         backend = torch.distributed.get_backend(seat.group)
         self._tagged = backend in HOST_BACKENDS
         check_backend(backend, seat.device)
@@ -79,17 +81,20 @@ class PipelineCommunicator:
         """
         if self._tagged:
             return
+        new = [channel for channel in dict.fromkeys(channels) if channel not in self._groups]
         with configured_groups(self._options, for_messages=True):
-            for channel in channels:
-                if channel not in self._groups:
-                    self._open(channel)
+            for channel in new:
+                self._make_group(channel)
+                self._got_on()
+        for channel in new:  # apart: making waits for nobody, connecting for the peer
+            self._connect(channel)
+            self._got_on()
 
-    def _open(self, channel: Channel) -> None:
+    def _make_group(self, channel: Channel) -> None:
         for index, ranks in enumerate(self._seat.pipelines):
             group = dist.new_group(sorted((ranks[channel.source_rank], ranks[channel.target_rank])))
             if index == self._seat.index:
                 self._groups[channel] = group
-                self._connect(channel)
 
     def share(self, channels: Sequence[Channel]) -> None:
         """Carry channels in the pipeline's own group: for messages of which one at a time is on its way."""

@@ -107,7 +107,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._device = EngineDevice(seat.device, losses.accumulating, losses.scale)
         self._breakdown = Breakdown(self)
         self._orders = Orders(module, watchdog)
-        communicator = PipelineCommunicator(seat, GroupOptions.of(module.pulse))
+        communicator = PipelineCommunicator(seat, GroupOptions.of(module.pulse), watchdog.got_on)
         reading = Reading(self, seat, module.plan, watchdog, self._breakdown.drawing)
         lowering = Lowering(module, seat, self._orders, reading, communicator)
         lowering.part(self.micro_batches, "train", (True,) * self.num_stages)

@@ -63,6 +63,25 @@ def check_options(pulse: PulseConfig) -> None:
 
 
 @contextmanager
+def _unbound() -> Iterator[None]:
+    """A process group that is made inside connects by itself, when its ranks first talk.
+
+    Upstream binds NCCL's world to the rank's device. torch then splits every group off the world's communicator when it
+    is made, and all ranks of the world wait for that, those outside the group too: a thousand times in a job of 512.
+    """
+    world: Any = torch.distributed.group.WORLD
+    device = getattr(world, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+@contextmanager
 def configured_groups(options: GroupOptions, *, for_messages: bool = False) -> Iterator[None]:
     """Process groups that are made inside through DeepSpeed have these options, and a timeout of their own.
 
@@ -71,6 +90,8 @@ def configured_groups(options: GroupOptions, *, for_messages: bool = False) -> I
     Groups of equal ranks are one: upstream makes one of each pipeline twice and one of the world besides. Every rank
     comes to their collectives in the same order, that of the program, so they need no order of their own; what is
     ``for_messages`` does, and shares nothing.
+
+    Making one is no matter of the ranks outside of it: it connects when its own ranks first talk, on every backend.
     """
     backend = upstream_comm.cdb
     if type(backend).new_group is not TorchBackend.new_group:
@@ -82,7 +103,8 @@ def configured_groups(options: GroupOptions, *, for_messages: bool = False) -> I
     def new_group(ranks: Any) -> Any:
         key = tuple(sorted(ranks))
         if for_messages or key not in made:
-            made[key] = torch.distributed.new_group(ranks, **options.arguments(name, for_messages=for_messages))
+            with _unbound():
+                made[key] = torch.distributed.new_group(ranks, **options.arguments(name, for_messages=for_messages))
         return made[key]
 
     before = vars(backend).get("new_group")

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.comm import comm as upstream_comm
+from deepspeed.comm.torch import TorchBackend
 from support.launch import launch
 
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine import communicator
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
-from deepspeed_pulse.engine.groups import GroupOptions, check_options
+from deepspeed_pulse.engine.groups import GroupOptions, check_options, configured_groups
 from deepspeed_pulse.engine.plans.machines import with_communicators
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import ConfigError
@@ -59,8 +61,74 @@ def test_a_message_is_bytes_where_backends_know_few_dtypes(started: list[Any]) -
 
 @pytest.mark.timeout(200)
 def test_every_process_group_has_a_timeout_and_those_of_equal_ranks_are_one() -> None:
+    """And none is split off the world's, by torch's own rules."""
     case = {"model": "toy", "P": 2, "M": 2, "clip": 0.1, "enabled": True}
     launch("support.group_ranks:have_timeouts", 2, case, timeout=150)
+
+
+class Started(TorchBackend):
+    """DeepSpeed's backend, as rank 1 has it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rank(self, group: Any = None) -> int:
+        return 1
+
+
+DEVICE = torch.device("cuda:1")
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """NCCL's, bound to a device as upstream binds it."""
+    found = SimpleNamespace(bound_device_id=DEVICE)
+    monkeypatch.setattr(torch.distributed.distributed_c10d._world, "default_pg", found)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr(upstream_comm, "cdb", Started())
+    return found
+
+
+def test_all_groups_are_made_apart_from_the_world_and_connect_afterwards(
+    monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace
+) -> None:
+    done: list[Any] = []
+
+    def new_group(ranks: list[int], **options: Any) -> tuple[int, ...]:
+        done.append((*ranks, world.bound_device_id))
+        return tuple(ranks)
+
+    def start(tensor: torch.Tensor, peer: int, group: Any, tag: int) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda *_: done.append((peer, group, world.bound_device_id)))
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    monkeypatch.setattr(communicator, "isend", start)
+    monkeypatch.setattr(communicator, "irecv", start)
+    here = Seat(pipelines=((0, 1, 2), (3, 4, 5)), index=0, rank=1, group=None, device=torch.device("cpu"))
+    carrier = PipelineCommunicator(here, got_on=lambda: done.append("got on"))
+    channels = [Channel(0, 1), Channel(1, 2), Channel(0, 2)]
+    made = [[(0, 1, None), (3, 4, None)], [(1, 2, None), (4, 5, None)], [(0, 2, None), (3, 5, None)]]
+    carrier.open(channels[:1])
+    assert done == [*made[0], "got on", (0, (0, 1), DEVICE), "got on"]
+    done.clear()
+    carrier.open([*channels, channels[1]])
+    assert done == [*made[1], "got on", *made[2], "got on", (2, (1, 2), DEVICE), "got on", "got on"], "each once"
+
+
+def test_the_world_is_bound_again_where_making_a_group_fails(
+    monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace
+) -> None:
+    def fail(ranks: list[int], **options: Any) -> None:
+        raise RuntimeError(f"bound to {world.bound_device_id}")
+
+    monkeypatch.setattr(torch.distributed, "new_group", fail)
+    backend = upstream_comm.cdb
+    with configured_groups(GroupOptions(timeout_seconds=1.0)), pytest.raises(RuntimeError, match="bound to None"):
+        backend.new_group([0, 1])
+    assert world.bound_device_id == DEVICE and "new_group" not in vars(backend)
 
 
 @pytest.mark.parametrize("backend", ["hccl", "nccl", "gloo"])

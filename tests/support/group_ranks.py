@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from support.accelerator_ranks import begun
 from support.parity import models
 
 from deepspeed_pulse.engine import communicator
+from deepspeed_pulse.engine.groups import GroupOptions, configured_groups
 
 TIMEOUT_SECONDS = 432.0
 
@@ -29,6 +31,24 @@ def have_timeouts(case: dict[str, Any]) -> None:
     assert grid.get_model_parallel_group() is grid.get_pipe_parallel_group()
     others = {id(group) for group in groups} - {id(group) for group in channels.values()}
     assert len({id(group) for group in channels.values()}) == len(channels) == 2 and len(others) == len(groups) - 2
+    if torch.distributed.get_backend() == "gloo":  # torch's own, and no stand-in that leaves half of torch out
+        _split_off_nothing()
+
+
+def _split_off_nothing() -> None:
+    """torch does not look for a communicator to split, although the world is bound to a device."""
+    world, torchs = torch.distributed.group.WORLD, torch.distributed.distributed_c10d
+    looked: list[Any] = []
+    torchs._get_split_source = looked.append
+    world.bound_device_id = device = torch.device("cuda", dist.get_rank())
+    for ranks in ([0], [0, 1]):
+        with configured_groups(GroupOptions(timeout_seconds=TIMEOUT_SECONDS)):
+            group = dist.new_group(ranks)
+        assert world.bound_device_id == device and not looked
+        assert dist.get_rank() not in ranks or group.bound_device_id is None
+    torch.distributed.new_group([0])
+    assert looked == [world], "else this would prove nothing"
+    world.bound_device_id = None
 
 
 def _timeout(group: Any) -> float:
