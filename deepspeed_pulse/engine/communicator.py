@@ -10,8 +10,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_pulse.config import START_SECONDS
 from deepspeed_pulse.engine.device import HOST_BACKENDS, check_queues, wait
-from deepspeed_pulse.engine.groups import GroupOptions, configured_groups, start_timeout
+from deepspeed_pulse.engine.groups import GroupOptions, configured_groups
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.waist.older import irecv, isend
 from deepspeed_pulse.errors import ConfigError
@@ -70,7 +71,7 @@ class PipelineCommunicator:
         check_backend(backend, seat.device)
         if len(seat.ranks) > 1:
             check_queues(seat.device)
-        self._patience = start_timeout(options.timeout_seconds).total_seconds()
+        self._patience = max(options.timeout_seconds, START_SECONDS)
         self._groups: dict[Channel, Any] = {}
 
     def open(self, channels: Iterable[Channel]) -> None:

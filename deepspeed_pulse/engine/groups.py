@@ -14,15 +14,28 @@ from deepspeed.comm import comm as upstream_comm
 from deepspeed.comm.torch import TorchBackend
 
 from deepspeed_pulse.config import START_SECONDS, PulseConfig
+from deepspeed_pulse.engine.device import HOST_BACKENDS
+from deepspeed_pulse.engine.observation.watchdog import limit_seconds
 from deepspeed_pulse.errors import ConfigError
 
 BACKEND_OF = {"hccl_buffer_size": "hccl", "nccl_high_priority_stream": "nccl"}
 """Keys of the ``"pulse"`` block that are one backend's."""
 
 
-def start_timeout(timeout_seconds: float) -> timedelta:
-    """How long ranks that live wait for one another before the first step."""
-    return timedelta(seconds=max(timeout_seconds, START_SECONDS))
+LATER_SECONDS = 60.0
+"""How much later than the watchdog groups end a process that it has not ended."""
+
+
+def group_timeout(timeout_seconds: float, backend: str) -> timedelta:
+    """How long ranks of a process group wait for one another.
+
+    Over the host's memory a wait that is too long raises, and the error says who is missing. NCCL and HCCL end the
+    process without saying that, so there the watchdog's time comes first.
+    """
+    seconds = max(timeout_seconds, START_SECONDS)
+    if backend not in HOST_BACKENDS:
+        seconds = limit_seconds(seconds) + LATER_SECONDS
+    return timedelta(seconds=seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +52,7 @@ class GroupOptions:
 
     def arguments(self, backend: str, *, for_messages: bool) -> dict[str, Any]:
         """Of one call of ``torch.distributed.new_group``, which keeps the options and writes into them."""
-        timeout = start_timeout(self.timeout_seconds)
+        timeout = group_timeout(self.timeout_seconds, backend)
         options = None
         if backend == "hccl" and self.hccl_buffer_size is not None:
             bindings = importlib.import_module("torch_npu")._C._distributed_c10d

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,8 @@ from support.launch import launch
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine import communicator
 from deepspeed_pulse.engine.communicator import PipelineCommunicator
-from deepspeed_pulse.engine.groups import GroupOptions, check_options, configured_groups
+from deepspeed_pulse.engine.groups import GroupOptions, check_options, configured_groups, group_timeout
+from deepspeed_pulse.engine.observation.watchdog import Watchdog
 from deepspeed_pulse.engine.plans.machines import with_communicators
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import ConfigError
@@ -131,6 +134,16 @@ def test_the_world_is_bound_again_where_making_a_group_fails(
     assert world.bound_device_id == DEVICE and "new_group" not in vars(backend)
 
 
+@pytest.mark.parametrize("timeout_seconds", [1.0, 300.0, 600.0, 1e7])
+def test_the_watchdog_speaks_before_a_backend_that_ends_the_process(timeout_seconds: float) -> None:
+    """And one that raises does so before the watchdog."""
+    dog = Watchdog(0, timeout_seconds, list[str]().append)
+    with dog.watching_patiently("a start"):
+        for backend, is_said in (("gloo", False), ("nccl", True), ("hccl", True)):
+            since = time.monotonic() - group_timeout(timeout_seconds, backend).total_seconds()
+            assert bool(dog._problem(replace(dog._place, since=since))) is is_said, backend
+
+
 @pytest.mark.parametrize("backend", ["hccl", "nccl", "gloo"])
 @pytest.mark.parametrize("for_messages", [True, False])
 def test_options_arrive_where_they_are_meant(monkeypatch: pytest.MonkeyPatch, backend: str, for_messages: bool) -> None:
@@ -141,7 +154,7 @@ def test_options_arrive_where_they_are_meant(monkeypatch: pytest.MonkeyPatch, ba
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
     options = GroupOptions(timeout_seconds=400.0, hccl_buffer_size=16, nccl_high_priority_stream=True)
     first, second = (options.arguments(backend, for_messages=for_messages) for _ in range(2))
-    assert first["timeout"].total_seconds() == 400
+    assert first["timeout"] == group_timeout(400.0, backend)
     if backend == "hccl":
         assert first["pg_options"].hccl_config == {"hccl_buffer_size": 16}
         assert first["pg_options"] is not second["pg_options"], "torch writes into them"

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_pulse.engine.groups import start_timeout
+from deepspeed_pulse.engine.groups import group_timeout
 from deepspeed_pulse.errors import RunError
 
 EXIT_STATUS = 128 + signal.SIGTERM
@@ -76,7 +76,7 @@ class Preemption:
         """All ranks', over the host's memory; None: the world's own is."""
         if get_accelerator().device_name() != "cpu":
             # over host memory, so that asking waits for no kernel
-            self.group = torch.distributed.new_group(backend="gloo", timeout=start_timeout(timeout_seconds))
+            self.group = torch.distributed.new_group(backend="gloo", timeout=group_timeout(timeout_seconds, "gloo"))
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _hear)

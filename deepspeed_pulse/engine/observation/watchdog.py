@@ -43,6 +43,11 @@ def beat_seconds(timeout_seconds: float) -> float:
     return min(1.0, timeout_seconds / 4)
 
 
+def limit_seconds(patience: float) -> float:
+    """When the watchdog ends a rank whose place may last ``patience`` seconds: what raises by itself comes before."""
+    return min(1.2 * patience, patience + 10.0) + 1.0
+
+
 class Watchdog:
     """Knows what the rank is doing and since when; a thread of its own looks after it.
 
@@ -217,7 +222,7 @@ class Watchdog:
             return unanswered
         seconds = time.monotonic() - place.since
         # Waits inside the runtime raise by themselves; a little later the watchdog makes sure.
-        if seconds > min(1.2 * place.patience, place.patience + 10.0) + 1.0:
+        if seconds > limit_seconds(place.patience):
             allowed = f'"timeout_seconds" = {self.timeout_seconds:g}'
             if place.patience != self.timeout_seconds:
                 allowed = f"{place.patience:g} s, which ranks wait for one another here (or "

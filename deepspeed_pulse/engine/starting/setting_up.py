@@ -57,6 +57,8 @@ def set_up(module_class: type, given: Mapping[str, Any]) -> tuple[TrainingJob, S
     if watchdog is not None:
         watchdog.stop_request.listen()
     joining = f"{WHERE}: joining the process group"
+    if "MASTER_ADDR" in os.environ:
+        joining += f" at {os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     with nullcontext() if watchdog is None else watchdog.watching_patiently(joining):
         _meet(problem, watchdog, None if pulse is None else pulse.timeout_seconds)
         assert job is not None

@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-from deepspeed_pulse.engine.groups import start_timeout
+from deepspeed_pulse.engine.groups import group_timeout
 from deepspeed_pulse.engine.starting.joining import all_join
 from deepspeed_pulse.errors import ConfigError
 
@@ -78,7 +78,9 @@ def init_distributed(timeout_seconds: float | None) -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))
     # Ranks start and plan at different times: a short timeout is for the steps.
-    options = {} if timeout_seconds is None else {"timeout": start_timeout(timeout_seconds)}
+    options: dict[str, Any] = {}
+    if timeout_seconds is not None:
+        options["timeout"] = group_timeout(timeout_seconds, get_accelerator().communication_backend_name())
     try:
         with all_join(warning) if warning else nullcontext():
             deepspeed.init_distributed(**options)
