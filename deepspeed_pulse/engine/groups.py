@@ -26,6 +26,11 @@ LATER_SECONDS = 60.0
 """How much later than the watchdog groups end a process that it has not ended."""
 
 
+STEP_SECONDS = 3600.0
+"""For a step, at most. The host hands over a step's messages and sums long before the device comes to them, receives
+when the step begins, and NCCL's time runs from then on."""
+
+
 def group_timeout(timeout_seconds: float, backend: str) -> timedelta:
     """How long ranks of a process group wait for one another.
 
@@ -53,6 +58,8 @@ class GroupOptions:
     def arguments(self, backend: str, *, for_messages: bool) -> dict[str, Any]:
         """Of one call of ``torch.distributed.new_group``, which keeps the options and writes into them."""
         timeout = group_timeout(self.timeout_seconds, backend)
+        if backend not in HOST_BACKENDS:
+            timeout += timedelta(seconds=STEP_SECONDS)
         options = None
         if backend == "hccl" and self.hccl_buffer_size is not None:
             bindings = importlib.import_module("torch_npu")._C._distributed_c10d

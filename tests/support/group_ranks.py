@@ -26,7 +26,8 @@ def have_timeouts(case: dict[str, Any]) -> None:
     groups = list(torch.distributed.distributed_c10d._world.pg_map)
     found = [(torch.distributed.get_backend(group), _timeout(group)) for group in groups]
     assert {seconds for name, seconds in found if name == "gloo"} == {TIMEOUT_SECONDS}, found
-    assert {seconds for name, seconds in found if name != "gloo"} <= {TIMEOUT_SECONDS + 10 + 1 + 60}, found
+    later = TIMEOUT_SECONDS + 10 + 1 + 60
+    assert {seconds for name, seconds in found if name != "gloo"} <= {later, later + 3600}, found
     grid, channels = engine.grid, engine._steps.lowering.communicator._groups
     assert len(found) >= len(channels) + 3
     assert grid.get_model_parallel_group() is grid.get_pipe_parallel_group()
